@@ -1,0 +1,114 @@
+"""The error tree, exit codes, and the one way a command ends.
+
+Owns: what an error is called and which exit code a batch system sees. Must not know: torch, units, stages; MPI only
+through the module that is already loaded (an error must never be what starts MPI).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+EXIT_FAILURE = 1
+EXIT_CORRUPT_CHECKPOINT = 65
+EXIT_REQUEUE = 75
+EXIT_MISCONFIGURED = 78
+EXIT_HANG = 86
+
+
+class HpcZeroError(Exception):
+    """Base of all errors raised on purpose; the message says rank, what, got, expected and what to do."""
+
+    exit_code = EXIT_FAILURE
+
+
+class ConfigError(HpcZeroError, ValueError):
+    """An option, or a combination of options, that cannot work."""
+
+    exit_code = EXIT_MISCONFIGURED
+
+
+class TopologyError(HpcZeroError, ValueError):
+    """Ranks, nodes or communicators are not what the request needs."""
+
+    exit_code = EXIT_MISCONFIGURED
+
+
+class PlanError(HpcZeroError, ValueError):
+    """A model or optimizer that cannot be sharded as asked."""
+
+    exit_code = EXIT_MISCONFIGURED
+
+
+class DataError(HpcZeroError, ValueError):
+    """Missing, empty or malformed training data."""
+
+    exit_code = EXIT_MISCONFIGURED
+
+
+class CommError(HpcZeroError, RuntimeError):
+    """Ranks disagree about the next collective, or a buffer cannot be sent."""
+
+
+class StepError(HpcZeroError, RuntimeError):
+    """A training step that must not go on: non-finite gradients, unreduced gradients, parameters touched while sharded."""
+
+
+class CheckpointError(HpcZeroError, RuntimeError):
+    """A checkpoint that is corrupt or cannot be written."""
+
+    exit_code = EXIT_CORRUPT_CHECKPOINT
+
+
+def launcher_rank() -> int:
+    """Rank by the launcher's environment, before MPI is up; 0 where there is no launcher."""
+    for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"):
+        value = os.environ.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return 0
+
+
+def abort_job(code: int) -> None:
+    """End every rank of the job if MPI is up in this process; return otherwise."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mpi.COMM_WORLD.Abort(code)
+
+
+def report(error: BaseException) -> int:
+    """Write ``error`` to stderr with the rank in front and return its exit code.
+
+    Our own errors print as one line; anything else with its traceback.
+    """
+    rank = launcher_rank()
+    if isinstance(error, HpcZeroError):
+        sys.stderr.write(f"[rank {rank}] {type(error).__name__}: {error}\n")
+        sys.stderr.flush()
+        return error.exit_code
+    text = "".join(traceback.format_exception(error))
+    sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.rstrip().splitlines()))
+    sys.stderr.flush()
+    return EXIT_FAILURE
+
+
+def run(main: Callable[[], int | None]) -> None:
+    """Run a command and exit with its code; an error on one rank ends the job on all of them.
+
+    The rule of ``python -m mpi4py``: an uncaught error must not leave peers waiting in a collective for ever.
+    """
+    try:
+        code = main() or 0
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        abort_job(130)
+        sys.exit(130)
+    except BaseException as error:  # the last frame of a command: everything is reported, nothing swallowed
+        code = report(error)
+        abort_job(code)
+    sys.exit(code)
