@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from types import TracebackType
 
 EXIT_FAILURE = 1
 EXIT_CORRUPT_CHECKPOINT = 65
@@ -22,6 +23,7 @@ class HpcZeroError(Exception):
     """Base of all errors raised on purpose; the message says rank, what, got, expected and what to do."""
 
     exit_code = EXIT_FAILURE
+    agreed = False  # True once every rank raises it together: then each exits by itself and no job is aborted
 
 
 class ConfigError(HpcZeroError, ValueError):
@@ -53,7 +55,7 @@ class CommError(HpcZeroError, RuntimeError):
 
 
 class StepError(HpcZeroError, RuntimeError):
-    """A training step that must not go on: non-finite gradients, unreduced gradients, parameters touched while sharded."""
+    """A step that must not go on: non-finite or unreduced gradients, parameters touched while sharded."""
 
 
 class CheckpointError(HpcZeroError, RuntimeError):
@@ -74,7 +76,12 @@ def launcher_rank() -> int:
 def abort_job(code: int) -> None:
     """End every rank of the job if MPI is up in this process; return otherwise."""
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
+    if (
+        mpi is not None
+        and mpi.Is_initialized()
+        and not mpi.Is_finalized()
+        and mpi.COMM_WORLD.size > 1
+    ):
         sys.stdout.flush()
         sys.stderr.flush()
         mpi.COMM_WORLD.Abort(code)
@@ -96,6 +103,28 @@ def report(error: BaseException) -> int:
     return EXIT_FAILURE
 
 
+def install_abort_hook() -> None:
+    """Make an uncaught error on one rank end the whole job, in programs that are not our commands.
+
+    Plain ``mpirun python loop.py`` otherwise leaves the peers of a failed rank waiting for ever.
+    """
+    previous = sys.excepthook
+    if getattr(previous, "ends_the_job", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, HpcZeroError):
+            code = report(error)
+        else:
+            previous(kind, error, trace)
+            code = EXIT_FAILURE
+        if not getattr(error, "agreed", False):
+            abort_job(code)
+
+    hook.ends_the_job = True  # type: ignore[attr-defined]  # marks our own hook
+    sys.excepthook = hook
+
+
 def run(main: Callable[[], int | None]) -> None:
     """Run a command and exit with its code; an error on one rank ends the job on all of them.
 
@@ -108,7 +137,8 @@ def run(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:
         abort_job(130)
         sys.exit(130)
-    except BaseException as error:  # the last frame of a command: everything is reported, nothing swallowed
+    except BaseException as error:  # the last frame of a command: reported, never swallowed
         code = report(error)
-        abort_job(code)
+        if not getattr(error, "agreed", False):
+            abort_job(code)
     sys.exit(code)

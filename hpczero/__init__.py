@@ -1,0 +1,79 @@
+"""hpczero: ZeRO training over MPI for plain torch models.
+
+The public names, nothing else. They are loaded on first use, so that importing the package starts neither MPI nor
+torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpczero.comm import Collectives, Flat
+    from hpczero.errors import HpcZeroError
+    from hpczero.layout import ShardLayout
+    from hpczero.plan import Plan, Stage
+    from hpczero.precision import LossScale, Precision
+    from hpczero.sharded_model import Sharding
+    from hpczero.topology import Topology
+    from hpczero.zero import (
+        clip_grad_norm_,
+        full_gradients,
+        full_state_dict,
+        gathered,
+        no_sync,
+        release,
+        sharding,
+        zeroify,
+    )
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Collectives": "hpczero.comm",
+    "Flat": "hpczero.comm",
+    "HpcZeroError": "hpczero.errors",
+    "LossScale": "hpczero.precision",
+    "Plan": "hpczero.plan",
+    "Precision": "hpczero.precision",
+    "ShardLayout": "hpczero.layout",
+    "Sharding": "hpczero.sharded_model",
+    "Stage": "hpczero.plan",
+    "Topology": "hpczero.topology",
+    "clip_grad_norm_": "hpczero.zero",
+    "full_gradients": "hpczero.zero",
+    "full_state_dict": "hpczero.zero",
+    "gathered": "hpczero.zero",
+    "no_sync": "hpczero.zero",
+    "release": "hpczero.zero",
+    "sharding": "hpczero.zero",
+    "zeroify": "hpczero.zero",
+}
+
+__all__ = [
+    "Collectives",
+    "Flat",
+    "HpcZeroError",
+    "LossScale",
+    "Plan",
+    "Precision",
+    "ShardLayout",
+    "Sharding",
+    "Stage",
+    "Topology",
+    "clip_grad_norm_",
+    "full_gradients",
+    "full_state_dict",
+    "gathered",
+    "no_sync",
+    "release",
+    "sharding",
+    "zeroify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'hpczero' has no attribute {name!r}")

@@ -1,0 +1,265 @@
+"""The contract of a transport.
+
+Owns: what a collective promises, its accounts (calls, bytes, seconds), the fingerprint of the call sequence, and the
+strict order check. Must not know: units, stages, optimizers.
+
+Every rank makes the same calls in the same order. Buffers are flat and contiguous. Nobody reads an output, or writes
+or frees an input, before ``Work.wait`` returns.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpczero.comm.order import OrderCheck
+from hpczero.comm.watchdog import Watchdog
+from hpczero.device import Buffer, Memory
+from hpczero.errors import CommError
+from hpczero.topology import Topology
+
+# MPI moves bytes; which dtypes may be summed is decided by our own kernels, not by the MPI library.
+MOVABLE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class CommStats:
+    """Accounts of one transport on this rank, by operation.
+
+    ``sent_numel`` and ``sent_nbytes`` count what leaves the rank by the algorithm's own arithmetic; ``seconds`` is
+    time in calls and waits.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
+    sent_numel: Counter[str] = field(default_factory=Counter)
+    sent_nbytes: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.calls.clear()
+        self.sent_numel.clear()
+        self.sent_nbytes.clear()
+        self.seconds = 0.0
+
+
+class Work:
+    """A started operation. ``wait`` returns when its buffers may be used again; calling it twice is allowed."""
+
+    def __init__(self, name: str, finish: Callable[[], None] | None = None) -> None:
+        self.name = name
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Block until the operation is complete on this rank.
+
+        Raises:
+            CommError: the operation failed.
+        """
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+class Collectives(ABC):
+    """One way to move flat buffers over ``topology.shard``, and where their memory comes from.
+
+    Subclasses implement the underscored verbs; checks, order and accounts are here, once.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        strict: bool = False,
+        timeout_s: float = 1800.0,
+        memory: Memory | None = None,
+    ) -> None:
+        """Collective when ``strict`` (a communicator is duplicated for the order check).
+
+        Args:
+            topology: the ranks; it must outlive the transport.
+            strict: agree on (step, unit, operation, bytes) before every call and name the odd rank.
+            timeout_s: seconds one call may take before the job is aborted with exit 86; 0 waits for ever.
+            memory: ledger to count buffers in; None makes a new one.
+        """
+        self.topology = topology
+        self.memory = memory or Memory()
+        self.stats = CommStats()
+        self.fingerprint = 0
+        self.step = 0
+        self._order = OrderCheck(topology.world) if strict else None
+        self._watchdog = Watchdog(topology.rank, timeout_s)
+
+    def allocate(self, numel: int, dtype: torch.dtype, *, category: str) -> Buffer:
+        """A flat buffer this transport can send from and receive into. Not collective on this base."""
+        return Buffer(numel, dtype, memory=self.memory, category=category)
+
+    def all_gather(self, full: Tensor, *, name: str) -> Work:
+        """Fill ``full`` from every rank's shard, in place. Collective over topology.shard.
+
+        Args:
+            full: (num_shards * shard_numel,); this rank's shard already lies in its slice.
+            name: unit, for messages.
+
+        Raises:
+            CommError: a buffer that cannot be sent, or (strict) ranks that disagree.
+        """
+        shard = self._check(full, name)
+        sent = full.numel() - shard
+        with self._issue("all_gather", name, sent, full.element_size()):
+            return self._all_gather(full, shard, name) if full.numel() else Work(name)
+
+    def reduce_scatter(
+        self,
+        full: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+        accumulate: bool = False,
+        name: str,
+    ) -> Work:
+        """``out (+)= scale *`` this rank's shard of the fp32 sum of every rank's ``full``.
+
+        Collective over topology.shard. The sum has one order whatever the transport (`kernels.tree_sum` over
+        ``topology.reduction_groups``).
+
+        Args:
+            full: (num_shards * shard_numel,) fp32, bf16 or fp16; not changed.
+            out: (shard_numel,) fp32, no overlap with ``full``.
+            scale: multiplies the sum, e.g. 1 / world size.
+            accumulate: add to ``out`` instead of replacing it.
+            name: unit, for messages.
+
+        Raises:
+            CommError: a buffer that cannot be sent, or (strict) ranks that disagree.
+        """
+        shard = self._check(full, name)
+        if out.dtype != torch.float32 or out.numel() != shard or not out.is_contiguous():
+            raise CommError(
+                f"rank {self.topology.rank}: reduce_scatter of {name!r} into {out.numel()} x {out.dtype}, "
+                f"expected {shard} contiguous float32"
+            )
+        with self._issue("reduce_scatter", name, full.numel() - shard, full.element_size()):
+            if not full.numel():
+                return Work(name)
+            return self._reduce_scatter(full, out, shard, scale, accumulate, name)
+
+    def broadcast(self, full: Tensor, *, root: int, name: str) -> Work:
+        """Give every rank ``root``'s content of ``full``. Collective over topology.world; ``root`` is a world rank.
+
+        Bytes are moved as they are: any dtype will do.
+        """
+        sent = full.numel() if self.topology.rank == root else 0
+        with self._issue("broadcast", name, sent, full.element_size(), key=full.numel()):
+            return self._broadcast(full, root, name) if full.numel() else Work(name)
+
+    def agree(self, flags: npt.NDArray[np.uint8], *, name: str) -> npt.NDArray[np.uint8]:
+        """Bitwise OR of ``flags`` over all ranks. Blocking; collective over topology.world."""
+        with self._issue("agree", name, len(flags), 1):
+            found = np.empty_like(flags)
+            self.topology.world.Allreduce(np.ascontiguousarray(flags), found, op=MPI.BOR)
+            return found
+
+    def share(self, values: npt.NDArray[np.float64], *, name: str) -> npt.NDArray[np.float64]:
+        """``values`` of every rank as (world size, len(values)), in rank order.
+
+        Blocking; collective over topology.world. For the few numbers of a step's agreement; the same bits on every
+        rank, unlike an MPI sum.
+        """
+        with self._issue("share", name, len(values) * (self.topology.size - 1), 8, key=len(values)):
+            found = np.empty((self.topology.size, len(values)), dtype=np.float64)
+            self.topology.world.Allgather(np.ascontiguousarray(values), found)
+            return found
+
+    def barrier(self, *, name: str = "barrier") -> None:
+        """Wait for every rank. Collective over topology.world."""
+        with self._issue("barrier", name, 0, 1):
+            self.topology.world.Barrier()
+
+    @property
+    def exchange_nbytes(self) -> int:
+        """Bytes held to receive peers' blocks."""
+        return self.memory.current.get("exchange", 0)
+
+    def close(self) -> None:
+        """Free communicators and datatypes and stop the watchdog. Collective."""
+        self._watchdog.stop()
+        if self._order is not None:
+            self._order.free()
+
+    @abstractmethod
+    def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work: ...
+
+    @abstractmethod
+    def _reduce_scatter(
+        self, full: Tensor, out: Tensor, shard_numel: int, scale: float, accumulate: bool, name: str
+    ) -> Work: ...
+
+    @abstractmethod
+    def _broadcast(self, full: Tensor, root: int, name: str) -> Work: ...
+
+    def _check(self, full: Tensor, name: str) -> int:
+        """Shard size of ``full`` in elements."""
+        self._check_movable(full, name)
+        shards = self.topology.shard.size
+        if full.numel() % shards:
+            raise CommError(
+                f"rank {self.topology.rank}: buffer of {name!r} has {full.numel()} elements, expected a "
+                f"multiple of {shards} shards"
+            )
+        return full.numel() // shards
+
+    def _check_movable(self, full: Tensor, name: str) -> None:
+        if full.dtype not in MOVABLE or full.dim() != 1 or not full.is_contiguous():
+            raise CommError(
+                f"rank {self.topology.rank}: buffer of {name!r} is {tuple(full.shape)} {full.dtype} "
+                f"(contiguous: {full.is_contiguous()}), expected flat contiguous "
+                f"{', '.join(str(d) for d in MOVABLE)}"
+            )
+
+    def _issue(
+        self, operation: str, name: str, numel: int, itemsize: int, key: int | None = None
+    ) -> _Issue:
+        """Agree (strict), remember and count one call.
+
+        ``key`` stands for the size where ranks send different amounts.
+        """
+        nbytes = (numel if key is None else key) * itemsize
+        if self._order is not None:
+            with self._watchdog.watch(f"order check before {operation} of {name!r}"):
+                self._order.check(self.step, operation, name, nbytes)
+        record = f"{operation} {name} {nbytes}"
+        # Rolling: equal on every rank as long as every rank made the same calls. Compared once a step.
+        self.fingerprint = zlib.crc32(record.encode(), self.fingerprint)
+        self.stats.calls[operation] += 1
+        self.stats.sent_numel[operation] += numel
+        self.stats.sent_nbytes[operation] += numel * itemsize
+        return _Issue(self, f"{operation} of {name!r} ({nbytes:,} bytes, step {self.step})")
+
+
+class _Issue:
+    """Times one call for the accounts and has the watchdog look at it."""
+
+    def __init__(self, owner: Collectives, what: str) -> None:
+        self._owner = owner
+        self._watch = owner._watchdog.watch(what)
+        self._start = 0.0
+
+    def __enter__(self) -> None:
+        self._watch.__enter__()
+        self._start = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self._owner.stats.seconds += time.perf_counter() - self._start
+        self._watch.__exit__(None, None, None)

@@ -1,0 +1,388 @@
+"""Options: what they are called, what they may be, and where they come from.
+
+Owns: every option of the training command and every environment variable of ours, each exactly once. Must not know:
+MPI, torch, models, data, and how options are read: that is ``options.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hpczero.errors import ConfigError
+
+DEFAULT_RUN = "default"
+DEFAULT_GLOBAL_BATCH = 24  # 1, 2, 3, 4, 6, 8 and 12 ranks divide it
+
+
+def _require(satisfied: bool, option: str, got: object, expected: str) -> None:
+    if not satisfied:
+        raise ConfigError(f"{option}: got {got!r}, expected {expected}")
+
+
+def _require_positive(section: str, options: object, *names: str) -> None:
+    """Options that are unset or at least 1."""
+    for name in names:
+        value = getattr(options, name)
+        _require(value is None or value >= 1, f"{section}.{name}", value, "at least 1")
+
+
+def _require_amount(section: str, options: object, *names: str) -> None:
+    """Options that are 0 or above, and finite."""
+    for name in names:
+        value = getattr(options, name)
+        _require(0 <= value < math.inf, f"{section}.{name}", value, "a finite number, 0 or above")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where results go, and the one seed.
+
+    Attributes:
+        name: of the run; its files lie in <folder>/<name>.
+        folder: parent of all run folders.
+        seed: of initial weights and order of samples; results depend on it alone, not on the number of ranks.
+        overwrite: replace the results of an earlier run of this name; always done for the name "default".
+    """
+
+    name: str = DEFAULT_RUN
+    folder: str = "runs"
+    seed: int = 0
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        _require(
+            re.fullmatch(r"[\w.+-]+", self.name) is not None and self.name.strip(".") != "",
+            "run.name",
+            self.name,
+            "letters, digits and . _ + - only, because it names a folder",
+        )
+        _require(self.seed >= 0, "run.seed", self.seed, "0 or above")
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """A preset, and what differs from it.
+
+    Attributes:
+        preset: gpt-micro, gpt-nano, gpt2, gpt2-xl, gpt-8b ... gpt-170b.
+        layers: transformer blocks; None: of the preset.
+        hidden: width; None: of the preset.
+        heads: attention heads, must divide hidden; None: of the preset.
+        context: tokens in a sequence; None: of the preset.
+        positions: learned or rotary position embeddings; None: of the preset.
+        checkpoint_activations: keep only the input of each block and compute the block again in backward.
+    """
+
+    preset: str = "gpt-nano"
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    context: int | None = None
+    positions: Literal["learned", "rotary"] | None = None
+    checkpoint_activations: bool = False
+
+    def __post_init__(self) -> None:
+        _require_positive("model", self, "layers", "hidden", "heads", "context")
+
+    def overrides(self) -> dict[str, Any]:  # Any: each has the type of its field
+        """Fields of the preset to replace, by name."""
+        chosen = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "preset"
+        }
+        return {name: value for name, value in chosen.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What the model reads.
+
+    Attributes:
+        path: token file (.h5) of "python -m hpczero.data prepare", or a text file, or a folder of text files; None:
+            the text of the installed Python standard library.
+        tokenizer: how text becomes tokens; a token file brings its own.
+        cache: folder that keeps the token files made from text.
+    """
+
+    path: str | None = None
+    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    cache: str = "runs/tokens"
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The optimization. Batches are counted in sequences.
+
+    Attributes:
+        steps: optimizer steps.
+        global_batch: sequences per step over all ranks; None: 24, or what the next two make.
+        micro_batch: sequences per rank in one forward; None: what the other two make.
+        accumulation: forwards per step; None: 1, or what the other two make.
+        learning_rate: peak.
+        min_learning_rate: at the end of the cosine; None: a tenth of the peak.
+        warmup: steps of linear rise to the peak.
+        weight_decay: of AdamW, on weight matrices only.
+        betas: of AdamW.
+        clip: largest 2-norm of the gradient; 0: no clipping.
+    """
+
+    steps: int = 300
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    learning_rate: float = 2e-3
+    min_learning_rate: float | None = None
+    warmup: int = 20
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_positive("train", self, "steps", "global_batch", "micro_batch", "accumulation")
+        _require_amount("train", self, "learning_rate", "warmup", "weight_decay", "clip")
+        peak = self.learning_rate
+        _require(0 < peak < math.inf, "train.learning_rate", peak, "a finite number above 0")
+        low = self.min_learning_rate
+        _require(
+            low is None or 0 <= low <= self.learning_rate,
+            "train.min_learning_rate",
+            low,
+            f"between 0 and train.learning_rate, which is {self.learning_rate}",
+        )
+        _require(
+            all(0 <= beta < 1 for beta in self.betas), "train.betas", self.betas, "0 <= beta < 1"
+        )
+
+    def learning_rate_factor(self, step: int) -> float:
+        """Learning rate of update ``step`` (from 0) as a share of the peak: linear warm-up, then half a cosine.
+
+        Source: Loshchilov and Hutter, SGDR, arXiv 1608.03983, eq. 5, without restarts.
+        """
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        low = self.min_learning_rate
+        floor = 0.1 if low is None else low / self.learning_rate
+        progress = (step - self.warmup) / max(1, self.steps - 1 - self.warmup)
+        return floor + (1 - floor) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How the state is sharded.
+
+    Attributes:
+        stage: ZeRO stage. 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
+        precision: of parameters and activations; bf16 and fp16 keep fp32 masters.
+        nodes: treat the ranks as GxL, G nodes of L ranks, such as 2x2; None: HPCZERO_FAKE_NODES, else ask MPI.
+    """
+
+    stage: Literal[0, 1, 2, 3] = 3
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    nodes: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.nodes is not None:
+            _node_shape(self.nodes, "parallel.nodes")
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """Loss on the held-out part of the data.
+
+    Attributes:
+        every: steps between evaluations; 0: only after the last step.
+        batches: global batches per evaluation; 0: never evaluate.
+    """
+
+    every: int = 50
+    batches: int = 4
+
+    def __post_init__(self) -> None:
+        _require_amount("evaluation", self, "every", "batches")
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """What a run tells about itself.
+
+    Attributes:
+        every: steps between progress lines; metrics.jsonl has every step.
+        level: debug adds lines of every rank.
+        progress: bar on a terminal, lines in a log; auto: a bar if standard output is a terminal with a width.
+        tensorboard: write TensorBoard event files.
+        plot: draw the losses at the end.
+        peak_tflops: of one rank's hardware in the chosen precision, for MFU; None: no MFU.
+    """
+
+    every: int = 10
+    level: Literal["info", "debug"] = "info"
+    progress: Literal["auto", "bar", "lines"] = "auto"
+    tensorboard: bool = True
+    plot: bool = True
+    peak_tflops: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_positive("log", self, "every")
+        peak = self.peak_tflops
+        _require(
+            peak is None or 0 < peak < math.inf, "log.peak_tflops", peak, "a finite number above 0"
+        )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything a training run was asked for.
+
+    Attributes:
+        run: name, folder, seed.
+        model: the network.
+        data: the text.
+        train: batch, optimizer, learning rate.
+        parallel: ZeRO stage, precision, nodes.
+        evaluation: held-out loss.
+        log: progress and records.
+    """
+
+    run: RunOptions = field(default_factory=RunOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    train: TrainOptions = field(default_factory=TrainOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
+    log: LogOptions = field(default_factory=LogOptions)
+
+    def pinned(self, batch: Batch) -> RunConfig:
+        """With the global batch spelled out, so that the same options mean the same run on any number of ranks.
+
+        Of a micro batch and an accumulation the micro batch stays: it is what fits into memory.
+        """
+        accumulation = None if self.train.micro_batch else self.train.accumulation
+        train = dataclasses.replace(
+            self.train, global_batch=batch.global_batch, accumulation=accumulation
+        )
+        return dataclasses.replace(self, train=train)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences per step, and how they are spread.
+
+    Attributes:
+        global_batch: sequences per step over all ranks.
+        micro_batch: sequences per rank in one forward.
+        accumulation: forwards per step.
+    """
+
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+
+    @classmethod
+    def resolve(cls, options: TrainOptions, world_size: int) -> Batch:
+        """Any two of the three sizes fix the third: ``global = micro * accumulation * world_size``.
+
+        Alone, a micro batch or an accumulation goes with the default global batch, and a global batch with one forward
+        per step.
+
+        Raises:
+            ConfigError: the sizes contradict each other or do not divide.
+        """
+        micro, accumulation = options.micro_batch, options.accumulation
+        whole = options.global_batch
+        if whole is None:
+            whole = (
+                micro * accumulation * world_size
+                if micro and accumulation
+                else DEFAULT_GLOBAL_BATCH
+            )
+        if micro is None:
+            accumulation = accumulation or 1
+            micro = cls._divide(
+                whole,
+                world_size * accumulation,
+                f"{world_size} rank(s) x accumulation {accumulation}",
+            )
+        elif accumulation is None:
+            accumulation = cls._divide(
+                whole, world_size * micro, f"{world_size} rank(s) x micro_batch {micro}"
+            )
+        if whole != micro * accumulation * world_size:
+            raise ConfigError(
+                f"train.global_batch: got {whole}, but micro_batch {micro} x accumulation {accumulation} x "
+                f"{world_size} rank(s) is {micro * accumulation * world_size}; "
+                "give two of the three and the third follows"
+            )
+        return cls(global_batch=whole, micro_batch=micro, accumulation=accumulation)
+
+    @staticmethod
+    def _divide(whole: int, parts: int, what: str) -> int:
+        if whole % parts:
+            below, above = whole // parts * parts, -(-whole // parts) * parts
+            near = f"{below} or {above}" if below else f"{above}"
+            raise ConfigError(
+                f"train.global_batch: got {whole}, expected a multiple of {what} = {parts}, such as {near}"
+            )
+        return whole // parts
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The environment variables of ours.
+
+    Attributes:
+        strict: HPCZERO_STRICT=1: ranks agree on every collective before they make it; for debugging.
+        fake_nodes: HPCZERO_FAKE_NODES=2x2: see ``parse_nodes``.
+        timeout_s: HPCZERO_TIMEOUT: seconds one collective may take before the job is ended; 0 waits for ever.
+    """
+
+    strict: bool = False
+    fake_nodes: str | None = None
+    timeout_s: float = 1800.0
+
+    @classmethod
+    def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
+        """From ``variables``, by default those of the process; an empty value counts as unset.
+
+        Raises:
+            ConfigError: a value that cannot be used; names the variable.
+        """
+        values = os.environ if variables is None else variables
+        strict = values.get("HPCZERO_STRICT", "")
+        _require(strict in ("", "0", "1"), "HPCZERO_STRICT", strict, "0 or 1")
+        fake_nodes = values.get("HPCZERO_FAKE_NODES") or None
+        if fake_nodes is not None:
+            _node_shape(fake_nodes, "HPCZERO_FAKE_NODES")
+        text = values.get("HPCZERO_TIMEOUT") or str(cls.timeout_s)
+        try:
+            timeout_s = float(text)
+        except ValueError:
+            timeout_s = math.nan
+        _require(0 <= timeout_s < math.inf, "HPCZERO_TIMEOUT", text, "seconds, 0 or above")
+        return cls(strict=strict == "1", fake_nodes=fake_nodes, timeout_s=timeout_s)
+
+
+def parse_nodes(text: str, world_size: int) -> list[int]:
+    """Node of each rank when ``GxL`` nodes of ranks are filled one after the other: 2x2 gives [0, 0, 1, 1].
+
+    Raises:
+        ConfigError: not of this form, or not ``world_size`` ranks.
+    """
+    num_nodes, local_size = _node_shape(text, "nodes")
+    if num_nodes * local_size != world_size:
+        raise ConfigError(
+            f"nodes {text}: {num_nodes} x {local_size} = {num_nodes * local_size} ranks, but the job has {world_size}; "
+            "start that many or change parallel.nodes (or HPCZERO_FAKE_NODES)"
+        )
+    return [rank // local_size for rank in range(world_size)]
+
+
+def _node_shape(text: str, option: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise ConfigError(f"{option}: got {text!r}, expected nodes x ranks per node, such as 2x2")
+    return int(match[1]), int(match[2])

@@ -1,0 +1,28 @@
+"""Text to batches: corpus (which text), tokenize, tokens (the file), sampler and batches (the order).
+
+Nothing here needs torch or MPI: every function runs on one rank alone and gives equal results on all.
+"""
+
+from __future__ import annotations
+
+from hpczero.data.batches import Batches, EvaluationBatch, HeldOut
+from hpczero.data.corpus import Corpus
+from hpczero.data.prepare import default_token_file, prepare
+from hpczero.data.sampler import Sampler
+from hpczero.data.tokenize import BPETokenizer, ByteTokenizer, Tokenizer
+from hpczero.data.tokens import Split, TokenFile
+
+__all__ = [
+    "BPETokenizer",
+    "Batches",
+    "ByteTokenizer",
+    "Corpus",
+    "EvaluationBatch",
+    "HeldOut",
+    "Sampler",
+    "Split",
+    "TokenFile",
+    "Tokenizer",
+    "default_token_file",
+    "prepare",
+]

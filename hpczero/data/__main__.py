@@ -1,0 +1,99 @@
+"""``python -m hpczero.data prepare | show``: make a token file, look at one.
+
+Owns: the command line and what it prints. Must not know: formats, splits (``prepare`` and ``tokens`` do).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, cast
+
+import tyro
+
+from hpczero.data.corpus import Corpus
+from hpczero.data.prepare import VALIDATION_FRACTION, TokenizerName, prepare
+from hpczero.data.tokens import TokenFile
+from hpczero.errors import run
+from hpczero.options import parse_command_line
+
+EXCERPT_TOKENS = 200
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Tokenize text files into one HDF5 token file."""
+
+    texts: tyro.conf.Positional[tuple[Path, ...]] = ()
+    """Text files, and folders taken with all they hold; none means the source text of Python's standard library."""
+    out: Path = Path("tokens.h5")
+    """The file to write; it appears whole or not at all."""
+    tokenizer: TokenizerName = "bytes"
+    """bytes: one token per byte. bpe: byte pairs learned from the training split."""
+    vocab_size: int | None = None
+    """Size of the BPE vocabulary; None: 8192."""
+    validation_fraction: float = VALIDATION_FRACTION
+    """Share of the text to hold out."""
+
+    def __call__(self) -> None:
+        """Write the file and say what it holds."""
+        corpus = Corpus.of_paths(self.texts) if self.texts else Corpus.standard_library()
+        prepare(
+            corpus,
+            self.out,
+            tokenizer=self.tokenizer,
+            vocab_size=self.vocab_size,
+            validation_fraction=self.validation_fraction,
+        )
+        describe(self.out)
+
+
+@dataclass(frozen=True)
+class Show:
+    """Say what a token file holds."""
+
+    file: tyro.conf.Positional[Path]
+    """The token file."""
+
+    def __call__(self) -> None:
+        """Write the summary."""
+        describe(self.file)
+
+
+def describe(path: Path) -> None:
+    """Write a summary of a token file to stdout."""
+    with TokenFile.open(path) as tokens:
+        lines = [
+            f"{path}: {type(tokens.tokenizer).__name__}, vocabulary {tokens.vocab_size}, dtype {tokens.train.dtype}",
+            f"source sha256 {tokens.source_sha256}",
+        ]
+        for name, split in (("train", tokens.train), ("validation", tokens.validation)):
+            lines.append(
+                f"{name:<10} {len(split):>13,} tokens  {split.text_nbytes:>13,} bytes  "
+                f"{split.documents:>9,} documents  {split.bytes_per_token:.3f} bytes per token"
+            )
+        start = tokens.tokenizer.decode(tokens.train[:EXCERPT_TOKENS].tolist()).decode(
+            errors="replace"
+        )
+        lines += ["the training text begins with", *(f"  | {line}" for line in start.splitlines())]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    """Parse the command line and act on it."""
+    commands = (
+        Annotated[Prepare, tyro.conf.subcommand("prepare")]
+        | Annotated[Show, tyro.conf.subcommand("show")]
+    )
+    command = parse_command_line(
+        cast("type[Prepare | Show]", commands),
+        sys.argv[1:],
+        prog="python -m hpczero.data",
+        description="Make and inspect token files.",
+    )
+    command()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,171 @@
+"""Batches of token sequences, for training and for the held-out split.
+
+Owns: which samples a rank sees in a step. Must not know: MPI, torch, files; ranks come in as numbers. The global
+batch is a list of samples in a fixed order; micro step m of rank r takes one contiguous slice of it, so the list
+itself is the same for every world size. Only the reading of its own slices is left to a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hpczero.data.sampler import Int64Array, Sampler
+from hpczero.errors import ConfigError, DataError
+
+
+class Tokens(Protocol):
+    """A row of token ids that can be sliced: a ``Split`` of a token file, or a numpy array."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: slice, /) -> npt.NDArray[np.unsignedinteger]: ...
+
+
+class Batches:
+    """Training batches: windows of ``seq_len`` tokens in an order given by (seed, global sample index) alone.
+
+    Args:
+        tokens: The training split.
+        seq_len: Tokens per sample; sample i starts at token ``i * seq_len``.
+        global_batch: Samples per optimizer step over all ranks.
+        seed: Of the order.
+
+    Raises:
+        DataError: Fewer than ``seq_len + 1`` tokens.
+        ConfigError: ``seq_len`` or ``global_batch`` is below 1.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int, global_batch: int, seed: int) -> None:
+        if global_batch < 1:
+            raise ConfigError(f"got a global batch of {global_batch} samples, expected at least 1")
+        self.tokens = tokens
+        self.seq_len = seq_len
+        self.global_batch = global_batch
+        self.sampler = Sampler(_num_windows(tokens, seq_len, "training"), seed)
+
+    def micro_batch(
+        self, step: int, micro_step: int, rank: int, world_size: int, accumulation: int = 1
+    ) -> tuple[Int64Array, Int64Array]:
+        """The part of a step's global batch that one rank computes at once.
+
+        With ``b = global_batch / (world_size * accumulation)`` it is samples ``[i b, (i + 1) b)`` of the global batch,
+        ``i = micro_step * world_size + rank``. Local; equal arguments give equal results on every rank.
+
+        Returns:
+            Inputs and targets, int64 (b, seq_len) each; targets are the inputs one token later.
+
+        Raises:
+            ConfigError: The global batch cannot be divided so, or ``rank`` or ``micro_step`` is out of range.
+        """
+        size = micro_batch_size(self.global_batch, world_size, accumulation)
+        if not (0 <= rank < world_size and 0 <= micro_step < accumulation):
+            raise ConfigError(
+                f"got rank {rank} of {world_size} and micro step {micro_step} of {accumulation}, expected both in range"
+            )
+        start = step * self.global_batch + (micro_step * world_size + rank) * size
+        samples = self.sampler.samples(np.arange(start, start + size))
+        return _windows(self.tokens, samples, self.seq_len)
+
+
+@dataclass(frozen=True)
+class EvaluationBatch:
+    """One rank's share of an evaluation round.
+
+    Attributes:
+        x: Inputs, int64 (n, seq_len), n at least 1.
+        y: Targets, of the same shape.
+        num_samples: How many of the rows count: n, or 0 where the row is only there so that this rank takes part.
+    """
+
+    x: Int64Array
+    y: Int64Array
+    num_samples: int
+
+
+class HeldOut:
+    """A fixed set of held-out samples, spread evenly over the split.
+
+    The mean loss over the set is ``sum(loss * num_samples) / len(held_out)``, summed over all batches and ranks: a sum,
+    as the mean of batch means would weigh the samples of a smaller last batch more.
+
+    Args:
+        tokens: The validation split.
+        seq_len: Tokens per sample.
+        max_samples: Upper bound of the set; None takes every sample of the split.
+
+    Raises:
+        DataError: Fewer than ``seq_len + 1`` tokens.
+        ConfigError: ``seq_len`` or ``max_samples`` is below 1.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int, max_samples: int | None = None) -> None:
+        if max_samples is not None and max_samples < 1:
+            raise ConfigError(f"got {max_samples} held-out samples, expected at least 1")
+        self.tokens = tokens
+        self.seq_len = seq_len
+        available = _num_windows(tokens, seq_len, "held-out")
+        wanted = min(available, max_samples or available)
+        self.samples = np.arange(wanted, dtype=np.int64) * available // wanted
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def batches(self, *, micro_batch: int, rank: int, world_size: int) -> Iterator[EvaluationBatch]:
+        """This rank's batches; every rank gets equally many, as the forward of a sharded model is collective.
+
+        A round hands ``micro_batch`` samples to each rank in turn. Ranks past the end of the set get one row that does
+        not count. Local; equal arguments give equal results.
+
+        Raises:
+            ConfigError: ``micro_batch`` is below 1 or ``rank`` out of range.
+        """
+        if micro_batch < 1 or not 0 <= rank < world_size:
+            raise ConfigError(
+                f"got micro batch {micro_batch} and rank {rank} of {world_size}, expected both in range"
+            )
+        for start in range(0, len(self), micro_batch * world_size):
+            mine = self.samples[start + rank * micro_batch :][:micro_batch]
+            x, y = _windows(self.tokens, mine if len(mine) else self.samples[:1], self.seq_len)
+            yield EvaluationBatch(x, y, len(mine))
+
+
+def micro_batch_size(global_batch: int, world_size: int, accumulation: int) -> int:
+    """Samples per rank and micro step.
+
+    Raises:
+        ConfigError: The global batch is not divisible; the message names the nearest values that are.
+    """
+    parts = world_size * accumulation
+    if parts < 1:
+        raise ConfigError(
+            f"got world size {world_size} and accumulation {accumulation}, expected at least 1 of each"
+        )
+    size, rest = divmod(global_batch, parts)
+    if rest or size < 1:
+        valid = " or ".join(str(n * parts) for n in (size, size + 1) if n)
+        raise ConfigError(
+            f"global batch {global_batch} is not divisible by world size {world_size} x accumulation {accumulation} = "
+            f"{parts}; use a global batch of {valid}, or another accumulation"
+        )
+    return size
+
+
+def _num_windows(tokens: Tokens, seq_len: int, split: str) -> int:
+    if seq_len < 1:
+        raise ConfigError(f"got a sequence length of {seq_len}, expected at least 1")
+    if len(tokens) <= seq_len:
+        raise DataError(
+            f"the {split} split has {len(tokens)} tokens, one sample of sequence length {seq_len} needs {seq_len + 1}; "
+            "use more text, a shorter sequence or another validation fraction"
+        )
+    return (len(tokens) - 1) // seq_len
+
+
+def _windows(tokens: Tokens, samples: Int64Array, seq_len: int) -> tuple[Int64Array, Int64Array]:
+    starts = (int(sample) * seq_len for sample in samples)
+    rows = np.stack([tokens[start : start + seq_len + 1] for start in starts]).astype(np.int64)
+    return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])

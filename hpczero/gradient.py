@@ -1,0 +1,103 @@
+"""LocalGradient: one rank's own gradient of a whole unit, from autograd to the reduction.
+
+Owns: the flat buffer gradients are copied into, and their sum over micro-batches. Must not know: ranks, reductions,
+hooks.
+
+Autograd's tensors are copied and dropped one by one: cheaper than accumulating into a buffer that must be zeroed
+first, and a parameter without a gradient costs nothing until the buffer is completed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hpczero.comm.base import Collectives
+from hpczero.device import Buffer
+from hpczero.errors import StepError
+from hpczero.layout import ShardLayout
+
+
+class LocalGradient:
+    """(padded_numel,) in the parameter dtype, held from the first gradient to ``clear``, or for ever with ``keep``.
+
+    Attributes:
+        filled: for each slot, whether a gradient has come in.
+    """
+
+    def __init__(
+        self, layout: ShardLayout, dtype: torch.dtype, *, comm: Collectives, keep: bool
+    ) -> None:
+        self.filled = [False] * len(layout.slots)
+        self._layout = layout
+        self._comm = comm
+        self._keep = keep
+        category = "gradients" if keep else "unsharded"
+        self._wire = comm.allocate(layout.padded_numel, dtype, category=category)
+        if not keep:
+            self._wire.release()
+        self._sum: Buffer | None = None  # fp32 sum over micro-batches, for half dtypes only
+
+    def add(self, position: int, gradient: Tensor, *, accumulating: bool) -> None:
+        """Add ``gradient`` to slot ``position``.
+
+        Args:
+            position: slot index.
+            gradient: dense, of the slot's shape.
+            accumulating: more micro-batches follow before the reduction; half gradients are then summed in fp32,
+                because their sum in half precision loses what is small against it.
+
+        Raises:
+            StepError: a sparse gradient.
+        """
+        slot = self._layout.slots[position]
+        if gradient.layout is not torch.strided:
+            raise StepError(
+                f"rank {self._comm.topology.rank}: parameter {slot.name!r} got a {gradient.layout} gradient, "
+                "expected a dense one; build its module with sparse=False"
+            )
+        into = self._buffer(accumulating)[slot.offset : slot.stop].view(slot.shape)
+        with torch.no_grad():
+            if self.filled[position]:
+                into.add_(gradient)
+            else:
+                into.copy_(gradient)
+        self.filled[position] = True
+
+    def complete(self) -> Tensor:
+        """The whole gradient for the wire: zero where none came in, padding included."""
+        gradients = self._buffer(False)
+        for filled, slot in zip(self.filled, self._layout.slots, strict=True):
+            if not filled:
+                gradients[slot.offset : slot.stop].zero_()
+        gradients[self._layout.numel :].zero_()
+        if self._sum is not None:
+            self._wire.take()
+            self._wire.tensor.copy_(self._sum.tensor)
+            self._sum.release()
+            self._sum = None
+        return self._wire.tensor
+
+    def clear(self) -> None:
+        """Forget everything and give the memory back, unless it is kept."""
+        self.filled = [False] * len(self.filled)
+        if self._sum is not None:
+            self._sum.release()
+            self._sum = None
+        if not self._keep:
+            self._wire.release()
+
+    def _buffer(self, accumulating: bool) -> Tensor:
+        half = self._wire.tensor.dtype is not torch.float32
+        if self._sum is None and half and accumulating:
+            self._sum = self._comm.allocate(
+                self._layout.padded_numel, torch.float32, category="accumulated"
+            )
+            if any(
+                self.filled
+            ):  # an earlier backward of this accumulation was not announced as one
+                self._sum.tensor.copy_(self._wire.tensor)
+        if self._sum is not None:
+            return self._sum.tensor
+        self._wire.take()
+        return self._wire.tensor

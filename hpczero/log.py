@@ -1,0 +1,65 @@
+"""Log lines of a parallel program.
+
+Owns: which rank may speak, and how its lines begin. Must not know: MPI, torch, what is said. A thin dress over the
+standard ``logging`` module: rooms speak through ``info`` and ``debug``; only a command decides, by ``configure``, what
+is shown.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Literal
+
+_LOGGER = logging.getLogger("hpczero")
+
+
+def configure(*, rank: int, node_index: int, level: Literal["info", "debug"]) -> None:
+    """Show log lines of this process on standard output. Not collective; replaces an earlier call.
+
+    ``info`` lines come from rank 0 and stand alone; ``debug`` lines and warnings come from every rank, behind
+    ``[r3 node01]``.
+    """
+    handler = _StandardOutput(rank)
+    handler.setFormatter(_Formatter(f"[r{rank} node{node_index:02d}]"))
+    _LOGGER.handlers[:] = [handler]
+    _LOGGER.setLevel(logging.DEBUG if level == "debug" else logging.INFO)
+    _LOGGER.propagate = False
+
+
+def info(message: str, *args: object) -> None:
+    """A line for the user, shown by rank 0. ``args`` are formatted into it only if it is shown."""
+    _LOGGER.info(message, *args)
+
+
+def debug(message: str, *args: object) -> None:
+    """A line about this rank, shown by every rank where the level is debug."""
+    _LOGGER.debug(message, *args)
+
+
+class _StandardOutput(logging.Handler):
+    """Writes to the ``sys.stdout`` of the moment: a progress bar may have put itself in between."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._is_root = rank == 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self._is_root or record.levelno != logging.INFO
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # One write per record: a launcher interleaves the output of ranks between writes.
+        sys.stdout.write(f"{self.format(record)}\n")
+        sys.stdout.flush()
+
+
+class _Formatter(logging.Formatter):
+    """Puts the rank in front of what any rank may say."""
+
+    def __init__(self, origin: str) -> None:
+        super().__init__()
+        self._origin = origin
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.levelno == logging.INFO else f"{self._origin} {text}"

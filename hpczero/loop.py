@@ -1,0 +1,271 @@
+"""The training loop, to be read from top to bottom.
+
+Owns: the order of things in a run: ranks, data, model, optimizer, steps, evaluation, results. Must not know: how
+anything is sharded; the middle of it is plain torch. Every rank runs all of it; only rank 0 writes files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+import hpczero
+from hpczero import log
+from hpczero.config import Batch, DataOptions, RunConfig
+from hpczero.data import Batches, Corpus, HeldOut, TokenFile, default_token_file, prepare
+from hpczero.data.tokens import VERSION as TOKEN_FILE_VERSION
+from hpczero.launch import start_topology, use_own_cores
+from hpczero.metrics import (
+    StepMetrics,
+    Stopwatch,
+    achieved_tflops,
+    process_peak_nbytes,
+    read_metrics,
+)
+from hpczero.models import GPT, GPTConfig, flops_per_token
+from hpczero.options import to_toml
+from hpczero.records import Records
+from hpczero.runfolder import RunFolder
+from hpczero.topology import Topology
+from hpczero.weights import write_weights
+
+
+def train(config: RunConfig, model_config: GPTConfig) -> None:
+    """One run, from the first collective to the final weights. Collective over MPI's world.
+
+    Args:
+        config: equal on every rank.
+        model_config: the network; its vocabulary is replaced by the tokenizer's.
+
+    Raises:
+        HpcZeroError: of any kind; what cannot work is refused on every rank before the run folder is touched.
+    """
+    topology = start_topology(config.parallel.nodes)
+    log.configure(rank=topology.rank, node_index=topology.node_index, level=config.log.level)
+    use_own_cores(topology)
+
+    # What was asked for, held against the ranks and the data.
+    with topology.agreed("spread the batch over the ranks"):
+        batch = Batch.resolve(config.train, topology.size)
+    tokens = open_tokens(config.data, topology)
+    model_config = dataclasses.replace(model_config, vocab_size=tokens.vocab_size)
+    seq_len = model_config.context
+    with topology.agreed("lay out the samples"):
+        batches = Batches(tokens.train, seq_len, batch.global_batch, config.run.seed)
+        held_out = None
+        if config.evaluation.batches:
+            max_samples = config.evaluation.batches * batch.global_batch
+            held_out = HeldOut(tokens.validation, seq_len, max_samples)
+
+    # A model on the meta device holds nothing; zeroify fills the shards of this rank.
+    with torch.device("meta"):
+        model = GPT(model_config)
+    optimizer = AdamW(
+        decay_groups(model, config.train.weight_decay),
+        lr=config.train.learning_rate,
+        betas=config.train.betas,
+        fused=True,
+    )
+    hpczero.zeroify(
+        model,
+        optimizer,
+        stage=config.parallel.stage,
+        topology=topology,
+        precision=config.parallel.precision,
+        initialize=partial(model.initialize, seed=config.run.seed),
+    )
+    scheduler = LambdaLR(optimizer, config.train.learning_rate_factor)
+    sharding = hpczero.sharding(model)
+
+    folder = RunFolder.of(config.run)
+    records = None
+    with topology.agreed("start the records"):
+        if topology.is_root:
+            folder.create(config.run, to_toml(config.pinned(batch)))
+            records = Records(folder, config.log, num_steps=config.train.steps)
+    log.info("%s", topology.describe())
+    log.info("%s", sharding.plan.describe())
+    log.info("%s", describe_data(tokens))
+    log.info("%s", describe_run(config, batch, seq_len, topology.size))
+
+    with records or nullcontext():
+        for step in range(config.train.steps):
+            watch = Stopwatch()
+            waited_s = sharding.collectives.stats.seconds
+            local_loss = 0.0
+            for micro_step in range(batch.accumulation):
+                with watch.phase("data"):
+                    x, y = batches.micro_batch(
+                        step, micro_step, topology.rank, topology.size, batch.accumulation
+                    )
+                is_last = micro_step == batch.accumulation - 1
+                with nullcontext() if is_last else hpczero.no_sync(model):
+                    with watch.phase("forward"):
+                        loss = model(torch.from_numpy(x), torch.from_numpy(y)) / batch.accumulation
+                    with watch.phase("backward"):
+                        loss.backward()
+                local_loss += loss.item()
+            with watch.phase("optimizer"):
+                grad_norm = hpczero.clip_grad_norm_(model, config.train.clip or math.inf)
+                optimizer.step()
+                optimizer.zero_grad()
+            learning_rate = float(scheduler.get_last_lr()[0])
+            scheduler.step()
+            with watch.phase("communication"):
+                losses = topology.gather(local_loss)
+            waited_s = sharding.collectives.stats.seconds - waited_s
+            step_s = watch.elapsed_s()
+
+            done = step + 1
+            held_out_loss = None
+            if held_out is not None and is_due(done, config.evaluation.every, config.train.steps):
+                held_out_loss = evaluate(model, held_out, batch.micro_batch, topology)
+            if records is None:
+                continue
+            tokens_per_s = batch.global_batch * seq_len / step_s
+            tflops = achieved_tflops(tokens_per_s, flops_per_token(model_config), topology.size)
+            peak = config.log.peak_tflops
+            records.write(
+                StepMetrics(
+                    step=done,
+                    tokens=done * batch.global_batch * seq_len,
+                    loss=sum(losses) / topology.size,
+                    held_out_loss=held_out_loss,
+                    learning_rate=learning_rate,
+                    grad_norm=grad_norm,
+                    loss_scale=sharding.loss_scale,
+                    skipped_steps=sharding.skipped_steps,
+                    tokens_per_s=tokens_per_s,
+                    tflops=tflops,
+                    mfu=None if peak is None else tflops / peak,
+                    step_ms=step_s * 1e3,
+                    data_ms=watch.ms("data"),
+                    forward_ms=watch.ms("forward"),
+                    backward_ms=watch.ms("backward"),
+                    optimizer_ms=watch.ms("optimizer"),
+                    communication_ms=watch.ms("communication") + waited_s * 1e3,
+                    state_peak_nbytes=sum(sharding.memory.peak.values())
+                    + sharding.optimizer_nbytes(),
+                    process_peak_nbytes=process_peak_nbytes(),
+                )
+            )
+    log.debug(
+        "peak memory %.0f MiB, %.1f s in collectives",
+        process_peak_nbytes() / 2**20,
+        sharding.collectives.stats.seconds,
+    )
+
+    weights = hpczero.full_state_dict(model)
+    with topology.agreed("write the results"):
+        if weights is not None:
+            write_weights(
+                folder.weights,
+                weights,
+                model=model_config,
+                tokenizer=tokens.tokenizer,
+                step=config.train.steps,
+            )
+            if config.log.plot:
+                draw_losses(config, folder)
+    if held_out_loss is not None:
+        log.info(
+            "held-out loss: %.4f nats per token, %.4f nats per byte of text",
+            held_out_loss,
+            held_out_loss / tokens.validation.bytes_per_token,
+        )
+    log.info("done: python -m hpczero.sample %s --prompt 'def ' shows what it learnt", folder.path)
+    hpczero.release(model)
+    tokens.close()
+    topology.free()
+
+
+def open_tokens(options: DataOptions, topology: Topology) -> TokenFile:
+    """The token file, made from text first if need be. Collective: rank 0 makes it, every rank opens it.
+
+    Raises:
+        DataError: text or file is missing, empty or malformed; on every rank.
+    """
+    path = ""
+    with topology.agreed("prepare the token file"):
+        if topology.is_root:
+            path = str(token_file(options))
+    path = topology.broadcast_text(path)
+    with topology.agreed("open the token file"):
+        tokens = TokenFile.open(Path(path))
+    return tokens
+
+
+def token_file(options: DataOptions) -> Path:
+    """Path of the token file that ``options`` mean; text is tokenized on first use. On one rank only."""
+    cache = Path(options.cache)
+    if options.path is None and options.tokenizer == "bytes":
+        return default_token_file(cache)
+    if options.path is not None and options.path.endswith((".h5", ".hdf5")):
+        return Path(options.path)
+    corpus = Corpus.of_paths([Path(options.path)]) if options.path else Corpus.standard_library()
+    path = cache / f"{options.tokenizer}-v{TOKEN_FILE_VERSION}-{corpus.digest[:12]}.h5"
+    if not path.exists():
+        prepare(corpus, path, tokenizer=options.tokenizer)
+    return path
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Two optimizer groups: weight matrices and embeddings decay; biases and norms do not."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def is_due(done: int, every: int, num_steps: int) -> bool:
+    """Whether something that happens each ``every`` steps (0: never) and after the last one happens now."""
+    return done == num_steps or (every > 0 and done % every == 0)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, held_out: HeldOut, micro_batch: int, topology: Topology) -> float:
+    """Mean loss over the held-out set, nats per token, equal on every rank. Collective over topology.world."""
+    model.eval()
+    total = 0.0
+    for part in held_out.batches(
+        micro_batch=micro_batch, rank=topology.rank, world_size=topology.size
+    ):
+        loss = model(torch.from_numpy(part.x), torch.from_numpy(part.y))
+        total += loss.item() * part.num_samples
+    model.train()
+    return sum(topology.gather(total)) / len(held_out)
+
+
+def describe_data(tokens: TokenFile) -> str:
+    """What is read, for the run header."""
+    return (
+        f"data: {tokens.path}: {len(tokens.train):,} training and {len(tokens.validation):,} held-out "
+        f"tokens, vocabulary of {tokens.vocab_size:,}"
+    )
+
+
+def describe_run(config: RunConfig, batch: Batch, seq_len: int, world_size: int) -> str:
+    """What is done, and where results go, for the run header."""
+    return (
+        f"run: {config.train.steps} steps of {batch.global_batch * seq_len:,} tokens = micro batch "
+        f"{batch.micro_batch} x accumulation {batch.accumulation} x {world_size} rank(s) x {seq_len} "
+        f"tokens; results in {RunFolder.of(config.run).path}"
+    )
+
+
+def draw_losses(config: RunConfig, folder: RunFolder) -> None:
+    """Plot what metrics.jsonl holds. On one rank only."""
+    # Here and not at the top: half a second and 40 MB that only one rank should pay.
+    from hpczero.plot import plot_losses
+
+    title = f"{config.run.name}: {config.model.preset}, ZeRO stage {config.parallel.stage}"
+    plot_losses(read_metrics(folder.metrics), folder.plot, title=title)

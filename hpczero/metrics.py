@@ -1,0 +1,159 @@
+"""What a training step is measured by.
+
+Owns: the record of a step, its JSON line, the time of phases and the arithmetic of rates. Must not know: torch, MPI,
+models, how numbers are shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step as rank 0 sees it. Losses are global means in nats per token; rates and sizes name their unit.
+
+    Attributes:
+        step: steps done, this one included.
+        tokens: tokens trained on so far, over all ranks.
+        loss: over the global batch, before the update.
+        held_out_loss: after the update; None where none was measured.
+        learning_rate: of this update.
+        grad_norm: 2-norm of the mean gradient before clipping.
+        loss_scale: after the update; 1 without loss scaling.
+        skipped_steps: updates skipped so far because a gradient was not finite.
+        tokens_per_s: over all ranks.
+        tflops: model FLOPs per rank and second, in 1e12.
+        mfu: tflops as a share of the hardware's peak; None where the peak is unknown.
+        step_ms: the whole step, evaluation excluded.
+        data_ms, forward_ms, backward_ms, optimizer_ms: its parts; waits for communication are inside them.
+        communication_ms: time inside collectives, summed over those parts.
+        state_peak_nbytes: parameters, masters, gradients, optimizer state and exchange buffers of this rank.
+        process_peak_nbytes: resident memory of this rank's process.
+    """
+
+    step: int
+    tokens: int
+    loss: float
+    held_out_loss: float | None
+    learning_rate: float
+    grad_norm: float
+    loss_scale: float
+    skipped_steps: int
+    tokens_per_s: float
+    tflops: float
+    mfu: float | None
+    step_ms: float
+    data_ms: float
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    communication_ms: float
+    state_peak_nbytes: int
+    process_peak_nbytes: int
+
+    def to_json(self) -> str:
+        """One line of JSON; NaN and infinity, which JSON has not, become null."""
+        values = dataclasses.asdict(self)
+        finite = {k: v if v is None or math.isfinite(v) else None for k, v in values.items()}
+        return json.dumps(finite, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> StepMetrics:
+        """The record of a line; null is NaN again where a value was expected."""
+        values: dict[str, Any] = json.loads(line)
+        for name, value in values.items():
+            if value is None and name not in ("held_out_loss", "mfu"):
+                values[name] = math.nan
+        return cls(**values)
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one line per step, complete on disk before the next step starts."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8")
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append a line and hand it to the operating system."""
+        self._file.write(f"{metrics.to_json()}\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """Every complete line of a metrics file; the last line of a killed run may be missing its end and is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [StepMetrics.from_json(line) for line in lines if line.endswith("\n")]
+
+
+class Stopwatch:
+    """Seconds by phase of one step; a phase entered twice counts both times."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as ``name``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def ms(self, name: str) -> float:
+        """Milliseconds in phase ``name`` so far."""
+        return self._seconds.get(name, 0.0) * 1e3
+
+    def elapsed_s(self) -> float:
+        """Seconds since the stopwatch was made."""
+        return time.perf_counter() - self._start
+
+
+class Interval:
+    """The steps since the last progress line."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepMetrics] = []
+
+    def add(self, metrics: StepMetrics) -> None:
+        """Take one more step in."""
+        self.steps.append(metrics)
+
+    def mean(self, name: str) -> float:
+        """Mean of the field ``name`` over the interval.
+
+        Rates are averaged over time, not over steps: ``tokens / seconds`` of all steps together.
+        """
+        values: Sequence[float] = [getattr(metrics, name) for metrics in self.steps]
+        if name not in ("tokens_per_s", "tflops", "mfu"):
+            return sum(values) / len(values)
+        ms = [metrics.step_ms for metrics in self.steps]
+        return sum(v * t for v, t in zip(values, ms, strict=True)) / sum(ms)
+
+
+def achieved_tflops(tokens_per_s: float, flops_per_token: float, world_size: int) -> float:
+    """Model FLOP/s per rank in units of 1e12; work done twice by activation checkpointing counts once.
+
+    Source: Chowdhery et al., PaLM, arXiv 2204.02311, appendix B: MFU is this over the peak of the hardware.
+    """
+    return tokens_per_s * flops_per_token / world_size / 1e12
+
+
+def process_peak_nbytes() -> int:
+    """Largest resident memory of this process so far (Linux counts it in KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

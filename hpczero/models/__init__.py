@@ -1,0 +1,38 @@
+"""Models in plain PyTorch; this package imports nothing from the rest of hpczero.
+
+``config`` and ``presets`` need no torch, so importing this package does not start it: the network classes are loaded on
+first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from hpczero.models.config import GPTConfig, flops_per_token, parameter_count, parameter_shapes
+from hpczero.models.presets import PRESETS
+
+if TYPE_CHECKING:
+    from hpczero.models.convnet import ConvNet
+    from hpczero.models.generation import generate
+    from hpczero.models.gpt import GPT, Block
+
+__all__ = [
+    "GPT",
+    "PRESETS",
+    "Block",
+    "ConvNet",
+    "GPTConfig",
+    "flops_per_token",
+    "generate",
+    "parameter_count",
+    "parameter_shapes",
+]
+
+_MODULE_OF = {"GPT": "gpt", "Block": "gpt", "ConvNet": "convnet", "generate": "generation"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

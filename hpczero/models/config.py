@@ -1,0 +1,123 @@
+"""The sizes of a GPT, and what follows from them by arithmetic: parameter shapes, parameter count, FLOPs.
+
+Owns: the options of the model and their validation. Must not know: torch. The plan command asks for a model of a
+hundred billion parameters without building one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Sizes and switches of a GPT-2 style decoder.
+
+    Args:
+        vocab_size: Number of token ids.
+        context: Longest sequence, in tokens.
+        layers: Transformer blocks.
+        hidden: Width of the residual stream.
+        heads: Attention heads per block; divides ``hidden``.
+        ffn_multiple: Width of the MLP as a multiple of ``hidden``.
+        positions: "learned" position embeddings as in GPT-2, or "rotary" ones, which have no parameters.
+        tie_embeddings: The head shares its weight with the token embedding.
+        dropout: Probability, on the embeddings, the attention and both residual branches.
+        checkpoint_activations: Keep only the input of each block and recompute the rest in backward.
+
+    Raises:
+        ValueError: A size or combination that cannot work; the message names every field at fault.
+    """
+
+    vocab_size: int
+    context: int
+    layers: int
+    hidden: int
+    heads: int
+    ffn_multiple: int = 4
+    positions: Literal["learned", "rotary"] = "learned"
+    tie_embeddings: bool = True
+    dropout: float = 0.0
+    checkpoint_activations: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "context", "layers", "hidden", "heads", "ffn_multiple")
+        faults = [
+            f"{name} is {getattr(self, name)}, expected at least 1"
+            for name in sizes
+            if getattr(self, name) < 1
+        ]
+        if not 0.0 <= self.dropout < 1.0:
+            faults.append(f"dropout is {self.dropout}, expected 0 <= dropout < 1")
+        if self.positions not in ("learned", "rotary"):
+            faults.append(f"positions is {self.positions!r}, expected 'learned' or 'rotary'")
+        if not faults and self.hidden % self.heads:
+            faults.append(
+                f"hidden is {self.hidden}, expected a multiple of heads, which is {self.heads}"
+            )
+        if not faults and self.positions == "rotary" and self.head_size % 2:
+            faults.append(
+                f"hidden / heads is {self.head_size}, expected an even number for rotary positions"
+            )
+        if faults:
+            raise ValueError("GPTConfig: " + "; ".join(faults))
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.hidden // self.heads
+
+
+def parameter_shapes(config: GPTConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every parameter of ``GPT(config)``, in registration order; a tied weight comes once."""
+    hidden, ffn = config.hidden, config.ffn_multiple * config.hidden
+    yield "wte.weight", (config.vocab_size, hidden)
+    if config.positions == "learned":
+        yield "wpe.weight", (config.context, hidden)
+    for layer in range(config.layers):
+        for name, shape in (
+            ("attention_norm.weight", (hidden,)),
+            ("attention_norm.bias", (hidden,)),
+            ("attention.qkv.weight", (3 * hidden, hidden)),
+            ("attention.qkv.bias", (3 * hidden,)),
+            ("attention.projection.weight", (hidden, hidden)),
+            ("attention.projection.bias", (hidden,)),
+            ("mlp_norm.weight", (hidden,)),
+            ("mlp_norm.bias", (hidden,)),
+            ("mlp.expansion.weight", (ffn, hidden)),
+            ("mlp.expansion.bias", (ffn,)),
+            ("mlp.projection.weight", (hidden, ffn)),
+            ("mlp.projection.bias", (hidden,)),
+        ):
+            yield f"blocks.{layer}.{name}", shape
+    yield "final_norm.weight", (hidden,)
+    yield "final_norm.bias", (hidden,)
+    if not config.tie_embeddings:
+        yield "lm_head.weight", (config.vocab_size, hidden)
+
+
+def parameter_count(config: GPTConfig) -> int:
+    """Number of parameters of ``GPT(config)``, a tied weight counted once."""
+    return sum(math.prod(shape) for _, shape in parameter_shapes(config))
+
+
+def flops_per_token(config: GPTConfig, seq_len: int | None = None) -> int:
+    """Model FLOPs that forward and backward of one token need; recomputation does not count.
+
+    ``6 N + 12 L C T``: two FLOPs per weight in forward, four in backward, and the two attention products over the whole
+    sequence. N leaves out tables that are only looked up: the position embedding and an untied token embedding.
+
+    Args:
+        config: The model.
+        seq_len: T, tokens per sequence; None means the full context.
+
+    Source: Chowdhery et al., PaLM, arXiv 2204.02311, appendix B.
+    """
+    lookups = {"wpe.weight"} if config.tie_embeddings else {"wpe.weight", "wte.weight"}
+    multiplied = sum(
+        math.prod(shape) for name, shape in parameter_shapes(config) if name not in lookups
+    )
+    return 6 * multiplied + 12 * config.layers * config.hidden * (seq_len or config.context)

@@ -1,0 +1,220 @@
+"""A GPT-2 style decoder in plain PyTorch.
+
+Owns: the network, its loss and its initial weights. Must not know: ranks, shards, hpczero. There are no buffers, so a
+model built under ``torch.device("meta")`` needs nothing but its parameters, and every weight is used through the module
+that holds it, so that hooks on modules see each use.
+
+Shape suffixes: B batch, T time, C hidden, H heads, D head size, V vocabulary, N = B * T.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from hpczero.models.config import GPTConfig
+
+# Logits per piece of the loss: 64 MiB in fp32. See mean_cross_entropy.
+LOSS_CHUNK_NUMEL = 2**24
+
+
+class Attention(nn.Module):
+    """Causal self-attention over all heads at once."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.rotary = config.positions == "rotary"
+        self.dropout = config.dropout
+        self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
+        self.projection = nn.Linear(config.hidden, config.hidden)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """Attend to earlier positions; (B, T, C) in and out."""
+        qkv_BTC = self.qkv(x_BTC).chunk(3, dim=-1)
+        q_BHTD, k_BHTD, v_BHTD = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv_BTC
+        )
+        if self.rotary:
+            q_BHTD, k_BHTD = rotate(q_BHTD), rotate(k_BHTD)
+        dropout = self.dropout if self.training else 0.0
+        y_BHTD = F.scaled_dot_product_attention(
+            q_BHTD, k_BHTD, v_BHTD, dropout_p=dropout, is_causal=True
+        )
+        out_BTC: Tensor = self.projection(y_BHTD.transpose(1, 2).flatten(-2))
+        return out_BTC
+
+
+class MLP(nn.Module):
+    """Two linear layers around a GELU, in the tanh form GPT-2 was trained with."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.expansion = nn.Linear(config.hidden, config.ffn_multiple * config.hidden)
+        self.projection = nn.Linear(config.ffn_multiple * config.hidden, config.hidden)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """Each position by itself; (B, T, C) in and out."""
+        out_BTC: Tensor = self.projection(F.gelu(self.expansion(x_BTC), approximate="tanh"))
+        return out_BTC
+
+
+class Block(nn.Module):
+    """One transformer block, normalised before each branch (pre-LN)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.hidden)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.hidden)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """Add both branches to the residual stream; (B, T, C) in and out."""
+        x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC)))
+        x_BTC = x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
+        return x_BTC
+
+
+class GPT(nn.Module):
+    """A stack of blocks between a token embedding and a head.
+
+    The constructor leaves torch's default weights in place (none on the meta device); ``initialize`` or
+    ``initialize_all`` sets the ones to train from.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.hidden)
+        self.wpe = (
+            nn.Embedding(config.context, config.hidden) if config.positions == "learned" else None
+        )
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.final_norm = nn.LayerNorm(config.hidden)
+        self.lm_head = nn.Linear(config.hidden, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.wte.weight
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Logits, or the loss if targets are given.
+
+        Args:
+            tokens_BT: int64, T at most ``config.context``.
+            targets_BT: int64, the token that follows each position; all of them count.
+
+        Returns:
+            Logits (B, T, V) in the dtype of the parameters, or the mean cross entropy as an fp32 scalar.
+
+        Raises:
+            ValueError: The sequence is longer than the context.
+        """
+        seq_len = tokens_BT.shape[1]
+        if seq_len > self.config.context:
+            raise ValueError(
+                f"GPT: got a sequence of {seq_len} tokens, the context is {self.config.context}; "
+                "shorten the sequences or build the model with a longer context"
+            )
+        x_BTC = self.wte(tokens_BT)
+        if self.wpe is not None:
+            x_BTC = x_BTC + self.wpe(torch.arange(seq_len, device=tokens_BT.device))
+        x_BTC = self.dropout(x_BTC)
+        for block in self.blocks:
+            if self.config.checkpoint_activations and torch.is_grad_enabled():
+                # The module itself is called, not its forward: hooks on the block must run again in the recomputation.
+                x_BTC = checkpoint(block, x_BTC, use_reentrant=False)
+            else:
+                x_BTC = block(x_BTC)
+        logits_BTV: Tensor = self.lm_head(self.final_norm(x_BTC))
+        return logits_BTV if targets_BT is None else mean_cross_entropy(logits_BTV, targets_BT)
+
+    def initialize(self, name: str, tensor: Tensor, *, seed: int) -> None:
+        """Fill one whole parameter in place with its initial value.
+
+        The value depends on (seed, name, shape) alone: not on the order of calls, nor on who holds which parameter, so
+        every world size starts from the same weights. The model itself may live on the meta device.
+
+        Args:
+            name: As in ``named_parameters()``.
+            tensor: fp32 on the CPU, contiguous, the whole shape of the parameter.
+            seed: Of the run.
+
+        Raises:
+            ValueError: The tensor is not fp32 on the CPU.
+
+        Source: Radford et al., GPT-2 (2019), sec. 2.3, and its code for the 0.02: normal(0, 0.02), residual
+        projections scaled by 1/sqrt(number of residual layers), which is 2 per block.
+        """
+        if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+            raise ValueError(
+                f"parameter {name!r}: got {tensor.dtype} on {tensor.device}, expected torch.float32 on cpu"
+            )
+        with torch.no_grad():
+            if name.endswith("norm.weight"):
+                tensor.fill_(1.0)
+            elif name.endswith("bias"):
+                tensor.zero_()
+            else:
+                residual = name.endswith("projection.weight")
+                std = 0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02
+                key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+                tensor.normal_(
+                    0.0,
+                    std,
+                    generator=torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1),
+                )
+
+    def initialize_all(self, *, seed: int) -> None:
+        """Fill every parameter of a model that lies whole on the CPU in fp32."""
+        for name, parameter in self.named_parameters():
+            self.initialize(name, parameter, seed=seed)
+
+
+def rotate(x_BHTD: Tensor) -> Tensor:
+    """Rotary position embedding: pair (i, i + D/2) at time t is turned by the angle t / 10000^(2i/D).
+
+    The table is computed anew: next to the block's products it costs nothing, and a stored one would be a buffer.
+
+    Source: Su et al., RoFormer, arXiv 2104.09864, sec. 3.4.2; the halves layout of GPT-NeoX.
+    """
+    seq_len, head_size = x_BHTD.shape[-2:]
+    exponent = torch.arange(0, head_size, 2, device=x_BHTD.device, dtype=torch.float32) / head_size
+    time = torch.arange(seq_len, device=x_BHTD.device, dtype=torch.float32)
+    angle = time[:, None] / 10000.0**exponent  # (T, D/2)
+    cos, sin = angle.cos().to(x_BHTD.dtype), angle.sin().to(x_BHTD.dtype)
+    first, second = x_BHTD.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def mean_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Mean cross entropy in fp32, over at most ``LOSS_CHUNK_NUMEL`` logits at a time.
+
+    With a large vocabulary the fp32 copy and its log-softmax would be the largest tensors of a step. Each piece is
+    recomputed in backward instead, so only the logits themselves are kept.
+
+    Returns:
+        fp32 scalar.
+    """
+    logits_NV, targets_N = logits_BTV.flatten(0, 1), targets_BT.flatten()
+    rows = max(1, LOSS_CHUNK_NUMEL // logits_NV.shape[1])
+    pieces = [
+        checkpoint(
+            _sum_cross_entropy, logits, targets, use_reentrant=False, preserve_rng_state=False
+        )
+        for logits, targets in zip(
+            torch.split(logits_NV, rows), torch.split(targets_N, rows), strict=True
+        )
+    ]
+    total: Tensor = torch.stack(pieces).sum()
+    return total / targets_N.numel()
+
+
+def _sum_cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    return F.cross_entropy(logits_NV.float(), targets_N, reduction="sum")

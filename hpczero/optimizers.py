@@ -1,0 +1,102 @@
+"""Optimizers: which ones can work on shards, and how a stock one is pointed at them.
+
+Owns: the allow-list and the change of ``param_groups``. Must not know: units' buffers, MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hpczero.errors import PlanError
+
+# Update rules in which every element depends on its own gradient and state only.
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+REFUSED = {
+    "Adafactor": "keeps row and column statistics of whole matrices",
+    "LBFGS": "couples all elements through a history of inner products",
+    "Muon": "orthogonalises whole matrices",
+    "Shampoo": "preconditions whole matrices",
+    "SOAP": "preconditions whole matrices",
+    "LAMB": "scales by the norms of whole parameters",
+    "LARS": "scales by the norms of whole parameters",
+    "SparseAdam": "works on sparse gradients",
+}
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose update is not elementwise.
+
+    A class of your own passes if it says so with ``hpczero_elementwise = True``.
+
+    Raises:
+        PlanError: names the optimizer and the reason.
+    """
+    kind = type(optimizer)
+    name = kind.__name__
+    if name in REFUSED:
+        raise PlanError(
+            f"optimizer {name} {REFUSED[name]}; a shard does not hold those. "
+            f"Use an elementwise one: {', '.join(c.__name__ for c in ELEMENTWISE)}"
+        )
+    if not isinstance(optimizer, ELEMENTWISE) and not getattr(kind, "hpczero_elementwise", False):
+        raise PlanError(
+            f"optimizer {name} is not known to be elementwise; expected one of "
+            f"{', '.join(c.__name__ for c in ELEMENTWISE)}. If each element of its update depends on that "
+            "element's gradient and state alone, set the class attribute hpczero_elementwise = True"
+        )
+    if any(optimizer.state.values()):
+        raise PlanError(
+            f"optimizer {name} has taken steps already; call zeroify before the first step"
+        )
+
+
+def group_of_parameters(optimizer: Optimizer, model: nn.Module) -> dict[str, int]:
+    """Optimizer group of each trainable parameter of ``model`` by qualified name.
+
+    Raises:
+        PlanError: the optimizer holds parameters that are not the model's, or misses trainable ones.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups: dict[str, int] = {}
+    foreign = 0
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                foreign += 1
+            elif parameter.requires_grad:
+                groups[names[id(parameter)]] = index
+    if foreign:
+        raise PlanError(
+            f"the optimizer holds {foreign} tensor(s) that are not parameters of this model; build it from "
+            "model.parameters() of the very model you pass, after any .to() or copy and before zeroify"
+        )
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and n not in groups]
+    if missing:
+        raise PlanError(
+            f"{len(missing)} trainable parameter(s) are in no optimizer group, first {missing[0]!r}; "
+            "give them to the optimizer, or freeze them with requires_grad_(False)"
+        )
+    return groups
+
+
+def repoint(optimizer: Optimizer, shards: Mapping[int, Sequence[nn.Parameter]]) -> None:
+    """Make ``optimizer`` step on ``shards`` (by group index); groups and their options stay the same objects."""
+    for index, group in enumerate(optimizer.param_groups):
+        group["params"] = list(shards.get(index, ()))
+    optimizer.state.clear()

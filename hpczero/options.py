@@ -1,0 +1,212 @@
+"""Reading options: TOML file and command line into frozen dataclasses, and back into TOML.
+
+Owns: the strictness (unknown names and wrong types are errors that name the place) and what a bad option does to a
+parallel job. Must not know: which options exist, MPI, torch.
+
+Defaults are overridden by the TOML file, and that by the command line. Every rank reads the same input before MPI
+starts and comes to the same verdict, so every rank ends by itself with exit 78.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import json
+import os
+import re
+import sys
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+import tyro
+
+from hpczero.config import RunConfig
+from hpczero.errors import ConfigError, launcher_rank
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+
+T = TypeVar("T")
+
+
+def read_run_config(args: Sequence[str]) -> RunConfig:
+    """Options of the training command: defaults, then ``[run.toml]`` in front, then ``--section.key value``.
+
+    Raises:
+        ConfigError: a file or an option that cannot be used.
+        SystemExit: after ``--help``, with 0.
+    """
+    default = RunConfig()
+    if args and not args[0].startswith("-"):
+        default = load_toml(Path(args[0]), RunConfig)
+        args = args[1:]
+    return parse_command_line(
+        RunConfig,
+        args,
+        prog="python -m hpczero.train [run.toml]",
+        description="Train a GPT with ZeRO over MPI. Options of the command line override those of the TOML file.",
+        default=default,
+    )
+
+
+def parse_command_line(
+    cls: type[T], args: Sequence[str], *, prog: str, description: str, default: T | None = None
+) -> T:
+    """``args`` as a ``cls`` by tyro; help is printed by the first rank only.
+
+    Args:
+        cls: dataclass whose docstring documents its fields.
+        args: without the program's name.
+        prog: how the command is called, for the help text.
+        description: the first lines of the help text.
+        default: values of options not in ``args``; None: the defaults of ``cls``.
+
+    Raises:
+        ConfigError: unknown option, wrong type, or a value that ``cls`` refuses.
+        SystemExit: after ``--help``, with 0.
+    """
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(_bool_rule)
+    # Without a terminal tyro uses no colours, which a launcher's pseudo-terminal would otherwise bring into log files.
+    help_text = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(help_text), contextlib.redirect_stderr(complaint):
+            return tyro.cli(
+                cls,
+                args=args,
+                prog=prog,
+                description=description,
+                default=tyro.MISSING_NONPROP if default is None else default,
+                use_underscores=True,
+                registry=registry,
+                config=(tyro.conf.FlagConversionOff,),
+            )
+    except SystemExit as end:
+        if end.code not in (0, None):
+            raise ConfigError(f"command line: {_plain(complaint.getvalue())}") from None
+    if launcher_rank() == 0:
+        help_text.seek(0)
+        sys.stdout.write(help_text.read())
+    raise SystemExit(0)
+
+
+def load_toml(path: Path, cls: type[T]) -> T:
+    """The dataclass ``cls`` from a TOML file; what the file leaves out keeps its default.
+
+    Raises:
+        ConfigError: a file that cannot be read, an unknown name, a wrong type, or a value that ``cls`` refuses.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read as options: {os.strerror(error.errno or 0)}"
+        ) from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: is not TOML: {error}") from error
+    try:
+        return _from_table(cls, tables, prefix="")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def to_toml(options: object) -> str:
+    """A dataclass of sections as TOML, options that are None left out; ``load_toml`` of it gives an equal object."""
+    lines: list[str] = []
+    for section in dataclasses.fields(options):  # type: ignore[arg-type]  # a dataclass by contract
+        lines.append(f"[{section.name}]")
+        values = getattr(options, section.name)
+        for option in dataclasses.fields(values):
+            value = getattr(values, option.name)
+            if value is not None:
+                lines.append(f"{option.name} = {_toml_value(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _from_table(cls: type[T], table: Mapping[str, object], prefix: str) -> T:
+    hints = typing.get_type_hints(cls)
+    for name in table:
+        if name not in hints:
+            close = difflib.get_close_matches(name, hints, n=3) or sorted(hints)
+            kind = "option" if prefix else "section"
+            raise ConfigError(
+                f"unknown {kind} {prefix}{name}; did you mean {', '.join(prefix + c for c in close)}?"
+            )
+    return cls(
+        **{name: _convert(value, hints[name], f"{prefix}{name}") for name, value in table.items()}
+    )
+
+
+def _convert(value: object, hint: Any, name: str) -> object:  # Any: a type form has no common type
+    """``value`` if it is what the annotation ``hint`` says."""
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{name}: got {value!r}, expected a section [{name}]")
+        return _from_table(typing.cast("type[object]", hint), value, prefix=f"{name}.")
+    choices = typing.get_args(hint)
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        hint = next(choice for choice in choices if choice is not type(None))
+        return _convert(value, hint, name)
+    if typing.get_origin(hint) is Literal:
+        # not only ==: True would pass for 1
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
+            raise ConfigError(
+                f"{name}: got {value!r}, expected one of {', '.join(map(str, choices))}"
+            )
+        return value
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list) or len(value) != len(choices):
+            raise ConfigError(f"{name}: got {value!r}, expected a list of {len(choices)}")
+        return tuple(
+            _convert(item, choice, name) for item, choice in zip(value, choices, strict=True)
+        )
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ConfigError(
+            f"{name}: got {value!r} ({type(value).__name__}), expected {hint.__name__}"
+        )
+    return value
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but for DEL, which TOML wants escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    return repr(value)
+
+
+def _bool_rule(
+    info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[bool] | None:
+    """``true`` and ``false`` as in TOML, so that every option is ``--section.key value``."""
+    if info.type is not bool:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{true,false}",
+        choices=("true", "false"),
+        instance_from_str=lambda words: words[0] == "true",
+        is_instance=lambda value: isinstance(value, bool),
+        str_from_instance=lambda value: [str(value).lower()],
+    )
+
+
+def _plain(box: str) -> str:
+    """The sentences inside tyro's box, on one line: a log interleaves the lines of ranks."""
+    rows = (row.strip("│ ") for row in box.splitlines() if row.startswith("│"))
+    words = " ".join(";" if row.startswith("─") else row for row in rows)
+    return re.sub(r"\s+", " ", words).replace(" ;", ";") or box.strip()

@@ -1,0 +1,335 @@
+"""Plan: the decision before a byte is allocated.
+
+Owns: stages, which parameters form a unit, and the prediction of bytes held and bytes moved. Must not know: torch
+(modules
+are walked by their public names only), MPI, buffers. `rules` picks the modules, `Unit` carries a UnitSpec out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from hpczero.errors import ConfigError, PlanError
+from hpczero.layout import ShardLayout, exchange_chunk
+from hpczero.plan.traffic import TrafficPlan, unit_traffic
+from hpczero.precision import Precision
+
+if TYPE_CHECKING:
+    from torch import nn
+
+UnitRule = Callable[["nn.Module"], list[tuple[str, ...]]]
+FP32_BYTES = 4
+ADAM_STATE_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is sharded over the data-parallel ranks (Rajbhandari et al., ZeRO, SC20, sec. 5): data, not code paths."""
+
+    shards_optimizer: bool
+    shards_gradients: bool
+    shards_parameters: bool
+
+    @classmethod
+    def of(cls, stage: int | Stage) -> Stage:
+        """Stage 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
+
+        Raises:
+            ConfigError: anything but 0, 1, 2, 3 or a Stage.
+        """
+        if isinstance(stage, Stage):
+            return stage
+        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+            raise ConfigError(
+                f"stage: got {stage!r}, expected 0 (replicate), 1 (shard optimizer state), "
+                "2 (also gradients) or 3 (also parameters)"
+            )
+        return cls(stage >= 1, stage >= 2, stage >= 3)
+
+    def __int__(self) -> int:
+        return self.shards_optimizer + self.shards_gradients + self.shards_parameters
+
+    @property
+    def keeps_local_gradients(self) -> bool:
+        """Whether the rank's own whole gradient stays allocated from step to step, beside its reduced shard."""
+        return self.shards_optimizer and not self.shards_gradients
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """One communicated group of parameters.
+
+    Attributes:
+        name: the first module's name, ``root`` for what belongs to no other unit; `` (frozen)`` marks a frozen part.
+        modules: names of the modules whose calls need the parameters; ``""`` is the model itself.
+        layout: parameters (qualified names) in registration order, cut over the shard group.
+        groups: optimizer group of each slot; -1 for frozen parameters.
+        trainable: whether gradients, masters and optimizer state exist.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    layout: ShardLayout
+    groups: tuple[int, ...]
+    trainable: bool
+
+    @property
+    def is_root(self) -> bool:
+        """Whether the unit lives from the start of the model's forward to its end."""
+        return self.modules == ("",)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes per rank; ``unsharded`` and ``exchange`` are peaks within a step, the others are held throughout."""
+
+    parameters: int
+    master: int
+    gradients: int
+    optimizer: int
+    unsharded: int
+    exchange: int
+
+    @property
+    def states(self) -> int:
+        """Bytes held between steps."""
+        return self.parameters + self.master + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak of a step, activations excluded."""
+        return self.states + self.unsharded + self.exchange
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``zeroify`` is about to do; frozen, equal on every rank, built without communication."""
+
+    stage: Stage
+    precision: Precision
+    num_shards: int
+    units: tuple[UnitSpec, ...]
+
+    @classmethod
+    def build(
+        cls,
+        model: nn.Module,
+        *,
+        num_shards: int,
+        stage: int | Stage,
+        precision: str | Precision = "fp32",
+        rule: UnitRule,
+        groups: Mapping[str, int] | None = None,
+    ) -> Plan:
+        """Group the parameters of ``model`` into units. Pure: allocates and communicates nothing.
+
+        A parameter used by modules of two units (a tied weight) belongs to the root unit, so that it is whole for both.
+
+        Args:
+            model: any module; parameters may be on the meta device.
+            num_shards: ranks that share each unit.
+            stage: 0 to 3, or a Stage.
+            precision: name or Precision.
+            rule: which modules form units (``hpczero.plan.rules``).
+            groups: optimizer group of each trainable parameter by qualified name; None: all in group 0.
+
+        Raises:
+            ConfigError: unknown stage or precision.
+            PlanError: overlapping units, mixed or unusable dtypes in a unit.
+        """
+        precision = Precision.of(precision)
+        owner = _owners(model, rule(model))
+        members: dict[tuple[tuple[str, ...], bool], list[str]] = {}
+        parameters = dict(model.named_parameters())
+        for name, parameter in parameters.items():
+            members.setdefault((owner[name], bool(parameter.requires_grad)), []).append(name)
+        units = []
+        for (modules, trainable), names in sorted(
+            members.items(), key=lambda item: item[0][0] != ("",)
+        ):  # stable: the root unit first, then registration order
+            group = {n: (groups or {}).get(n, 0) if trainable else -1 for n in names}
+            title = (modules[0] or "root") + ("" if trainable else " (frozen)")
+            _check_dtype(title, {n: str(parameters[n].dtype) for n in names}, precision)
+            shapes = [(n, tuple(parameters[n].shape)) for n in names]
+            units.append(
+                UnitSpec(
+                    name=title,
+                    modules=modules,
+                    layout=ShardLayout.pack(shapes, num_shards),
+                    groups=tuple(group[n] for n in names),
+                    trainable=trainable,
+                )
+            )
+        return cls(Stage.of(stage), precision, num_shards, tuple(units))
+
+    @cached_property
+    def trainable_units(self) -> tuple[UnitSpec, ...]:
+        """Units that have gradients, in unit order."""
+        return tuple(unit for unit in self.units if unit.trainable)
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the model, padding excluded (Ψ)."""
+        return sum(unit.layout.numel for unit in self.units)
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements added so that every unit cuts into equal shards."""
+        return sum(unit.layout.padded_numel - unit.layout.numel for unit in self.units)
+
+    def memory(self, *, optimizer_bytes: int = ADAM_STATE_BYTES) -> MemoryPlan:
+        """Bytes each rank holds, padding included. See docs/architecture.md for the table.
+
+        Args:
+            optimizer_bytes: state per element: 8 for Adam, 4 for SGD with momentum, 0 for plain SGD.
+
+        Source: Rajbhandari et al., ZeRO, SC20, sec. 5; differs from the paper's 16Ψ in that reduced gradients are fp32.
+        """
+        stage, item = self.stage, self.precision.param_itemsize
+        full = sum(unit.layout.padded_numel for unit in self.units)
+        trainable = sum(unit.layout.padded_numel for unit in self.trainable_units)
+        frozen = full - trainable
+        owned = trainable // self.num_shards if stage.shards_optimizer else trainable
+        if stage.shards_parameters:
+            # At rest only masters exist; in fp32 the master is the parameter.
+            parameters = item * frozen // self.num_shards
+            parameters += 0 if self.precision.has_masters else FP32_BYTES * owned
+        else:
+            parameters = item * full
+        gradients = FP32_BYTES * owned + (item * trainable if stage.keeps_local_gradients else 0)
+        return MemoryPlan(
+            parameters=parameters,
+            master=FP32_BYTES * owned if self.precision.has_masters else 0,
+            gradients=gradients,
+            optimizer=optimizer_bytes * owned,
+            unsharded=self._unsharded_nbytes(),
+            exchange=self.exchange_nbytes(),
+        )
+
+    def _unsharded_nbytes(self) -> int:
+        """Peak of whole parameters and gradients in flight: the root unit's and the largest other module's."""
+        live: dict[tuple[str, ...], int] = {}
+        for unit in self.units:
+            copies = int(self.stage.shards_parameters)
+            copies += int(unit.trainable and not self.stage.keeps_local_gradients)
+            nbytes = copies * unit.layout.padded_numel * self.precision.param_itemsize
+            live[unit.modules] = live.get(unit.modules, 0) + nbytes
+        root = live.pop(("",), 0)
+        return root + max(live.values(), default=0)
+
+    def exchange_nbytes(self) -> int:
+        """Bytes of the buffer that receives peers' gradient blocks before they are summed."""
+        largest = max((unit.layout.shard_numel for unit in self.trainable_units), default=0)
+        return exchange_chunk(largest, self.num_shards, self.precision.param_itemsize) * (
+            self.num_shards * self.precision.param_itemsize
+        )
+
+    def traffic(self, *, micro_steps: int = 1, synced: int = 1) -> TrafficPlan:
+        """What each rank sends in one optimizer step.
+
+        Args:
+            micro_steps: forward-backward passes in the step.
+            synced: how many of them reduce gradients, i.e. run outside ``no_sync``.
+
+        Source: Rajbhandari et al., ZeRO, SC20, sec. 7: 2Ψ for stages 0 to 2, 3Ψ for stage 3, times (N-1)/N.
+        """
+        parts = [
+            unit_traffic(
+                unit.layout,
+                shards_parameters=self.stage.shards_parameters,
+                shards_optimizer=self.stage.shards_optimizer,
+                trainable=unit.trainable,
+                param_itemsize=self.precision.param_itemsize,
+                micro_steps=micro_steps,
+                synced=synced,
+            )
+            for unit in self.units
+        ]
+        return sum(parts, TrafficPlan())
+
+    def describe(self) -> str:
+        """A few lines for a run header: units, bytes held, bytes moved."""
+        memory, traffic = self.memory(), self.traffic()
+        sizes = sorted({unit.layout.numel for unit in self.units})
+        spread = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+        mib = 2**20
+        units = (
+            f"plan: stage {int(self.stage)}, {self.precision.param} parameters, "
+            f"{self.numel:,} parameters (+{self.padding_numel:,} padding) in "
+            f"{len(self.units)} units of {spread} over {self.num_shards} shards"
+        )
+        held = (
+            f"  held per rank: {memory.states / mib:,.1f} MiB = parameters "
+            f"{memory.parameters / mib:,.1f} + master {memory.master / mib:,.1f} + gradients "
+            f"{memory.gradients / mib:,.1f} + optimizer {memory.optimizer / mib:,.1f}; in flight up to "
+            f"{memory.unsharded / mib:,.1f} unsharded + {memory.exchange / mib:,.1f} exchange"
+        )
+        sent = (
+            f"  sent per rank and step: {traffic.nbytes / mib:,.1f} MiB in "
+            f"{traffic.all_gathers} all-gathers and {traffic.reduce_scatters} reduce-scatters"
+        )
+        return "\n".join((units, held, sent))
+
+
+def _owners(model: nn.Module, rule: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Unit (as its modules' names) of each parameter, by the parameter's first qualified name."""
+    unit_of_module: dict[str, tuple[str, ...]] = {}
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    for modules in rule:
+        for module in modules:
+            if module not in known or module == "":
+                raise PlanError(
+                    f"unit rule names module {module!r}, which is not a submodule of the model; "
+                    "use names as listed by model.named_modules()"
+                )
+            if module in unit_of_module:
+                raise PlanError(
+                    f"unit rule lists module {module!r} twice; each module is in one unit"
+                )
+            unit_of_module[module] = modules
+
+    def unit_of(parameter_name: str) -> tuple[str, ...]:
+        path = parameter_name.split(".")[:-1]
+        found = [
+            unit_of_module[".".join(path[:depth])]
+            for depth in range(1, len(path) + 1)
+            if ".".join(path[:depth]) in unit_of_module
+        ]
+        if len(found) > 1:
+            raise PlanError(
+                f"unit rule nests units: {parameter_name!r} lies in {found[0][0]!r} and "
+                f"{found[1][0]!r}; list the inner or the outer module, not both"
+            )
+        return found[0] if found else ("",)
+
+    users: dict[int, set[tuple[str, ...]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(id(parameter), set()).add(unit_of(name))
+    owner = {}
+    for name, parameter in model.named_parameters():
+        units = users[id(parameter)]
+        owner[name] = next(iter(units)) if len(units) == 1 else ("",)
+    return owner
+
+
+def _check_dtype(unit: str, dtypes: Mapping[str, str], precision: Precision) -> None:
+    """Refuse mixed dtypes in a unit, and dtypes the precision cannot represent exactly."""
+    if len(set(dtypes.values())) > 1:
+        first: dict[str, str] = {}
+        for name, dtype in dtypes.items():
+            first.setdefault(dtype, name)
+        listed = ", ".join(f"{dtype} ({name})" for dtype, name in first.items())
+        raise PlanError(
+            f"unit {unit!r} holds {listed}, expected one dtype; split the unit or cast the "
+            "parameters before zeroify"
+        )
+    names = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+    dtype = next(iter(dtypes.values()))
+    if names.get(dtype) not in ("fp32", precision.param):
+        raise PlanError(
+            f"unit {unit!r} holds {dtype}, expected torch.float32 (or the dtype of precision "
+            f"{precision.param!r}); call model.float() before building the optimizer"
+        )

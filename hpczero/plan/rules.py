@@ -1,0 +1,85 @@
+"""Rules: which modules form a unit.
+
+Owns: the default choice and the two ways to replace it. Must not know: ranks, stages, buffers. A rule is a function
+from a
+model to groups of module names; parameters in no group belong to the root unit and stay whole during the whole forward.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hpczero.plan.plan import UnitRule
+
+# Small layers share a unit up to this size: below it, the start-up cost of a collective exceeds its transfer time.
+PACK_BYTES = 16 * 2**20
+
+
+def default_rule(model: nn.Module) -> list[tuple[str, ...]]:
+    """One unit per transformer block; layers of a plain ``nn.Sequential`` packed up to 16 MiB.
+
+    The children of every outermost ``ModuleList``, ``ModuleDict`` or ``Sequential`` are taken: a child with
+    submodules of
+    its own (a block) is a unit, neighbouring leaf layers share one. Whatever the model calls by itself (embeddings,
+    final norm, head) stays in the root unit, because a parent may use such weights without calling their module.
+    """
+    units: list[tuple[str, ...]] = []
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+                units.extend(_pack_container(path, child))
+            else:
+                visit(f"{path}.", child)
+
+    if isinstance(model, nn.Sequential):
+        return _pack_container("", model)
+    visit("", model)
+    return units
+
+
+def _pack_container(path: str, container: nn.Module) -> list[tuple[str, ...]]:
+    units: list[tuple[str, ...]] = []
+    packed: list[str] = []
+    packed_nbytes = 0
+    for name, child in container.named_children():
+        child_path = f"{path}.{name}" if path else name
+        nbytes = sum(p.numel() * p.element_size() for p in child.parameters())
+        if any(True for _ in child.children()):
+            if packed:
+                units.append(tuple(packed))
+                packed, packed_nbytes = [], 0
+            if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # never called itself
+                units.extend(_pack_container(child_path, child))
+            elif nbytes:
+                units.append((child_path,))
+        elif nbytes:
+            if packed and packed_nbytes + nbytes > PACK_BYTES:
+                units.append(tuple(packed))
+                packed, packed_nbytes = [], 0
+            packed.append(child_path)
+            packed_nbytes += nbytes
+    if packed:
+        units.append(tuple(packed))
+    return units
+
+
+def by_class(*classes: type[nn.Module]) -> UnitRule:
+    """Every outermost module of the given classes is a unit: ``rule=by_class(Block)``."""
+
+    def rule(model: nn.Module) -> list[tuple[str, ...]]:
+        units: list[tuple[str, ...]] = []
+        for name, module in model.named_modules():
+            inside = any(name.startswith(f"{unit[0]}.") for unit in units)
+            if name and isinstance(module, classes) and not inside:
+                units.append((name,))
+        return units
+
+    return rule
+
+
+def whole_model(model: nn.Module) -> list[tuple[str, ...]]:
+    """No units but the root: the simplest plan, for small models."""
+    del model
+    return []

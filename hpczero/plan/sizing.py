@@ -1,0 +1,285 @@
+"""Sizing: what a model needs before anyone builds it.
+
+Owns: the paper's formulas, activations, and the search for what fits. Must not know: torch, MPI, how a model
+is chosen. Two families that are never mixed: ``ideal_*`` is the ZeRO paper's arithmetic; ``blockwise_plan`` and ``fit``
+give what hpczero itself holds, from the same ``Plan`` that ``zeroify`` uses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol
+
+from hpczero.layout import ShardLayout
+from hpczero.plan.plan import MemoryPlan, Plan, Stage, UnitSpec
+from hpczero.plan.traffic import TrafficPlan
+from hpczero.precision import Precision
+
+HALF_BYTES = 2
+# fp32 master, momentum and variance of mixed-precision Adam (ZeRO paper, sec. 3.1).
+ADAM_FACTOR = 12
+# Elements per token and hidden unit one block keeps for backward, by the paper's estimate (footnote 3).
+IDEAL_BLOCK_FACTOR = 12
+# The same for hpczero's GPT, counted tensor by tensor: two norm inputs and outputs, q, k, v and the attention's output;
+# and of the MLP's hidden layer, which is ``ffn_multiple`` times wider, the values before and after the GELU.
+BLOCK_FACTOR, BLOCK_FFN_FACTOR = 8, 2
+# Rotary positions keep rotated q and k, and v apart from the joint buffer.
+ROTARY_FACTOR = 3
+# What a block's backward holds beside what its forward kept: the gradients of the residual and of the hidden layer.
+BACKWARD_FACTOR, BACKWARD_FFN_FACTOR = 1, 1
+# fp32 logits, their log-softmax and one gradient of a piece of the loss.
+LOSS_PIECE_BYTES = 12
+LOSS_PIECE_NUMEL = 2**24
+MAX_RANKS = 2**20
+MAX_MICRO_BATCH = 2**20
+
+
+class Transformer(Protocol):
+    """The sizes that activations depend on; ``hpczero.models.GPTConfig`` has them."""
+
+    @property
+    def layers(self) -> int:
+        """Blocks."""
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+
+    @property
+    def ffn_multiple(self) -> int:
+        """Width of the MLP's hidden layer over ``hidden``."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids."""
+
+    @property
+    def positions(self) -> str:
+        """``"learned"`` or ``"rotary"``."""
+
+
+# --- the paper -----------------------------------------------------------------------------------------------------
+
+
+def ideal_state_nbytes(
+    stage: int | Stage, numel: int, *, data_parallel: int, model_parallel: int = 1
+) -> float:
+    """Bytes of model states per device: 2Ψ parameters, 2Ψ gradients and 12Ψ optimizer, each over Nd where sharded.
+
+    ``16Ψ | 4Ψ + 12Ψ/Nd | 2Ψ + 14Ψ/Nd | 16Ψ/Nd``, and everything over Nm.
+
+    Args:
+        stage: 0 to 3, or a Stage.
+        numel: parameters, Ψ.
+        data_parallel: Nd, ranks that share the states.
+        model_parallel: Nm, devices that each model copy is cut over.
+
+    Source: Rajbhandari et al., ZeRO, SC20 (arXiv 1910.02054), sec. 5 and table 1.
+    """
+    stage = Stage.of(stage)
+    per_parameter = (
+        Fraction(HALF_BYTES, data_parallel if stage.shards_parameters else 1)
+        + Fraction(HALF_BYTES, data_parallel if stage.shards_gradients else 1)
+        + Fraction(ADAM_FACTOR, data_parallel if stage.shards_optimizer else 1)
+    )
+    return float(per_parameter * numel / model_parallel)
+
+
+def ideal_volume_numel(stage: int | Stage, numel: int, *, data_parallel: int) -> Fraction:
+    """Elements each rank sends per step: 2Ψ, with sharded parameters 3Ψ, times (N-1)/N.
+
+    Source: Rajbhandari et al., ZeRO, SC20, sec. 7; the factor (N-1)/N is that of a ring.
+    """
+    passes = 3 if Stage.of(stage).shards_parameters else 2
+    return passes * numel * Fraction(data_parallel - 1, data_parallel)
+
+
+def ideal_activation_numel(
+    *, hidden: int, layers: int, sequence: int, batch: int, checkpointing: bool
+) -> int:
+    """Activation elements of a transformer: 12·h·b·s·L; checkpointed h·b·s·L block inputs and one live block.
+
+    Source: Rajbhandari et al., ZeRO, SC20, sec. 3.2, footnote 3, and sec. 6.1.
+    """
+    tokens = batch * sequence
+    if checkpointing:
+        return hidden * tokens * (layers + IDEAL_BLOCK_FACTOR)
+    return IDEAL_BLOCK_FACTOR * hidden * tokens * layers
+
+
+def fused_buffer_nbytes(numel: int) -> int:
+    """Bytes of one fused fp32 buffer of the whole model, which constant-size buffers avoid: 4Ψ.
+
+    Source: Rajbhandari et al., ZeRO, SC20, sec. 3.2 (temporary buffers).
+    """
+    return 4 * numel
+
+
+# --- hpczero -------------------------------------------------------------------------------------------------------
+
+
+def blockwise_plan(
+    shapes: Iterable[tuple[str, tuple[int, ...]]],
+    *,
+    num_shards: int,
+    stage: int | Stage,
+    precision: str | Precision,
+) -> Plan:
+    """The Plan that ``zeroify`` makes with its default rule, from names and shapes alone: one unit per ``blocks.<n>``.
+
+    Args:
+        shapes: qualified name and shape of every parameter, a tied weight once.
+        num_shards: ranks that share each unit.
+        stage: 0 to 3, or a Stage.
+        precision: name or Precision.
+    """
+    members: dict[str, list[tuple[str, tuple[int, ...]]]] = {"": []}  # root first, as in Plan.build
+    for name, shape in shapes:
+        block = re.match(r"blocks\.\d+(?=\.)", name)
+        members.setdefault(block.group() if block else "", []).append((name, shape))
+    units = tuple(
+        UnitSpec(
+            name=module or "root",
+            modules=(module,),
+            layout=ShardLayout.pack(held, num_shards),
+            groups=(0,) * len(held),
+            trainable=True,
+        )
+        for module, held in members.items()
+        if held
+    )
+    return Plan(Stage.of(stage), Precision.of(precision), num_shards, units)
+
+
+def activation_nbytes(
+    model: Transformer, *, sequence: int, batch: int, itemsize: int, checkpointing: bool
+) -> int:
+    """Bytes of activations at the peak of one forward and backward of hpczero's GPT without dropout.
+
+    What the blocks keep, plus the larger of two moments: the loss (final norm, logits, and their gradient piece by
+    piece) and the backward of the last block. Attention scores are never stored.
+
+    Args:
+        model: layers, hidden, vocabulary.
+        sequence: tokens per sample.
+        batch: samples, b.
+        itemsize: bytes of one activation.
+        checkpointing: keep block inputs only, h·b·s·L, and recompute one block at a time.
+
+    Source: counted from ``hpczero.models.gpt``; tests/plan compares with the memory profiler of torch.
+    """
+    tokens = sequence * batch
+    block = BLOCK_FACTOR + BLOCK_FFN_FACTOR * model.ffn_multiple
+    block += ROTARY_FACTOR if model.positions == "rotary" else 0
+    kept = (1 if checkpointing else block) * model.layers * model.hidden * tokens * itemsize
+    logits = tokens * model.vocab_size
+    piece = min(logits, max(LOSS_PIECE_NUMEL // model.vocab_size, 1) * model.vocab_size)
+    loss = (2 * model.hidden * tokens + 2 * logits - piece) * itemsize + LOSS_PIECE_BYTES * piece
+    live = BACKWARD_FACTOR + BACKWARD_FFN_FACTOR * model.ffn_multiple
+    live += block - 1 if checkpointing else 0  # its input is one of those kept
+    return kept + max(loss, live * model.hidden * tokens * itemsize)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One stage on one machine.
+
+    Attributes:
+        stage: 0 to 3.
+        memory: what the plan holds, activations excluded.
+        traffic: what one rank sends in a step of one micro-batch.
+        ideal_nbytes: the paper's model states for the same parameters and ranks.
+        micro_batch: largest that fits; 0 if not even one sample does.
+        micro_batch_checkpointed: the same with activation checkpointing.
+        needed_nbytes: states, buffers and the activations of the micro-batch asked for, checkpointed only where it does
+            not fit otherwise.
+        fits: whether that is within the memory of a rank.
+    """
+
+    stage: int
+    memory: MemoryPlan
+    traffic: TrafficPlan
+    ideal_nbytes: float
+    micro_batch: int
+    micro_batch_checkpointed: int
+    needed_nbytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the model is to run on: ranks that share it, and bytes each may use beside the runtime itself."""
+
+    ranks: int
+    memory_nbytes: int
+
+
+def fit(
+    model: Transformer,
+    shapes: Iterable[tuple[str, tuple[int, ...]]],
+    machine: Machine,
+    *,
+    stage: int,
+    precision: str | Precision,
+    sequence: int,
+    micro_batch: int = 1,
+) -> Fit:
+    """Does ``model`` fit at ``stage``, and with which micro-batch?
+
+    Args:
+        model: sizes for the activations.
+        shapes: qualified name and shape of every parameter, a tied weight once.
+        machine: ranks and bytes per rank.
+        stage: 0 to 3.
+        precision: name or Precision.
+        sequence: tokens per sample.
+        micro_batch: samples per rank in one forward and backward.
+    """
+    plan = blockwise_plan(shapes, num_shards=machine.ranks, stage=stage, precision=precision)
+    memory = plan.memory()
+    room = machine.memory_nbytes - memory.total
+
+    def activations(batch: int, checkpointing: bool) -> int:
+        return activation_nbytes(
+            model,
+            sequence=sequence,
+            batch=batch,
+            itemsize=plan.precision.param_itemsize,
+            checkpointing=checkpointing,
+        )
+
+    plain = largest(lambda batch: activations(batch, False) <= room, MAX_MICRO_BATCH)
+    checkpointed = largest(lambda batch: activations(batch, True) <= room, MAX_MICRO_BATCH)
+    needed = memory.total + activations(micro_batch, plain < micro_batch)
+    return Fit(
+        stage=stage,
+        memory=memory,
+        traffic=plan.traffic(),
+        ideal_nbytes=ideal_state_nbytes(stage, plan.numel, data_parallel=machine.ranks),
+        micro_batch=plain,
+        micro_batch_checkpointed=checkpointed,
+        needed_nbytes=needed,
+        fits=needed <= machine.memory_nbytes,
+    )
+
+
+def largest(good: Callable[[int], bool], limit: int) -> int:
+    """Largest n in 1..``limit`` with ``good(n)``, or 0; ``good`` must hold up to some n and not beyond it."""
+    below, above = 0, limit + 1
+    while above - below > 1:
+        middle = (below + above) // 2
+        below, above = (middle, above) if good(middle) else (below, middle)
+    return below
+
+
+def fewest_ranks(fits: Callable[[int], bool], start: int) -> int | None:
+    """Fewest ranks above ``start`` with which ``fits`` holds; None if even ``MAX_RANKS`` are not enough.
+
+    ``fits`` must hold from some count on; alignment padding can break that by a few ranks, never by more.
+    """
+    if not fits(MAX_RANKS):
+        return None
+    return largest(lambda ranks: ranks <= start or not fits(ranks), MAX_RANKS) + 1

@@ -1,0 +1,121 @@
+"""Precision: dtypes of parameters, wire and masters, and what happens to a non-finite gradient.
+
+Owns: the dtype decision and the loss scale's arithmetic. Must not know: MPI, units, optimizers. Holds dtype *names*,
+so that the plan can count bytes without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hpczero.errors import ConfigError
+
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+DType = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scaling for fp16 (Micikevicius et al., Mixed Precision Training, ICLR 2018, sec. 3.2).
+
+    Attributes:
+        initial: first scale, a power of two so that unscaling is exact.
+        growth_interval: good steps in a row before the scale doubles.
+        minimum: an overflow at this scale is an error, never an endless loop.
+    """
+
+    initial: float = 2.0**16
+    growth_interval: int = 1000
+    minimum: float = 1.0
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Which dtype each kind of number has.
+
+    Attributes:
+        param: parameters and activations in forward and backward, and both on the wire.
+        reduce: partial sums that travel between nodes (design decision 4); sums themselves are always fp32.
+        loss_scale: None, or dynamic scaling (fp16).
+        nonfinite: what a NaN or infinity in the agreed gradient does without a loss scale: ``raise`` an error on
+        every rank,
+            or ``skip`` the step on every rank (counted in ``Sharding.skipped_steps``).
+        max_skips: steps skipped in a row before the run stops with an error.
+    """
+
+    param: DType = "fp32"
+    reduce: DType = "fp32"
+    loss_scale: LossScale | None = None
+    nonfinite: Literal["raise", "skip"] = "raise"
+    max_skips: int = 50
+
+    def __post_init__(self) -> None:
+        for field, value in (("param", self.param), ("reduce", self.reduce)):
+            if value not in ITEMSIZE:
+                raise ConfigError(
+                    f"precision.{field}: got {value!r}, expected one of {', '.join(ITEMSIZE)}"
+                )
+        if self.nonfinite not in ("raise", "skip"):
+            raise ConfigError(
+                f"precision.nonfinite: got {self.nonfinite!r}, expected 'raise' or 'skip'"
+            )
+        if self.param == "fp16" and self.loss_scale is None:
+            raise ConfigError(
+                "precision: fp16 gradients underflow without a loss scale; "
+                "use Precision.of('fp16') or pass loss_scale=LossScale()"
+            )
+
+    @classmethod
+    def of(cls, precision: str | Precision) -> Precision:
+        """``"fp32"``, ``"bf16"`` or ``"fp16"`` (the last with dynamic loss scaling), or a Precision as it is.
+
+        Raises:
+            ConfigError: an unknown name.
+        """
+        if isinstance(precision, Precision):
+            return precision
+        if precision == "fp16":
+            return cls(param="fp16", loss_scale=LossScale())
+        if precision in ITEMSIZE:
+            return cls(param=precision)  # type: ignore[arg-type]  # membership was just checked
+        raise ConfigError(
+            f"precision: got {precision!r}, expected one of {', '.join(ITEMSIZE)} or a Precision"
+        )
+
+    @property
+    def param_itemsize(self) -> int:
+        """Bytes of one parameter in forward and backward, and on the wire."""
+        return ITEMSIZE[self.param]
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether fp32 masters exist beside the parameters; in fp32 the parameter is its own master."""
+        return self.param != "fp32"
+
+
+class LossScaler:
+    """The current loss scale; every rank feeds it the same agreed verdicts, so it is equal on every rank."""
+
+    def __init__(self, policy: LossScale | None) -> None:
+        self.policy = policy
+        self.scale = policy.initial if policy else 1.0
+        self._good_steps = 0
+
+    def update(self, *, overflow: bool) -> None:
+        """Halve after an overflow, double after ``growth_interval`` good steps; does nothing without a policy."""
+        if self.policy is None:
+            return
+        if overflow:
+            self.scale = max(self.scale / 2.0, self.policy.minimum)
+            self._good_steps = 0
+            return
+        self._good_steps += 1
+        if self._good_steps == self.policy.growth_interval:
+            self.scale *= 2.0
+            self._good_steps = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """At the minimum: a further overflow cannot be cured by scaling down."""
+        return self.policy is not None and self.scale <= self.policy.minimum

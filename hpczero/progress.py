@@ -1,0 +1,152 @@
+"""Progress of a run on the screen: a bar on a terminal, plain lines in a log.
+
+Owns: how a step is told. Must not know: torch, MPI, how it was measured. Only rank 0 makes one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from types import TracebackType
+from typing import Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hpczero import log
+from hpczero.metrics import Interval, StepMetrics
+
+
+class Lines:
+    """One plain line every ``every`` steps, and one for each evaluation."""
+
+    def __init__(self, *, num_steps: int, every: int) -> None:
+        self._num_steps = num_steps
+        self._every = every
+        self._interval = Interval()
+        self._start = time.monotonic()
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
+
+    def show(self, metrics: StepMetrics) -> None:
+        """Tell of one finished step, if it is due."""
+        self._interval.add(metrics)
+        last = metrics.step == self._num_steps
+        if (
+            metrics.step % self._every
+            and metrics.step != 1
+            and not last
+            and metrics.held_out_loss is None
+        ):
+            return
+        elapsed = time.monotonic() - self._start
+        left = elapsed / metrics.step * (self._num_steps - metrics.step)
+        log.info(
+            "step %*d/%d  %s  left %s",
+            len(str(self._num_steps)),
+            metrics.step,
+            self._num_steps,
+            summary(self._interval),
+            f"{int(left) // 3600}:{int(left) // 60 % 60:02d}:{int(left) % 60:02d}",
+        )
+        self._interval = Interval()
+
+
+class Bar:
+    """A bar with the latest figures; evaluations scroll by above it."""
+
+    def __init__(self, *, num_steps: int, every: int) -> None:
+        self._every = every
+        self._interval = Interval()
+        # The launcher's pseudo-terminal hides the width of the real one.
+        width = _terminal_columns() or 100
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=Console(force_terminal=True, width=width),
+        )
+        self._task = self._progress.add_task("", total=num_steps)
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def show(self, metrics: StepMetrics) -> None:
+        """Tell of one finished step."""
+        self._interval.add(metrics)
+        if metrics.held_out_loss is not None:
+            log.info("step %d  held-out loss %.4f", metrics.step, metrics.held_out_loss)
+        self._progress.update(
+            self._task, completed=metrics.step, description=_short(self._interval)
+        )
+        if len(self._interval.steps) == self._every:
+            self._interval = Interval()
+
+
+def progress_for(
+    style: Literal["auto", "bar", "lines"], *, num_steps: int, every: int
+) -> Bar | Lines:
+    """The display that fits standard output.
+
+    ``auto`` is a bar only on a terminal that has a width: Open MPI gives its ranks a pseudo-terminal of width 0 even
+    where its own output goes to a file.
+    """
+    bar = style == "bar" or (style == "auto" and _terminal_columns() > 0)
+    return (Bar if bar else Lines)(num_steps=num_steps, every=every)
+
+
+def summary(interval: Interval) -> str:
+    """The figures of some steps in one line; the last one's where a mean makes no sense."""
+    last = interval.steps[-1]
+    parts = [f"loss {interval.mean('loss'):.4f}"]
+    if last.held_out_loss is not None:
+        parts.append(f"held-out {last.held_out_loss:.4f}")
+    parts += [f"lr {last.learning_rate:.2e}", f"norm {interval.mean('grad_norm'):.2f}"]
+    rate = f"{interval.mean('tokens_per_s'):,.0f} tok/s {interval.mean('tflops'):.3f} TFLOP/s/rank"
+    if last.mfu is not None:
+        rate += f" MFU {interval.mean('mfu'):.1%}"
+    parts.append(rate)
+    phases = {"fwd": "forward", "bwd": "backward", "comm": "communication", "opt": "optimizer"}
+    parts.append(
+        " ".join(f"{short} {interval.mean(f'{name}_ms'):.0f}" for short, name in phases.items())
+        + " ms"
+    )
+    parts.append(
+        f"mem {last.state_peak_nbytes / 2**20:,.0f} of {last.process_peak_nbytes / 2**20:,.0f} MiB"
+    )
+    if last.skipped_steps:
+        parts.append(f"skipped {last.skipped_steps} scale {last.loss_scale:g}")
+    return "  ".join(parts)
+
+
+def _short(interval: Interval) -> str:
+    return f"loss {interval.mean('loss'):.3f}  {interval.mean('tokens_per_s'):,.0f} tok/s"
+
+
+def _terminal_columns() -> int:
+    """Width of standard output; 0 where it is no terminal or tells none."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0
+    except OSError:
+        return 0

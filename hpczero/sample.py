@@ -1,0 +1,64 @@
+"""The sampling command: ``[mpirun -n 2] python -m hpczero.sample runs/default --prompt "def "``.
+
+Owns: its options. Must not know: how text is generated, which is ``generation.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from hpczero.errors import ConfigError, run
+from hpczero.options import parse_command_line
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """What to write, and from which weights.
+
+    Attributes:
+        weights: folder of a run, or its model.safetensors.
+        prompt: text to continue; empty: the start of a document.
+        tokens: how many tokens to add.
+        temperature: 0: always the most likely token; 1: as the model says.
+        top_k: choose among the k most likely tokens; 0: among all.
+        seed: of the choices.
+        stage: ZeRO stage; at 3 every rank holds its shard of the weights only.
+    """
+
+    weights: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+    prompt: str = ""
+    tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 50
+    seed: int = 0
+    stage: Literal[0, 1, 2, 3] = 3
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "temperature", "top_k", "seed"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"--{name}: got {value!r}, expected a finite number, 0 or above")
+
+
+def main() -> int:
+    """Write text as the command line says. Collective over the world."""
+    options = parse_command_line(
+        SampleOptions,
+        sys.argv[1:],
+        prog="python -m hpczero.sample",
+        description="Generate text from the final weights of a training run, on any number of ranks.",
+    )
+    # Here and not at the top: this import starts torch and MPI, which --help and bad options must not do.
+    from hpczero.generation import sample
+
+    sample(options)
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,235 @@
+"""Step: what happens around ``optimizer.step()``.
+
+Owns: the agreement of all ranks before an update (same collectives so far, finite gradients, used parameters), the
+gradient norm, skipping, and what follows the update. Must not know: modules, hooks on them, MPI calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.optim import Optimizer
+
+from hpczero.comm.base import Collectives
+from hpczero.errors import CommError, ConfigError, StepError
+from hpczero.precision import LossScaler, Precision
+from hpczero.unit import Unit
+
+logger = logging.getLogger("hpczero.step")
+
+
+@dataclass
+class StepCounts:
+    """Steps that were skipped because some gradient was not finite; equal on every rank."""
+
+    skipped: int = 0
+    in_a_row: int = 0
+
+
+class Step:
+    """Pre- and post-hook of one optimizer. All public methods are collective over topology.world."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        comm: Collectives,
+        *,
+        precision: Precision,
+        scaler: LossScaler,
+        after_update: Callable[[], None],
+    ) -> None:
+        """Args: units, trainable ones in unit order; after_update, called once the parameters are up to date."""
+        self.counts = StepCounts()
+        self._units = list(units)
+        self._comm = comm
+        self._precision = precision
+        self._scaler = scaler
+        self._after_update = after_update
+        self._norms: dict[float, float] = {}
+        self._skipping = False
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Drive ``optimizer.step`` through torch's own hooks."""
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def forget_norm(self) -> None:
+        """The gradients changed: a norm computed before is void."""
+        self._norms.clear()
+
+    def grad_norm(self, norm_type: float) -> float:
+        """Norm of the mean gradient over all parameters, the same bits on every rank and in every stage.
+
+        Args:
+            norm_type: 2.0 or inf.
+
+        Raises:
+            ConfigError: another norm.
+        """
+        if norm_type not in (2.0, math.inf):
+            raise ConfigError(f"norm_type: got {norm_type!r}, expected 2.0 or inf")
+        if norm_type not in self._norms:
+            self._check_reduced()
+            local = [
+                _norm(unit.owned_gradient, norm_type) for unit in self._units if unit.has_gradient
+            ]
+            mine = sum(n * n for n in local) if norm_type == 2.0 else _largest(local)
+            everybody = self._comm.share(np.array([mine]), name="grad_norm")[:, 0].tolist()
+            total = math.sqrt(sum(everybody)) if norm_type == 2.0 else _largest(everybody)
+            self._norms[norm_type] = total
+        return self._norms[norm_type]
+
+    def clip(self, max_norm: float, norm_type: float) -> float:
+        """Scale the gradients so that their norm is at most ``max_norm``; returns the norm before, as torch does.
+
+        A norm that is not finite leaves the gradients alone: the step decides what that means.
+        """
+        if not max_norm > 0:
+            raise ConfigError(f"max_norm: got {max_norm!r}, expected a number above 0")
+        norm = self.grad_norm(norm_type)
+        factor = max_norm / (norm + 1e-6)
+        if math.isfinite(norm) and factor < 1.0:
+            for unit in self._units:
+                if unit.has_gradient:
+                    unit.scale_gradient(factor)
+            self._norms.clear()
+        return norm
+
+    def _check_reduced(self) -> None:
+        waiting = [unit.spec.name for unit in self._units if unit.has_local_gradients]
+        if waiting:
+            raise StepError(
+                f"rank {self._comm.topology.rank}: {len(waiting)} unit(s), first {waiting[0]!r}, hold gradients "
+                "that were never reduced over ranks; run the last backward before the step outside no_sync"
+            )
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("closure") is not None or any(a is not None for a in args[1:]):
+            raise ConfigError(
+                "optimizer.step(closure) would run backward inside the step; call backward first, "
+                "then optimizer.step()"
+            )
+        finite, used = self._agree()
+        self._skipping = not finite
+        if self._skipping:
+            self._skip()
+            return
+        for unit, flags in zip(self._units, used, strict=True):
+            if unit.has_gradient:
+                unit.skip_unused(flags)
+
+    def _agree(self) -> tuple[bool, list[npt.NDArray[np.bool_]]]:
+        """One exchange: did all ranks make the same calls, is every gradient finite, which parameters were used.
+
+        A rank that finds something wrong at home tells the others here instead of raising alone.
+        """
+        error = self._local_error()
+        finite = all(_is_finite(unit.owned_gradient) for unit in self._units if unit.has_gradient)
+        seen = np.array([self._comm.fingerprint], dtype=np.uint32).view(np.uint8)
+        verdict = np.array([not finite, error is not None], dtype=np.uint8)
+        used = np.concatenate([unit.used for unit in self._units] or [np.zeros(0, dtype=bool)])
+        mine = np.concatenate([seen, ~seen, verdict, np.packbits(used)])
+        agreed = self._comm.agree(mine, name="step")
+        if not np.array_equal(agreed[0:4], ~agreed[4:8]):
+            raise self._sequence_error()
+        if agreed[9]:
+            with self._comm.topology.agreed("take the step"):
+                if error is not None:
+                    raise error
+        flags = np.unpackbits(agreed[10:], count=len(used)).astype(bool)
+        ends = np.cumsum([len(unit.used) for unit in self._units])
+        return not agreed[8], np.split(flags, ends[:-1]) if len(ends) else []
+
+    def _local_error(self) -> StepError | None:
+        try:
+            self._check_reduced()
+            for unit in self._units:
+                unit.check_untouched()
+        except StepError as error:
+            return error
+        return None
+
+    def _sequence_error(self) -> CommError:
+        error = CommError(
+            f"step {self._comm.step}: ranks have made different sequences of collectives, so their buffers may "
+            "be mixed up; nothing was updated. Run once with HPCZERO_STRICT=1 to see which rank departs where"
+        )
+        error.agreed = True
+        return error
+
+    def _skip(self) -> None:
+        """Make this step do nothing, on every rank, or stop where that cannot help."""
+        self.counts.skipped += 1
+        self.counts.in_a_row += 1
+        scaled = self._precision.loss_scale is not None
+        if not scaled and self._precision.nonfinite == "raise":
+            reason = "precision.nonfinite='skip' would skip such steps"
+        elif scaled and self._scaler.exhausted:
+            reason = f"the loss scale is at its minimum {self._scaler.scale:g}"
+        elif self.counts.in_a_row >= self._precision.max_skips:
+            reason = f"{self.counts.in_a_row} steps in a row were skipped"
+        else:
+            if self._comm.topology.is_root:
+                logger.warning(
+                    "step %d skipped: a gradient is not finite (loss scale %g, %d skipped so far)",
+                    self._comm.step,
+                    self._scaler.scale,
+                    self.counts.skipped,
+                )
+            for unit in self._units:
+                unit.drop_gradients()
+            return
+        raise self._nonfinite_error(reason)
+
+    def _nonfinite_error(self, reason: str) -> StepError:
+        """Names ranks and units; a rank named here owns the element, it need not have made it."""
+        bad = [
+            u.spec.name for u in self._units if u.has_gradient and not _is_finite(u.owned_gradient)
+        ]
+        counts = self._comm.share(np.array([len(bad)], dtype=np.float64), name="nonfinite")[:, 0]
+        ranks = [int(rank) for rank in np.flatnonzero(counts)]
+        here = f"; in this rank's shards: {', '.join(bad[:4])}" if bad else ""
+        error = StepError(
+            f"step {self._comm.step}: the mean gradient has NaN or infinity (shards of rank(s) "
+            f"{ranks}{here}), and {reason}. Nothing was updated. Lower the learning rate, check the data, "
+            "or use bf16 instead of fp16"
+        )
+        error.agreed = True
+        return error
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._skipping:
+            self.counts.in_a_row = 0
+            for unit in self._units:
+                unit.refresh()
+            self._after_update()
+        self._scaler.update(overflow=self._skipping)
+        self._norms.clear()
+        self._comm.step += 1
+
+
+def _largest(values: Sequence[float]) -> float:
+    """Maximum in which NaN wins; 0 for nothing."""
+    return math.nan if any(math.isnan(v) for v in values) else max(values, default=0.0)
+
+
+def _norm(gradient: torch.Tensor, norm_type: float) -> float:
+    """Norm of one shard as a Python float; again in fp64 where fp32 overflows."""
+    if not gradient.numel():
+        return 0.0
+    norm = float(torch.linalg.vector_norm(gradient, norm_type))
+    if math.isinf(norm):
+        norm = float(torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64))
+    return norm
+
+
+def _is_finite(gradient: torch.Tensor) -> bool:
+    """Whether every element is finite; the sum tells, unless it overflows by itself."""
+    return bool(torch.isfinite(gradient.sum())) or bool(torch.isfinite(gradient).all())

@@ -1,0 +1,306 @@
+"""zeroify: joins plan, units, schedule and step around a plain torch model; the public calls on such a model.
+
+Owns: the order in which the rooms are set up, and nothing else's business. Must not know: buffers, hooks' inner
+workings, MPI.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hpczero.comm import Collectives, Flat
+from hpczero.config import Environment
+from hpczero.device import DTYPES
+from hpczero.errors import PlanError, StepError
+from hpczero.optimizers import check_optimizer, group_of_parameters
+from hpczero.plan import Plan, Stage
+from hpczero.plan.plan import UnitRule
+from hpczero.plan.rules import default_rule
+from hpczero.precision import Precision
+from hpczero.sharded_model import KEY, Sharding
+from hpczero.topology import Topology
+from hpczero.unit import Unit
+
+Initializer = Callable[[str, Tensor], None]
+
+
+def zeroify(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    stage: int | Stage = 3,
+    topology: Topology | None = None,
+    precision: str | Precision = "fp32",
+    rule: UnitRule | None = None,
+    collectives: Collectives | None = None,
+    initialize: Initializer | None = None,
+) -> nn.Module:
+    """Shard ``model`` and its optimizer over the ranks, in place. Collective over the topology's world.
+
+    Afterwards train as with plain torch: ``loss.backward()``, ``optimizer.step()``, ``optimizer.zero_grad()``.
+    Gradients are
+    means over ranks. Parameter names and objects stay; at stage 3 a parameter's value is there while its unit runs,
+    or inside ``gathered``.
+
+    Args:
+        model: on CPU or on the meta device (then ``initialize`` is needed). Values of rank 0 are given to all ranks.
+        optimizer: a stock elementwise torch optimizer over the model's parameters, before its first step. None for
+            inference: all parameters are frozen.
+        stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
+        topology: the ranks; None takes MPI's world.
+        precision: "fp32", "bf16", "fp16" or a Precision.
+        rule: which modules form units; None: ``plan.rules.default_rule``.
+        collectives: the transport over ``topology``; None: ``Flat``.
+        initialize: fills one whole fp32 parameter in place, given its name; must give the same values on every rank.
+        Used
+            for every parameter, unit by unit, so that no rank holds the whole model.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        ConfigError: unknown stage or precision.
+        PlanError: the model or the optimizer cannot be sharded; the same on every rank.
+
+    Source: Rajbhandari et al., ZeRO, SC20, sec. 5.
+    """
+    topology = topology or (collectives.topology if collectives else Topology.of_world())
+    environment = Environment.read()
+    with topology.agreed("plan the model"):
+        precision = Precision.of(precision)
+        stage = Stage.of(stage)
+        _check_fresh(model, initialize)
+        if optimizer is None:
+            model.requires_grad_(False)
+            groups: dict[str, int] = {}
+        else:
+            check_optimizer(optimizer)
+            groups = group_of_parameters(optimizer, model)
+        plan = Plan.build(
+            model,
+            num_shards=topology.shard.size,
+            stage=stage,
+            precision=precision,
+            rule=rule or default_rule,
+            groups=groups,
+        )
+    _check_equal_plans(plan, topology)
+    collectives = collectives or Flat(
+        topology,
+        strict=environment.strict,
+        timeout_s=environment.timeout_s,
+        node_dtype=DTYPES[precision.reduce],
+    )
+    sharding = Sharding(model, optimizer, plan, collectives)
+    for unit in sharding.units:
+        unit.load(_filler(unit, collectives, initialize))
+    sharding.share_buffers()
+    sharding.attach()
+    return model
+
+
+def sharding(model: nn.Module) -> Sharding:
+    """The object behind a zeroified model.
+
+    Raises:
+        PlanError: the model was not zeroified.
+    """
+    found = model.__dict__.get(KEY)
+    if not isinstance(found, Sharding):
+        raise PlanError(
+            f"{type(model).__name__} was not zeroified; pass the very model that hpczero.zeroify returned"
+        )
+    return found
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backward inside adds to this rank's own whole gradients; the next one outside reduces the sum.
+
+    Saves communication when micro-batches accumulate; holds whole gradients meanwhile, in fp32. Not collective.
+    """
+    schedule = sharding(model).schedule
+    assert schedule is not None, "zeroify attaches the schedule"
+    before, schedule.sync = schedule.sync, False
+    try:
+        yield
+    finally:
+        schedule.sync = before
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> float:
+    """Scale the gradients so that their norm over all parameters is at most ``max_norm``. Collective over world.
+
+    Args:
+        model: zeroified; after backward, before ``optimizer.step()``.
+        max_norm: above 0; ``inf`` only measures.
+        norm_type: 2.0 or inf.
+
+    Returns:
+        The norm of the mean gradient before clipping, the same bits on every rank.
+
+    Raises:
+        ConfigError: a bad ``max_norm`` or ``norm_type``.
+        StepError: gradients of ``no_sync`` wait for a reduction.
+    """
+    return sharding(model).step.clip(float(max_norm), float(norm_type))
+
+
+@contextmanager
+def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[None]:
+    """All parameters are whole inside. Collective over world.
+
+    Args:
+        model: zeroified.
+        modifier_rank: this world rank's changes are given to all ranks and to the optimizer's masters at the end.
+
+    Raises:
+        StepError: on every rank, if parameters were changed and no ``modifier_rank`` was named.
+    """
+    state = sharding(model)
+    units = state.units
+    for unit in units:
+        unit.unshard()
+    for unit in units:
+        unit.wait_for_unshard()
+    try:
+        yield
+        if modifier_rank is not None:
+            for unit in units:
+                unit.write_back(modifier_rank)
+        else:
+            changed = np.array([any(unit.was_modified() for unit in units)], dtype=np.uint8)
+            if state.collectives.agree(changed, name="gathered")[0]:
+                error = StepError(
+                    "parameters were changed inside gathered(model) without a modifier_rank, so ranks may now "
+                    "differ; use gathered(model, modifier_rank=0) and change them on that rank"
+                )
+                error.agreed = True
+                raise error
+    finally:
+        for unit in units:
+            unit.reshard()
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
+    """Whole fp32 parameters and persistent buffers under the model's own names. Collective over world.
+
+    Gathered unit by unit. Tied parameters appear under every name, as the same tensor.
+
+    Returns:
+        The dictionary on world rank 0, None elsewhere.
+    """
+    state = sharding(model)
+    values: dict[str, Tensor] | None = {} if state.topology.is_root else None
+    for unit in state.units:
+        flat = unit.gather_values()
+        if values is not None:
+            for slot in unit.spec.layout.slots:
+                values[slot.name] = flat[slot.offset : slot.stop].view(slot.shape)
+    if values is None:
+        return None
+    by_object = {id(parameter): name for name, parameter in model.named_parameters()}
+    named: dict[str, Tensor] = {
+        name: values[by_object[id(parameter)]]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    buffers = {id(buffer) for buffer in state.buffers}
+    named.update(
+        (name, b.detach().clone()) for name, b in model.named_buffers() if id(b) in buffers
+    )
+    return named
+
+
+def full_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Whole fp32 mean gradients of trainable parameters by name, on every rank. Collective over world.
+
+    For inspection; parameters without a gradient since the last ``zero_grad`` are left out where the whole unit has
+    none.
+    """
+    gradients = {}
+    for unit in sharding(model).units:
+        if unit.has_gradient:
+            flat = unit.gather_gradients()
+            for slot in unit.spec.layout.slots:
+                gradients[slot.name] = flat[slot.offset : slot.stop].view(slot.shape)
+    return gradients
+
+
+# --- setting up ------------------------------------------------------------------------------------------------------
+
+
+def _check_fresh(model: nn.Module, initialize: Initializer | None) -> None:
+    """Refuse what cannot be sharded before anything is changed."""
+    for name, module in model.named_modules():
+        if KEY in module.__dict__:
+            raise PlanError(f"module {name or 'model'!r} was zeroified already; call zeroify once")
+    meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if meta and initialize is None:
+        raise PlanError(
+            f"{len(meta)} parameter(s) are on the meta device, first {meta[0]!r}; pass "
+            "initialize=f(name, tensor) that fills one parameter, or build the model on the CPU"
+        )
+    buffers = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if buffers:
+        raise PlanError(
+            f"{len(buffers)} buffer(s) are on the meta device, first {buffers[0]!r}; create buffers on the CPU "
+            "(build the module outside torch.device('meta'), or compute the table in forward)"
+        )
+    elsewhere = [n for n, p in model.named_parameters() if p.device.type not in ("cpu", "meta")]
+    if elsewhere:
+        raise PlanError(f"parameter {elsewhere[0]!r} is not on the CPU; move the model there first")
+
+
+def _check_equal_plans(plan: Plan, topology: Topology) -> None:
+    """All ranks must have built the same plan, or every later collective would mix up buffers."""
+    mine = zlib.crc32(repr((plan.stage, plan.precision, plan.units)).encode())
+    plans = topology.gather(float(mine))
+    odd = [rank for rank, other in enumerate(plans) if other != plans[0]]
+    with topology.agreed("agree on the plan"):
+        if odd:
+            raise PlanError(
+                f"rank(s) {odd[:8]} built another model, optimizer groups, stage or precision than rank 0; "
+                "every rank must build the same"
+            )
+
+
+def _filler(
+    unit: Unit, collectives: Collectives, initialize: Initializer | None
+) -> Callable[[Tensor], None]:
+    """How one unit gets its values: rank 0's, or ``initialize``'s after a check that all ranks agree."""
+    layout = unit.spec.layout
+
+    def from_rank_0(values: Tensor) -> None:
+        with torch.no_grad():
+            for parameter, slot in zip(unit.parameters, layout.slots, strict=True):
+                values[slot.offset : slot.stop].view(slot.shape).copy_(parameter)
+        collectives.broadcast(values, root=0, name=unit.spec.name).wait()
+
+    def from_initialize(values: Tensor) -> None:
+        assert initialize is not None, "chosen below"
+        with collectives.topology.agreed(f"initialise unit {unit.spec.name!r}"), torch.no_grad():
+            for slot in layout.slots:
+                initialize(slot.name, values[slot.offset : slot.stop].view(slot.shape))
+        mine = np.array([zlib.crc32(values.numpy().tobytes())], dtype=np.uint32).view(np.uint8)
+        agreed = collectives.agree(np.concatenate([mine, ~mine]), name=unit.spec.name)
+        if not np.array_equal(agreed[:4], ~agreed[4:]):
+            error = PlanError(
+                f"initialize gave different values for unit {unit.spec.name!r} on different ranks; draw from a "
+                "generator keyed by (seed, name), not from the global one"
+            )
+            error.agreed = True
+            raise error
+
+    return from_rank_0 if initialize is None else from_initialize
+
+
+def release(model: nn.Module) -> None:
+    """Take hooks, communicators and threads away from a model that is no longer needed. Collective over world."""
+    sharding(model).detach()

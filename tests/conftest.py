@@ -1,0 +1,53 @@
+"""Fixtures that all tests share; what runs them on several ranks is ``tests/helpers/plugin.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import hypothesis
+import pytest
+
+if TYPE_CHECKING:  # MPI starts on import, and torch is slow to load: only tests that use them pay
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytest_plugins = ["tests.helpers.plugin"]
+
+# The same examples on every rank and every machine, or ranks would make different collective calls.
+hypothesis.settings.register_profile(
+    "hpczero", derandomize=True, deadline=None, database=None, print_blob=True
+)
+hypothesis.settings.load_profile("hpczero")
+
+
+@pytest.fixture(scope="session")
+def session_comm() -> Iterator[MPI.Intracomm]:
+    """A duplicate of the world communicator for all tests of the session."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Dup()
+    comm.Set_name("test session")
+    yield comm
+    comm.Free()
+
+
+@pytest.fixture
+def comm(request: pytest.FixtureRequest) -> MPI.Intracomm:
+    """All ranks of the run, which enter the test together. For tests marked ``mpi``."""
+    if request.node.get_closest_marker("mpi") is None:
+        pytest.fail("this test uses ranks: mark it @pytest.mark.mpi")
+    comm: MPI.Intracomm = request.getfixturevalue("session_comm")
+    comm.Barrier()
+    return comm
+
+
+@pytest.fixture
+def topology(comm: MPI.Intracomm) -> Iterator[Topology]:
+    """A topology over all ranks of the run, on the nodes that MPI sees."""
+    from hpczero import Topology
+
+    topology = Topology.create(comm)
+    yield topology
+    topology.free()

@@ -1,0 +1,93 @@
+"""Real MPI jobs of our own commands, started from a test that runs in one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.processes import end_family, launch_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a job ended."""
+
+    args: tuple[str, ...]
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{' '.join(self.args)}\nexit code {self.returncode} after {self.seconds:.1f} s\n"
+            f"--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+        )
+
+
+def run_ranks(
+    n: int,
+    args: Sequence[str | os.PathLike[str]],
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+) -> Finished:
+    """Run ``python args...`` on ``n`` ranks; at the limit its processes are ended and the test fails with the output.
+
+    Args:
+        n: number of ranks; they may outnumber the cores.
+        args: what follows ``python``, as in ``["-m", "hpczero.train", "--help"]``.
+        timeout: wall limit in seconds.
+        env: variables set on top of this process's environment.
+        cwd: folder that the job starts in.
+    """
+    launch = os.fspath(ROOT / "install" / "launch.sh")
+    return run_command([launch, str(n), sys.executable, *args], timeout, env, cwd)
+
+
+def run_command(
+    args: Sequence[str | os.PathLike[str]],
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+) -> Finished:
+    """Run one command under the same care as ``run_ranks``; the arguments mean the same."""
+    command = tuple(os.fspath(arg) for arg in args)
+    changes = {"PYTHONPATH": os.fspath(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+    # Files, not pipes: a rank that outlives its launcher would keep a pipe open and us waiting.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        start = time.monotonic()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=launch_environment(**changes),
+            cwd=cwd,
+            start_new_session=True,
+        )
+        expired = False
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            expired = True
+        finally:
+            end_family(process.pid)
+            returncode = process.wait()
+        seconds = time.monotonic() - start
+        out.seek(0)
+        err.seek(0)
+        finished = Finished(command, returncode, out.read(), err.read(), seconds)
+    if expired:
+        pytest.fail(f"not done within {timeout} s and ended: {finished}")
+    return finished

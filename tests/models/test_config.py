@@ -1,0 +1,103 @@
+"""Sizes of models: what torch builds, what the papers print, what a FLOP counter counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from hpczero.models import (
+    GPT,
+    PRESETS,
+    GPTConfig,
+    flops_per_token,
+    parameter_count,
+    parameter_shapes,
+)
+
+SMALL = GPTConfig(vocab_size=11, context=7, layers=3, hidden=12, heads=3, ffn_multiple=2)
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("tie", [True, False])
+def test_parameter_shapes_are_those_of_the_module(positions: Any, tie: bool) -> None:
+    config = dataclasses.replace(SMALL, positions=positions, tie_embeddings=tie)
+    with torch.device("meta"):
+        built = [(name, tuple(p.shape)) for name, p in GPT(config).named_parameters()]
+    assert list(parameter_shapes(config)) == built
+    assert ("lm_head.weight" in dict(built)) is not tie
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+    ],
+)
+def test_gpt2_presets_have_the_sizes_of_the_released_weights(name: str, published: int) -> None:
+    assert parameter_count(PRESETS[name]) == published
+
+
+def test_presets_of_the_zero_paper_give_their_label() -> None:
+    labels = {name: name.split("-")[1] for name in PRESETS if name.split("-")[1].endswith("b")}
+    assert len(labels) == 10
+    for name, label in labels.items():
+        config = PRESETS[name]
+        billions = 12 * config.layers * config.hidden**2 / 1e9
+        assert billions == pytest.approx(float(label.removesuffix("b")), rel=0.02), name
+        assert config.context == 1024
+
+
+def test_nano_is_about_three_million() -> None:
+    assert 2.5e6 < parameter_count(PRESETS["gpt-nano"]) < 3.5e6
+
+
+def test_flops_agree_with_the_products_that_torch_counts() -> None:
+    config = GPTConfig(vocab_size=512, context=64, layers=2, hidden=128, heads=4)
+    model = GPT(config)
+    tokens = torch.randint(512, (2, 64))
+    # the math backend: torch has no count for the fused attention of the CPU
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens, tokens).backward()
+    counted = counter.get_total_flops() / tokens.numel()
+    # norms and biases are in N, but are no products
+    assert flops_per_token(config) == pytest.approx(counted, rel=0.01)
+
+
+def test_untied_head_costs_no_more_flops_than_a_tied_one() -> None:
+    untied = dataclasses.replace(SMALL, tie_embeddings=False)
+    assert parameter_count(untied) == parameter_count(SMALL) + 11 * 12
+    assert flops_per_token(untied) == flops_per_token(SMALL)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"hidden": 13}, "hidden is 13, expected a multiple of heads, which is 3"),
+        ({"layers": 0, "heads": -1}, "layers is 0, expected at least 1; heads is -1"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"positions": "sine"}, "positions is 'sine'"),
+        ({"positions": "rotary", "hidden": 15}, "hidden / heads is 5, expected an even number"),
+    ],
+)
+def test_impossible_sizes_are_refused_by_name(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        dataclasses.replace(SMALL, **change)
+
+
+def test_presets_need_no_torch() -> None:
+    code = (
+        "import sys; from hpczero.models import PRESETS, parameter_count\n"
+        "parameter_count(PRESETS['gpt-170b'])\n"
+        "assert not {'torch', 'numpy', 'mpi4py'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,41 @@
+"""The convolutional network: shapes, statistics, and that it learns."""
+
+from __future__ import annotations
+
+import torch
+
+from hpczero.models import ConvNet
+
+
+def test_blocks_double_the_width_and_halve_the_image() -> None:
+    model = ConvNet(channels=2, classes=5, width=4, blocks=3)
+    shapes = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _m, _i, out: shapes.append(tuple(out.shape)))
+    logits = model(torch.randn(3, 2, 16, 12, generator=torch.Generator().manual_seed(0)))
+    assert shapes == [(3, 4, 16, 12), (3, 8, 8, 6), (3, 16, 4, 3)]
+    assert logits.shape == (3, 5)
+
+
+def test_running_statistics_move_in_training_only() -> None:
+    model = ConvNet(width=4, blocks=2)
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)) + 3
+    model.eval()(images)
+    assert model.stem_norm.running_mean is not None
+    assert not model.stem_norm.running_mean.any()
+    model.train()(images)
+    assert model.stem_norm.running_mean.all()
+
+
+def test_it_learns_to_tell_bright_from_dark() -> None:
+    torch.manual_seed(0)
+    model = ConvNet(channels=1, classes=2, width=4, blocks=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    labels = torch.arange(16) % 2
+    images = torch.randn(16, 1, 8, 8) + labels[:, None, None, None]
+    for _ in range(30):
+        loss = model(images, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() < 0.1

@@ -1,0 +1,168 @@
+"""The plan command as a user types it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from hpczero.plan.__main__ import Options, build_report, main, parse_nbytes
+from tests.helpers.mpirun import Finished, run_command
+
+GPT_60B = ("--model", "gpt-60b", "--ranks", "400", "--ranks-per-node", "16", "--memory", "32GB")
+
+
+def plan(*args: str) -> Finished:
+    return run_command([sys.executable, "-m", "hpczero.plan", *args], timeout=60)
+
+
+def plan_json(*args: str) -> dict[str, Any]:
+    done = plan(*args, "--json")
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def cells(text: str, label: str) -> list[str]:
+    """The four stage cells of the row that starts with ``label``."""
+    (line,) = (line for line in text.splitlines() if line.startswith(label))
+    return line[len(label) :].split()
+
+
+def test_table_of_the_papers_60b_run_recommends_stage_3() -> None:
+    done = plan(*GPT_60B)
+    assert done.returncode == 0, done.stderr
+    assert "60,119,623,680 parameters" in done.stdout
+    assert "400 ranks on 25 nodes of 16 (512.0 GB per node)" in done.stdout
+    assert "stage 3 *" in done.stdout
+    assert cells(done.stdout, "fits") == ["no", "no", "no", "yes"]
+    # 16 and 16/400 bytes per parameter
+    assert cells(done.stdout, "paper's 2+2+12 bytes")[::3] == ["961.91", "2.40"]
+    assert "Use stage 3, the smallest that fits" in done.stdout.splitlines()[-1]
+
+
+def test_terminal_of_80_columns_shows_the_same_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["plan", *GPT_60B])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main() == 0
+    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()  # without colours
+    assert max(len(line) for line in lines) <= 80
+    (fits,) = (line for line in lines if " fits " in line and "│" in line)
+    assert fits.replace("│", " ").split() == ["fits", "no", "no", "no", "yes"]
+    assert any("stage 3 *" in line for line in lines)
+
+
+def test_json_totals_are_the_sum_of_their_parts() -> None:
+    report = plan_json(*GPT_60B)
+    assert report["recommended_stage"] == 3
+    assert [row["stage"] for row in report["stages"]] == [0, 1, 2, 3]
+    for row in report["stages"]:
+        memory = row["memory"]
+        parts = ("parameters", "master", "gradients", "optimizer", "unsharded", "exchange")
+        assert memory["total"] == sum(memory[part] for part in parts) > 0
+        assert row["fits"] == (row["needed_nbytes"] <= report["memory_nbytes"])
+    ratio = [row["traffic"]["numel"] / report["parameters"] for row in report["stages"]]
+    assert ratio == pytest.approx([2 * 399 / 400] * 3 + [3 * 399 / 400], rel=1e-4)
+
+
+def test_smallest_stage_that_fits_is_recommended() -> None:
+    report = plan_json("--model", "gpt2-xl", "--ranks", "8", "--memory", "9GiB")
+    assert [row["fits"] for row in report["stages"]] == [False, False, True, True]
+    assert report["recommended_stage"] == 2
+
+
+def test_sizes_replace_the_preset_or_stand_alone() -> None:
+    sizes = ("--layers", "2", "--hidden", "64", "--heads", "4", "--vocab", "100")
+    alone = plan_json(*sizes, "--sequence", "32", "--ranks", "2", "--memory", "1GB")
+    # embeddings, positions, two blocks of 12h^2 + 13h, final norm
+    assert alone["parameters"] == 100 * 64 + 32 * 64 + 2 * (12 * 64**2 + 13 * 64) + 2 * 64
+    beside = plan_json("--model", "gpt2", *sizes, "--ranks", "2", "--memory", "1GB")
+    assert beside["parameters"] == alone["parameters"] + (1024 - 32) * 64
+
+
+def test_longer_sequence_needs_more_memory_for_each_sample() -> None:
+    short, long = (
+        plan_json("--model", "gpt2", "--ranks", "2", "--memory", "8GB", "--sequence", sequence)
+        for sequence in ("512", "2048")
+    )
+    assert short["stages"][3]["micro_batch"] > 3 * long["stages"][3]["micro_batch"] > 0
+    assert long["parameters"] - short["parameters"] == (2048 - 1024) * 768  # the position table
+
+
+def test_nothing_fits_names_the_ranks_that_would_do() -> None:
+    report = build_report(Options(memory="40GB", ranks=64, model="gpt-170b"))
+    assert report.best is None
+    words = report.recommendation.split()
+    ranks = int(words[words.index("ranks") - 1])
+    enough = build_report(Options(memory="40GB", ranks=ranks, model="gpt-170b"))
+    short = build_report(Options(memory="40GB", ranks=ranks - 1, model="gpt-170b"))
+    assert enough.best is not None
+    assert enough.best.stage == 3
+    assert short.best is None
+
+
+def test_nothing_fits_at_any_size_says_so() -> None:
+    report = build_report(Options(memory="1GB", ranks=64, model="gpt-170b"))
+    assert "no number of ranks helps" in report.recommendation
+
+
+def test_too_large_a_micro_batch_names_the_largest() -> None:
+    report = build_report(Options(memory="32GB", ranks=400, model="gpt-60b", micro_batch=100))
+    assert report.best is None
+    assert (
+        f"use micro-batch {report.fits[3].micro_batch_checkpointed} or less"
+        in report.recommendation
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("32GB", 32 * 10**9), ("80GiB", 80 * 2**30), ("1.5 TB", 15 * 10**11), ("512mib", 2**29)],
+)
+def test_memory_is_read_with_decimal_and_binary_units(text: str, nbytes: int) -> None:
+    assert parse_nbytes(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("--model", "gpt-60b", "--ranks", "8", "--memory", "32G"), "80GiB"),
+        (("--model", "gpt-60b", "--ranks", "8", "--memory", "0GB"), "above zero"),
+        (("--model", "gpt-60b", "--ranks", "8", "--memory", "-1GB"), "--memory"),
+        (("--model", "gpt-60x", "--ranks", "8", "--memory", "1GB"), "gpt-60b"),
+        (("--model", "gpt2", "--ranks", "0", "--memory", "1GB"), "--ranks"),
+        (("--model", "gpt2", "--ranks", "two", "--memory", "1GB"), "two"),
+        (("--model", "gpt2", "--memory", "1GB"), "--ranks"),
+        (("--model", "gpt2", "--ranks", "8", "--memory", "1GB", "--stage", "7"), "--stage"),
+        (("--model", "gpt2", "--ranks", "8", "--memory", "1GB", "--heads", "7"), "heads"),
+        (("--model", "gpt2", "--ranks", "8", "--memory", "1GB", "--precision", "int8"), "int8"),
+        (("--ranks", "8", "--memory", "1GB", "--layers", "3"), "--hidden"),
+        (
+            ("--model", "gpt2", "--ranks", "10", "--ranks-per-node", "4", "--memory", "1GB"),
+            "--ranks 12",
+        ),
+    ],
+)
+def test_bad_values_end_with_78_and_name_the_option(args: tuple[str, ...], named: str) -> None:
+    done = plan(*args)
+    assert done.returncode == 78, done.stderr
+    assert "ConfigError" in done.stderr
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("args", [("--help",), ("--no-such-option",), GPT_60B])
+def test_command_loads_neither_torch_nor_mpi(args: tuple[str, ...]) -> None:
+    done = run_command(
+        [sys.executable, "-X", "importtime", "-m", "hpczero.plan", *args], timeout=60
+    )
+    loaded = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
+    assert "hpczero.plan.sizing" in loaded  # the list is that of this command
+    assert not {"torch", "mpi4py", "mpi4py.MPI"} & loaded

@@ -1,0 +1,279 @@
+"""Reads the package's syntax trees: who may import whom, and what no file may do.
+
+The table of layers is the map of ``docs/architecture.md``. A new module must be given its place in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "hpczero"
+MAX_LINES = 400
+
+# Bottom first. A name covers its submodules; the longest name that fits a module decides. Imports go down or stay in
+# the same layer. ``__init__`` is the public names of the package, which the rooms below it never use.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("config", "layout", "log", "metrics", "options", "precision"),
+    ("device", "kernels", "topology"),
+    ("comm",),
+    ("optimizers", "parameter", "plan"),
+    ("casting", "gradient", "unit"),
+    ("schedule", "step"),
+    ("sharded_model", "zero"),
+    ("__init__",),
+    ("checkpoint", "data", "models"),
+    ("launch", "plot", "progress", "records", "runfolder", "weights"),
+    ("generation", "loop"),
+    ("data.__main__", "doctor", "plan.__main__", "sample", "train"),
+)
+
+# Who alone may import these, at whatever depth of the code.
+GUARDED = {
+    "mpi4py": ("checkpoint", "comm", "doctor", "topology"),
+    "h5py": ("checkpoint", "data", "device", "doctor", "kernels"),
+    "cupy": ("checkpoint", "data", "device", "doctor", "kernels"),
+}
+TORCH_FREE = ("config", "errors", "layout", "log", "metrics", "options", "plan", "precision")
+TORCH_ALLOWED = ("plan.rules",)
+ENVIRONMENT_READERS = ("config", "doctor", "errors")
+COMMANDS = ("train", "sample", "plan", "doctor", "data")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's target, as a dotted name."""
+
+    target: str
+    line: int
+    for_types_only: bool
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file of the package; ``name`` is dotted, without the package, ``__init__`` for the package itself."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+
+    def imports(self) -> Iterator[Import]:
+        yield from _imports(self.tree, self.name, for_types_only=False)
+
+    def where(self, line: int) -> str:
+        return f"{self.path.relative_to(ROOT)}:{line}"
+
+    def is_in(self, names: tuple[str, ...]) -> bool:
+        return any(self.name == name or self.name.startswith(f"{name}.") for name in names)
+
+
+def _imports(node: ast.AST, name: str, *, for_types_only: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, child.lineno, for_types_only)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"{name}:{child.lineno}: relative import; name the package"
+            for alias in child.names:  # either a name in the module or a submodule: resolved later
+                yield Import(f"{child.module}.{alias.name}", child.lineno, for_types_only)
+        elif isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            for statement in child.body:
+                block = ast.Module([statement], [])
+                yield from _imports(block, name, for_types_only=True)
+            for statement in child.orelse:
+                block = ast.Module([statement], [])
+                yield from _imports(block, name, for_types_only=for_types_only)
+        else:
+            yield from _imports(child, name, for_types_only=for_types_only)
+
+
+@cache
+def package() -> dict[str, Module]:
+    found = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+        found[name] = Module(name, path, ast.parse(path.read_text()))
+    assert len(found) > 10, "the package was not found"
+    return found
+
+
+def resolve(target: str) -> str | None:
+    """Name of our module that ``target`` means, or None if it is not ours."""
+    if target != PACKAGE and not target.startswith(f"{PACKAGE}."):
+        return None
+    name = target.removeprefix(PACKAGE).removeprefix(".")
+    while name and name not in package():
+        name = name.rpartition(".")[0]
+    return name or "__init__"
+
+
+def layer(name: str) -> int | None:
+    """Index in LAYERS of the longest entry that covers module ``name``."""
+    covering = [
+        (len(entry), index)
+        for index, entries in enumerate(LAYERS)
+        for entry in entries
+        if name == entry or name.startswith(f"{entry}.")
+    ]
+    return max(covering)[1] if covering else None
+
+
+def edges(*, types_too: bool) -> Iterator[tuple[Module, str, int]]:
+    """(importing module, name of the imported module of ours, line)."""
+    for module in package().values():
+        for imported in module.imports():
+            target = resolve(imported.target)
+            counts = types_too or not imported.for_types_only
+            if counts and target is not None and target != module.name:
+                yield module, target, imported.line
+
+
+def test_every_module_has_a_layer() -> None:
+    assert [name for name in package() if layer(name) is None] == []
+
+
+def test_imports_go_downward_only() -> None:
+    wrong = []
+    for module, target, line in edges(types_too=True):
+        mine, theirs = layer(module.name), layer(target)
+        if mine is not None and theirs is not None and theirs > mine:
+            wrong.append(f"{module.where(line)} imports {target}, which lies above it")
+    assert wrong == []
+
+
+def test_no_import_cycles_even_inside_functions() -> None:
+    below: dict[str, set[str]] = {name: set() for name in package()}
+    for module, target, _ in edges(types_too=False):
+        below[module.name].add(target)
+    while True:  # take away what imports nothing that is left; a cycle never goes away
+        leaves = {name for name, targets in below.items() if not targets & below.keys()}
+        if not leaves:
+            break
+        below = {name: targets for name, targets in below.items() if name not in leaves}
+    assert {name: sorted(targets & below.keys()) for name, targets in below.items()} == {}
+
+
+def test_models_import_nothing_of_the_rest() -> None:
+    wrong = [
+        f"{module.where(line)} imports {target}"
+        for module, target, line in edges(types_too=True)
+        if module.is_in(("models",)) and target.split(".")[0] != "models"
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("library", GUARDED)
+def test_library_is_imported_only_where_it_belongs(library: str) -> None:
+    wrong = [
+        f"{module.where(imported.line)} imports {library}"
+        for module in package().values()
+        for imported in module.imports()
+        if imported.target.split(".")[0] == library and not module.is_in(GUARDED[library])
+    ]
+    assert wrong == []
+
+
+def test_planning_and_the_lowest_rooms_run_without_torch() -> None:
+    wrong = [
+        f"{module.where(imported.line)} imports torch"
+        for module in package().values()
+        for imported in module.imports()
+        if imported.target.split(".")[0] == "torch"
+        and not imported.for_types_only
+        and module.is_in(TORCH_FREE)
+        and not module.is_in(TORCH_ALLOWED)
+    ]
+    assert wrong == []
+
+
+def test_no_file_is_longer_than_can_be_read_at_once() -> None:
+    lengths = {m.name: len(m.path.read_text().splitlines()) for m in package().values()}
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_nothing_prints() -> None:
+    wrong = [
+        module.where(node.lineno)
+        for module in package().values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
+    ]
+    assert wrong == []
+
+
+def reads_environment(node: ast.AST) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "os" and bool({a.name for a in node.names} & {"environ", "getenv"})
+    return isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
+
+
+def test_environment_is_read_only_where_options_live() -> None:
+    wrong = [
+        f"{module.name}: {ast.unparse(node)}"
+        for module in package().values()
+        if not module.is_in(ENVIRONMENT_READERS)
+        for node in ast.walk(module.tree)
+        if reads_environment(node)
+    ]
+    assert wrong == []
+
+
+def test_no_file_names_a_place_on_one_machine() -> None:
+    places = "|".join(("work", "opt", "root", "home"))
+    pattern = re.compile(rf"(?<![\w.)}}/-])/({places})/\w")
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout: no list of the project's files")
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    assert len(paths) > 10
+    wrong = []
+    for path in paths:
+        if not path.is_file():  # deleted, and not yet committed
+            continue
+        text = path.read_bytes().decode(errors="ignore")
+        wrong += [f"{path.relative_to(ROOT)}: {found.group()}" for found in pattern.finditer(text)]
+    assert wrong == []
+
+
+def loads(code: str, *args: str) -> set[str]:
+    """Run ``code`` in a fresh interpreter and return which of the heavy modules it loaded."""
+    report = "import sys; print(*(set(sys.modules) & {'torch', 'mpi4py.MPI'}), file=sys.stderr)"
+    program = f"import atexit; atexit.register(lambda: exec({report!r}))\n{code}"
+    finished = subprocess.run(
+        [sys.executable, "-c", program, *args],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return set(finished.stderr.splitlines()[-1].split())
+
+
+def test_load_probe_sees_what_is_loaded() -> None:
+    assert loads("import torch") == {"torch"}
+
+
+def test_importing_the_package_loads_neither_torch_nor_mpi() -> None:
+    assert loads("import hpczero") == set()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_loads_neither_torch_nor_mpi(command: str) -> None:
+    code = f"import runpy; runpy.run_module('{PACKAGE}.{command}', run_name='__main__', alter_sys=True)"
+    assert loads(code, "--help") == set()

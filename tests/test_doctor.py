@@ -1,0 +1,315 @@
+"""The doctor's findings, from made-up facts: no MPI, no launcher."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hpczero.doctor import launch, mpi, software, storage
+from hpczero.doctor.environment import TRAPS, check_environment
+from hpczero.doctor.finding import Finding, Status, exit_code, summary
+
+GIB = 2**30
+
+
+def rank_facts(rank: int, **changes: object) -> launch.RankFacts:
+    """A good rank: node of two, four cores of its own, four threads."""
+    local_rank = rank % 2
+    good = launch.RankFacts(
+        rank=rank,
+        host=f"node{rank // 2}",
+        node_index=rank // 2,
+        local_rank=local_rank,
+        cores=frozenset(range(4 * local_rank, 4 * local_rank + 4)),
+        omp_threads=4,
+        shm_nbytes=(64 * GIB, 63 * GIB),
+        versions=dict.fromkeys(software.REQUIRED, "9.9"),
+    )
+    return dataclasses.replace(good, **changes)  # type: ignore[arg-type]
+
+
+def four_ranks(**changes: object) -> list[launch.RankFacts]:
+    return [rank_facts(rank, **changes) for rank in range(4)]
+
+
+def assert_problem(finding: Finding, status: Status, value: str, remedy: str) -> None:
+    assert finding.status is status, finding
+    assert value in finding.value
+    assert remedy in finding.remedy
+
+
+# --- launch --------------------------------------------------------------------------------------
+
+
+def test_singletons_under_slurm_are_a_blocking_problem_with_the_remedy() -> None:
+    finding = launch.check_world_size(1, {"SLURM_NTASKS": "4"})
+    assert_problem(finding, Status.FAIL, "SLURM_NTASKS=4", "--mpi=pmix")
+    assert exit_code([finding]) == 78
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"])
+def test_size_that_differs_from_the_launchers_is_a_blocking_problem(name: str) -> None:
+    assert_problem(launch.check_world_size(2, {name: "4"}), Status.FAIL, f"{name}=4", "launcher")
+
+
+def test_mpirun_inside_a_larger_allocation_only_warns() -> None:
+    variables = {"OMPI_COMM_WORLD_SIZE": "2", "SLURM_NTASKS": "4"}
+    assert_problem(
+        launch.check_world_size(2, variables), Status.WARN, "SLURM_NTASKS=4", "start 4 ranks"
+    )
+    wrong_library = launch.check_world_size(1, variables)
+    assert wrong_library.status is Status.FAIL
+
+
+@pytest.mark.parametrize("variables", [{}, {"PMI_SIZE": "3"}, {"SLURM_NTASKS": "3"}])
+def test_agreeing_size_is_good(variables: dict[str, str]) -> None:
+    assert launch.check_world_size(3, variables).status is Status.OK
+
+
+def test_good_ranks_have_no_launch_problem() -> None:
+    ranks = four_ranks()
+    assert launch.check_nodes(ranks).value.startswith("2: node 0 (node0): local ranks 0-1")
+    findings = [
+        launch.check_nodes(ranks),
+        launch.check_cores(ranks, {}),
+        launch.check_binding(ranks),
+        launch.check_threads(ranks),
+    ]
+    assert [finding.status for finding in findings] == [Status.OK] * 4
+
+
+def test_uneven_nodes_warn() -> None:
+    finding = launch.check_nodes(four_ranks()[:3])
+    assert_problem(finding, Status.WARN, "1 to 2", "--ntasks-per-node")
+
+
+def test_more_ranks_than_cores_warn_and_name_the_yield_variable_until_it_is_set() -> None:
+    ranks = four_ranks(cores=frozenset([3]), omp_threads=1)
+    loud = launch.check_cores(ranks, {})
+    assert_problem(loud, Status.WARN, "2 ranks on 1 core", "mpi_yield_when_idle=1")
+    quiet = launch.check_cores(ranks, {"OMPI_MCA_mpi_yield_when_idle": "1"})
+    assert "yield" not in quiet.remedy
+
+
+def test_ranks_that_share_cores_warn_where_there_are_enough_for_all() -> None:
+    shared = launch.check_binding(four_ranks(cores=frozenset(range(8))))
+    assert_problem(shared, Status.WARN, "cores 0-7", "--cpu-bind=cores")
+    crowded = launch.check_binding(four_ranks(cores=frozenset([3])))
+    assert crowded.status is Status.OK  # check_cores says it
+
+
+def test_core_sets_are_printed_as_ranges() -> None:
+    finding = launch.check_binding([rank_facts(0, cores=frozenset([0, 1, 2, 5, 7, 8]))])
+    assert finding.value == "rank 0: cores 0-2,5,7-8"
+
+
+@pytest.mark.parametrize(
+    ("threads", "value"), [(8, "16 OpenMP threads on 8 cores"), (None, "is not set")]
+)
+def test_too_many_threads_warn_with_the_number_to_set(threads: int | None, value: str) -> None:
+    finding = launch.check_threads(four_ranks(omp_threads=threads))
+    assert_problem(finding, Status.WARN, value, "OMP_NUM_THREADS=4")
+
+
+def test_more_threads_than_cores_of_one_bound_rank_warn() -> None:
+    bound = [rank_facts(0, cores=frozenset([0])), rank_facts(1, cores=frozenset(range(1, 8)))]
+    assert_problem(launch.check_threads(bound), Status.WARN, "rank 0 runs 4", "OMP_NUM_THREADS")
+
+
+@pytest.mark.parametrize(
+    ("value", "threads"), [("4", 4), ("2,1", 2), (" 3 ", 3), ("", None), ("many", None)]
+)
+def test_omp_threads_are_read_as_openmp_reads_them(value: str, threads: int | None) -> None:
+    assert launch.omp_threads({"OMP_NUM_THREADS": value}) == threads
+
+
+# --- environment ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OMPI_MCA_btl", "tcp,self"),
+        ("OMPI_MCA_btl", "^vader"),
+        ("OMPI_MCA_btl_vader_single_copy_mechanism", "none"),
+        ("UCX_TLS", "tcp,self"),
+        ("FI_PROVIDER", "TCP"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True"),
+        ("KMP_AFFINITY", "granularity=fine,proclist=[0-3],explicit"),
+        ("HPCZERO_STRICT", "1"),
+    ],
+)
+def test_harmful_variable_is_found_and_named(name: str, value: str) -> None:
+    (finding,) = check_environment({name: value, "HOME": "/"})
+    assert_problem(finding, Status.WARN, f"{name}={value}", "")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"OMPI_MCA_btl": "self,vader,tcp"},
+        {"OMPI_MCA_btl": "self,sm,tcp"},
+        {"OMPI_MCA_btl": "^openib"},
+        {"UCX_TLS": "rc,sm,self"},
+        {"UCX_TLS": "tcp,sm,self"},
+        {"KMP_AFFINITY": "compact"},
+        {"HPCZERO_STRICT": "0"},
+    ],
+)
+def test_harmless_variables_are_not_complained_about(variables: dict[str, str]) -> None:
+    assert [finding.status for finding in check_environment(variables)] == [Status.OK]
+
+
+def test_every_harmful_variable_is_reported_not_only_the_first() -> None:
+    found = check_environment({"UCX_TLS": "tcp", "CUDA_LAUNCH_BLOCKING": "1"})
+    assert len(found) == 2
+    assert len({(trap.name, trap.pattern) for trap in TRAPS}) == len(TRAPS)
+
+
+def test_unusable_value_of_our_own_variable_blocks() -> None:
+    (finding,) = check_environment({"HPCZERO_TIMEOUT": "soon"})
+    assert_problem(finding, Status.FAIL, "HPCZERO_TIMEOUT", "unset")
+
+
+# --- MPI, storage, software ------------------------------------------------------------------------
+
+
+def test_wrong_sum_is_a_blocking_problem_that_names_the_dtype() -> None:
+    finding = mpi.check_trials("sum", {"float64": "", "float32": "wrong values on rank 3"})
+    assert_problem(finding, Status.FAIL, "float32: wrong values on rank 3", "mpi4py")
+    assert "float64" not in finding.value
+
+
+def test_low_thread_level_warns() -> None:
+    assert mpi.check_thread_level("multiple").status is Status.OK
+    assert_problem(mpi.check_thread_level("funneled"), Status.WARN, "funneled", "thread")
+
+
+@pytest.mark.parametrize(("same_node", "remedy"), [(True, "shared memory"), (False, "fabric")])
+def test_slow_pair_warns_by_where_the_ranks_are(same_node: bool, remedy: str) -> None:
+    slow = mpi.PairSpeed(peer=3, nbytes=16 * 2**20, latency_s=2e-6, bytes_per_s=1.1e8)
+    assert_problem(mpi.check_pair(slow, same_node), Status.WARN, "0.11 GB/s at 16 MiB", remedy)
+    fast = dataclasses.replace(slow, bytes_per_s=12e9)
+    assert mpi.check_pair(fast, same_node).status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("version", "io", "status"),
+    [
+        ((4, 1, 4), "", Status.WARN),
+        ((4, 1, 4), "^ompio", Status.OK),
+        ((4, 1, 4), "romio321", Status.OK),
+        ((4, 1, 7), "", Status.OK),
+        ((5, 0, 5), "", Status.WARN),
+        ((5, 0, 6), "", Status.OK),
+    ],
+)
+def test_mpi_io_that_loses_data_warns(version: tuple[int, ...], io: str, status: Status) -> None:
+    finding = storage.check_mpi_io("Open MPI", version, {"OMPI_MCA_io": io})
+    assert finding.status is status
+    assert storage.check_mpi_io("MPICH", version, {}).status is Status.OK
+
+
+def test_two_mpi_libraries_in_one_process_block() -> None:
+    maps = [
+        "7f01-7f02 r-xp 00000000 08:01 123  /usr/lib/openmpi/lib/libmpi.so.40.30.4",
+        "7f02-7f03 r--p 00000000 08:01 123  /usr/lib/openmpi/lib/libmpi.so.40.30.4",
+        "7f03-7f04 r-xp 00000000 08:01 124  /site/mpich/libmpich.so.12",
+        "7f04-7f05 r-xp 00000000 08:01 125  /usr/lib/libmpi_cxx.so.40",
+        "7f05-7f06 r-xp 00000000 08:01 126  /cray/libmpi_gtl_cuda.so.0",
+        "7f06-7f07 rw-p 00000000 00:00 0",
+        "",
+    ]
+    paths = storage.mpi_libraries(maps)
+    assert paths == ["/site/mpich/libmpich.so.12", "/usr/lib/openmpi/lib/libmpi.so.40.30.4"]
+    assert_problem(storage.check_one_mpi(paths), Status.FAIL, "libmpich.so.12", "rebuild")
+    assert storage.check_one_mpi(paths[:1]).status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("facts", "status", "remedy"),
+    [
+        (storage.Hdf5Facts("3.16", "1.10.8", parallel=True), Status.OK, ""),
+        (storage.Hdf5Facts("3.16", "1.10.8", parallel=False), Status.WARN, "HDF5_MPI=ON"),
+        (storage.Hdf5Facts("3.16", "1.10", True, "No space left"), Status.FAIL, "--directory"),
+        (storage.Hdf5Facts("", trial_error="No module"), Status.FAIL, "pip install h5py"),
+    ],
+)
+def test_hdf5_verdict(facts: storage.Hdf5Facts, status: Status, remedy: str) -> None:
+    assert_problem(storage.check_hdf5(facts, Path("/data")), status, facts.trial_error, remedy)
+
+
+def test_smallest_shared_memory_of_all_nodes_counts() -> None:
+    ranks = four_ranks()
+    assert storage.check_shared_memory(ranks).status is Status.OK
+    ranks[2] = rank_facts(2, shm_nbytes=(GIB // 16, GIB // 16))
+    assert_problem(storage.check_shared_memory(ranks), Status.WARN, "least: node1", "--shm-size")
+    ranks[3] = rank_facts(3, shm_nbytes=None)
+    assert_problem(storage.check_shared_memory(ranks), Status.WARN, "does not exist on node1", "")
+
+
+def test_shared_memory_that_is_not_there_has_no_size(tmp_path: Path) -> None:
+    assert storage.shared_memory_nbytes(str(tmp_path / "none")) is None
+
+
+def statuses(findings: Sequence[Finding]) -> list[Status]:
+    return [finding.status for finding in findings]
+
+
+def test_packages_missing_or_different_on_one_rank_block() -> None:
+    ranks = four_ranks()
+    assert statuses(software.check_versions(ranks)) == [Status.OK]
+    without = {name: text for name, text in ranks[3].versions.items() if name != "torch"}
+    (missing,) = software.check_versions([*ranks[:3], rank_facts(3, versions=without)])
+    assert_problem(missing, Status.FAIL, "torch not installed on rank 3", "pip install torch")
+    other = rank_facts(3, versions={**ranks[3].versions, "numpy": "1.0"})
+    found = software.check_versions([*ranks[:3], other])
+    assert_problem(found[-1], Status.FAIL, "numpy is 1.0 on rank 3 (node1), 9.9 on rank 0", "one")
+
+
+def test_old_mpi4py_warns() -> None:
+    ranks = four_ranks(versions={**rank_facts(0).versions, "mpi4py": "4.0.2"})
+    assert_problem(software.check_versions(ranks)[-1], Status.WARN, "4.0.2", "--upgrade mpi4py")
+
+
+def test_torch_that_does_not_load_blocks() -> None:
+    assert software.check_torch("2.13.0", 4, "").value == "2.13.0, 4 threads on rank 0"
+    broken = software.check_torch("", 0, "libc10.so: cannot open")
+    assert_problem(broken, Status.FAIL, "libc10.so", "pip install torch")
+
+
+def test_gpus_are_found_by_their_device_files(tmp_path: Path) -> None:
+    assert software.check_gpu(software.gpu_devices(str(tmp_path)), {}).status is Status.OK
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    devices = software.gpu_devices(str(tmp_path))
+    assert_problem(software.check_gpu(devices, {}), Status.WARN, "2 on this node", "cuda12")
+    with_cupy = software.check_gpu(devices, {"cupy-cuda12x": "13.6"})
+    assert with_cupy == Finding("GPU", "2 on this node, cupy-cuda12x 13.6")
+
+
+# --- report --------------------------------------------------------------------------------------
+
+
+def test_problem_without_remedy_cannot_be_made() -> None:
+    with pytest.raises(ValueError, match="remedy"):
+        Finding("x", "broken", Status.FAIL)
+    with pytest.raises(ValueError, match="remedy"):
+        Finding("x", "fine", Status.OK, "do nothing")
+
+
+def test_exit_code_is_78_only_for_blocking_problems() -> None:
+    good, warning = Finding("a", "b"), Finding("a", "b", Status.WARN, "c")
+    assert exit_code([good, warning]) == 0
+    assert exit_code([good, Finding("a", "b", Status.FAIL, "c"), warning]) == 78
+    assert summary([good, warning]) == "usable, 1 warning, 2 checks"
+
+
+def test_remedy_stands_on_the_line_after_the_problem() -> None:
+    first, second = Finding("cores", "none", Status.FAIL, "buy some").text().splitlines()
+    assert first.split() == ["fail", "cores", "none"]
+    assert second.strip() == "-> buy some"

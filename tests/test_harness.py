@@ -1,0 +1,230 @@
+"""The harness itself: what fails on one rank fails, what hangs ends, and nothing passes by not running.
+
+Each scenario is a small test file of its own, run by the real ``tests/run.py`` in real MPI jobs.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.mpirun import ROOT, Finished, run_command, run_ranks
+from tests.helpers.processes import Process
+
+PLUGIN = ["-p", "tests.conftest", "-c", "setup.cfg"]
+
+
+def write_tests(folder: Path, body: str) -> Path:
+    path = folder / "test_scenario.py"
+    path.write_text("import pytest\n" + textwrap.dedent(body))
+    return path
+
+
+def run_all(path: Path, ranks: str, *options: str) -> Finished:
+    """``tests/run.py`` on one throw-away file."""
+    command: list[str | Path] = [
+        sys.executable,
+        "tests/run.py",
+        path,
+        f"--rootdir={path.parent}",
+        *PLUGIN,
+        *options,
+    ]
+    return run_command(command, timeout=90, env={"HPCZERO_TEST_RANKS": ranks})
+
+
+@pytest.fixture(scope="module")
+def trouble(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """One run with every kind of trouble in it, on 2 ranks."""
+    body = """
+        import os
+
+        @pytest.mark.mpi
+        def test_good(comm):
+            assert comm.allreduce(1) == 2
+
+        @pytest.mark.mpi
+        def test_bad_on_one(comm):
+            assert comm.rank != 1, "only rank one knows"
+
+        @pytest.mark.mpi
+        @pytest.mark.limit(2)
+        def test_deadlock(comm):
+            if comm.rank == 1:
+                raise RuntimeError("left before the barrier")
+            comm.Barrier()
+
+        @pytest.mark.mpi
+        def test_dies(comm):
+            if comm.rank == 1:
+                os._exit(7)
+            comm.Barrier()
+
+        @pytest.mark.mpi
+        def test_after_the_deadlock(comm):
+            comm.Barrier()
+
+        @pytest.mark.mpi
+        def test_skips_on_one(comm):
+            if comm.rank == 1:
+                pytest.skip("not here")
+
+        @pytest.mark.mpi
+        def test_skips(comm):
+            pytest.skip("a good reason")
+
+        @pytest.mark.mpi
+        @pytest.mark.ranks(2)
+        def test_two(comm):
+            assert comm.size == 2
+
+        @pytest.mark.mpi
+        @pytest.mark.ranks(3)
+        def test_three(comm):
+            assert comm.size == 3
+
+        @pytest.mark.mpi(min_size=3)
+        def test_many(comm):
+            assert comm.size >= 3
+    """
+    path = write_tests(tmp_path_factory.mktemp("trouble"), body)
+    return run_all(path, "2", "--only-mpi")
+
+
+def test_run_with_failures_ends_with_the_sum_and_a_bad_code(trouble: Finished) -> None:
+    # passed: good, after_the_deadlock, two; failed: bad_on_one, deadlock, dies, skips_on_one;
+    # skipped: skips, and three and many, which no phase had ranks for
+    assert trouble.returncode == 1, trouble
+    assert trouble.stdout.splitlines()[-1] == "3 passed, 4 failed, 3 skipped", trouble
+
+
+def test_failure_on_one_rank_fails_the_test_and_names_the_rank(trouble: Finished) -> None:
+    said = "failed in call on 1 of 2 ranks, [1]: AssertionError: only rank one knows"
+    assert f"FAILED test_scenario.py::test_bad_on_one [2 ranks]: {said}" in trouble.stdout, trouble
+    assert '>       assert comm.rank != 1, "only rank one knows"' in trouble.stdout, trouble
+
+
+def test_deadlock_ends_within_its_limit_with_the_stacks_of_all_ranks(trouble: Finished) -> None:
+    failed = "FAILED test_scenario.py::test_deadlock [2 ranks]: took the job down, exit code 86"
+    assert failed in trouble.stdout, trouble
+    assert "test_scenario.py::test_deadlock hangs, limit 2 s" in trouble.stderr, trouble
+    assert re.search(r"\[rank 0\].*test_scenario\.py.* in test_deadlock", trouble.stderr), trouble
+    assert re.search(r"\[rank 1\] E +RuntimeError: left before", trouble.stderr), trouble
+
+
+def test_rank_that_dies_fails_its_test_and_the_rest_still_runs(trouble: Finished) -> None:
+    failed = "FAILED test_scenario.py::test_dies [2 ranks]: took the job down, exit code 7"
+    assert failed in trouble.stdout, trouble
+
+
+def test_skip_on_one_rank_alone_is_a_failure(trouble: Finished) -> None:
+    assert "skipped in call on 1 of 2 ranks, [1]: not here" in trouble.stdout, trouble
+
+
+def test_skips_are_listed_with_their_reasons(trouble: Finished) -> None:
+    assert "SKIPPED test_scenario.py::test_skips [2 ranks]: a good reason" in trouble.stdout, (
+        trouble
+    )
+    for name in ("test_three", "test_many"):
+        line = f"SKIPPED test_scenario.py::{name}: needs another number of ranks"
+        assert line in trouble.stdout, trouble
+
+
+def test_hang_in_one_process_ends_with_its_jobs_and_the_rest_still_runs(tmp_path: Path) -> None:
+    body = f"""
+        import subprocess, sys
+
+        @pytest.mark.limit(1)
+        def test_waits():
+            job = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            open({str(tmp_path / "pid")!r}, "w").write(str(job.pid))
+            job.wait()
+
+        def test_after():
+            assert 1 + 1 == 2
+    """
+    finished = run_all(write_tests(tmp_path, body), "0")
+    assert finished.returncode == 1, finished
+    assert finished.stdout.splitlines()[-1] == "1 passed, 1 failed, 0 skipped", finished
+    assert " in test_waits" in finished.stderr, finished
+    assert Process.read(int((tmp_path / "pid").read_text())) is None, "the test's own job lives on"
+
+
+@pytest.mark.parametrize(
+    "body", ["", "def test_serial():\n    pass\n"], ids=["empty", "deselected"]
+)
+def test_no_test_run_is_not_a_success(tmp_path: Path, body: str) -> None:
+    finished = run_all(write_tests(tmp_path, body), "0", "-k", "absent")
+    assert finished.returncode == 1, finished
+    assert finished.stdout.splitlines()[-1] == "0 passed, 0 failed, 0 skipped", finished
+
+
+def test_file_that_cannot_be_collected_is_a_failure(tmp_path: Path) -> None:
+    finished = run_all(write_tests(tmp_path, "import absent_module\n"), "0")
+    assert finished.returncode == 1, finished
+    assert finished.stdout.splitlines()[-1] == "0 passed, 1 failed, 0 skipped", finished
+
+
+def test_ranks_that_collect_other_tests_end_at_once(tmp_path: Path) -> None:
+    body = """
+        from mpi4py import MPI
+
+        @pytest.mark.mpi
+        @pytest.mark.parametrize("case", range(1 + MPI.COMM_WORLD.rank))
+        def test_case(comm, case):
+            comm.Barrier()
+    """
+    path = write_tests(tmp_path, body)
+    args: list[str | Path] = ["-m", "pytest", "--with-mpi", path, f"--rootdir={tmp_path}", *PLUGIN]
+    finished = run_ranks(2, args, timeout=60)
+    assert finished.returncode != 0, finished
+    assert "ranks [1] collected other tests than rank 0: ['test_scenario.py::test_case[1]']" in (
+        finished.stdout
+    ), finished
+
+
+def test_run_ranks_ends_a_job_at_its_limit_and_shows_the_output(tmp_path: Path) -> None:
+    code = """
+        import os, pathlib, sys, time
+        pathlib.Path(sys.argv[1], str(os.getpid())).touch()
+        print("still waiting", flush=True)
+        time.sleep(60)
+    """
+    start = time.monotonic()
+    with pytest.raises(pytest.fail.Exception, match="not done within 2 s") as raised:
+        run_ranks(2, ["-c", textwrap.dedent(code), tmp_path], timeout=2)
+    assert time.monotonic() - start < 15
+    assert "still waiting" in str(raised.value)
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(pids) == 2
+    assert [Process.read(pid) for pid in pids] == [None, None]
+
+
+def test_parallel_assert_fails_on_every_rank_and_names_the_wrong_ones() -> None:
+    code = """
+        from mpi4py import MPI
+        from tests.helpers.parallel import parallel_assert
+
+        comm = MPI.COMM_WORLD
+        parallel_assert(comm, True)
+        try:
+            parallel_assert(comm, comm.rank != 1, f"saw {comm.rank}")
+        except AssertionError as error:
+            assert "false on 1 of 3 ranks" in str(error), error
+            assert "rank 1: saw 1" in str(error), error
+            print("failed together", flush=True)
+    """
+    finished = run_ranks(3, ["-c", textwrap.dedent(code)], timeout=60)
+    assert finished.returncode == 0, finished
+    assert finished.stdout.count("failed together") == 3, finished
+
+
+def test_launcher_refuses_a_bad_number_of_ranks_with_the_line_to_type() -> None:
+    finished = run_command([ROOT / "install" / "launch.sh", "two", "hostname"], timeout=20)
+    assert finished.returncode == 78
+    assert "type: install/launch.sh 2 hostname" in finished.stderr
