@@ -17,7 +17,7 @@ from typing import Any, Literal
 from hpczero.errors import ConfigError
 
 DEFAULT_RUN = "default"
-DEFAULT_GLOBAL_BATCH = 24  # 1, 2, 3, 4, 6, 8 and 12 ranks divide it
+DEFAULT_GLOBAL_BATCH = 12  # 1, 2, 3, 4, 6 and 12 ranks divide it
 
 
 def _require(satisfied: bool, option: str, got: object, expected: str) -> None:
@@ -120,7 +120,8 @@ class TrainOptions:
 
     Attributes:
         steps: optimizer steps.
-        global_batch: sequences per step over all ranks; None: 24, or what the next two make.
+        global_batch: sequences per step over all ranks; None: what the next two make, else 12 or the next number that the
+            ranks divide.
         micro_batch: sequences per rank in one forward; None: what the other two make.
         accumulation: forwards per step; None: 1, or what the other two make.
         learning_rate: peak.
@@ -131,7 +132,7 @@ class TrainOptions:
         clip: largest 2-norm of the gradient; 0: no clipping.
     """
 
-    steps: int = 300
+    steps: int = 200
     global_batch: int | None = None
     micro_batch: int | None = None
     accumulation: int | None = None
@@ -200,7 +201,7 @@ class EvaluationOptions:
     """
 
     every: int = 50
-    batches: int = 4
+    batches: int = 8
 
     def __post_init__(self) -> None:
         _require_amount("evaluation", self, "every", "batches")
@@ -286,8 +287,8 @@ class Batch:
     def resolve(cls, options: TrainOptions, world_size: int) -> Batch:
         """Any two of the three sizes fix the third: ``global = micro * accumulation * world_size``.
 
-        Alone, a micro batch or an accumulation goes with the default global batch, and a global batch with one forward
-        per step.
+        A global batch alone goes with one forward per step. Where it is not given, and not fixed by the other two, it is
+        the default, rounded up to what divides.
 
         Raises:
             ConfigError: the sizes contradict each other or do not divide.
@@ -295,11 +296,9 @@ class Batch:
         micro, accumulation = options.micro_batch, options.accumulation
         whole = options.global_batch
         if whole is None:
-            whole = (
-                micro * accumulation * world_size
-                if micro and accumulation
-                else DEFAULT_GLOBAL_BATCH
-            )
+            parts = world_size * (micro or 1) * (accumulation or 1)
+            fixed = micro is not None and accumulation is not None
+            whole = parts if fixed else -(-DEFAULT_GLOBAL_BATCH // parts) * parts
         if micro is None:
             accumulation = accumulation or 1
             micro = cls._divide(

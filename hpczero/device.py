@@ -78,8 +78,11 @@ class Buffer:
             self._held = True
 
     def release(self) -> None:
-        """Give the memory back, content lost; nothing if it is released."""
-        if self._held:
+        """Give the memory back, content lost; nothing if it is released.
+
+        Memory that somebody else also points to (``parameter.numpy()``) stays held: torch refuses to take it from under them.
+        """
+        if self._held and self.tensor.untyped_storage().resizable():
             self.tensor.untyped_storage().resize_(0)
             self._memory.add(self._category, -self._nbytes)
             self._held = False

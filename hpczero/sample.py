@@ -56,7 +56,15 @@ def main() -> int:
     # Here and not at the top: this import starts torch and MPI, which --help and bad options must not do.
     from hpczero.generation import sample
 
-    sample(options)
+    sample(
+        options.weights,
+        prompt=options.prompt,
+        num_tokens=options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k or None,
+        seed=options.seed,
+        stage=options.stage,
+    )
     return 0
 
 

@@ -67,6 +67,7 @@ class Schedule:
         self.sync = True
         self._units = list(units)
         self._order = [unit for unit in reversed(self._units) if unit.spec.trainable]
+        self._place = {unit: place for place, unit in enumerate(self._order)}
         self._gradient_factor = gradient_factor
         self._open: dict[Unit, weakref.WeakSet[Call]] = {unit: weakref.WeakSet() for unit in units}
         self._running: dict[nn.Module, list[Call]] = {}
@@ -202,7 +203,7 @@ class Schedule:
     def _capture(self, unit: Unit, position: int) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
             backward = self._current_backward()
-            if self._order.index(unit) < backward.next:
+            if self._place[unit] < backward.next:
                 raise StepError(
                     f"the gradient of {unit.spec.layout.slots[position].name!r} arrived after its unit "
                     f"{unit.spec.name!r} was reduced: a module outside the unit uses the parameter. Make the "

@@ -65,7 +65,7 @@ class Sharding:
         ]
         self.buffers = _persistent_buffers(model)
         self.step = Step(
-            [unit for unit in self.units if unit.spec.trainable],
+            self.units,
             collectives,
             precision=plan.precision,
             scaler=self.scaler,

@@ -45,9 +45,10 @@ class Step:
         scaler: LossScaler,
         after_update: Callable[[], None],
     ) -> None:
-        """Args: units, trainable ones in unit order; after_update, called once the parameters are up to date."""
+        """Args: units, in unit order; after_update, called once the parameters are up to date."""
         self.counts = StepCounts()
-        self._units = list(units)
+        self._all_units = list(units)
+        self._units = [unit for unit in units if unit.spec.trainable]
         self._comm = comm
         self._precision = precision
         self._scaler = scaler
@@ -150,7 +151,7 @@ class Step:
     def _local_error(self) -> StepError | None:
         try:
             self._check_reduced()
-            for unit in self._units:
+            for unit in self._all_units:
                 unit.check_untouched()
         except StepError as error:
             return error

@@ -213,6 +213,12 @@ class Unit:
         for parameter, slot, version in zip(
             self.parameters, self.spec.layout.slots, self._versions, strict=True
         ):
+            if parameter.requires_grad != self.spec.trainable:
+                raise StepError(
+                    f"rank {self._comm.topology.rank}: requires_grad of parameter {slot.name!r} is "
+                    f"{parameter.requires_grad}, and was {self.spec.trainable} at zeroify; freeze and unfreeze "
+                    "before zeroify (it decides which parameters have gradients and optimizer state)"
+                )
             if parameter._version != version:
                 raise StepError(
                     f"rank {self._comm.topology.rank}: parameter {slot.name!r} was changed in place since "

@@ -6,6 +6,7 @@ workings, MPI.
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from hpczero.comm import Collectives, Flat
@@ -77,6 +79,7 @@ def zeroify(
         precision = Precision.of(precision)
         stage = Stage.of(stage)
         _check_fresh(model, initialize)
+        _check_precision(model, precision)
         if optimizer is None:
             model.requires_grad_(False)
             groups: dict[str, int] = {}
@@ -258,6 +261,17 @@ def _check_fresh(model: nn.Module, initialize: Initializer | None) -> None:
         raise PlanError(f"parameter {elsewhere[0]!r} is not on the CPU; move the model there first")
 
 
+def _check_precision(model: nn.Module, precision: Precision) -> None:
+    """Refuse modules that torch cannot run in half precision as they stand."""
+    for name, module in model.named_modules():
+        tracks = isinstance(module, _NormBase) and module.running_mean is not None
+        if tracks and precision.has_masters:
+            raise PlanError(
+                f"module {name!r} ({type(module).__name__}) keeps running statistics in fp32, and torch does not "
+                f"mix them with {precision.param} weights; train in fp32, or use GroupNorm or LayerNorm"
+            )
+
+
 def _check_equal_plans(plan: Plan, topology: Topology) -> None:
     """All ranks must have built the same plan, or every later collective would mix up buffers."""
     mine = zlib.crc32(repr((plan.stage, plan.precision, plan.units)).encode())
@@ -288,7 +302,7 @@ def _filler(
         with collectives.topology.agreed(f"initialise unit {unit.spec.name!r}"), torch.no_grad():
             for slot in layout.slots:
                 initialize(slot.name, values[slot.offset : slot.stop].view(slot.shape))
-        mine = np.array([zlib.crc32(values.numpy().tobytes())], dtype=np.uint32).view(np.uint8)
+        mine = np.array([_checksum(values)], dtype=np.uint32).view(np.uint8)
         agreed = collectives.agree(np.concatenate([mine, ~mine]), name=unit.spec.name)
         if not np.array_equal(agreed[:4], ~agreed[4:]):
             error = PlanError(
@@ -299,6 +313,12 @@ def _filler(
             raise error
 
     return from_rank_0 if initialize is None else from_initialize
+
+
+def _checksum(values: Tensor) -> int:
+    # Not through values.numpy(): torch then refuses to give the storage back.
+    nbytes = values.numel() * values.element_size()
+    return zlib.crc32((ctypes.c_ubyte * nbytes).from_address(values.data_ptr()))
 
 
 def release(model: nn.Module) -> None:

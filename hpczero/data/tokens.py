@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -206,7 +206,8 @@ def create(
             f"{path}: cannot be written ({error}); check the folder, its permissions and quota"
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # gone by the rename, or never made
+            temporary.unlink()
 
 
 def _sync(path: Path) -> None:
