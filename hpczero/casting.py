@@ -69,9 +69,10 @@ class _ScaledOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, scale: Callable[[], float]) -> Tensor:
         ctx.dtype, ctx.scale = tensor.dtype, scale
+        ctx.set_materialize_grads(False)  # an output that the loss does not use gets no gradient
         return tensor.float() if tensor.dtype is not torch.float32 else tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
         (gradient,) = gradients
-        return (gradient * ctx.scale()).to(ctx.dtype), None
+        return None if gradient is None else (gradient * ctx.scale()).to(ctx.dtype), None

@@ -120,8 +120,8 @@ class TrainOptions:
 
     Attributes:
         steps: optimizer steps.
-        global_batch: sequences per step over all ranks; None: what the next two make, else 12 or the next number that the
-            ranks divide.
+        global_batch: sequences per step over all ranks; None: what the next two make, else 12 or the next number that
+            the ranks divide.
         micro_batch: sequences per rank in one forward; None: what the other two make.
         accumulation: forwards per step; None: 1, or what the other two make.
         learning_rate: peak.
@@ -287,8 +287,8 @@ class Batch:
     def resolve(cls, options: TrainOptions, world_size: int) -> Batch:
         """Any two of the three sizes fix the third: ``global = micro * accumulation * world_size``.
 
-        A global batch alone goes with one forward per step. Where it is not given, and not fixed by the other two, it is
-        the default, rounded up to what divides.
+        A global batch alone goes with one forward per step. Where it is not given, and not fixed by the other two, it
+        is the default, rounded up to what divides.
 
         Raises:
             ConfigError: the sizes contradict each other or do not divide.

@@ -278,10 +278,11 @@ class _OutputNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, schedule: Schedule, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.schedule, ctx.call = schedule, call
+        ctx.set_materialize_grads(False)  # what the loss does not use must get no gradient, not zeros
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.schedule.begin_backward(ctx.call)
         return (None, None, *gradients)
 
@@ -292,9 +293,10 @@ class _InputNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, schedule: Schedule, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.schedule, ctx.call = schedule, call
+        ctx.set_materialize_grads(False)  # what the loss does not use must get no gradient, not zeros
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.schedule.end_call(ctx.call)
         return (None, None, *gradients)

@@ -56,12 +56,8 @@ class Topology:
         """
         if comm.size > 1:
             errors.install_abort_hook()
-        if nodes is not None and len(nodes) != comm.size:
-            raise _agreed_error(
-                f"nodes names {len(nodes)} ranks, but the communicator has {comm.size}; "
-                "give one node number for each rank"
-            )
         world = _named(comm.Dup(), "world")
+        _check_nodes(world, nodes)
         node_map = _find_nodes(world, nodes)
         node_index = next(g for g, ranks in enumerate(node_map) if world.rank in ranks)
         local_rank = node_map[node_index].index(world.rank)
@@ -193,7 +189,7 @@ class Topology:
         reports = self.world.allgather(mine)
         ranks = [rank for rank, entry in enumerate(reports) if entry is not None]
         name, text = reports[ranks[0]]
-        kind = getattr(errors, name, HpcZeroError)
+        kind = getattr(errors, name, None)
         if not (isinstance(kind, type) and issubclass(kind, HpcZeroError)):
             kind = HpcZeroError
             text = f"{name}: {text}"
@@ -227,6 +223,23 @@ class Topology:
         raise SystemExit(code)
 
 
+def _check_nodes(world: MPI.Intracomm, nodes: Sequence[int] | None) -> None:
+    """Refuse, on every rank, nodes that do not name one for each rank; ``world`` is freed then. Collective."""
+    named = np.array([world.size if nodes is None else len(nodes)], dtype=np.int64)
+    counts = np.empty(world.size, dtype=np.int64)
+    world.Allgather(named, counts)
+    wrong = np.flatnonzero(counts != world.size)
+    if len(wrong):
+        size = world.size
+        world.Free()
+        error = TopologyError(
+            f"on rank(s) {_spans(wrong.tolist())}, nodes names {counts[wrong[0]]} ranks, but the communicator has "
+            f"{size}; give one node number for each rank"
+        )
+        error.agreed = True
+        raise error
+
+
 def _find_nodes(world: MPI.Intracomm, given: Sequence[int] | None) -> tuple[tuple[int, ...], ...]:
     """World ranks of each node, nodes ordered by their first rank."""
     if given is None:
@@ -247,12 +260,6 @@ def _named(comm: MPI.Comm, name: str) -> MPI.Intracomm:
     assert isinstance(comm, MPI.Intracomm), "split from an intracommunicator"
     comm.Set_name(f"hpczero.{name}")
     return comm
-
-
-def _agreed_error(message: str) -> TopologyError:
-    error = TopologyError(message)
-    error.agreed = True  # every rank was given the same arguments
-    return error
 
 
 def _spans(ranks: Sequence[int]) -> str:

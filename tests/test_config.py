@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import pty
 import subprocess
@@ -20,16 +21,17 @@ from hpczero.options import load_toml, read_run_config, to_toml
 ROOT = Path(__file__).resolve().parents[1]
 
 # Adding, removing or renaming an option is a decision that users feel: it is made here as well.
-OPTIONS = """
-run.name run.folder run.seed run.overwrite
-model.preset model.layers model.hidden model.heads model.context model.positions model.checkpoint_activations
-data.path data.tokenizer data.cache
-train.steps train.global_batch train.micro_batch train.accumulation train.learning_rate train.min_learning_rate
-train.warmup train.weight_decay train.betas train.clip
-parallel.stage parallel.precision parallel.nodes
-evaluation.every evaluation.batches
-log.every log.level log.progress log.tensorboard log.plot log.peak_tflops
-""".split()
+SECTIONS = {
+    "run": "name folder seed overwrite",
+    "model": "preset layers hidden heads context positions checkpoint_activations",
+    "data": "path tokenizer cache",
+    "train": "steps global_batch micro_batch accumulation learning_rate min_learning_rate warmup weight_decay "
+    "betas clip",
+    "parallel": "stage precision nodes",
+    "evaluation": "every batches",
+    "log": "every level progress tensorboard plot peak_tflops",
+}
+OPTIONS = [f"{section}.{name}" for section, names in SECTIONS.items() for name in names.split()]
 
 
 def option_names(config: RunConfig) -> list[str]:
@@ -56,11 +58,14 @@ def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         read_run_config(["--help"])
     assert end.value.code == 0
-    text = capsys.readouterr().out
-    for option in OPTIONS:
-        section = text[text.index(f"--{option} ") :].partition(" --")[0]
-        assert "(default:" in section, option
-        assert any(word.isalpha() and word.islower() for word in section.split()), option
+    words = capsys.readouterr().out.replace("│", " ").split()
+    found = [word.removeprefix("--") for word in words if word.startswith("--") and "." in word]
+    assert found == OPTIONS
+    for option, following in itertools.pairwise([*OPTIONS, None]):
+        stop = words.index(f"--{following}") if following else len(words)
+        explained = words[words.index(f"--{option}") : stop]
+        assert "(default:" in explained
+        assert len(explained) >= 5, explained  # name, type, explanation, "(default:", value
 
 
 def test_command_line_overrides_toml_and_toml_overrides_defaults(tmp_path: Path) -> None:
@@ -106,7 +111,7 @@ def test_written_toml_reads_back_as_the_same_options(args: list[str], tmp_path: 
         ("[parallel]\nstage = true", ["parallel.stage", "got True"]),
         ("[log]\nplot = 1", ["log.plot", "expected bool"]),
         ("[train]\nsteps = -1", ["train.steps", "got -1", "at least 1"]),
-        ("[train]\nsteps =", ["not TOML", "line 2"]),
+        ("[train]\nsteps =", ["not TOML", "at end of document"]),
     ],
 )
 def test_bad_toml_names_file_option_and_remedy(
@@ -263,11 +268,24 @@ def test_any_two_batch_sizes_fix_the_third(micro: int, accumulation: int, world_
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_default_batch_fits_one_to_four_ranks_and_is_the_same(world_size: int) -> None:
+def test_default_batch_is_the_same_on_one_to_four_ranks(world_size: int) -> None:
     batch = Batch.resolve(TrainOptions(), world_size)
-    assert batch.accumulation == 1
-    assert batch.micro_batch * world_size == batch.global_batch
-    assert batch.global_batch == Batch.resolve(TrainOptions(), 1).global_batch
+    assert batch == Batch(12, 12 // world_size, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "expected"),
+    [
+        (TrainOptions(), 5, Batch(15, 3, 1)),
+        (TrainOptions(), 400, Batch(400, 1, 1)),
+        (TrainOptions(micro_batch=5), 2, Batch(20, 5, 2)),
+        (TrainOptions(accumulation=2), 4, Batch(16, 2, 2)),
+    ],
+)
+def test_default_batch_is_rounded_up_to_what_any_number_of_ranks_divides(
+    options: TrainOptions, world_size: int, expected: Batch
+) -> None:
+    assert Batch.resolve(options, world_size) == expected
 
 
 @pytest.mark.parametrize(
@@ -307,7 +325,7 @@ def test_learning_rate_rises_linearly_then_falls_to_its_floor() -> None:
     assert rates[4] == 1.0
     assert rates[12] == pytest.approx(0.6)  # half way down
     assert rates[20] == pytest.approx(0.2)
-    assert all(later < earlier for earlier, later in zip(rates[4:], rates[5:], strict=False))
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates[4:]))
     assert options.learning_rate_factor(100) == pytest.approx(0.2)
 
 

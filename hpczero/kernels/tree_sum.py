@@ -53,7 +53,8 @@ def tree_sum(
             _tree([node_sum(group) for group in groups]) if several_nodes else node_sum(groups[0])
         )
         if accumulate:
-            out[piece].add_(total, alpha=scale)
+            # Not add_(alpha=scale): a fused multiply-add rounds once, and only where the processor has it.
+            out[piece].add_(total * scale)
         else:
             torch.mul(total, scale, out=out[piece])
 

@@ -30,7 +30,7 @@ def build(config: GPTConfig, seed: int = 0) -> GPT:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
     return model
 
 

@@ -1,0 +1,65 @@
+"""The data command as a user types it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpczero.data import TokenFile
+from tests.helpers.mpirun import Finished, run_command
+
+
+def data(*args: str) -> Finished:
+    return run_command([sys.executable, "-m", "hpczero.data", *args], timeout=60)
+
+
+def test_prepare_then_show_say_what_the_file_holds(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("def f():\n    return 1\n" * 200)
+    out = str(tmp_path / "tokens.h5")
+    options = ("--tokenizer", "bpe", "--vocab-size", "270", "--validation-fraction", "0.25")
+    prepared = data("prepare", str(tmp_path / "book.txt"), "--out", out, *options)
+    assert prepared.returncode == 0, prepared.stderr
+    shown = data("show", out)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout == prepared.stdout
+    with TokenFile.open(Path(out)) as file:
+        assert f"vocabulary {file.vocab_size}," in shown.stdout
+        assert file.vocab_size <= 270
+        assert f"{len(file.train):,} tokens" in shown.stdout
+        assert file.validation.text_nbytes == pytest.approx(0.25 * 200 * 22, abs=22)
+    assert "  | def f():" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("show", "nowhere.h5"), "DataError: nowhere.h5: no such token file"),
+        (("prepare", "nowhere.txt"), "DataError: nowhere.txt: no such file or folder"),
+        (("prepare", "--bogus", "1"), "--bogus"),
+        (("prepare", "--tokenizer", "words"), "words"),
+        (("prepare", "--validation-fraction", "x"), "validation"),
+        ((), "prepare, show"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_78(args: tuple[str, ...], said: str) -> None:
+    done = data(*args)
+    assert done.returncode == 78
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_and_a_bad_option_start_neither_torch_nor_mpi_nor_hdf5() -> None:
+    code = (
+        "import sys\n"
+        "from hpczero.data.__main__ import main\n"
+        "sys.argv = ['data', *sys.argv[1:]]\n"
+        "try:\n    main()\n"
+        "except (SystemExit, ValueError) as end:\n    sys.stdout.write(f'ended by {type(end).__name__}')\n"
+        "assert not {'torch', 'mpi4py.MPI', 'h5py', 'tokenizers'} & set(sys.modules)\n"
+    )
+    for args, ended in ((("--help",), "SystemExit"), (("prepare", "--bogus"), "ConfigError")):
+        done = run_command([sys.executable, "-c", code, *args], timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert f"ended by {ended}" in done.stdout

@@ -1,0 +1,116 @@
+"""Finding text: what is taken, in which order, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from hpczero.data import Corpus, corpus
+from hpczero.errors import DataError
+
+
+def write(path: Path, text: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text)
+    return path
+
+
+def texts(found: Corpus) -> list[bytes]:
+    return [b"".join(document.blocks()) for document in found.documents]
+
+
+def test_folders_give_all_visible_files_and_files_themselves(tmp_path: Path) -> None:
+    write(tmp_path / "a/one.txt", b"one")
+    write(tmp_path / "a/deep/er/two", b"two")
+    write(tmp_path / "a/empty", b"")
+    write(tmp_path / "a/.git/config", b"hidden")
+    write(tmp_path / "a/.hidden", b"hidden")
+    alone = write(tmp_path / "three.txt", b"three")
+    found = Corpus.of_paths([tmp_path / "a", alone, tmp_path / "a/one.txt"])
+    assert sorted(texts(found)) == [b"one", b"three", b"two"]
+    assert found.nbytes == 11
+
+
+def test_order_and_digest_depend_on_contents_alone(tmp_path: Path) -> None:
+    contents = [f"text {index}".encode() for index in range(20)]
+    for index, text in enumerate(contents):
+        write(tmp_path / f"up/{index:02}", text)
+        write(tmp_path / f"down/{99 - index}/x", text)
+    up, down = (Corpus.of_paths([tmp_path / name]) for name in ("up", "down"))
+    assert texts(up) == texts(down)
+    assert texts(up) == sorted(contents, key=lambda text: hashlib.sha256(text).digest())
+    assert texts(up) != contents
+    assert up.digest == down.digest
+    write(tmp_path / "up/00", b"text X")
+    assert Corpus.of_paths([tmp_path / "up"]).digest != down.digest
+
+
+def test_blocks_end_after_lines_and_lose_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "BLOCK_NBYTES", 10)
+    text = b"".join(b"%d" % 10**index + b"\n" for index in range(15)) + b"no end of line"
+    (document,) = Corpus.of_paths([write(tmp_path / "text", text)]).documents
+    blocks = list(document.blocks())
+    assert len(blocks) > 5
+    assert b"".join(blocks) == text
+    assert all(block.endswith(b"\n") for block in blocks[:-1])
+
+
+def test_standard_library_is_python_source_without_tests() -> None:
+    found = Corpus.standard_library()
+    root = Path(sysconfig.get_path("stdlib"))
+    names = {document.path.relative_to(root).as_posix() for document in found.documents}
+    assert {"os.py", "json/decoder.py"} <= names
+    assert all(name.endswith(".py") for name in names)
+    folders = {folder for name in names for folder in name.split("/")[:-1]}
+    assert not folders & {"site-packages", "test", "tests", "idle_test"}
+    assert found.nbytes > 3_000_000
+
+
+def test_missing_path_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere: no such file or folder; give existing"):
+        Corpus.of_paths([tmp_path / "nowhere"])
+
+
+def test_paths_without_text_are_refused_by_name(tmp_path: Path) -> None:
+    empty = write(tmp_path / "folder/empty", b"")
+    good = write(tmp_path / "good", b"text")
+    for path in (empty, empty.parent):
+        with pytest.raises(DataError, match=rf"{path}: holds no text \(0 bytes in 1 files\)"):
+            Corpus.of_paths([good, path])
+    with pytest.raises(DataError, match="no text files were given"):
+        Corpus.of_paths([])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_unreadable_file_is_refused_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "secret", b"text")
+    path.chmod(0)
+    with pytest.raises(DataError, match=r"secret: cannot be read .Permission denied"):
+        Corpus.of_paths([path])
+
+
+def test_failing_file_system_is_reported_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "text", b"text")
+
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(DataError, match=r"text: cannot be read .Input/output error"):
+        Corpus.of_paths([path])
+
+
+def test_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "log", b"line\n")
+    (document,) = Corpus.of_paths([path]).documents
+    write(path, b"line\nline\n")
+    with pytest.raises(DataError, match="has 10 bytes, had 5 a moment ago"):
+        list(document.blocks())

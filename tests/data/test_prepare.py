@@ -1,0 +1,287 @@
+"""Token files: written whole, read with plain h5py, split without a leak, refused when damaged."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpczero.data import (
+    BPETokenizer,
+    ByteTokenizer,
+    Corpus,
+    TokenFile,
+    default_token_file,
+    prepare,
+    tokens,
+)
+from hpczero.data.prepare import _training_length
+from hpczero.errors import ConfigError, DataError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """40 documents of 100 to 490 bytes; each line names its document."""
+    for index in range(40):
+        text = "".join(f"{index:02} ünter\n" for _ in range(10 + index))
+        (tmp_path / "text").mkdir(exist_ok=True)
+        (tmp_path / "text" / f"{index}.txt").write_text(text, encoding="utf-8")
+    return tmp_path / "text"
+
+
+def make(folder: Path, out: Path, **options: Any) -> Path:
+    prepare(Corpus.of_paths([folder]), out, **options)
+    return out
+
+
+def test_file_read_with_plain_h5py_is_the_corpus(folder: Path, tmp_path: Path) -> None:
+    out = make(folder, tmp_path / "new/tokens.h5", validation_fraction=0.2)
+    corpus = Corpus.of_paths([folder])
+    expected = [[*b"".join(document.blocks()), 256] for document in corpus.documents]
+    with h5py.File(out, "r") as file:
+        assert json.loads(file.attrs["tokenizer"]) == {"kind": "bytes"}
+        assert file.attrs["format"] == "hpczero tokens"
+        assert file.attrs["version"] == 1
+        assert file.attrs["source_sha256"] == corpus.digest
+        train, validation = file["train"], file["validation"]
+        assert train["tokens"].dtype == validation["tokens"].dtype == np.uint16
+        together = np.concatenate([train["tokens"][:], validation["tokens"][:]])
+        assert together.tolist() == list(itertools.chain(*expected))
+        assert train.attrs["documents"] + validation.attrs["documents"] == 40
+        held_out = int(validation.attrs["text_nbytes"])
+        assert train.attrs["text_nbytes"] + held_out == corpus.nbytes
+        # the cut moves to the end of its line, at most 10 bytes
+        assert 0 <= corpus.nbytes * 0.2 - held_out <= 10
+    assert [path.name for path in out.parent.iterdir()] == ["tokens.h5"]
+
+
+def test_reader_gives_slices_counts_and_ratio(folder: Path, tmp_path: Path) -> None:
+    with TokenFile.open(make(folder, tmp_path / "tokens.h5")) as file:
+        assert file.vocab_size == 257
+        assert file.train[3:7].tolist() == file.train[0:10].tolist()[3:7]
+        first = file.tokenizer.decode(file.train[:10].tolist()).decode()
+        assert re.fullmatch(r"\d\d ünter\n", first)
+        separators = file.train[: len(file.train)].tolist().count(256)
+        assert separators == file.train.documents > 30
+        assert file.train.bytes_per_token == 1 - separators / len(file.train)
+
+
+def test_documents_are_held_out_whole_but_for_one(folder: Path, tmp_path: Path) -> None:
+    with TokenFile.open(make(folder, tmp_path / "tokens.h5", validation_fraction=0.3)) as file:
+        lines = [
+            set(file.tokenizer.decode(split[: len(split)].tolist()).splitlines())
+            for split in (file.train, file.validation)
+        ]
+    assert all(len(kind) > 8 for kind in lines)
+    assert len(lines[0] & lines[1]) <= 1
+    assert len(lines[0] | lines[1]) == 40
+
+
+def test_end_of_a_single_file_is_held_out(tmp_path: Path) -> None:
+    text = b"".join(b"line %d\n" % index for index in range(100))
+    (tmp_path / "book.txt").write_bytes(text)
+    with TokenFile.open(make(tmp_path / "book.txt", tmp_path / "book.h5")) as file:
+        train, held_out = (
+            file.tokenizer.decode(split[: len(split)].tolist())
+            for split in (file.train, file.validation)
+        )
+        assert (file.train.documents, file.validation.documents) == (0, 1)
+    assert train + held_out == text
+    assert train.endswith(b"\n")
+    assert held_out.endswith(b"line 99\n")
+
+
+@given(block=st.text("aé☃\n", min_size=1, max_size=12).map(str.encode), at=st.integers(-3, 40))
+def test_cut_never_divides_a_character_and_prefers_the_end_of_a_line(block: bytes, at: int) -> None:
+    length = _training_length(block, at)
+    block[:length].decode()
+    block[length:].decode()
+    if not 0 < at < len(block):
+        assert length == min(max(at, 0), len(block))
+    elif b"\n" in block[at:-1]:
+        assert length > at
+        assert block[length - 1 : length] == b"\n"
+    else:
+        assert at - 2 <= length <= at
+
+
+def test_bpe_file_decodes_to_the_text_and_names_its_vocabulary(
+    folder: Path, tmp_path: Path
+) -> None:
+    plain = make(folder, tmp_path / "plain.h5")
+    merged = make(folder, tmp_path / "merged.h5", tokenizer="bpe", vocab_size=290)
+    with TokenFile.open(plain) as by_bytes, TokenFile.open(merged) as by_pairs:
+        for name in ("train", "validation"):
+            one, other = getattr(by_bytes, name), getattr(by_pairs, name)
+            assert len(other) < len(one) / 2
+            assert other.text_nbytes == one.text_nbytes
+            assert by_pairs.tokenizer.decode(other[: len(other)].tolist()) == (
+                by_bytes.tokenizer.decode(one[: len(one)].tolist())
+            )
+        assert 257 < by_pairs.vocab_size <= 290
+        assert by_pairs.train.dtype == np.uint16
+
+
+def test_bpe_never_sees_the_held_out_text(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bytes] = []
+    train: Callable[..., BPETokenizer] = BPETokenizer.train
+
+    def spy(texts: Any, vocab_size: int) -> BPETokenizer:
+        seen.extend(texts)
+        return train(seen, vocab_size)
+
+    monkeypatch.setattr(BPETokenizer, "train", spy)
+    with TokenFile.open(make(folder, tmp_path / "t.h5", tokenizer="bpe", vocab_size=290)) as file:
+        trained_on = file.tokenizer.decode(file.train[: len(file.train)].tolist())
+    assert b"".join(seen) == trained_on
+
+
+def test_large_corpora_are_written_in_pieces(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = make(folder, tmp_path / "one.h5")
+    monkeypatch.setattr(tokens, "WRITE_TOKENS", 100)
+    in_pieces = make(folder, tmp_path / "two.h5")
+    with TokenFile.open(at_once) as one, TokenFile.open(in_pieces) as two:
+        assert np.array_equal(one.train[: len(one.train)], two.train[: len(two.train)])
+        assert len(one.validation) == len(two.validation)
+
+
+def test_large_vocabularies_get_wider_tokens(tmp_path: Path) -> None:
+    class Wide(ByteTokenizer):
+        vocab_size = 70_000
+
+    with h5py.File(tmp_path / "wide.h5", "w") as file:
+        tokens.SplitWriter(file, "train", Wide())
+        assert file["train/tokens"].dtype == np.uint32
+
+
+def test_failure_leaves_no_file_and_keeps_the_old_one(tmp_path: Path, folder: Path) -> None:
+    out = make(folder, tmp_path / "out/tokens.h5")
+    before = out.read_bytes()
+    (folder / "bad").write_bytes(b"\xff" * 5000)
+    with pytest.raises(DataError, match="not UTF-8"):
+        make(folder, out, tokenizer="bpe", vocab_size=290)
+    corpus = Corpus.of_paths([folder])
+    (folder / "bad").write_bytes(b"\xff")  # shorter than when it was measured
+    with pytest.raises(DataError, match="had 5000 a moment ago"):
+        prepare(corpus, out)
+    assert out.read_bytes() == before
+    assert list(out.parent.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 1.5, float("nan")])
+def test_fractions_out_of_range_are_refused(folder: Path, tmp_path: Path, fraction: float) -> None:
+    with pytest.raises(ConfigError, match=r"expected 0 < fraction < 1"):
+        make(folder, tmp_path / "tokens.h5", validation_fraction=fraction)
+
+
+def test_corpus_too_small_to_split_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tiny").write_bytes(b"tiny")
+    with pytest.raises(DataError, match=r"the corpus has 4 bytes, too few to hold out 0.05"):
+        make(tmp_path / "tiny", tmp_path / "tokens.h5")
+    (tmp_path / "tiny").write_bytes("☃".encode())
+    with pytest.raises(DataError, match="was there enough text for both splits"):
+        make(tmp_path / "tiny", tmp_path / "tokens.h5", validation_fraction=0.5)
+    assert not (tmp_path / "tokens.h5").exists()
+
+
+def test_vocabulary_size_without_bpe_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="vocabulary of 300 for the bytes tokenizer"):
+        make(folder, tmp_path / "tokens.h5", vocab_size=300)
+
+
+def test_folder_that_cannot_be_written_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be written"):
+        make(folder, folder / "0.txt" / "tokens.h5")
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(DataError, match="taken: cannot be written"):
+        make(folder, tmp_path / "taken")
+
+
+def remove(*names: str) -> Callable[[h5py.File], None]:
+    def damage(file: h5py.File) -> None:
+        for name in names:
+            if name in file.attrs:
+                del file.attrs[name]
+            else:
+                del file[name]
+
+    return damage
+
+
+def empty_split(file: h5py.File) -> None:
+    file["validation/tokens"].resize(0, axis=0)
+
+
+def set_attribute(name: str, value: object) -> Callable[[h5py.File], None]:
+    return lambda file: file.attrs.__setitem__(name, value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (remove("format"), "its format is None, expected 'hpczero tokens'"),
+        (set_attribute("version", 2), "it has version 2, this hpczero reads version 1"),
+        (set_attribute("tokenizer", "{"), "malformed tokenizer description"),
+        (remove("tokenizer"), "tokenizer"),
+        (remove("train"), "train"),
+        (remove("train/tokens"), "tokens"),
+        (empty_split, r"/validation/tokens has dtype uint16 and shape \(0,\)"),
+    ],
+)
+def test_damaged_files_are_refused_with_the_fault(
+    folder: Path, tmp_path: Path, damage: Callable[[h5py.File], None], said: str
+) -> None:
+    out = make(folder, tmp_path / "tokens.h5")
+    with h5py.File(out, "r+") as file:
+        damage(file)
+    with pytest.raises(DataError, match=rf"tokens.h5: not a usable token file: .*{said}"):
+        TokenFile.open(out)
+
+
+def test_files_that_are_missing_cut_short_or_something_else_are_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=r"no such token file; prepare it with .python -m hpczero"):
+        TokenFile.open(tmp_path / "missing.h5")
+    (tmp_path / "text.h5").write_text("not HDF5")
+    with pytest.raises(DataError, match="cannot be opened as HDF5"):
+        TokenFile.open(tmp_path / "text.h5")
+    out = make(folder, tmp_path / "tokens.h5")
+    out.write_bytes(out.read_bytes()[:3000])
+    with pytest.raises(DataError, match="cannot be opened as HDF5"):
+        TokenFile.open(out)
+
+
+def test_default_file_is_made_once_and_found_again(tmp_path: Path) -> None:
+    path = default_token_file(tmp_path / "cache")
+    made = path.stat()
+    assert default_token_file(tmp_path / "cache") == path
+    assert path.stat().st_mtime_ns == made.st_mtime_ns
+    assert path.stat().st_ino == made.st_ino
+    with TokenFile.open(path) as file:
+        assert file.vocab_size == 257
+        assert len(file.train) > 15 * len(file.validation) > 15 * 100_000
+
+
+def test_processes_that_make_the_default_at_once_leave_one_whole_file(tmp_path: Path) -> None:
+    code = f"from pathlib import Path; from hpczero.data import *; default_token_file(Path({str(tmp_path)!r}))"
+    started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+    assert [process.wait(timeout=60) for process in started] == [0, 0, 0]
+    (path,) = tmp_path.iterdir()
+    with TokenFile.open(path) as file:
+        assert file.source_sha256 == Corpus.standard_library().digest

@@ -1,0 +1,203 @@
+"""The two runners of a Case and their comparison.
+
+``train_plain`` is one process and stock torch: it takes the ranks' batches one after another and lets autograd add up
+``loss / ranks``. That is the global batch, in an order of additions that owes nothing to ours. Every rank's forward is
+the one that rank does, so per-rank batch statistics and dropout masks are the same as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import hpczero
+from hpczero import Topology
+from tests.equality.cases import Case, Lane
+
+# Relative to the largest magnitude in the tensor. Each element of a gradient is a sum of products whose terms are as
+# large as the tensor's large elements; where they cancel, rounding alone is a large part of what is left, so no two
+# orders of addition agree to 1e-6 of that element. One fp32 rounding is 6e-8 of the largest; ten steps of them and
+# sums of up to five ranks stay below 1e-6.
+TOLERANCE = 1e-6
+
+
+@dataclass
+class Record:
+    """What one step of training left behind.
+
+    Attributes:
+        losses: of each rank, in rank order; at most one entry where ranks share one loss.
+        between: each rank's numbers of ``Case.between``.
+        grad_norm: before clipping.
+        gradients: after clipping; a parameter without one is left out.
+        state: parameters and buffers after the step.
+    """
+
+    losses: tuple[float, ...]
+    between: tuple[tuple[float, ...], ...]
+    grad_norm: float
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+
+def train_plain(case: Case, size: int) -> list[Record]:
+    """Train in one process what ``size`` ranks would."""
+    model = case.build()
+    optimizer = case.optimizer(model)
+    scheduler = case.scheduler(optimizer) if case.scheduler else None
+    records = []
+    for step in range(case.steps):
+        lanes = [Lane(case, model, step=step, rank=rank, lanes=size) for rank in range(size)]
+        case.zero_grad(model, optimizer, step)
+        losses = []
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        after_rank_0 = buffers
+        for lane in lanes:  # every rank starts from the same buffers, and those of rank 0 stay
+            _set(model, buffers)
+            losses.append(case.program(lane))
+            if lane.rank == 0:
+                after_rank_0 = [buffer.clone() for buffer in model.buffers()]
+        _set(model, after_rank_0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm, case.norm_type)
+        gradients = {
+            name: parameter.grad.clone()
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        between = tuple(tuple(case.between(lane)) for lane in lanes) if case.between else ()
+        records.append(Record(tuple(losses), between, norm.item(), gradients, state))
+    return records
+
+
+def _set(model: nn.Module, buffers: Sequence[Tensor]) -> None:
+    for buffer, value in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(value)
+
+
+def train_sharded(
+    case: Case, topology: Topology, *, stage: int, precision: str | hpczero.Precision = "fp32"
+) -> list[Record]:
+    """Train with hpczero. Collective over world; the records are complete on rank 0."""
+    model = case.build()
+    optimizer = case.optimizer(model)
+    scheduler = case.scheduler(optimizer) if case.scheduler else None
+    hpczero.zeroify(
+        model, optimizer, stage=stage, topology=topology, precision=precision, rule=case.rule
+    )
+
+    def no_sync() -> AbstractContextManager[None]:
+        return hpczero.no_sync(model)
+
+    records = []
+    for step in range(case.steps):
+        lane = Lane(case, model, step=step, rank=topology.rank, no_sync=no_sync)
+        case.zero_grad(model, optimizer, step)
+        loss = case.program(lane)
+        norm = hpczero.clip_grad_norm_(model, case.max_norm, case.norm_type)
+        gradients = hpczero.full_gradients(model)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        state = hpczero.full_state_dict(model) or {}
+        mine = tuple(case.between(lane)) if case.between else ()
+        between = tuple(topology.world.allgather(mine)) if case.between else ()
+        records.append(
+            Record(tuple(topology.world.allgather(loss)), between, norm, gradients, state)
+        )
+    hpczero.release(model)
+    return records
+
+
+def differences(
+    found: Sequence[Record], expected: Sequence[Record], tolerance: float = TOLERANCE
+) -> list[str]:
+    """What in ``found`` is further than ``tolerance`` from ``expected``, in words; empty if all is well."""
+    wrong = []
+    for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        problems = [
+            *_numbers("loss", mine.losses, theirs.losses, tolerance),
+            *_numbers("grad norm", [mine.grad_norm], [theirs.grad_norm], tolerance),
+            *_tensors("gradient", mine.gradients, theirs.gradients, tolerance),
+            *_tensors("state", mine.state, theirs.state, tolerance),
+        ]
+        for a, b in zip(mine.between, theirs.between, strict=True):
+            problems += _numbers("number between steps", a, b, tolerance)
+        wrong += [f"step {step}: {problem}" for problem in problems]
+    return wrong
+
+
+def _numbers(
+    what: str, found: Sequence[float], expected: Sequence[float], tolerance: float
+) -> list[str]:
+    if len(found) != len(expected):
+        return [f"{len(found)} of {what}, expected {len(expected)}"]
+    return [
+        f"{what} of rank {rank} is {a!r}, expected {b!r}"
+        for rank, (a, b) in enumerate(zip(found, expected, strict=True))
+        if not abs(a - b) <= tolerance * abs(b)  # so that NaN is wrong
+    ]
+
+
+def _tensors(
+    what: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float
+) -> list[str]:
+    wrong = []
+    # hpczero reduces a unit as a whole: what no rank used is zero there, and nothing in torch.
+    surplus = [name for name in found if name not in expected and found[name].any()]
+    if what == "state":
+        surplus = [name for name in found if name not in expected]
+    missing = [name for name in expected if name not in found]
+    wrong += [f"{what} of {name!r} is there, expected none" for name in surplus]
+    wrong += [f"{what} of {name!r} is missing" for name in missing]
+    for name in expected.keys() & found.keys():
+        error = relative_error(found[name], expected[name])
+        if not error <= tolerance:
+            wrong.append(f"{what} of {name!r} is off by {error:.2e} of its largest magnitude")
+    return wrong
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Largest deviation, relative to the largest magnitude expected; 0 for nothing, infinite for another shape."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return math.inf
+    if not expected.numel():
+        return 0.0
+    largest = expected.double().abs().max().item()
+    error = (found.double() - expected.double()).abs().max().item()
+    return error / largest if largest else (0.0 if error == 0.0 else math.inf)
+
+
+def bits(records: Sequence[Record]) -> list[object]:
+    """The records in a form in which ``==`` compares bits."""
+    return [
+        (
+            [value.hex() for value in record.losses],
+            [[value.hex() for value in numbers] for numbers in record.between],
+            record.grad_norm.hex(),
+            {name: tensor.numpy().tobytes() for name, tensor in record.state.items()},
+        )
+        for record in records
+    ]
+
+
+def first_step_apart(runs: Mapping[str, Sequence[Record]]) -> list[str]:
+    """Which runs differ in a bit from the first, and from which step on."""
+    (name, first), *others = runs.items()
+    expected = bits(first)
+    wrong = []
+    for other, records in others:
+        apart = [step for step, (a, b) in enumerate(zip(bits(records), expected)) if a != b]
+        if apart or len(records) != len(expected):
+            wrong.append(
+                f"{other} departs from {name} at step {apart[0] if apart else len(expected)}"
+            )
+    return wrong

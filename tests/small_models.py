@@ -1,0 +1,115 @@
+"""What the tests of the core share: small models with awkward sizes, sharded for one test; errors on all ranks.
+
+Must not know: what any test looks for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+import hpczero
+from hpczero.errors import HpcZeroError
+from hpczero.models import GPT, GPTConfig
+from tests.helpers.parallel import parallel_assert
+
+if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
+    from mpi4py import MPI
+
+# Unit sizes that neither 64 nor 2 to 5 ranks divide.
+TINY = {"vocab_size": 61, "context": 11, "layers": 2, "hidden": 18, "heads": 2}
+
+
+def tiny_gpt(seed: int = 1, **changes: Any) -> GPT:
+    """A GPT of about 10,000 parameters, the same on every rank."""
+    model = GPT(GPTConfig(**{**TINY, **changes}))
+    model.initialize_all(seed=seed)
+    return model
+
+
+def tiny_tokens(rank: int, *, batch: int = 2, seq_len: int = 9) -> Tensor:
+    """(batch, seq_len) int64, other ones on every rank."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    return torch.randint(TINY["vocab_size"], (batch, seq_len), generator=generator)
+
+
+class MLP(nn.Module):
+    """Three linear layers in a list, so that each is a unit; shapes that divide by nothing."""
+
+    def __init__(self, sizes: tuple[int, ...] = (7, 15, 15, 3), seed: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(size_in, size_out), nn.Tanh())
+            for size_in, size_out in itertools.pairwise(sizes)
+        )
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(0.0, 0.5, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, sizes[0]) in, (batch, sizes[-1]) out."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def mlp_input(rank: int) -> Tensor:
+    """(4, 7) fp32, other values on every rank."""
+    return torch.randn(4, 7, generator=torch.Generator().manual_seed(200 + rank))
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
+    """AdamW over all parameters."""
+    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, **options})
+
+
+@contextmanager
+def zeroified(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any
+) -> Iterator[hpczero.Sharding]:
+    """``model`` is sharded inside and released afterwards. Collective; options go to ``zeroify``."""
+    hpczero.zeroify(model, optimizer, **options)
+    sharding = hpczero.sharding(model)
+    try:
+        yield sharding
+    finally:
+        hpczero.release(model)
+
+
+def raises_on_all(
+    comm: MPI.Intracomm, kind: type[Exception], pattern: str, call: Callable[[], object]
+) -> str:
+    """``call`` raises ``kind`` with a message like ``pattern`` on every rank, agreed, so that none is left waiting.
+
+    Collective over ``comm``.
+
+    Returns:
+        This rank's message.
+    """
+    __tracebackhide__ = True
+    error: Exception | None = None
+    try:
+        call()
+    except Exception as caught:  # judged below, on every rank
+        error = caught
+    said = f"{type(error).__name__}: {error}"
+    parallel_assert(comm, type(error) is kind and re.search(pattern, str(error)), said)
+    agreed = not isinstance(error, HpcZeroError) or error.agreed
+    parallel_assert(comm, agreed, f"not agreed, so one rank's exit would end the job: {said}")
+    return str(error)
+
+
+def parameter_bits(model: nn.Module) -> dict[str, bytes]:
+    """Every parameter's own bytes. Collective where parameters are sharded."""
+    with hpczero.gathered(model):
+        return {
+            name: parameter.detach().flatten().view(torch.uint8).numpy().tobytes()
+            for name, parameter in model.named_parameters()
+        }

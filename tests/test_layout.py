@@ -1,0 +1,97 @@
+"""Shards tile the flat buffer and overlaps tile every parameter, whatever the shapes and the number of ranks."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hpczero.layout import EXCHANGE_BYTES, ShardLayout, exchange_chunk
+
+Shapes = list[tuple[int, ...]]
+
+shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=8)
+ranks = st.integers(1, 40)
+aligns = st.sampled_from([1, 2, 7, 64])
+
+
+def pack(parameter_shapes: Shapes, num_shards: int, align: int) -> ShardLayout:
+    named = [(f"p{index}", shape) for index, shape in enumerate(parameter_shapes)]
+    return ShardLayout.pack(named, num_shards, align=align)
+
+
+@given(shapes, ranks, aligns)
+@example([], 3, 64)
+@example([(0,), (0, 5)], 4, 64)  # parameters, and not one element
+@example([(3,)], 5, 1)  # more ranks than elements
+def test_shard_ranges_tile_the_buffer(
+    parameter_shapes: Shapes, num_shards: int, align: int
+) -> None:
+    layout = pack(parameter_shapes, num_shards, align)
+    owned = [element for rank in range(num_shards) for element in layout.shard_range(rank)]
+    assert owned == list(range(sum(prod(shape) for shape in parameter_shapes)))
+
+
+@given(shapes, ranks, aligns)
+@example([(7, 15), (15,), (0,), (1,)], 3, 64)
+def test_overlaps_tile_every_parameter(
+    parameter_shapes: Shapes, num_shards: int, align: int
+) -> None:
+    layout = pack(parameter_shapes, num_shards, align)
+    for slot in layout.slots:
+        parts = [layout.overlap(rank, slot.name) for rank in range(num_shards)]
+        assert [e for part in parts for e in part] == list(range(prod(slot.shape)))
+        for rank, part in enumerate(parts):  # and each part is what the rank's shard holds of it
+            inside = {slot.offset + element for element in part}
+            mine = {e for e in layout.shard_range(rank) if slot.offset <= e < slot.stop}
+            assert inside == mine
+
+
+@given(shapes, ranks, aligns)
+def test_padding_is_less_than_one_alignment_per_shard(
+    parameter_shapes: Shapes, num_shards: int, align: int
+) -> None:
+    layout = pack(parameter_shapes, num_shards, align)
+    assert layout.shard_numel % align == 0
+    assert layout.padded_numel == layout.shard_numel * num_shards
+    assert layout.padded_numel >= layout.numel
+    # an even cut rounded up, then the alignment
+    assert layout.shard_numel < layout.numel / num_shards + 1 + align
+
+
+@given(shapes)
+def test_parameters_lie_end_to_end_in_the_given_order(parameter_shapes: Shapes) -> None:
+    layout = pack(parameter_shapes, 2, 64)
+    assert [slot.shape for slot in layout.slots] == parameter_shapes
+    ends = [0, *(slot.stop for slot in layout.slots)]
+    assert [slot.offset for slot in layout.slots] == ends[:-1]
+    for slot in layout.slots:
+        assert layout.slot(slot.name) is slot
+
+
+def test_slot_of_an_unknown_name_is_a_key_error() -> None:
+    with pytest.raises(KeyError, match="absent"):
+        pack([(2,)], 1, 1).slot("absent")
+
+
+@pytest.mark.parametrize(("num_shards", "align"), [(0, 1), (-1, 1), (1, 0)])
+def test_counts_below_one_are_refused(num_shards: int, align: int) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        ShardLayout.pack([("p", (2,))], num_shards, align=align)
+
+
+def test_repeated_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="must be distinct"):
+        ShardLayout.pack([("p", (2,)), ("p", (3,))], 2)
+
+
+@given(st.integers(0, 2**31), st.integers(1, 100_000), st.sampled_from([2, 4]))
+def test_exchange_blocks_fit_the_bound(shard_numel: int, num_shards: int, itemsize: int) -> None:
+    chunk = exchange_chunk(shard_numel, num_shards, itemsize)
+    assert chunk <= shard_numel
+    assert chunk == shard_numel or chunk >= 1  # progress
+    assert chunk * num_shards * itemsize <= EXCHANGE_BYTES
+    if chunk < shard_numel:  # and no smaller than need be
+        assert (chunk + 1) * num_shards * itemsize > EXCHANGE_BYTES

@@ -1,0 +1,233 @@
+"""Records of steps: their JSON lines, rates, the plot, what the screen shows, and which rank speaks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpczero import log
+from hpczero.config import LogOptions, RunOptions
+from hpczero.errors import ConfigError
+from hpczero.metrics import (
+    Interval,
+    MetricsFile,
+    StepMetrics,
+    Stopwatch,
+    achieved_tflops,
+    process_peak_nbytes,
+    read_metrics,
+)
+from hpczero.plot import plot_losses
+from hpczero.progress import progress_for
+from hpczero.records import Records
+from hpczero.runfolder import RunFolder
+
+
+def metrics(step: int = 1, **changes: object) -> StepMetrics:
+    values: dict[str, object] = {f.name: 1.0 for f in dataclasses.fields(StepMetrics)}
+    values |= {"step": step, "tokens": step * 100, "skipped_steps": 0, "held_out_loss": None}
+    values |= {"mfu": None, "state_peak_nbytes": 2**20, "process_peak_nbytes": 2**21, **changes}
+    return StepMetrics(**values)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def first_rank_logs() -> Iterator[None]:
+    log.configure(rank=0, node_index=0, level="info")
+    yield
+    log.configure(rank=0, node_index=0, level="info")
+
+
+def test_record_survives_its_json_line() -> None:
+    record = metrics(3, loss=2.5, held_out_loss=2.75, mfu=0.5)
+    assert StepMetrics.from_json(record.to_json()) == record
+    assert json.loads(record.to_json())["held_out_loss"] == 2.75
+
+
+def test_nan_and_infinity_become_valid_json() -> None:
+    line = metrics(loss=math.nan, grad_norm=math.inf).to_json()
+    found = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert found["loss"] is None
+    assert found["grad_norm"] is None
+    back = StepMetrics.from_json(line)
+    assert math.isnan(back.loss)
+    assert math.isnan(back.grad_norm)
+    assert back.held_out_loss is None
+
+
+def test_every_line_is_complete_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        file.write(metrics(step))
+        assert [m.step for m in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3][:step]
+    file.close()
+
+
+def test_torn_last_line_of_a_killed_run_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f"{metrics(1).to_json()}\n{metrics(2).to_json()[:20]}")
+    assert [m.step for m in read_metrics(path)] == [1]
+
+
+def test_rates_are_averaged_over_time_and_losses_over_steps() -> None:
+    interval = Interval()
+    interval.add(metrics(1, loss=4.0, tokens_per_s=100.0, step_ms=1000.0))
+    interval.add(metrics(2, loss=2.0, tokens_per_s=10.0, step_ms=3000.0))
+    assert interval.mean("loss") == 3.0
+    assert interval.mean("tokens_per_s") == (100 * 1 + 10 * 3) / 4
+
+
+def test_stopwatch_adds_up_a_phase_and_leaves_others_at_zero() -> None:
+    watch = Stopwatch()
+    for _ in range(2):
+        with watch.phase("forward"):
+            start = time.perf_counter()
+            while time.perf_counter() - start < 0.01:
+                pass
+    assert 20 <= watch.ms("forward") <= watch.elapsed_s() * 1e3
+    assert watch.ms("backward") == 0.0
+
+
+def test_flops_are_counted_per_rank() -> None:
+    # 1,000 tokens per second of a model of 1e9 FLOPs per token are 1e12 FLOP/s: 0.25 TFLOP/s on each of 4 ranks.
+    assert achieved_tflops(1000.0, 1e9, 4) == 0.25
+
+
+def test_process_memory_is_in_bytes() -> None:
+    assert 5 * 2**20 < process_peak_nbytes() < 2**40
+
+
+def test_plot_is_a_png_of_both_losses(tmp_path: Path) -> None:
+    steps = [
+        metrics(s, loss=5 / s, held_out_loss=5 / s if s % 5 == 0 else None) for s in range(1, 21)
+    ]
+    plot_losses(steps, tmp_path / "both.png", title="run")
+    plot_losses(
+        [dataclasses.replace(s, held_out_loss=None) for s in steps],
+        tmp_path / "one.png",
+        title="run",
+    )
+    both, one = ((tmp_path / name).read_bytes() for name in ("both.png", "one.png"))
+    assert both.startswith(b"\x89PNG")
+    assert one.startswith(b"\x89PNG")
+    assert both != one
+
+
+def test_one_line_per_interval_first_last_and_evaluation(
+    capsys: pytest.CaptureFixture[str], first_rank_logs: None
+) -> None:
+    with progress_for("auto", num_steps=12, every=5) as progress:
+        for step in range(1, 13):
+            progress.show(metrics(step, loss=float(step), held_out_loss=9.5 if step == 7 else None))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["1/12", "5/12", "7/12", "10/12", "12/12"]
+    assert "loss 3.5000" in lines[1]  # steps 2 to 5
+    assert "held-out 9.5000" in lines[2]
+    assert all("\x1b" not in line and "tok/s" in line and "MiB" in line for line in lines)
+
+
+def test_skipped_steps_and_mfu_are_shown_where_there_are_any(
+    capsys: pytest.CaptureFixture[str], first_rank_logs: None
+) -> None:
+    with progress_for("lines", num_steps=2, every=1) as progress:
+        progress.show(metrics(1))
+        progress.show(metrics(2, mfu=0.5, skipped_steps=3, loss_scale=512.0))
+    plain, full = capsys.readouterr().out.splitlines()
+    assert "skipped" not in plain
+    assert "MFU" not in plain
+    assert "skipped 3 scale 512" in full
+    assert "MFU 50.0%" in full
+
+
+def test_bar_counts_to_the_end(capsys: pytest.CaptureFixture[str], first_rank_logs: None) -> None:
+    with progress_for("bar", num_steps=3, every=2) as progress:
+        for step in (1, 2, 3):
+            progress.show(metrics(step, held_out_loss=8.25 if step == 2 else None))
+    text = capsys.readouterr().out
+    assert "3/3" in text
+    assert "held-out loss 8.2500" in text
+
+
+def test_records_go_to_file_tensorboard_and_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], first_rank_logs: None
+) -> None:
+    folder = RunFolder(tmp_path)
+    with Records(folder, LogOptions(every=1), num_steps=1) as records:
+        records.write(metrics(1, loss=1.5))
+    assert [m.loss for m in read_metrics(folder.metrics)] == [1.5]
+    (events,) = folder.tensorboard.iterdir()
+    assert b"grad_norm" in events.read_bytes()
+    assert "loss 1.5000" in capsys.readouterr().out
+
+
+def test_tensorboard_can_be_left_out(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    with Records(folder, LogOptions(tensorboard=False), num_steps=1) as records:
+        records.write(metrics(1))
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_run_folder_of_another_run_is_kept(tmp_path: Path) -> None:
+    options = RunOptions(name="mine", folder=str(tmp_path))
+    folder = RunFolder.of(options)
+    folder.create(options, "first = 1")
+    with pytest.raises(ConfigError, match=r"mine: holds an earlier run; .*--run.overwrite true"):
+        folder.create(options, "second = 2")
+    assert folder.config.read_text() == "first = 1"
+
+
+@pytest.mark.parametrize("options", [RunOptions(), RunOptions(name="mine", overwrite=True)])
+def test_replacing_a_run_clears_its_results_and_nothing_else(
+    options: RunOptions, tmp_path: Path
+) -> None:
+    options = dataclasses.replace(options, folder=str(tmp_path))
+    folder = RunFolder.of(options)
+    folder.create(options, "first = 1")
+    for file in (folder.metrics, folder.plot, folder.weights, folder.path / "notes.txt"):
+        file.write_text("old")
+    folder.tensorboard.mkdir()
+    folder.create(options, "second = 2")
+    assert sorted(file.name for file in folder.path.iterdir()) == ["config.toml", "notes.txt"]
+    assert folder.config.read_text() == "second = 2"
+
+
+def test_run_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    options = RunOptions(folder=str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="file/default: cannot be written as a run folder"):
+        RunFolder.of(options).create(options, "")
+
+
+class Expensive:
+    """Counts how often it is formatted."""
+
+    count = 0
+
+    def __str__(self) -> str:
+        self.count += 1
+        return "expensive"
+
+
+@pytest.mark.parametrize(
+    ("rank", "level", "expected"),
+    [
+        (0, "info", "hello 1\n"),
+        (3, "info", ""),
+        (0, "debug", "hello 1\n[r0 node01] detail expensive\n"),
+        (3, "debug", "[r3 node01] detail expensive\n"),
+    ],
+)
+def test_info_comes_from_root_and_debug_from_every_rank(
+    rank: int, level: str, expected: str, capsys: pytest.CaptureFixture[str], first_rank_logs: None
+) -> None:
+    log.configure(rank=rank, node_index=1, level=level)  # type: ignore[arg-type]
+    expensive = Expensive()
+    log.info("hello %d", 1)
+    log.debug("detail %s", expensive)
+    assert capsys.readouterr().out == expected
+    assert expensive.count == (level == "debug")

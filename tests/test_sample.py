@@ -1,0 +1,162 @@
+"""Weights files, and text from them: the sharded command writes what the dense model would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpczero.data import ByteTokenizer
+from hpczero.errors import CheckpointError, ConfigError
+from hpczero.models import GPT, GPTConfig, generate
+from hpczero.weights import Weights, write_weights
+from tests.helpers.mpirun import run_ranks
+
+MODEL = GPTConfig(vocab_size=257, context=16, layers=2, hidden=24, heads=2)
+
+
+def dense_model(config: GPTConfig = MODEL) -> GPT:
+    """Initial weights, but large enough for the model to have strong opinions."""
+    model = GPT(config)
+    model.initialize_all(seed=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(20.0 if parameter.dim() > 1 else 1.0)
+    return model
+
+
+def save(model: GPT, path: Path) -> Path:
+    tensors = dict(
+        model.named_parameters(remove_duplicate=False)
+    )  # the tied weight under both names
+    write_weights(path, tensors, model=model.config, tokenizer=ByteTokenizer(), step=7)
+    return path
+
+
+def dense_text(model: GPT, prompt: bytes, **choices: float) -> str:
+    tokens = generate(
+        model,
+        torch.tensor(list(prompt)),
+        context=MODEL.context,
+        **choices,  # type: ignore[arg-type]
+    )
+    return ByteTokenizer().decode(tokens.tolist()).decode(errors="replace")
+
+
+def test_weights_file_gives_back_model_tokenizer_step_and_every_parameter(tmp_path: Path) -> None:
+    model = dense_model()
+    weights = Weights(save(model, tmp_path / "model.safetensors"))
+    assert (weights.model, weights.step) == (MODEL, 7)
+    assert weights.tokenizer.decode([100, 101, 102]) == b"def"
+    for name, parameter in model.named_parameters():
+        read = torch.empty_like(parameter)
+        weights.read_into(name, read)
+        assert torch.equal(read, parameter), name
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_tied_weight_is_written_once_and_an_untied_one_in_full(tmp_path: Path) -> None:
+    untied = GPTConfig(
+        vocab_size=257, context=16, layers=2, hidden=24, heads=2, tie_embeddings=False
+    )
+    tied_nbytes, untied_nbytes = (
+        save(dense_model(config), tmp_path / "model.safetensors").stat().st_size
+        for config in (MODEL, untied)
+    )
+    assert untied_nbytes - tied_nbytes == pytest.approx(4 * 257 * 24, abs=200)
+
+
+def test_run_folder_stands_for_its_weights(tmp_path: Path) -> None:
+    save(dense_model(), tmp_path / "model.safetensors")
+    assert Weights(tmp_path).model == MODEL
+
+
+def test_parameter_of_other_name_or_shape_is_refused(tmp_path: Path) -> None:
+    weights = Weights(save(dense_model(), tmp_path / "model.safetensors"))
+    with pytest.raises(CheckpointError, match=r"'wpe' cannot be read"):
+        weights.read_into("wpe", torch.empty(16, 24))
+    with pytest.raises(CheckpointError, match=r"'wpe.weight' is \(16, 24\), expected \(8, 24\)"):
+        weights.read_into("wpe.weight", torch.empty(8, 24))
+
+
+def test_missing_weights_are_a_configuration_error(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "other.safetensors"):
+        with pytest.raises(ConfigError, match="no such weights"):
+            Weights(path)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])
+def test_truncated_weights_are_refused(keep: int, tmp_path: Path) -> None:
+    path = save(dense_model(), tmp_path / "model.safetensors")
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match="damaged"):
+        Weights(path)
+
+
+def test_foreign_safetensors_file_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.zeros(3)}, tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match="not weights of"):
+        Weights(tmp_path / "other.safetensors")
+
+
+def test_failed_write_keeps_the_older_file_and_leaves_nothing(tmp_path: Path) -> None:
+    path = save(dense_model(), tmp_path / "model.safetensors")
+    before = path.read_bytes()
+    bad = {"a": torch.empty(2, device="meta")}
+    with pytest.raises(Exception, match="meta"):
+        write_weights(path, bad, model=MODEL, tokenizer=ByteTokenizer(), step=8)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(("n", "stage"), [(1, 0), (3, 3)])
+def test_sharded_model_writes_the_text_of_the_dense_model(
+    n: int, stage: int, tmp_path: Path
+) -> None:
+    model = dense_model()
+    save(model, tmp_path / "model.safetensors")
+    options = {"--tokens": 40, "--temperature": 0.7, "--top-k": 9, "--seed": 5, "--stage": stage}
+    args = [str(part) for option in options.items() for part in option]
+    done = run_ranks(n, ["-m", "hpczero.sample", tmp_path, "--prompt", "def ", *args], timeout=90)
+    assert done.returncode == 0, done
+    expected = dense_text(model, b"def ", num_tokens=40, temperature=0.7, top_k=9, seed=5)
+    assert len(expected) > 20  # longer than the context of 16 tokens
+    assert "\ufffd" in expected  # bytes that are not UTF-8
+    assert done.stdout.splitlines() == f"{expected}\n".splitlines()
+
+
+def test_prompt_may_be_empty(tmp_path: Path) -> None:
+    model = dense_model()
+    path = save(model, tmp_path / "model.safetensors")
+    done = run_ranks(
+        2, ["-m", "hpczero.sample", path, "--tokens", "12", "--temperature", "0"], timeout=90
+    )
+    assert done.returncode == 0, done
+    start = torch.tensor([ByteTokenizer.separator])
+    tokens = generate(model, start, num_tokens=12, context=16, temperature=0.0)
+    text = ByteTokenizer().decode(tokens.tolist()).decode(errors="replace")
+    assert done.stdout.splitlines() == f"{text}\n".splitlines()
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "expected"),
+    [
+        (["--stage", "7"], 78, "--stage"),
+        (["--tokens", "-1"], 78, "--tokens: got -1"),
+        (["--temperature", "nan"], 78, "--temperature: got nan"),
+        ([], 65, "damaged"),
+    ],
+)
+def test_bad_input_ends_the_job_with_its_code(
+    args: list[str], code: int, expected: str, tmp_path: Path
+) -> None:
+    path = save(dense_model(), tmp_path / "model.safetensors")
+    path.write_bytes(path.read_bytes()[:-1])
+    done = run_ranks(2, ["-m", "hpczero.sample", path, *args], timeout=60)
+    assert done.returncode == code, done
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""

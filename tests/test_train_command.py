@@ -1,0 +1,282 @@
+"""The training command under a real launcher: what it writes, what depends on the ranks, and how bad input ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from hpczero.config import RunConfig
+from hpczero.metrics import StepMetrics, read_metrics
+from hpczero.options import load_toml
+from tests.helpers.mpirun import Finished, run_ranks
+
+LIMIT_S = 60
+STEPS = 30
+TINY = {
+    "model.preset": "gpt-micro",
+    "model.layers": 1,
+    "model.hidden": 32,
+    "model.context": 16,
+    "train.steps": STEPS,
+    "train.global_batch": 8,
+    "train.accumulation": 2,
+    "train.learning_rate": 0.01,
+    "train.warmup": 3,
+    "evaluation.every": 10,
+    "evaluation.batches": 2,
+}
+
+
+def train(n: int, folder: Path, **options: object) -> Finished:
+    """The command on ``n`` ranks with a tiny model; a double underscore stands for the dot of an option."""
+    given = {name.replace("__", "."): value for name, value in options.items()}
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text("".join(f"line {i}: the rank owns its shard\n" for i in range(400)))
+    values = {
+        **TINY,
+        "data.path": text,
+        "data.cache": folder / "tokens",
+        "run.folder": folder,
+        **given,
+    }
+    args = [part for name, value in values.items() for part in (f"--{name}", str(value))]
+    return run_ranks(n, ["-m", "hpczero.train", *args], timeout=LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("train")
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(folder: Path) -> Finished:
+    done = train(2, folder, run__name="two", log__every=10)
+    assert done.returncode == 0, done
+    return done
+
+
+def steps_of(folder: Path, name: str) -> list[StepMetrics]:
+    return read_metrics(folder / name / "metrics.jsonl")
+
+
+@pytest.mark.usefixtures("on_two_ranks")
+def test_run_folder_holds_every_result_and_nothing_temporary(folder: Path) -> None:
+    files = {file.name for file in (folder / "two").iterdir()}
+    assert files == {
+        "config.toml",
+        "loss.png",
+        "metrics.jsonl",
+        "model.safetensors",
+        "tensorboard",
+    }
+    picture = (folder / "two" / "loss.png").read_bytes()
+    width, height = struct.unpack(">II", picture[16:24])
+    assert picture.startswith(b"\x89PNG")
+    assert (width, height) > (500, 300)
+    (events,) = (folder / "two" / "tensorboard").iterdir()
+    assert events.stat().st_size > 1000
+
+
+@pytest.mark.usefixtures("on_two_ranks")
+def test_metrics_have_one_complete_json_line_per_step(folder: Path) -> None:
+    lines = (folder / "two" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert [record["tokens"] for record in records] == [8 * 16 * (i + 1) for i in range(STEPS)]
+    for record in records:
+        assert set(record) == set(StepMetrics.__dataclass_fields__)
+        for name in ("step_ms", "forward_ms", "backward_ms", "optimizer_ms", "communication_ms"):
+            assert 0 < record[name] < 60_000, name
+        parts = ("data_ms", "forward_ms", "backward_ms", "optimizer_ms")
+        assert sum(record[name] for name in parts) <= record["step_ms"]
+        assert record["tokens_per_s"] == pytest.approx(8 * 16 / (record["step_ms"] / 1e3))
+        assert 0 < record["state_peak_nbytes"] < record["process_peak_nbytes"]
+        assert record["mfu"] is None
+        assert (record["skipped_steps"], record["loss_scale"]) == (0, 1.0)
+    evaluated = [r["step"] for r in records if r["held_out_loss"] is not None]
+    assert evaluated == [10, 20, 30]
+
+
+@pytest.mark.usefixtures("on_two_ranks")
+def test_loss_starts_at_the_uniform_guess_and_falls(folder: Path) -> None:
+    steps = steps_of(folder, "two")
+    assert steps[0].loss == pytest.approx(5.55, abs=0.2)  # ln 257 of 257 equally likely tokens
+    assert steps[-1].loss < 3.5
+    held_out = [s.held_out_loss for s in steps if s.held_out_loss is not None]
+    assert held_out == sorted(held_out, reverse=True)
+    assert held_out[-1] == pytest.approx(steps[-1].loss, abs=0.5)  # the same kind of text
+
+
+@pytest.mark.usefixtures("on_two_ranks")
+def test_learning_rate_follows_the_schedule_of_the_options(folder: Path) -> None:
+    options = load_toml(folder / "two" / "config.toml", RunConfig).train
+    expected = [0.01 * options.learning_rate_factor(step) for step in range(STEPS)]
+    assert [s.learning_rate for s in steps_of(folder, "two")] == pytest.approx(expected)
+
+
+@pytest.mark.usefixtures("on_two_ranks")
+def test_written_options_are_those_of_the_command_line(folder: Path) -> None:
+    config = load_toml(folder / "two" / "config.toml", RunConfig)
+    assert config.run.name == "two"
+    assert (config.model.hidden, config.train.accumulation) == (32, 2)
+    assert (config.train.global_batch, config.train.micro_batch) == (8, None)
+
+
+@pytest.mark.usefixtures("on_two_ranks")
+def test_final_weights_are_those_of_the_model(folder: Path) -> None:
+    with safe_open(folder / "two" / "model.safetensors", framework="pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert shapes["wte.weight"] == (257, 32)
+    assert shapes["blocks.0.mlp.expansion.bias"] == (128,)
+    assert "lm_head.weight" not in shapes  # tied to wte.weight
+    assert len(shapes) == 1 + 12 + 2
+
+
+def test_header_tells_ranks_units_bytes_data_and_steps_once(on_two_ranks: Finished) -> None:
+    text = on_two_ranks.stdout
+    for part in (
+        "topology: 1 node(s) x 2 rank(s)",
+        "plan: stage 3, fp32",
+        "units of",
+        "held per rank: ",
+        "sent per rank and step: ",
+        "training and",
+        "vocabulary of 257",
+        "run: 30 steps of 128 tokens = micro batch 2 x accumulation 2 x 2 rank(s) x 16 tokens",
+        "held-out loss: ",
+        "done: python -m hpczero.sample ",
+    ):
+        assert text.count(part) == 1, part
+    progress = [line.split()[1] for line in text.splitlines() if line.startswith("step ")]
+    assert progress == ["1/30", "10/30", "20/30", "30/30"]
+
+
+@pytest.mark.parametrize(
+    ("n", "name", "options"),
+    [
+        (1, "one", {"parallel__stage": 0}),
+        (4, "four", {"parallel__stage": 2, "train__accumulation": 1, "parallel__nodes": "2x2"}),
+    ],
+)
+@pytest.mark.usefixtures("on_two_ranks")
+def test_other_ranks_start_from_the_same_weights_and_see_the_same_samples(
+    n: int, name: str, options: dict[str, object], folder: Path
+) -> None:
+    done = train(n, folder, run__name=name, **options)
+    assert done.returncode == 0, done
+    mine, reference = steps_of(folder, name), steps_of(folder, "two")
+    # Before the first update only the order of fp32 sums differs; an exchanged sample would show in the third digit.
+    assert mine[0].loss == pytest.approx(reference[0].loss, rel=1e-6)
+    assert mine[0].grad_norm == pytest.approx(reference[0].grad_norm, rel=1e-5)
+    assert len({s.loss for s in reference}) == STEPS
+    for mine_step, reference_step in zip(mine, reference, strict=True):
+        assert mine_step.loss == pytest.approx(reference_step.loss, rel=1e-3)
+
+
+def test_bf16_checkpointing_bpe_and_mfu_train_and_unwanted_files_stay_away(folder: Path) -> None:
+    done = train(
+        2,
+        folder,
+        run__name="bf16",
+        parallel__precision="bf16",
+        model__checkpoint_activations="true",
+        data__tokenizer="bpe",
+        log__plot="false",
+        log__tensorboard="false",
+        log__peak_tflops=0.5,
+        log__level="debug",
+    )
+    assert done.returncode == 0, done
+    assert {file.name for file in (folder / "bf16").iterdir()} == {
+        "config.toml",
+        "metrics.jsonl",
+        "model.safetensors",
+    }
+    steps = steps_of(folder, "bf16")
+    assert steps[-1].loss < steps[0].loss - 1
+    assert all(s.mfu == pytest.approx(s.tflops / 0.5) for s in steps)
+    assert {"[r0 node00]", "[r1 node00]"} <= {line[:11] for line in done.stdout.splitlines()}
+
+
+@pytest.mark.usefixtures("on_two_ranks")
+def test_run_is_not_overwritten_unless_asked(folder: Path) -> None:
+    before = (folder / "two" / "metrics.jsonl").read_text()
+    done = train(2, folder, run__name="two")
+    assert done.returncode == 78, done
+    assert "holds an earlier run" in done.stderr
+    assert "--run.overwrite true" in done.stderr
+    assert (folder / "two" / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"train__step": 3}, ["--train.step", "--train.steps"]),
+        ({"train__steps": "many"}, ["--train.steps", "'many'"]),
+        ({"parallel__stage": 7}, ["--parallel.stage", "'7'"]),
+        ({"train__global_batch": 9}, ["train.global_batch", "got 9", "2 rank(s)", "8 or 12"]),
+        ({"data__path": "missing.h5"}, ["missing.h5", "no such token file"]),
+        ({"data__path": "missing"}, ["missing", "no such file or folder"]),
+        ({"data__path": os.devnull}, [os.devnull]),
+        ({"model__context": 100_000}, ["100000", "tokens"]),
+        ({"parallel__nodes": "2x2"}, ["nodes 2x2", "the job has 2"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_input_ends_the_job_with_78_a_message_and_no_results(
+    options: dict[str, object], expected: list[str], tmp_path: Path
+) -> None:
+    done = train(2, tmp_path, run__name="bad", **options)
+    assert done.returncode == 78, done
+    errors = [line for line in done.stderr.splitlines() if line.startswith("[rank ")]
+    assert errors
+    for line in errors:
+        for part in expected:
+            assert part in line, done
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "bad").exists()
+
+
+def test_empty_corpus_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    done = train(2, tmp_path, data__path=tmp_path / "empty.txt", run__name="bad")
+    assert done.returncode == 78, done
+    assert "empty.txt: holds no text" in done.stderr
+    assert not (tmp_path / "bad").exists()
+
+
+ONE_RANK_RAISES = """
+import torch
+import hpczero
+from hpczero.errors import run
+
+class Fragile(torch.nn.Linear):
+    def forward(self, x):
+        if hpczero.sharding(model).topology.rank == 1:
+            raise ArithmeticError("this rank cannot go on")
+        return super().forward(x)
+
+model = Fragile(4, 4)
+
+def main():
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hpczero.zeroify(model, optimizer)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+run(main)
+"""
+
+
+def test_one_rank_raising_in_forward_ends_the_job_within_seconds() -> None:
+    done = run_ranks(3, ["-c", ONE_RANK_RAISES], timeout=60)
+    assert done.returncode != 0
+    assert "[rank 1] ArithmeticError: this rank cannot go on" in done.stderr
+    assert done.seconds < 30
