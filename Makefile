@@ -7,7 +7,7 @@ RANKS ?= 2
 RUN ?= runs/default
 ARGS ?=
 PYTHON := .venv/bin/python
-SOURCES := hpczero tests scaling examples
+SOURCES := $(sort $(dir $(wildcard hpczero/*.py tests/*.py scaling/*.py examples/*.py)))
 
 .PHONY: setup train test lint
 .NOTPARALLEL:

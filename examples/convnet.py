@@ -23,7 +23,7 @@ GLOBAL_BATCH, TEST_IMAGES = 48, 120  # 1, 2, 3 and 4 ranks divide both
 
 
 def images(first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Samples ``first`` to ``first + count``: (count, 1, SIZE, SIZE) and their labels. Each depends on its number alone."""
+    """``count`` images (count, 1, SIZE, SIZE) and their labels; each depends on its number alone."""
     made, labels = [], []
     axis = torch.arange(SIZE, dtype=torch.float32)
     for index in range(first, first + count):
@@ -78,7 +78,9 @@ def main() -> None:
 
     share = accuracy(model, topology)
     if topology.is_root:
-        print(f"loss fell from {losses[0]:.4f} to {losses[-1]:.4f}; {share:.0%} of new images right")
+        print(
+            f"loss fell from {losses[0]:.4f} to {losses[-1]:.4f}; {share:.0%} of new images right"
+        )
     hpczero.release(model)
     topology.free()
 

@@ -1,6 +1,6 @@
 """Your own loop: plain torch, with hpczero in the places marked 1 to 6. All ranks run all of it.
 
-    mpirun -n 2 python examples/own_loop.py
+mpirun -n 2 python examples/own_loop.py
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's samples of a step; they depend on the step and the sample, not on how many ranks there are."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(BATCH, 20, generator=generator)
-    y = torch.sin(x[:, :5].sum(1, keepdim=True))
+    y = torch.tanh(x[:, :5].sum(1, keepdim=True))
     share = BATCH // topology.size  # equal on every rank: gradients are the mean over ranks
     mine = slice(topology.rank * share, (topology.rank + 1) * share)
     return x[mine], y[mine]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import zlib
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from hpczero import log
 from hpczero.config import Batch, DataOptions, RunConfig
 from hpczero.data import Batches, Corpus, HeldOut, TokenFile, default_token_file, prepare
 from hpczero.data.tokens import VERSION as TOKEN_FILE_VERSION
+from hpczero.errors import ConfigError
 from hpczero.launch import start_topology, use_own_cores
 from hpczero.metrics import (
     StepMetrics,
@@ -53,6 +55,7 @@ def train(config: RunConfig, model_config: GPTConfig) -> None:
     use_own_cores(topology)
 
     # What was asked for, held against the ranks and the data.
+    check_same_options(config, topology)
     with topology.agreed("spread the batch over the ranks"):
         batch = Batch.resolve(config.train, topology.size)
     tokens = open_tokens(config.data, topology)
@@ -185,6 +188,21 @@ def train(config: RunConfig, model_config: GPTConfig) -> None:
     hpczero.release(model)
     tokens.close()
     topology.free()
+
+
+def check_same_options(config: RunConfig, topology: Topology) -> None:
+    """Refuse ranks that were started with other options: they would train another model. Collective.
+
+    Raises:
+        ConfigError: on every rank, naming the ranks that differ from rank 0.
+    """
+    mine = float(zlib.crc32(to_toml(config).encode()))
+    first = topology.gather(mine)[0]
+    with topology.agreed("agree on the options"):
+        if mine != first:
+            raise ConfigError(
+                "got other options than rank 0; give every rank the same command line and file"
+            )
 
 
 def open_tokens(options: DataOptions, topology: Topology) -> TokenFile:

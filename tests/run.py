@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ PHASE_LIMIT_S = 900.0
 MAX_LAUNCHES = 6  # of one phase: a machine on which everything hangs must not take all day
 EXIT_HANG, EXIT_PHASE_LIMIT = 86, 124
 WHY = {EXIT_HANG: "it hung", EXIT_PHASE_LIMIT: "the time of its phase was up"}
+EXIT_TERMINATED = 128 + signal.SIGTERM
 PYTEST_ENDED_WELL = (0, 5)  # all passed; nothing to run
 
 
@@ -143,6 +145,7 @@ def main() -> int:
         "--only-mpi", action="store_true", help="leave out the tests of one process"
     )
     options, arguments = parser.parse_known_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # through launch's finally
     if not any(Path(argument.partition("::")[0]).exists() for argument in arguments):
         arguments.append("tests")
     sizes = [int(word) for word in (os.environ.get("HPCZERO_TEST_RANKS") or RANKS).split()]

@@ -6,6 +6,8 @@ Each scenario is a small test file of its own, run by the real ``tests/run.py`` 
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.mpirun import ROOT, Finished, run_command, run_ranks
-from tests.helpers.processes import Process
+from tests.helpers.processes import Process, end_family, launch_environment
 
 PLUGIN = ["-p", "tests.conftest", "-c", "setup.cfg"]
 
@@ -202,6 +204,36 @@ def test_run_ranks_ends_a_job_at_its_limit_and_shows_the_output(tmp_path: Path) 
     assert "still waiting" in str(raised.value)
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert len(pids) == 2
+    assert [Process.read(pid) for pid in pids] == [None, None]
+
+
+def test_terminating_the_run_ends_its_jobs(tmp_path: Path) -> None:
+    body = f"""
+        import os, time
+
+        @pytest.mark.mpi
+        def test_waits(comm):
+            open({str(tmp_path)!r} + f"/{{os.getpid()}}.pid", "w").close()
+            time.sleep(60)
+    """
+    command = [sys.executable, "tests/run.py", "--only-mpi", *PLUGIN, f"--rootdir={tmp_path}"]
+    path = write_tests(tmp_path, body)
+    run = subprocess.Popen(
+        [*command, path],
+        cwd=ROOT,
+        env=launch_environment(HPCZERO_TEST_RANKS="2"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while len(pids := [int(found.stem) for found in tmp_path.glob("*.pid")]) < 2:
+            assert time.monotonic() < deadline, "the ranks never started"
+            time.sleep(0.05)
+        run.terminate()
+        assert run.wait(30) == 128 + signal.SIGTERM
+    finally:
+        end_family(run.pid)
     assert [Process.read(pid) for pid in pids] == [None, None]
 
 

@@ -120,7 +120,7 @@ def test_sharded_model_writes_the_text_of_the_dense_model(
     save(model, tmp_path / "model.safetensors")
     options = {"--tokens": 40, "--temperature": 0.7, "--top-k": 9, "--seed": 5, "--stage": stage}
     args = [str(part) for option in options.items() for part in option]
-    done = run_ranks(n, ["-m", "hpczero.sample", tmp_path, "--prompt", "def ", *args], timeout=90)
+    done = run_ranks(n, ["-m", "hpczero.sample", tmp_path, "--prompt", "def ", *args], timeout=100)
     assert done.returncode == 0, done
     expected = dense_text(model, b"def ", num_tokens=40, temperature=0.7, top_k=9, seed=5)
     assert len(expected) > 20  # longer than the context of 16 tokens
@@ -132,7 +132,7 @@ def test_prompt_may_be_empty(tmp_path: Path) -> None:
     model = dense_model()
     path = save(model, tmp_path / "model.safetensors")
     done = run_ranks(
-        2, ["-m", "hpczero.sample", path, "--tokens", "12", "--temperature", "0"], timeout=90
+        2, ["-m", "hpczero.sample", path, "--tokens", "12", "--temperature", "0"], timeout=100
     )
     assert done.returncode == 0, done
     start = torch.tensor([ByteTokenizer.separator])
@@ -155,7 +155,7 @@ def test_bad_input_ends_the_job_with_its_code(
 ) -> None:
     path = save(dense_model(), tmp_path / "model.safetensors")
     path.write_bytes(path.read_bytes()[:-1])
-    done = run_ranks(2, ["-m", "hpczero.sample", path, *args], timeout=60)
+    done = run_ranks(2, ["-m", "hpczero.sample", path, *args], timeout=100)
     assert done.returncode == code, done
     assert expected in done.stderr
     assert "Traceback" not in done.stderr

@@ -15,7 +15,7 @@ from hpczero.metrics import StepMetrics, read_metrics
 from hpczero.options import load_toml
 from tests.helpers.mpirun import Finished, run_ranks
 
-LIMIT_S = 60
+LIMIT_S = 100
 STEPS = 30
 TINY = {
     "model.preset": "gpt-micro",
@@ -179,7 +179,10 @@ def test_other_ranks_start_from_the_same_weights_and_see_the_same_samples(
         assert mine_step.loss == pytest.approx(reference_step.loss, rel=1e-3)
 
 
-def test_bf16_checkpointing_bpe_and_mfu_train_and_unwanted_files_stay_away(folder: Path) -> None:
+def test_bf16_checkpointing_bpe_and_mfu_train_and_unwanted_files_stay_away(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPCZERO_FAKE_NODES", "2x1")
     done = train(
         2,
         folder,
@@ -201,7 +204,7 @@ def test_bf16_checkpointing_bpe_and_mfu_train_and_unwanted_files_stay_away(folde
     steps = steps_of(folder, "bf16")
     assert steps[-1].loss < steps[0].loss - 1
     assert all(s.mfu == pytest.approx(s.tflops / 0.5) for s in steps)
-    assert {"[r0 node00]", "[r1 node00]"} <= {line[:11] for line in done.stdout.splitlines()}
+    assert {"[r0 node00]", "[r1 node01]"} <= {line[:11] for line in done.stdout.splitlines()}
 
 
 @pytest.mark.usefixtures("on_two_ranks")
@@ -251,6 +254,23 @@ def test_empty_corpus_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "bad").exists()
 
 
+SEED_IS_RANK = """
+import runpy
+import sys
+from hpczero.errors import launcher_rank
+
+sys.argv += ["--run.seed", str(launcher_rank())]
+runpy.run_module("hpczero.train", run_name="__main__")
+"""
+
+
+def test_ranks_started_with_other_options_are_named(tmp_path: Path) -> None:
+    done = run_ranks(2, ["-c", SEED_IS_RANK, "--run.folder", str(tmp_path)], timeout=LIMIT_S)
+    assert done.returncode == 78, done
+    assert "on rank(s) 1, could not agree on the options" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 ONE_RANK_RAISES = """
 import torch
 import hpczero
@@ -279,4 +299,4 @@ def test_one_rank_raising_in_forward_ends_the_job_within_seconds() -> None:
     done = run_ranks(3, ["-c", ONE_RANK_RAISES], timeout=60)
     assert done.returncode != 0
     assert "[rank 1] ArithmeticError: this rank cannot go on" in done.stderr
-    assert done.seconds < 30
+    assert done.seconds < 45

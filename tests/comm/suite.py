@@ -6,6 +6,7 @@ Sums are compared bit for bit with the order written out by hand (``tests/kernel
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 import hpczero
 from hpczero.errors import CommError
 from tests.helpers.parallel import parallel_assert
-from tests.kernels.test_tree_sum import IN_ORDER, Floats, exact, to_bf16_and_back
+from tests.kernels.reference import IN_ORDER, Floats, exact, to_bf16_and_back
 from tests.small_models import raises_on_all
 
 if TYPE_CHECKING:
@@ -24,10 +25,14 @@ if TYPE_CHECKING:
 
     from hpczero import Collectives, Topology
 
-DTYPES = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHARD_SIZES = (0, 1, 7, 1000)
+ONE_NODE = pytest.mark.parametrize("topology", ["one node"], indirect=True)
+NODES = (
+    "one node",
+    pytest.param("cyclic", marks=pytest.mark.ranks(2, 4, 5)),
+    pytest.param("uneven", marks=pytest.mark.ranks(3, 5)),
 )
-SHARD_SIZES = pytest.mark.parametrize("shard_numel", [0, 1, 7, 1000])
 
 
 def contribution(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -63,7 +68,7 @@ class CollectivesSuite:
 
     make: Any
 
-    @pytest.fixture(params=["one node", "cyclic", "uneven"])
+    @pytest.fixture(params=NODES)
     def topology(
         self, comm: MPI.Intracomm, request: pytest.FixtureRequest
     ) -> Iterator[hpczero.Topology]:
@@ -86,46 +91,33 @@ class CollectivesSuite:
 
     # --- all_gather
 
-    @DTYPES
-    @SHARD_SIZES
     def test_all_gather_fills_every_shard_with_its_owners_bits(
-        self,
-        comm: MPI.Intracomm,
-        topology: Topology,
-        transport: Collectives,
-        dtype: torch.dtype,
-        shard_numel: int,
+        self, comm: MPI.Intracomm, topology: Topology, transport: Collectives
     ) -> None:
-        owners = shard_owners(topology)
-        buffer = transport.allocate(shard_numel * comm.size, dtype, category="test")
-        buffer.tensor.fill_(float("nan"))
-        mine = slice(topology.shard_index * shard_numel, (topology.shard_index + 1) * shard_numel)
-        buffer.tensor[mine] = contribution(comm.rank, shard_numel, dtype)
-        transport.all_gather(buffer.tensor, name="u").wait()
-        expected = torch.cat([contribution(rank, shard_numel, dtype) for rank in owners])
-        parallel_assert(comm, bits(buffer.tensor) == bits(expected))
+        owners, index = shard_owners(topology), topology.shard_index
+        for dtype, size in product(DTYPES, SHARD_SIZES):
+            full = transport.allocate(size * comm.size, dtype, category="test").tensor
+            full.fill_(torch.nan)
+            full[index * size : (index + 1) * size] = contribution(comm.rank, size, dtype)
+            transport.all_gather(full, name="u").wait()
+            expected = torch.cat([contribution(rank, size, dtype) for rank in owners])
+            parallel_assert(comm, bits(full) == bits(expected), f"{size} x {dtype}")
 
     # --- reduce_scatter
 
-    @DTYPES
-    @SHARD_SIZES
     def test_reduce_scatter_is_the_tree_sum_bit_for_bit(
-        self,
-        comm: MPI.Intracomm,
-        topology: Topology,
-        transport: Collectives,
-        dtype: torch.dtype,
-        shard_numel: int,
+        self, comm: MPI.Intracomm, topology: Topology, transport: Collectives
     ) -> None:
-        numel, index = shard_numel * comm.size, topology.shard_index
-        full = contribution(comm.rank, numel, dtype)
-        out = torch.full((shard_numel,), torch.nan)
-        transport.reduce_scatter(full, out, scale=0.5, name="u").wait()
-        whole = expected_sum(topology, numel, dtype, torch.float32) * np.float32(0.5)
-        expected = whole[index * shard_numel : (index + 1) * shard_numel]
-        parallel_assert(comm, out.numpy().tobytes() == expected.tobytes())
-        unchanged = bits(full) == bits(contribution(comm.rank, numel, dtype))
-        parallel_assert(comm, unchanged, "the input was written")
+        for dtype, size in product(DTYPES, SHARD_SIZES):
+            full = contribution(comm.rank, size * comm.size, dtype)
+            out = torch.full((size,), torch.nan)
+            transport.reduce_scatter(full, out, scale=0.5, name="u").wait()
+            whole = expected_sum(topology, full.numel(), dtype, torch.float32) * np.float32(0.5)
+            expected = whole[topology.shard_index * size :][:size]
+            equal = out.numpy().tobytes() == expected.tobytes()
+            parallel_assert(comm, equal, f"{size} x {dtype}")
+            unchanged = bits(full) == bits(contribution(comm.rank, full.numel(), dtype))
+            parallel_assert(comm, unchanged, "the input was written")
 
     def test_accumulate_adds_to_what_is_there(
         self, comm: MPI.Intracomm, topology: Topology, transport: Collectives
@@ -151,11 +143,10 @@ class CollectivesSuite:
         expected = whole[topology.shard_index * 33 :][:33]
         parallel_assert(comm, out.numpy().tobytes() == expected.tobytes())
 
+    @ONE_NODE
     def test_large_buffers(
         self, comm: MPI.Intracomm, topology: Topology, transport: Collectives
     ) -> None:
-        if topology.num_nodes > 1:
-            return  # size is what is tested here, once is enough
         shard_numel, index = 2**20 + 3, topology.shard_index
         full = contribution(comm.rank, shard_numel * comm.size, torch.bfloat16)
         out = torch.empty(shard_numel)
@@ -171,62 +162,55 @@ class CollectivesSuite:
 
     # --- refusals: before anything is sent, on the rank that calls
 
-    @pytest.mark.parametrize(
-        ("make_full", "message"),
-        [
-            (lambda n: torch.zeros(2, n * 2)[:, :n].reshape(2, n).t()[0:1], "expected flat"),
-            (lambda n: torch.zeros(4 * n)[::2], "contiguous: False"),
-            (lambda n: torch.zeros(2 * n, dtype=torch.float64), "torch.float64"),
-            (lambda n: torch.zeros(2 * n, dtype=torch.int32), "torch.int32"),
-        ],
-        ids=["two dimensions", "strided", "fp64", "int32"],
-    )
+    @ONE_NODE
     def test_buffer_that_cannot_be_sent_is_refused(
-        self, comm: MPI.Intracomm, transport: Collectives, make_full: Any, message: str
+        self, comm: MPI.Intracomm, transport: Collectives
     ) -> None:
-        full = make_full(comm.size)
-        calls = (
-            lambda: transport.all_gather(full, name="unit 7"),
-            lambda: transport.reduce_scatter(full, torch.zeros(2), scale=1.0, name="unit 7"),
-        )
-        for call in calls:
-            with pytest.raises(CommError, match=message) as raised:
-                call()
-            assert "'unit 7'" in str(raised.value)
-            assert f"rank {comm.rank}" in str(raised.value)
+        unfit = {
+            "expected flat contiguous": torch.zeros(comm.size, 2),
+            "contiguous: False": torch.zeros(4 * comm.size)[::2],
+            "torch.float64": torch.zeros(2 * comm.size, dtype=torch.float64),
+            "torch.int32": torch.zeros(2 * comm.size, dtype=torch.int32),
+        }
+        out = torch.zeros(2)
+        for message, full in unfit.items():
+            with pytest.raises(CommError, match=f"rank {comm.rank}: .*'unit 7'.*{message}"):
+                transport.all_gather(full, name="unit 7")
+            with pytest.raises(CommError, match=f"rank {comm.rank}: .*'unit 7'.*{message}"):
+                transport.reduce_scatter(full, out, scale=1.0, name="unit 7")
         assert not transport.stats.calls, "a refused call is not counted"
 
-    @pytest.mark.parametrize(
-        "out",
-        [torch.zeros(2, dtype=torch.float64), torch.zeros(3), torch.zeros(4)[::2]],
-        ids=["fp64", "too long", "strided"],
-    )
+    @ONE_NODE
     def test_output_that_does_not_fit_is_refused(
-        self, comm: MPI.Intracomm, transport: Collectives, out: Tensor
+        self, comm: MPI.Intracomm, transport: Collectives
     ) -> None:
-        with pytest.raises(CommError, match="expected 2 contiguous float32"):
-            transport.reduce_scatter(torch.zeros(2 * comm.size), out, scale=1.0, name="u")
+        full = torch.zeros(2 * comm.size)
+        unfit = [torch.zeros(2, dtype=torch.float64), torch.zeros(3), torch.zeros(4)[::2]]
+        for out in unfit:
+            with pytest.raises(CommError, match="expected 2 contiguous float32"):
+                transport.reduce_scatter(full, out, scale=1.0, name="u")
 
+    @ONE_NODE
+    @pytest.mark.mpi(min_size=2)
     def test_buffer_that_does_not_cut_into_shards_is_refused(
         self, comm: MPI.Intracomm, transport: Collectives
     ) -> None:
-        if comm.size == 1:
-            return  # every size cuts into one shard
         with pytest.raises(CommError, match=f"a multiple of {comm.size} shards"):
             transport.all_gather(torch.zeros(2 * comm.size + 1), name="u")
 
     # --- broadcast, agree, share
 
-    @pytest.mark.parametrize("numel", [0, 5])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
     def test_broadcast_gives_the_roots_bytes_to_all(
-        self, comm: MPI.Intracomm, transport: Collectives, dtype: torch.dtype, numel: int
+        self, comm: MPI.Intracomm, transport: Collectives
     ) -> None:
         root = comm.size - 1
-        full = torch.arange(numel).to(dtype) + comm.rank
-        transport.broadcast(full, root=root, name="u").wait()
-        parallel_assert(comm, torch.equal(full, torch.arange(numel).to(dtype) + root))
+        for dtype, numel in product((*DTYPES, torch.int64, torch.uint8), (0, 5)):
+            full = torch.arange(numel).to(dtype) + comm.rank
+            transport.broadcast(full, root=root, name="u").wait()
+            equal = torch.equal(full, torch.arange(numel).to(dtype) + root)
+            parallel_assert(comm, equal, f"{numel} x {dtype}")
 
+    @ONE_NODE
     def test_agree_is_the_bitwise_or_of_all_ranks(
         self, comm: MPI.Intracomm, transport: Collectives
     ) -> None:
@@ -244,6 +228,7 @@ class CollectivesSuite:
 
     # --- accounts
 
+    @ONE_NODE
     def test_accounts_are_exact(
         self, comm: MPI.Intracomm, topology: Topology, transport: Collectives
     ) -> None:
@@ -270,6 +255,7 @@ class CollectivesSuite:
         stats.reset()
         parallel_assert(comm, not stats.calls and not stats.sent_nbytes and stats.seconds == 0)
 
+    @ONE_NODE
     def test_fingerprint_is_equal_on_all_ranks_and_tells_sequences_apart(
         self, comm: MPI.Intracomm, transport: Collectives
     ) -> None:
@@ -280,6 +266,7 @@ class CollectivesSuite:
         parallel_assert(comm, comm.allgather(seen) == [seen] * comm.size)
         parallel_assert(comm, len(set(seen)) == 4, str(seen))
 
+    @ONE_NODE
     def test_allocated_memory_is_in_the_ledger_until_it_is_released(
         self, comm: MPI.Intracomm, transport: Collectives
     ) -> None:
@@ -291,6 +278,7 @@ class CollectivesSuite:
 
     # --- order
 
+    @ONE_NODE
     def test_strict_lets_equal_sequences_pass(
         self, comm: MPI.Intracomm, topology: Topology
     ) -> None:
@@ -302,12 +290,12 @@ class CollectivesSuite:
         transport.broadcast(torch.zeros(3), root=0, name="u").wait()
         transport.close()
 
+    @ONE_NODE
+    @pytest.mark.mpi(min_size=2)
     @pytest.mark.parametrize("difference", ["unit", "operation", "size"])
     def test_strict_names_the_rank_that_makes_another_call(
         self, comm: MPI.Intracomm, topology: Topology, difference: str
     ) -> None:
-        if comm.size < 2:
-            return  # one rank agrees with itself
         transport = type(self).make(topology, strict=True)
         odd = comm.rank == comm.size - 1
 

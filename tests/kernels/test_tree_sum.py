@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
 
 from hpczero.kernels.tree_sum import PIECE_NUMEL, tree_sum
-
-Floats = npt.NDArray[np.float32]
-
-# Balanced in order, the larger half first: written out, not computed.
-IN_ORDER: dict[int, Callable[..., Floats]] = {
-    1: lambda a: a,
-    2: lambda a, b: a + b,
-    3: lambda a, b, c: (a + b) + c,
-    4: lambda a, b, c, d: (a + b) + (c + d),
-    5: lambda a, b, c, d, e: ((a + b) + c) + (d + e),
-    6: lambda a, b, c, d, e, f: ((a + b) + c) + ((d + e) + f),
-    7: lambda a, b, c, d, e, f, g: ((a + b) + (c + d)) + ((e + f) + g),
-    8: lambda a, b, c, d, e, f, g, h: ((a + b) + (c + d)) + ((e + f) + (g + h)),
-}
+from tests.kernels.reference import IN_ORDER, exact, to_bf16_and_back
 
 
 def random_blocks(count: int, numel: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -32,17 +16,6 @@ def random_blocks(count: int, numel: int, dtype: torch.dtype = torch.float32) ->
     generator = torch.Generator().manual_seed(count * 7919 + numel)
     values = torch.randn(count, numel, generator=generator)
     return list((values * torch.logspace(-3, 3, count)[:, None]).to(dtype).unbind())
-
-
-def exact(blocks: Sequence[Tensor]) -> list[Floats]:
-    return [block.float().numpy() for block in blocks]
-
-
-def to_bf16_and_back(values: Floats) -> Floats:
-    """Round to nearest even at the 16th bit, on the bits themselves."""
-    bits = values.view(np.uint32).astype(np.uint64)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-    return rounded.astype(np.uint32).view(np.float32)
 
 
 @pytest.mark.parametrize("count", sorted(IN_ORDER))

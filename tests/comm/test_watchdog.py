@@ -1,0 +1,119 @@
+"""Jobs in which a rank is missing end by themselves, with the exit code and the place. Real MPI jobs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+from tests.helpers.mpirun import ROOT, Finished, run_ranks
+
+# A user's own loop on a zeroified model; `trouble(step)` is what goes wrong, at the third step.
+LOOP = """
+import sys, time
+import torch
+import hpczero
+
+def trouble():
+    {trouble}
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(5, 5)) for _ in range(3))
+        self.calls = 0
+
+    def forward(self, x):
+        for index, block in enumerate(self.blocks):
+            self.calls += 1
+            if self.calls == 8 and topology.rank == 1:
+                trouble()
+            x = block(x)
+        return x.sum()
+
+topology = hpczero.Topology.of_world()
+model = Model()
+optimizer = torch.optim.AdamW(model.parameters())
+hpczero.zeroify(model, optimizer, stage=3, topology=topology)
+for step in range(1000):
+    model(torch.ones(2, 5)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def run_loop(trouble: str, **environment: str) -> Finished:
+    """The loop on 2 ranks with ``trouble`` on rank 1, in the second block of the third step."""
+    return run_ranks(2, ["-c", LOOP.format(trouble=trouble)], timeout=60, env=environment)
+
+
+def test_hang_ends_the_job_with_86_and_names_operation_and_unit() -> None:
+    job = run_loop("time.sleep(600)", HPCZERO_TIMEOUT="2")
+    assert job.returncode == 86, job
+    line = next(line for line in job.stderr.splitlines() if "hang:" in line)
+    assert "[rank 0] hang: all_gather of 'blocks.1'" in line, job
+    assert "step 2" in line, job
+    assert "has not finished after 2 s" in line, job
+    assert "HPCZERO_TIMEOUT" in line, job
+    assert "in _all_gather" in job.stderr, job  # the stack of the call
+
+
+def test_rank_that_leaves_early_is_a_hang_not_a_success() -> None:
+    job = run_loop("sys.exit(0)", HPCZERO_TIMEOUT="2")
+    assert job.returncode == 86, job
+    assert "hang: all_gather of 'blocks.1'" in job.stderr, job
+
+
+def test_hang_under_strict_is_found_in_the_order_check() -> None:
+    job = run_loop("time.sleep(600)", HPCZERO_TIMEOUT="2", HPCZERO_STRICT="1")
+    assert job.returncode == 86, job
+    assert "hang: order check before all_gather of 'blocks.1'" in job.stderr, job
+
+
+def test_error_on_one_rank_ends_a_plain_loop_within_seconds() -> None:
+    # no watchdog: the limit is the default half hour
+    job = run_loop("raise ValueError('bad sample 17')")
+    assert job.returncode == 1, job
+    assert "ValueError: bad sample 17" in job.stderr, job
+    assert "Traceback" in job.stderr, job
+    assert job.seconds < 30, job  # start-up and imports included, on a busy machine
+
+
+def test_error_of_ours_on_one_rank_ends_the_job_with_its_code_and_one_line() -> None:
+    job = run_loop("from hpczero.errors import DataError; raise DataError('tokens.h5: empty')")
+    assert job.returncode == 78, job
+    assert "[rank 1] DataError: tokens.h5: empty" in job.stderr, job
+    assert "Traceback" not in job.stderr, job
+
+
+def test_error_that_all_ranks_agreed_on_ends_the_job_without_an_abort() -> None:
+    body = """
+        import torch, hpczero
+        model = torch.nn.Linear(2, 2)
+        hpczero.zeroify(model, torch.optim.SGD(model.parameters()), stage=7)
+    """
+    job = run_ranks(2, ["-c", textwrap.dedent(body)], timeout=60)
+    assert job.returncode == 1, job  # as Python ends on an uncaught error
+    for rank in (0, 1):
+        assert f"[rank {rank}] ConfigError: stage: got 7" in job.stderr, job
+    assert "MPI_ABORT" not in job.stderr, job
+
+
+def test_call_that_never_returns_ends_a_job_of_one_rank() -> None:
+    body = """
+        import time
+        from hpczero.comm.watchdog import Watchdog
+        with Watchdog(0, timeout_s=0.3).watch("all_gather of 'u'"):
+            time.sleep(600)
+    """
+    job = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(body)],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert job.returncode == 86, job.stderr
+    assert "[rank 0] hang: all_gather of 'u'" in job.stderr
