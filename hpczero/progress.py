@@ -123,7 +123,7 @@ def summary(interval: Interval) -> str:
     if last.held_out_loss is not None:
         parts.append(f"held-out {last.held_out_loss:.4f}")
     parts += [f"lr {last.learning_rate:.2e}", f"norm {interval.mean('grad_norm'):.2f}"]
-    rate = f"{interval.mean('tokens_per_s'):,.0f} tok/s {interval.mean('tflops'):.3f} TFLOP/s/rank"
+    rate = f"{interval.mean('tokens_per_s'):,.0f} tok/s {interval.mean('tflops'):.3g} TFLOP/s/rank"
     if last.mfu is not None:
         rate += f" MFU {interval.mean('mfu'):.1%}"
     parts.append(rate)

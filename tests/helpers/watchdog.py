@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import shutil
 import signal
 import tempfile
 import threading
@@ -55,11 +54,11 @@ class Watchdog:
         self._rank = comm.rank if comm else 0
         self._size = comm.size if comm else 1
         self._stderr = stderr
-        folder = tempfile.mkdtemp(prefix="hpczero-stacks-") if self._rank == 0 else ""
-        self._folder = Path(comm.bcast(folder) if comm else folder)
-        self._stacks = self._stacks_of(self._rank).open("w")
+        # Nameless files: nothing is left behind however a rank ends. The others read them through /proc.
+        self._stacks = tempfile.TemporaryFile("w")  # noqa: SIM115  (open to the end)
         faulthandler.register(STACKS, file=self._stacks, all_threads=True)
-        self._pids = comm.allgather(os.getpid()) if comm else [os.getpid()]
+        mine = (os.getpid(), self._stacks.fileno())
+        self._ranks = comm.allgather(mine) if comm else [mine]
         self._timer: threading.Timer | None = None
         self._expired = threading.Event()
         self._name = ""
@@ -88,12 +87,10 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def close(self) -> None:
-        """End of the session; removes our files."""
+        """End of the session."""
         self.stop()
         faulthandler.unregister(STACKS)
         self._stacks.close()
-        if self._rank == 0:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _arm(self, seconds: float) -> None:
         self.stop()
@@ -104,14 +101,16 @@ class Watchdog:
 
     def _expire(self) -> None:
         self._expired.set()
-        for pid in self._pids:
-            os.kill(pid, STACKS)
+        for pid, _ in self._ranks:
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, STACKS)
         time.sleep(SETTLE_S)
         ranks = "" if self._comm is None else f"rank {self._rank} of {self._size}: "
         said = f"limit {self._limit_s:g} s; ending the job with exit code {EXIT_HANG}"
         lines = ["", f"watchdog: {ranks}{self._name} hangs, {said}"]
-        for rank in range(self._size):
-            stacks = self._stacks_of(rank).read_text().splitlines()
+        for rank, (pid, file) in enumerate(self._ranks):
+            path = Path(f"/proc/{pid}/fd/{file}")
+            stacks = path.read_text().splitlines() if path.exists() else []
             kept = [line for line in stacks if not any(part in line for part in BORING)]
             lines += [f"[rank {rank}] {line}" for line in kept or ["gave no stacks"]]
         os.write(self._stderr, ("\n".join(lines) + "\n").encode())
@@ -120,6 +119,3 @@ class Watchdog:
         if self._comm is not None and self._size > 1:
             self._comm.Abort(EXIT_HANG)
         os._exit(EXIT_HANG)
-
-    def _stacks_of(self, rank: int) -> Path:
-        return self._folder / f"rank{rank}"
