@@ -69,7 +69,8 @@ class _ScaledOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, scale: Callable[[], float]) -> Tensor:
         ctx.dtype, ctx.scale = tensor.dtype, scale
-        ctx.set_materialize_grads(False)  # an output that the loss does not use gets no gradient
+        # An output that the loss does not use gets no gradient.
+        ctx.set_materialize_grads(False)
         return tensor.float() if tensor.dtype is not torch.float32 else tensor.detach()
 
     @staticmethod

@@ -80,7 +80,8 @@ class Buffer:
     def release(self) -> None:
         """Give the memory back, content lost; nothing if it is released.
 
-        Memory that somebody else also points to (``parameter.numpy()``) stays held: torch refuses to take it from under them.
+        Memory that somebody else also points to (``parameter.numpy()``) stays held: torch refuses to take it from
+        under them.
         """
         if self._held and self.tensor.untyped_storage().resizable():
             self.tensor.untyped_storage().resize_(0)

@@ -278,7 +278,8 @@ class _OutputNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, schedule: Schedule, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.schedule, ctx.call = schedule, call
-        ctx.set_materialize_grads(False)  # what the loss does not use must get no gradient, not zeros
+        # What the loss does not use must get no gradient, not zeros.
+        ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
@@ -293,7 +294,8 @@ class _InputNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, schedule: Schedule, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.schedule, ctx.call = schedule, call
-        ctx.set_materialize_grads(False)  # what the loss does not use must get no gradient, not zeros
+        # What the loss does not use must get no gradient, not zeros.
+        ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 
-from tests.helpers.mpirun import ROOT, Finished, run_ranks
+from tests.helpers.mpirun import Finished, run_ranks
 
 # A user's own loop on a zeroified model; `trouble(step)` is what goes wrong, at the third step.
 LOOP = """
@@ -106,14 +104,6 @@ def test_call_that_never_returns_ends_a_job_of_one_rank() -> None:
         with Watchdog(0, timeout_s=0.3).watch("all_gather of 'u'"):
             time.sleep(600)
     """
-    job = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(body)],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert job.returncode == 86, job.stderr
-    assert "[rank 0] hang: all_gather of 'u'" in job.stderr
+    job = run_ranks(1, ["-c", textwrap.dedent(body)], timeout=60)
+    assert job.returncode == 86, job
+    assert "[rank 0] hang: all_gather of 'u'" in job.stderr, job

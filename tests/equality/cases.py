@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +66,17 @@ def own_loss(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-def adamw(model: nn.Module) -> Optimizer:
+def adamw(model: nn.Module, *, eps: float = 1e-8) -> Optimizer:
     """AdamW with a learning rate and a decay large enough to show."""
-    return torch.optim.AdamW(trainable(model), lr=3e-3, weight_decay=0.1)
+    return torch.optim.AdamW(trainable(model), lr=3e-3, weight_decay=0.1, eps=eps)
+
+
+def smooth_adamw(model: nn.Module) -> Optimizer:
+    """AdamW for a GPT, some of whose gradients are rounding and nothing else: those of key biases are exactly zero.
+
+    With the usual eps of 1e-8 Adam blows such a gradient up to a whole step in a random direction, in plain torch too.
+    """
+    return adamw(model, eps=1e-3)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -86,13 +94,12 @@ class Lane:
         *,
         step: int,
         rank: int,
-        lanes: int = 1,
-        no_sync: Callable[[], AbstractContextManager[None]] = nullcontext,
+        no_sync: Callable[[], AbstractContextManager[None]],
+        after_backward: Callable[[], None] = lambda: None,
     ) -> None:
-        """Args: lanes, whose gradients meet in one model; each then counts for a part of the mean."""
         self.case, self.model, self.step, self.rank = case, model, step, rank
         self.no_sync = no_sync
-        self._lanes = lanes
+        self._after_backward = after_backward
 
     def loss(self, micro: int = 0) -> Tensor:
         """Forward; dropout masks depend on the place alone."""
@@ -101,8 +108,9 @@ class Lane:
         return self.case.loss(self.model, self.case.batch(place))
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Backward of this lane's part of the mean over ranks."""
-        (loss / self._lanes).backward(**options)
+        """As ``loss.backward``."""
+        loss.backward(**options)
+        self._after_backward()
 
 
 Program = Callable[[Lane], float]
@@ -180,4 +188,4 @@ class Case:
 
 def gpt_case(build: Callable[[], GPT], **changes: Any) -> Case:
     """Training of the project's GPT."""
-    return Case(build, **({"batch": tokens, "loss": own_loss} | changes))
+    return Case(build, **({"batch": tokens, "loss": own_loss, "optimizer": smooth_adamw} | changes))

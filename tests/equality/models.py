@@ -16,18 +16,23 @@ WIDTH = 9  # of Stack's blocks; 363 elements each, which no number of ranks from
 
 
 def seeded(build: Callable[[], M], seed: int = 5) -> M:
-    """``build()`` with torch's default initial values, the same on every call."""
+    """``build()`` with the same values on every call, none of them zero.
+
+    A tensor that starts at zero holds its updates alone, and ten roundings are much of those.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return build()
+        model = build()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model
 
 
 def gpt(**changes: object) -> GPT:
     """The project's GPT, two blocks of awkward width; tied and with learned positions unless changed."""
     sizes = {"vocab_size": 61, "context": 10, "layers": 2, "hidden": 18, "heads": 3}
-    model = GPT(GPTConfig(**(sizes | changes)))  # type: ignore[arg-type]
-    model.initialize_all(seed=3)
-    return model
+    return seeded(lambda: GPT(GPTConfig(**(sizes | changes))))  # type: ignore[arg-type]
 
 
 def convnet() -> ConvNet:

@@ -1,15 +1,14 @@
 """The two runners of a Case and their comparison.
 
-``train_plain`` is one process and stock torch: it takes the ranks' batches one after another and lets autograd add up
-``loss / ranks``. That is the global batch, in an order of additions that owes nothing to ours. Every rank's forward is
-the one that rank does, so per-rank batch statistics and dropout masks are the same as well.
+``train_plain`` is one process and stock torch. It trains the ranks' batches one after another, so per-rank batch
+statistics and dropout masks are those of the ranks, averages their gradients, and steps on whole parameters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +18,9 @@ import hpczero
 from hpczero import Topology
 from tests.equality.cases import Case, Lane
 
-# Relative to the largest magnitude in the tensor. Each element of a gradient is a sum of products whose terms are as
-# large as the tensor's large elements; where they cancel, rounding alone is a large part of what is left, so no two
-# orders of addition agree to 1e-6 of that element. One fp32 rounding is 6e-8 of the largest; ten steps of them and
-# sums of up to five ranks stay below 1e-6.
+# Relative to the largest magnitude in the tensor. An element is a sum of products, among them some as large as the
+# tensor's large elements; where they cancel, rounding is much of what is left, and no bound relative to the element
+# itself can hold. One fp32 rounding is 6e-8 of the largest; ten steps of them stay below 1e-6.
 TOLERANCE = 1e-6
 
 
@@ -31,7 +29,7 @@ class Record:
     """What one step of training left behind.
 
     Attributes:
-        losses: of each rank, in rank order; at most one entry where ranks share one loss.
+        losses: of each rank, in rank order.
         between: each rank's numbers of ``Case.between``.
         grad_norm: before clipping.
         gradients: after clipping; a parameter without one is left out.
@@ -45,6 +43,61 @@ class Record:
     state: dict[str, Tensor]
 
 
+Gradients = dict[str, Tensor]
+
+
+class _Rank:
+    """What one rank does by itself in a step of the reference: its own gradients, as often as it would reduce them."""
+
+    def __init__(self, case: Case, model: nn.Module, *, step: int, rank: int) -> None:
+        self.reductions: list[Gradients] = []
+        self._model = model
+        self._sync = True
+        self.lane = Lane(
+            case,
+            model,
+            step=step,
+            rank=rank,
+            no_sync=self._no_sync,
+            after_backward=self._after_backward,
+        )
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        self._sync = False
+        yield
+        self._sync = True
+
+    def _after_backward(self) -> None:
+        if self._sync:
+            self.reductions.append(_take_gradients(self._model))
+
+
+def _take_gradients(model: nn.Module) -> Gradients:
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            found[name], parameter.grad = parameter.grad, None
+    return found
+
+
+def tree_sum(terms: Sequence[Tensor]) -> Tensor:
+    """Sum of neighbours, then of their sums: the documented order of a reduction over ranks."""
+    if len(terms) == 1:
+        return terms[0]
+    middle = (len(terms) + 1) // 2
+    return tree_sum(terms[:middle]) + tree_sum(terms[middle:])
+
+
+def _add_mean(model: nn.Module, gradients: Sequence[Gradients]) -> None:
+    """Add the mean over ranks to ``.grad``; a rank without a gradient counts as zero, none at all leaves it alone."""
+    for name, parameter in model.named_parameters():
+        if any(name in mine for mine in gradients):
+            zero = torch.zeros_like(parameter)
+            mean = tree_sum([mine.get(name, zero) for mine in gradients]) / len(gradients)
+            parameter.grad = mean if parameter.grad is None else parameter.grad + mean
+
+
 def train_plain(case: Case, size: int) -> list[Record]:
     """Train in one process what ``size`` ranks would."""
     model = case.build()
@@ -52,29 +105,29 @@ def train_plain(case: Case, size: int) -> list[Record]:
     scheduler = case.scheduler(optimizer) if case.scheduler else None
     records = []
     for step in range(case.steps):
-        lanes = [Lane(case, model, step=step, rank=rank, lanes=size) for rank in range(size)]
         case.zero_grad(model, optimizer, step)
+        kept = _take_gradients(model)
+        buffers = after_rank_0 = [buffer.clone() for buffer in model.buffers()]
+        ranks = [_Rank(case, model, step=step, rank=rank) for rank in range(size)]
         losses = []
-        buffers = [buffer.clone() for buffer in model.buffers()]
-        after_rank_0 = buffers
-        for lane in lanes:  # every rank starts from the same buffers, and those of rank 0 stay
+        for rank in ranks:  # each starts from the same buffers, and those of rank 0 stay
             _set(model, buffers)
-            losses.append(case.program(lane))
-            if lane.rank == 0:
+            losses.append(case.program(rank.lane))
+            if rank is ranks[0]:
                 after_rank_0 = [buffer.clone() for buffer in model.buffers()]
         _set(model, after_rank_0)
+        for name, parameter in model.named_parameters():
+            parameter.grad = kept.get(name)
+        for gradients in zip(*(rank.reductions for rank in ranks), strict=True):
+            _add_mean(model, gradients)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm, case.norm_type)
-        gradients = {
-            name: parameter.grad.clone()
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-        }
+        mean = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
         state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        between = tuple(tuple(case.between(lane)) for lane in lanes) if case.between else ()
-        records.append(Record(tuple(losses), between, norm.item(), gradients, state))
+        between = tuple(tuple(case.between(r.lane)) for r in ranks) if case.between else ()
+        records.append(Record(tuple(losses), between, norm.item(), mean, state))
     return records
 
 

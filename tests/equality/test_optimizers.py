@@ -41,7 +41,7 @@ def two_groups(model):
         {"params": matrices, "lr": 5e-3, "weight_decay": 0.3},
         {"params": vectors, "lr": 1e-3, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups)
+    return torch.optim.AdamW(groups, eps=1e-3)  # see cases.smooth_adamw
 
 
 def test_two_groups_under_a_scheduler(equals_one_process):

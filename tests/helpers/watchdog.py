@@ -109,10 +109,12 @@ class Watchdog:
         said = f"limit {self._limit_s:g} s; ending the job with exit code {EXIT_HANG}"
         lines = ["", f"watchdog: {ranks}{self._name} hangs, {said}"]
         for rank, (pid, file) in enumerate(self._ranks):
-            path = Path(f"/proc/{pid}/fd/{file}")
-            stacks = path.read_text().splitlines() if path.exists() else []
+            try:
+                stacks = Path(f"/proc/{pid}/fd/{file}").read_text().splitlines()
+            except OSError as error:  # it is gone: no reason to let the rest of the job hang
+                stacks = [f"gave no stacks: {error}"]
             kept = [line for line in stacks if not any(part in line for part in BORING)]
-            lines += [f"[rank {rank}] {line}" for line in kept or ["gave no stacks"]]
+            lines += [f"[rank {rank}] {line}" for line in kept]
         os.write(self._stderr, ("\n".join(lines) + "\n").encode())
         time.sleep(SETTLE_S)
         end_family(os.getpid(), spare_first=True)  # jobs that the test started
