@@ -6,6 +6,7 @@ Owns: the allow-list and the change of ``param_groups``. Must not know: units' b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,10 +61,14 @@ def check_optimizer(optimizer: Optimizer) -> None:
             f"{', '.join(c.__name__ for c in ELEMENTWISE)}. If each element of its update depends on that "
             "element's gradient and state alone, set the class attribute hpczero_elementwise = True"
         )
-    if any(optimizer.state.values()):
+    if any(_has_stepped(state) for state in optimizer.state.values()):
         raise PlanError(
             f"optimizer {name} has taken steps already; call zeroify before the first step"
         )
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    return bool(state) and float(state.get("step", 1)) > 0
 
 
 def group_of_parameters(optimizer: Optimizer, model: nn.Module) -> dict[str, int]:
@@ -95,8 +100,24 @@ def group_of_parameters(optimizer: Optimizer, model: nn.Module) -> dict[str, int
     return groups
 
 
+def describe_options(optimizer: Optimizer | None) -> list[str]:
+    """Class and plain options of each group, for a comparison over ranks; what has no portable text is left out."""
+    if optimizer is None:
+        return []
+    plain = (bool, int, float, str, tuple, torch.Tensor, type(None))
+    groups = [
+        {name: value for name, value in group.items() if isinstance(value, plain)}
+        for group in optimizer.param_groups
+    ]
+    return [type(optimizer).__name__, *(repr(sorted(group.items())) for group in groups)]
+
+
 def repoint(optimizer: Optimizer, shards: Mapping[int, Sequence[nn.Parameter]]) -> None:
     """Make ``optimizer`` step on ``shards`` (by group index); groups and their options stay the same objects."""
     for index, group in enumerate(optimizer.param_groups):
         group["params"] = list(shards.get(index, ()))
     optimizer.state.clear()
+    # Adagrad alone makes its state when it is built, not at the first step.
+    if isinstance(optimizer, torch.optim.Adagrad):
+        groups = [dict(group) for group in optimizer.param_groups]
+        optimizer.state.update(torch.optim.Adagrad(groups, **optimizer.defaults).state)

@@ -51,6 +51,8 @@ class ShardedParameter(nn.Parameter):
         name = next((a.qualified_name for a in args if isinstance(a, ShardedParameter)), "")
         name = name or cls.qualified_name
         what = getattr(func, "__name__", str(func))
+        if what in ("__get__", "__set__"):  # of a property such as data
+            what = getattr(getattr(func, "__self__", None), "__name__", what)
         raise StepError(
             f"parameter {name!r} is sharded and its memory given back (stage 3), but {what!r} needs its "
             "value. Inside the model: a module other than its own uses it; make the module that uses it "

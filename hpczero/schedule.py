@@ -219,8 +219,10 @@ class Schedule:
         assert task is not None, "called from autograd nodes and gradient hooks only"
         if self._backward is not None and self._backward.task != task:
             raise StepError(
-                "an earlier backward of this model did not finish (an exception?), and its gradients are lost; "
-                "call optimizer.zero_grad() before the next backward"
+                "another backward of this model has not finished. Either it ended in an exception, and its "
+                "gradients are lost: call optimizer.zero_grad() before the next backward. Or this one runs inside "
+                "it, which reentrant activation checkpointing does: use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         if self._backward is None:
             self._backward = _Backward(task)

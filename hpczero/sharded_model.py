@@ -7,6 +7,7 @@ inside.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from hpczero.casting import Casting
 from hpczero.comm import Collectives
 from hpczero.device import DTYPES, Memory
-from hpczero.errors import StepError
+from hpczero.errors import PlanError, StepError
 from hpczero.optimizers import repoint
 from hpczero.plan import Plan
 from hpczero.precision import LossScaler
@@ -63,16 +64,28 @@ class Sharding:
             )
             for spec in plan.units
         ]
-        self.buffers = _persistent_buffers(model)
+        self.buffers = persistent_buffers(model)
         self.step = Step(
             self.units,
             collectives,
             precision=plan.precision,
             scaler=self.scaler,
+            in_backward=lambda: self.schedule is not None and self.schedule.in_backward,
             after_update=self.share_buffers,
         )
         self.schedule: Schedule | None = None
         self._casting: Casting | None = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse ``copy.deepcopy`` and ``pickle`` of the model: a copy would share units and communicators with it.
+
+        Raises:
+            PlanError: always; says what to do instead.
+        """
+        raise PlanError(
+            "a zeroified model cannot be copied or pickled; build a plain model and load "
+            "hpczero.full_state_dict(model) into it, or copy the model before zeroify"
+        )
 
     @property
     def memory(self) -> Memory:
@@ -153,6 +166,7 @@ class Sharding:
             self.schedule.remove()
         if self._casting is not None:
             self._casting.remove()
+        self.step.detach()
         self.collectives.close()
         self.model.__dict__.pop("zero_grad", None)
         self.model.__dict__.pop(KEY, None)
@@ -160,7 +174,7 @@ class Sharding:
             self.optimizer.__dict__.pop("zero_grad", None)
 
 
-def _persistent_buffers(model: nn.Module) -> list[Tensor]:
+def persistent_buffers(model: nn.Module) -> list[Tensor]:
     """Buffers that state_dict would save, each once."""
     found: dict[int, Tensor] = {}
     for module in model.modules():

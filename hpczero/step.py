@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hpczero.comm.base import Collectives
 from hpczero.errors import CommError, ConfigError, StepError
@@ -43,23 +44,43 @@ class Step:
         *,
         precision: Precision,
         scaler: LossScaler,
+        in_backward: Callable[[], bool],
         after_update: Callable[[], None],
     ) -> None:
-        """Args: units, in unit order; after_update, called once the parameters are up to date."""
+        """Not collective.
+
+        Args:
+            units: in unit order.
+            comm: the transport.
+            precision: what a non-finite gradient means.
+            scaler: the loss scale, told of every step.
+            in_backward: whether a backward runs, or was interrupted.
+            after_update: called once the parameters are up to date.
+        """
         self.counts = StepCounts()
         self._all_units = list(units)
         self._units = [unit for unit in units if unit.spec.trainable]
         self._comm = comm
         self._precision = precision
         self._scaler = scaler
+        self._in_backward = in_backward
         self._after_update = after_update
         self._norms: dict[float, float] = {}
         self._skipping = False
+        self._handles: list[RemovableHandle] = []
 
     def attach(self, optimizer: Optimizer) -> None:
         """Drive ``optimizer.step`` through torch's own hooks."""
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+
+    def detach(self) -> None:
+        """Take the hooks away; not collective. The optimizer must not step for this model any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def forget_norm(self) -> None:
         """The gradients changed: a norm computed before is void."""
@@ -104,6 +125,11 @@ class Step:
         return norm
 
     def _check_reduced(self) -> None:
+        if self._in_backward():
+            raise StepError(
+                f"rank {self._comm.topology.rank}: the last backward did not finish (an exception?), so some "
+                "gradients are missing; call optimizer.zero_grad() and run backward again before the step"
+            )
         waiting = [unit.spec.name for unit in self._units if unit.has_local_gradients]
         if waiting:
             raise StepError(

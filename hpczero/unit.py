@@ -65,6 +65,7 @@ class Unit:
         self._stage = stage
         self._comm = comm
         self._work: Work | None = None
+        self._holds = 0
         layout, index = spec.layout, comm.topology.shard_index
         start = index * layout.shard_numel
         self._mine = slice(start, start + layout.shard_numel)
@@ -181,14 +182,23 @@ class Unit:
             self.state = UnitState.WHOLE
 
     def reshard(self) -> None:
-        """Give the whole parameters back where the stage shards them; nothing otherwise."""
-        if not self._stage.shards_parameters or self.state is UnitState.SHARDED:
+        """Give the whole parameters back where the stage shards them and nobody holds them; nothing otherwise."""
+        if not self._stage.shards_parameters or self.state is UnitState.SHARDED or self._holds:
             return
         self.wait_for_unshard()
         for guard in self._guards:
             guard.close()
         self._full.release()
         self.state = UnitState.SHARDED
+
+    def hold(self) -> None:
+        """Keep the parameters whole, whatever runs, until as many calls of ``let_go``."""
+        self._holds += 1
+
+    def let_go(self) -> None:
+        """End one ``hold``; after the last one the parameters are given back."""
+        self._holds -= 1
+        self.reshard()
 
     def refresh(self) -> None:
         """Bring the whole parameters up to date with the masters. Collective where the optimizer is sharded."""
@@ -205,11 +215,16 @@ class Unit:
         self._comm.all_gather(self._full.tensor, name=self.spec.name).wait()
 
     def check_untouched(self) -> None:
-        """Raise if a parameter was changed or moved behind the unit's back.
+        """Raise if a parameter was changed or moved behind the unit's back, or is about to be.
 
         Raises:
             StepError: names the parameter.
         """
+        if self._holds:
+            raise StepError(
+                f"rank {self._comm.topology.rank}: optimizer.step() inside `with hpczero.gathered(model):` would "
+                "leave old values in the gathered parameters; take the step outside"
+            )
         for parameter, slot, version in zip(
             self.parameters, self.spec.layout.slots, self._versions, strict=True
         ):

@@ -21,12 +21,12 @@ from hpczero.comm import Collectives, Flat
 from hpczero.config import Environment
 from hpczero.device import DTYPES
 from hpczero.errors import PlanError, StepError
-from hpczero.optimizers import check_optimizer, group_of_parameters
+from hpczero.optimizers import check_optimizer, describe_options, group_of_parameters
 from hpczero.plan import Plan, Stage
 from hpczero.plan.plan import UnitRule
 from hpczero.plan.rules import default_rule
 from hpczero.precision import Precision
-from hpczero.sharded_model import KEY, Sharding
+from hpczero.sharded_model import KEY, Sharding, persistent_buffers
 from hpczero.topology import Topology
 from hpczero.unit import Unit
 
@@ -78,6 +78,10 @@ def zeroify(
     with topology.agreed("plan the model"):
         precision = Precision.of(precision)
         stage = Stage.of(stage)
+        if collectives is not None and collectives.topology is not topology:
+            raise PlanError(
+                "collectives move data over another topology than the one given; pass one"
+            )
         _check_fresh(model, initialize)
         _check_precision(model, precision)
         if optimizer is None:
@@ -94,7 +98,7 @@ def zeroify(
             rule=rule or default_rule,
             groups=groups,
         )
-    _check_equal_plans(plan, topology)
+    _check_equal_plans(plan, model, optimizer, topology)
     collectives = collectives or Flat(
         topology,
         strict=environment.strict,
@@ -173,6 +177,7 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
         unit.unshard()
     for unit in units:
         unit.wait_for_unshard()
+        unit.hold()  # a forward inside must not give back what was changed
     try:
         yield
         if modifier_rank is not None:
@@ -189,7 +194,7 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
                 raise error
     finally:
         for unit in units:
-            unit.reshard()
+            unit.let_go()
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
@@ -272,15 +277,19 @@ def _check_precision(model: nn.Module, precision: Precision) -> None:
             )
 
 
-def _check_equal_plans(plan: Plan, topology: Topology) -> None:
-    """All ranks must have built the same plan, or every later collective would mix up buffers."""
-    mine = zlib.crc32(repr((plan.stage, plan.precision, plan.units)).encode())
+def _check_equal_plans(
+    plan: Plan, model: nn.Module, optimizer: Optimizer | None, topology: Topology
+) -> None:
+    """All ranks must have built the same, or later collectives would mix up buffers and masters would drift apart."""
+    buffers = [(tuple(buffer.shape), buffer.dtype) for buffer in persistent_buffers(model)]
+    decisions = (plan.stage, plan.precision, plan.units, buffers, describe_options(optimizer))
+    mine = zlib.crc32(repr(decisions).encode())
     plans = topology.gather(float(mine))
     odd = [rank for rank, other in enumerate(plans) if other != plans[0]]
     with topology.agreed("agree on the plan"):
         if odd:
             raise PlanError(
-                f"rank(s) {odd[:8]} built another model, optimizer groups, stage or precision than rank 0; "
+                f"rank(s) {odd[:8]} built another model, optimizer, stage or precision than rank 0; "
                 "every rank must build the same"
             )
 

@@ -106,10 +106,38 @@ def raises_on_all(
     return str(error)
 
 
-def parameter_bits(model: nn.Module) -> dict[str, bytes]:
-    """Every parameter's own bytes. Collective where parameters are sharded."""
+def values(sharding: hpczero.Sharding) -> list[Tensor]:
+    """Copies of all fp32 values. Collective."""
+    return [unit.gather_values() for unit in sharding.units]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    """Whether all tensors are equal in every bit."""
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def mlp_backward(model: nn.Module, rank: int) -> None:
+    """Forward and backward of an ``MLP`` on this rank's input."""
+    model(mlp_input(rank)).square().sum().backward()
+
+
+def check_trains(comm: MPI.Intracomm, model: nn.Module, optimizer: Any) -> None:
+    """After whatever happened, a step from the present values equals one of a plain copy, on the mean gradient."""
+    state = hpczero.full_state_dict(model)
+    plain = MLP()
+    plain.load_state_dict(comm.bcast(state, root=0))
+    reference = adamw(plain)
+    sum(plain(mlp_input(r)).square().sum() / comm.size for r in range(comm.size)).backward()
+    for group in optimizer.param_groups:  # the same first step of Adam
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+    reference.step()
+
+    optimizer.zero_grad()
+    mlp_backward(model, comm.rank)
+    optimizer.step()
+    optimizer.zero_grad()
     with hpczero.gathered(model):
-        return {
-            name: parameter.detach().flatten().view(torch.uint8).numpy().tobytes()
-            for name, parameter in model.named_parameters()
-        }
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        worst = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    parallel_assert(comm, worst < 1e-5, f"differs by {worst} from one process")

@@ -163,6 +163,7 @@ class Case:
         loss: forward.
         optimizer, scheduler: built from the model, from the optimizer.
         rule: which modules form units; None is the default.
+        initialize: gives hpczero the first values of a model that ``build`` left on the meta device.
         program: forwards and backwards of one rank in one step; returns the loss.
         between: what a rank does after each step; its numbers are compared too.
         zero_grad: how gradients are forgotten.
@@ -177,6 +178,7 @@ class Case:
     optimizer: Callable[[nn.Module], Optimizer] = adamw
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     rule: Callable[[nn.Module], list[tuple[str, ...]]] | None = None
+    initialize: Callable[[str, Tensor], None] | None = None
     program: Program = one_backward
     between: Callable[[Lane], Sequence[float]] | None = None
     zero_grad: Callable[[nn.Module, Optimizer, int], None] = drop_gradients

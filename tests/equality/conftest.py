@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -35,11 +36,12 @@ def equals_one_process(topology: Topology) -> Callable[[Case], None]:
         problems: list[str] = []
         if topology.is_root:
             expected = train_plain(case, topology.size)
-            moved = [
-                relative_error(expected[-1].state[name], value)
-                for name, value in case.build().state_dict().items()
-            ]
-            assert max(moved) > 1e-3, "the reference learned nothing: this test would prove nothing"
+            start, end = case.build().state_dict(), expected[-1].state or {}
+            moved = max(relative_error(end[name], value) for name, value in start.items())
+            assert moved > 1e-3, "the reference learned nothing: this test would prove nothing"
+            clipped = [record.grad_norm > case.max_norm for record in expected]
+            assert not any(clipped) or not all(clipped), "clip some steps, not all"
+            assert math.isinf(case.max_norm) or any(clipped), "nothing to clip"
             for name, found in runs.items():
                 problems += [f"{name}, {problem}" for problem in differences(found, expected)]
             problems += first_step_apart(runs)

@@ -84,6 +84,12 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(WIDTH, 3)
 
+    def block(self, index: int) -> Block:
+        """One of the blocks."""
+        block = self.blocks[index]
+        assert isinstance(block, Block)
+        return block
+
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
         for block in self.blocks:
@@ -115,7 +121,7 @@ class TwiceStack(Stack):
 def tied_stack() -> Stack:
     """One weight in two units, and one of the root shared with nobody."""
     model = Stack()
-    first, _, last = model.blocks
+    first, last = model.block(0), model.block(2)
     last.inner.weight = first.inner.weight
     last.outer.bias = first.outer.bias
     return model
@@ -129,7 +135,7 @@ class BranchedStack(Stack):
         self.left = nn.Linear(WIDTH, 3)
         self.right = nn.Linear(WIDTH, 3)
 
-    def forward(self, x: Tensor, branches: int) -> Tensor:
+    def forward(self, x: Tensor, branches: int) -> Tensor:  # type: ignore[override]
         y = super().forward(x)
         hidden = torch.tanh(self.entry(x))
         if branches & 1:
@@ -142,7 +148,7 @@ class BranchedStack(Stack):
 class SkippingStack(Stack):
     """Whole blocks are left out at the caller's wish: a bit of ``blocks`` for each one that runs."""
 
-    def forward(self, x: Tensor, blocks: int) -> Tensor:
+    def forward(self, x: Tensor, blocks: int) -> Tensor:  # type: ignore[override]
         x = self.entry(x)
         for index, block in enumerate(self.blocks):
             if blocks >> index & 1:
@@ -165,6 +171,17 @@ class IdleStack(Stack):
         for block in list(self.blocks)[:3]:
             x = block(x)
         return self.head(x)
+
+
+class StoppedStack(Stack):
+    """The first block runs without gradient, the second has inputs that need none and an output changed in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        first, second, third = self.blocks
+        with torch.no_grad():
+            x = first(x)
+        return self.head(third(second(x).relu_()))
 
 
 class TwoHeadedBlock(nn.Module):

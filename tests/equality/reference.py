@@ -7,9 +7,11 @@ statistics and dropout masks are those of the ranks, averages their gradients, a
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,10 @@ from tests.equality.cases import Case, Lane
 # tensor's large elements; where they cancel, rounding is much of what is left, and no bound relative to the element
 # itself can hold. One fp32 rounding is 6e-8 of the largest; ten steps of them stay below 1e-6.
 TOLERANCE = 1e-6
+# Where the order of additions is another one, parameters differ in their last bit after a step, and what curvature
+# makes of that shows in the next gradient. Stock torch in one process, given the ranks' batches in reverse order,
+# departs from itself by up to 1.7e-6 in ten steps of these models, while losses and parameters stay within 3e-7.
+LATER_GRADIENTS = 5e-6
 
 
 @dataclass
@@ -33,14 +39,14 @@ class Record:
         between: each rank's numbers of ``Case.between``.
         grad_norm: before clipping.
         gradients: after clipping; a parameter without one is left out.
-        state: parameters and buffers after the step.
+        state: parameters and buffers after the step; None where they were not gathered.
     """
 
     losses: tuple[float, ...]
     between: tuple[tuple[float, ...], ...]
     grad_norm: float
     gradients: dict[str, Tensor]
-    state: dict[str, Tensor]
+    state: dict[str, Tensor] | None
 
 
 Gradients = dict[str, Tensor]
@@ -94,7 +100,7 @@ def _add_mean(model: nn.Module, gradients: Sequence[Gradients]) -> None:
     for name, parameter in model.named_parameters():
         if any(name in mine for mine in gradients):
             zero = torch.zeros_like(parameter)
-            mean = tree_sum([mine.get(name, zero) for mine in gradients]) / len(gradients)
+            mean = tree_sum([mine.get(name, zero) for mine in gradients]) * (1.0 / len(gradients))
             parameter.grad = mean if parameter.grad is None else parameter.grad + mean
 
 
@@ -144,13 +150,20 @@ def train_sharded(
     optimizer = case.optimizer(model)
     scheduler = case.scheduler(optimizer) if case.scheduler else None
     hpczero.zeroify(
-        model, optimizer, stage=stage, topology=topology, precision=precision, rule=case.rule
+        model,
+        optimizer,
+        stage=stage,
+        topology=topology,
+        precision=precision,
+        rule=case.rule,
+        initialize=case.initialize,
     )
 
     def no_sync() -> AbstractContextManager[None]:
         return hpczero.no_sync(model)
 
     records = []
+    last = case.steps - 1
     for step in range(case.steps):
         lane = Lane(case, model, step=step, rank=topology.rank, no_sync=no_sync)
         case.zero_grad(model, optimizer, step)
@@ -160,28 +173,58 @@ def train_sharded(
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
-        state = hpczero.full_state_dict(model) or {}
-        mine = tuple(case.between(lane)) if case.between else ()
-        between = tuple(topology.world.allgather(mine)) if case.between else ()
-        records.append(
-            Record(tuple(topology.world.allgather(loss)), between, norm, gradients, state)
-        )
+        state = hpczero.full_state_dict(model) if step in (0, last // 2, last) else None
+        between = (tuple(case.between(lane)),) if case.between else ()
+        records.append(Record((loss,), between, norm, gradients, state))
     hpczero.release(model)
-    return records
+    return _of_all_ranks(records, topology)
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> int:
+    whole = b"".join(name.encode() + tensor.numpy().tobytes() for name, tensor in tensors.items())
+    return zlib.crc32(whole)
+
+
+def _of_all_ranks(records: Sequence[Record], topology: Topology) -> list[Record]:
+    """With the losses and numbers of every rank in place of this rank's. Collective over world.
+
+    Raises:
+        AssertionError: on every rank, if whole gradients or norms differ between ranks.
+    """
+    agreed = topology.world.allgather(
+        [(record.grad_norm.hex(), _checksum(record.gradients)) for record in records]
+    )
+    assert agreed.count(agreed[0]) == len(agreed), "ranks hold different gradients or norms"
+    everybody = topology.world.allgather([(record.losses, record.between) for record in records])
+    together = []
+    for record, numbers in zip(records, zip(*everybody, strict=True), strict=True):
+        losses, between = (tuple(chain.from_iterable(each)) for each in zip(*numbers, strict=True))
+        together.append(replace(record, losses=losses, between=between))
+    return together
 
 
 def differences(
-    found: Sequence[Record], expected: Sequence[Record], tolerance: float = TOLERANCE
+    found: Sequence[Record],
+    expected: Sequence[Record],
+    tolerance: float = TOLERANCE,
+    *,
+    later_gradients: float | None = None,
 ) -> list[str]:
-    """What in ``found`` is further than ``tolerance`` from ``expected``, in words; empty if all is well."""
+    """What in ``found`` is further than ``tolerance`` from ``expected``, in words; empty if all is well.
+
+    Args:
+        later_gradients: another tolerance for gradients after the first step; see LATER_GRADIENTS.
+    """
     wrong = []
     for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        of_gradients = later_gradients if step and later_gradients else tolerance
         problems = [
             *_numbers("loss", mine.losses, theirs.losses, tolerance),
             *_numbers("grad norm", [mine.grad_norm], [theirs.grad_norm], tolerance),
-            *_tensors("gradient", mine.gradients, theirs.gradients, tolerance),
-            *_tensors("state", mine.state, theirs.state, tolerance),
+            *_tensors("gradient", mine.gradients, theirs.gradients, of_gradients),
         ]
+        if mine.state is not None and theirs.state is not None:
+            problems += _tensors("state", mine.state, theirs.state, tolerance)
         for a, b in zip(mine.between, theirs.between, strict=True):
             problems += _numbers("number between steps", a, b, tolerance)
         wrong += [f"step {step}: {problem}" for problem in problems]
@@ -236,7 +279,8 @@ def bits(records: Sequence[Record]) -> list[object]:
             [value.hex() for value in record.losses],
             [[value.hex() for value in numbers] for numbers in record.between],
             record.grad_norm.hex(),
-            {name: tensor.numpy().tobytes() for name, tensor in record.state.items()},
+            {name: tensor.numpy().tobytes() for name, tensor in record.gradients.items()},
+            {name: tensor.numpy().tobytes() for name, tensor in (record.state or {}).items()},
         )
         for record in records
     ]
@@ -248,9 +292,8 @@ def first_step_apart(runs: Mapping[str, Sequence[Record]]) -> list[str]:
     expected = bits(first)
     wrong = []
     for other, records in others:
-        apart = [step for step, (a, b) in enumerate(zip(bits(records), expected)) if a != b]
-        if apart or len(records) != len(expected):
-            wrong.append(
-                f"{other} departs from {name} at step {apart[0] if apart else len(expected)}"
-            )
+        pairs = zip(bits(records), expected, strict=True)  # all run the same case
+        apart = [step for step, (a, b) in enumerate(pairs) if a != b]
+        if apart:
+            wrong.append(f"{other} departs from {name} at step {apart[0]}")
     return wrong

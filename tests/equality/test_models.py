@@ -35,6 +35,16 @@ def test_mlp_with_parameters_smaller_than_the_world_and_without_elements(equals_
     equals_one_process(Case(lambda: models.seeded(models.AwkwardMLP), batch=batch, rule=rule))
 
 
+def test_sequential_mlp_whose_layers_share_a_unit(equals_one_process):
+    def batch(place):
+        return cases.vectors(place, width=7)
+
+    def build():
+        return nn.Sequential(nn.Linear(7, 15), nn.Tanh(), nn.Linear(15, 3))
+
+    equals_one_process(Case(lambda: models.seeded(build), batch=batch))
+
+
 def test_the_whole_model_as_one_unit(equals_one_process):
     equals_one_process(Case(lambda: models.seeded(models.Stack), rule=lambda model: []))
 
@@ -91,9 +101,9 @@ def test_frozen_layer_at_the_bottom_and_frozen_parameters_inside_a_unit(equals_o
     def build():
         model = models.seeded(models.Stack)
         model.entry.requires_grad_(False)
-        model.blocks[0].requires_grad_(False)
-        model.blocks[1].inner.weight.requires_grad_(False)
-        model.blocks[2].outer.bias.requires_grad_(False)
+        model.block(0).requires_grad_(False)
+        model.block(1).inner.weight.requires_grad_(False)
+        model.block(2).outer.bias.requires_grad_(False)
         return model
 
     equals_one_process(Case(build))
@@ -141,6 +151,10 @@ def test_inputs_and_outputs_of_units_that_the_loss_does_not_use(equals_one_proce
         return nn.functional.mse_loss(model(x)[0], y)
 
     equals_one_process(Case(lambda: models.seeded(models.TwoHeadedStack), loss=loss))
+
+
+def test_blocks_that_run_without_gradient_or_have_inputs_without(equals_one_process):
+    equals_one_process(Case(lambda: models.seeded(models.StoppedStack)))
 
 
 def test_module_called_twice(equals_one_process):

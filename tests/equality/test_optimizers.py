@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from tests.equality import models
@@ -16,12 +28,20 @@ OPTIMIZERS = {
     "SGD": lambda p: SGD(p, lr=0.05),
     "SGD with momentum": lambda p: SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),
     "RMSprop": lambda p: RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
-    "Adagrad": lambda p: Adagrad(p, lr=0.02, weight_decay=0.01),
+    "Adagrad": lambda p: Adagrad(p, lr=0.02, lr_decay=0.1, initial_accumulator_value=0.1),
     "Adam": lambda p: Adam(p, lr=3e-3, weight_decay=0.01, amsgrad=True),
     "AdamW": lambda p: AdamW(p, lr=3e-3, weight_decay=0.1),
     "Adam fused": lambda p: Adam(p, lr=3e-3, fused=True),
     "AdamW fused": lambda p: AdamW(p, lr=3e-3, weight_decay=0.1, fused=True),
+}
+RARE_OPTIMIZERS = {
     "AdamW foreach": lambda p: AdamW(p, lr=3e-3, weight_decay=0.1, foreach=True),
+    "Adadelta": lambda p: Adadelta(p, lr=0.5),
+    "Adamax": lambda p: Adamax(p, lr=3e-3),
+    "ASGD": lambda p: ASGD(p, lr=0.02, t0=3),
+    "NAdam": lambda p: NAdam(p, lr=3e-3),
+    "RAdam": lambda p: RAdam(p, lr=0.02),
+    "Rprop": lambda p: Rprop(p, lr=1e-3),
 }
 
 
@@ -29,6 +49,17 @@ OPTIMIZERS = {
 def test_optimizer(equals_one_process, name):
     def optimizer(model):
         return OPTIMIZERS[name](model.parameters())
+
+    equals_one_process(Case(lambda: models.seeded(models.Stack), optimizer=optimizer))
+
+
+@pytest.mark.ranks(
+    3
+)  # the update is elementwise: one number of ranks shows that shards change nothing
+@pytest.mark.parametrize("name", RARE_OPTIMIZERS)
+def test_rare_optimizer(equals_one_process, name):
+    def optimizer(model):
+        return RARE_OPTIMIZERS[name](model.parameters())
 
     equals_one_process(Case(lambda: models.seeded(models.Stack), optimizer=optimizer))
 
@@ -60,18 +91,12 @@ def test_two_groups_under_a_scheduler_that_changes_momentum_too(equals_one_proce
     )
 
 
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")], ids=["2-norm", "inf-norm"])
-def test_clipped_gradients(equals_one_process, norm_type):
+@pytest.mark.parametrize(("norm_type", "max_norm"), [(2.0, 3.8), (float("inf"), 0.9)])
+def test_clipped_gradients(equals_one_process, norm_type, max_norm):
     # Plain SGD: unlike Adam it does not undo a factor on the gradient.
     def optimizer(model):
         return SGD(model.parameters(), lr=0.1)
 
-    max_norm = {2.0: 0.8, float("inf"): 0.12}[norm_type]
     equals_one_process(
-        Case(
-            lambda: models.seeded(models.Stack),
-            optimizer=optimizer,
-            max_norm=max_norm,
-            norm_type=norm_type,
-        )
+        gpt_case(models.gpt, optimizer=optimizer, max_norm=max_norm, norm_type=norm_type)
     )

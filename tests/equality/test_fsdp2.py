@@ -1,0 +1,77 @@
+"""A second opinion: stock FSDP2, over gloo on this host, trains the same model on the same samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from hpczero.models import GPT
+from tests.equality import models
+from tests.equality.cases import Case, Lane, gpt_case
+from tests.equality.reference import LATER_GRADIENTS, Record, differences, train_sharded
+from tests.helpers.parallel import parallel_assert
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]  # gloo on more ranks than cores takes long
+
+
+@pytest.fixture
+def process_group(comm, monkeypatch):
+    """torch's own process group over the same ranks; it meets at a free port that rank 0 found."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+    def store(port: int) -> TCPStore:
+        return TCPStore(
+            "127.0.0.1", port, comm.size, is_master=comm.rank == 0, wait_for_workers=False
+        )
+
+    mine = store(0) if comm.rank == 0 else None
+    port = comm.bcast(mine.port if mine else None)
+    dist.init_process_group("gloo", store=mine or store(port), rank=comm.rank, world_size=comm.size)
+    yield
+    comm.Barrier()
+    dist.destroy_process_group()
+
+
+def train_fsdp2(case: Case, rank: int, allgather) -> list[Record]:
+    """As ``train_sharded``, with every block and the root wrapped by ``fully_shard``."""
+    model = case.build()
+    assert isinstance(model, GPT)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = case.optimizer(model)
+    records = []
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        loss = case.program(Lane(case, model, step=step, rank=rank, no_sync=_unused))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
+        gradients = {name: _whole(p.grad) for name, p in model.named_parameters()}
+        optimizer.step()
+        state = {name: _whole(value) for name, value in model.state_dict().items()}
+        records.append(Record(tuple(allgather(loss)), (), _whole(norm).item(), gradients, state))
+    return records
+
+
+def _unused():
+    raise AssertionError("the program has one backward")
+
+
+def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor().detach().clone()
+
+
+def test_equals_stock_fsdp2(topology, process_group):
+    case = gpt_case(models.gpt, max_norm=4.5)
+    theirs = train_fsdp2(case, topology.rank, topology.world.allgather)
+    problems = []
+    for stage in (0, 3):
+        mine = train_sharded(case, topology, stage=stage)
+        if topology.is_root:
+            wrong = differences(mine, theirs, later_gradients=LATER_GRADIENTS)
+            problems += [f"stage {stage}, {problem}" for problem in wrong]
+    parallel_assert(topology.world, not problems, "\n".join(problems[:12]))

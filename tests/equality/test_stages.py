@@ -1,0 +1,77 @@
+"""Stages are one code with one order of additions: they give the same bits, whatever precision, program and nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpczero import Precision, Topology
+from tests.equality import cases, models
+from tests.equality.cases import gpt_case
+from tests.equality.reference import Record, first_step_apart, train_sharded
+from tests.helpers.parallel import parallel_assert
+
+pytestmark = pytest.mark.mpi
+
+PROGRAMS = {
+    "one backward": cases.one_backward,
+    "accumulation": cases.accumulate,
+    "accumulation without sync": cases.accumulate_without_sync,
+}
+
+
+@pytest.fixture
+def two_nodes(comm):
+    """The ranks on two pretended nodes, as even as can be."""
+    topology = Topology.create(comm, nodes=[2 * rank // comm.size for rank in range(comm.size)])
+    yield topology
+    topology.free()
+
+
+@pytest.fixture
+def interleaved_nodes(comm):
+    """Two pretended nodes in turn, so that ranks of a node do not follow each other."""
+    topology = Topology.create(comm, nodes=[rank % 2 for rank in range(comm.size)])
+    yield topology
+    topology.free()
+
+
+def all_stages(
+    topology: Topology, program: str, precision: str | Precision
+) -> dict[str, list[Record]]:
+    """A clipped training with dropout and recomputation at every stage; the stages must agree in every bit."""
+    case = gpt_case(
+        lambda: models.gpt(dropout=0.1, checkpoint_activations=True),
+        program=PROGRAMS[program],
+        optimizer=cases.adamw,
+        max_norm=4.5,
+        steps=4,
+    )
+    runs = {
+        f"stage {stage}": train_sharded(case, topology, stage=stage, precision=precision)
+        for stage in case.stages
+    }
+    apart = first_step_apart(runs)
+    parallel_assert(topology.world, not apart, "\n".join(apart))
+    return runs
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_stages_give_the_same_bits(topology, precision, program):
+    runs = all_stages(topology, program, precision)
+    losses = [record.losses for record in runs["stage 0"]]
+    assert len(set(losses)) == len(losses), "the losses never change"
+
+
+@pytest.mark.parametrize("program", ["one backward", "accumulation without sync"])
+@pytest.mark.parametrize(
+    "precision", [Precision(), Precision(param="bf16", reduce="bf16")], ids=str
+)
+@pytest.mark.mpi(min_size=2)
+def test_stages_give_the_same_bits_on_two_nodes(two_nodes, precision, program):
+    all_stages(two_nodes, program, precision)
+
+
+@pytest.mark.ranks(4)
+def test_stages_give_the_same_bits_where_nodes_take_turns(interleaved_nodes):
+    all_stages(interleaved_nodes, "accumulation", "bf16")

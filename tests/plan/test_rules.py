@@ -1,0 +1,130 @@
+"""Which modules become units: by default, by class, and what a rule may not say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hpczero.errors import PlanError
+from hpczero.models import GPT, Block, ConvNet, GPTConfig
+from hpczero.plan import Plan
+from hpczero.plan.plan import UnitRule
+from hpczero.plan.rules import PACK_BYTES, by_class, default_rule, whole_model
+
+
+def gpt(layers: int = 3) -> GPT:
+    return GPT(GPTConfig(vocab_size=11, context=5, layers=layers, hidden=8, heads=2))
+
+
+def unit_modules(model: nn.Module, rule: UnitRule = default_rule) -> list[tuple[str, ...]]:
+    plan = Plan.build(model, num_shards=2, stage=3, rule=rule)
+    return [unit.modules for unit in plan.units]
+
+
+def test_gpt_has_a_unit_per_block_and_the_rest_in_the_root() -> None:
+    assert unit_modules(gpt()) == [("",), ("blocks.0",), ("blocks.1",), ("blocks.2",)]
+
+
+def test_convolution_net_has_a_unit_per_residual_block() -> None:
+    assert unit_modules(ConvNet()) == [("",), ("blocks.0",), ("blocks.1",), ("blocks.2",)]
+
+
+def test_small_layers_of_a_sequential_share_a_unit() -> None:
+    model = nn.Sequential(nn.Linear(7, 15), nn.ReLU(), nn.Linear(15, 3), nn.LayerNorm(3))
+    assert default_rule(model) == [("0", "2", "3")]
+    assert unit_modules(model) == [("0", "2", "3")]  # nothing is left for the root
+
+
+def test_layers_are_packed_up_to_the_byte_bound() -> None:
+    half = PACK_BYTES // 2 // 4
+    with torch.device("meta"):
+        layers = [nn.Linear(half, 1, bias=False) for _ in range(3)]
+        big = nn.Linear(3 * half, 1, bias=False)
+    assert default_rule(nn.Sequential(*layers, big)) == [("0", "1"), ("2",), ("3",)]
+
+
+def test_block_between_layers_is_a_unit_of_its_own() -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), block, nn.Linear(4, 4), nn.Linear(4, 4))
+    assert default_rule(model) == [("0",), ("1",), ("2", "3")]
+
+
+def test_containers_are_found_at_any_depth_and_their_children_are_units() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = nn.ModuleDict({"a": nn.ModuleList([gpt(1), gpt(1)]), "b": gpt(1)})
+            self.norm = nn.LayerNorm(8)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = Encoder()
+            self.head = nn.Linear(8, 2)
+
+    # a ModuleList is never called, so it cannot be a unit: its children are
+    expected = [("encoder.stack.a.0",), ("encoder.stack.a.1",), ("encoder.stack.b",)]
+    assert default_rule(Model()) == expected
+
+
+def test_model_without_containers_is_one_root_unit() -> None:
+    assert unit_modules(nn.Linear(3, 3)) == [("",)]
+    assert unit_modules(nn.MultiheadAttention(4, 2)) == [("",)]
+
+
+def test_model_without_parameters_has_no_units() -> None:
+    assert unit_modules(nn.Sequential(nn.ReLU(), nn.Flatten())) == []
+
+
+def test_by_class_takes_the_outermost_modules_of_a_class() -> None:
+    assert default_rule(gpt()) == by_class(Block)(gpt())
+    nested = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2))
+    assert by_class(nn.Sequential)(nested) == [("0",)]
+    assert by_class(nn.Linear)(nested) == [("0.0.0",), ("1",)]
+    assert by_class(nn.Linear, nn.Sequential)(nested) == [("0",), ("1",)]
+
+
+def test_by_class_does_not_take_a_name_that_only_begins_alike_for_nested() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(11)))  # 1 and 10
+    assert by_class(nn.Linear)(model) == [(str(index),) for index in range(11)]
+
+
+def test_whole_model_is_one_unit() -> None:
+    assert unit_modules(gpt(), whole_model) == [("",)]
+
+
+# --- rules of a user
+
+
+def build(*units: tuple[str, ...]) -> Plan:
+    return Plan.build(gpt(), num_shards=2, stage=3, rule=lambda model: list(units))
+
+
+def test_unknown_module_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"'blocks\.7', which is not a submodule"):
+        build(("blocks.0",), ("blocks.7",))
+
+
+def test_model_itself_cannot_be_listed() -> None:
+    with pytest.raises(PlanError, match="'', which is not a submodule"):
+        build(("",))
+
+
+def test_module_in_two_units_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"lists module 'blocks\.0' twice"):
+        build(("blocks.0",), ("blocks.1", "blocks.0"))
+
+
+def test_unit_inside_another_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"nests units: .*'blocks\.0' and 'blocks\.0\.mlp'"):
+        build(("blocks.0.mlp",), ("blocks.0",))
+
+
+def test_unit_of_several_modules_holds_the_parameters_of_all() -> None:
+    plan = build(("blocks.0", "blocks.2"), ("wpe",))
+    names = {unit.name: {slot.name for slot in unit.layout.slots} for unit in plan.units}
+    assert list(names) == ["root", "wpe", "blocks.0"]  # the root first, then registration order
+    assert names["wpe"] == {"wpe.weight"}
+    blocks = {n for n, _ in gpt().named_parameters() if n.startswith(("blocks.0", "blocks.2"))}
+    assert names["blocks.0"] == blocks

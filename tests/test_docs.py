@@ -1,0 +1,306 @@
+"""What the documentation says is so: its code runs, and what it names exists."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import hpczero
+from hpczero import errors
+from hpczero.config import RunConfig
+from hpczero.metrics import StepMetrics
+from hpczero.models.presets import PRESETS
+from tests.helpers.mpirun import ROOT, run_command, run_ranks
+from tests.helpers.parallel import parallel_assert
+
+if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+README = ROOT / "README.md"
+RUNNING = ROOT / "docs" / "running.md"
+GUIDES = [README, ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*GUIDES, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
+COMMANDS = {f"hpczero.{name}" for name in ("train", "sample", "plan", "doctor", "data")}
+INSTALL = ROOT / "docs" / "install.md"  # names options of pip and of launchers
+NOT_OURS = {"--oversubscribe", "--section.key"}  # of a launcher; a placeholder
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+MB = 1e6
+
+
+def ids(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def each_document(paths: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("document", paths, ids=ids(paths))
+
+
+def named(pattern: str, paths: list[Path]) -> set[str]:
+    """Everything that ``pattern`` finds in the documents; never nothing, or a test would show nothing."""
+    found = {match for path in paths for match in re.findall(pattern, path.read_text())}
+    assert found, f"{pattern} finds nothing"
+    return found
+
+
+def rows(document: Path, beginning: str) -> Iterator[list[str]]:
+    """Cells of the rows of the table whose heading begins so."""
+    lines = document.read_text().splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith(beginning))
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            return
+        yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+# --- the code of the first screen
+
+
+def ten_lines() -> str:
+    block = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert block is not None
+    return block[1]
+
+
+def test_readme_shows_ten_lines() -> None:
+    assert len(ten_lines().splitlines()) == 10
+
+
+@pytest.mark.slow
+def test_readmes_ten_lines_train_on_two_ranks(tmp_path: Path) -> None:
+    watched = """\
+        import sys, torch
+        losses, backward = [], torch.Tensor.backward
+        def recorded(loss):
+            losses.append(loss.item())
+            backward(loss)
+        torch.Tensor.backward = recorded
+        exec(open(sys.argv[1]).read())
+        ranks = hpczero.sharding(model).topology.size
+        print(f"ranks {ranks} first {sum(losses[:10])} last {sum(losses[-10:])}\\n", end="", flush=True)
+        """
+    program, block = tmp_path / "watched.py", tmp_path / "block.py"
+    program.write_text(textwrap.dedent(watched))
+    block.write_text(ten_lines())
+    finished = run_ranks(2, [program, block], timeout=90)
+    assert finished.returncode == 0, finished
+    found = re.findall(r"ranks 2 first ([\d.]+) last ([\d.]+)", finished.stdout)
+    assert len(found) == 2, finished
+    assert all(float(last) < 0.3 * float(first) for first, last in found), finished
+
+
+def test_readmes_table_is_what_the_plan_predicts() -> None:
+    import torch
+
+    from hpczero import Plan
+    from hpczero.models import GPT
+    from hpczero.plan.rules import default_rule
+
+    with torch.device("meta"):
+        model = GPT(PRESETS["gpt-nano"])
+    found = list(rows(README, "| stage | sharded |"))
+    assert len(found) == 4
+    for stage, cells in enumerate(found):
+        plans = [
+            Plan.build(model, num_shards=ranks, stage=stage, rule=default_rule) for ranks in (2, 4)
+        ]
+        expected = [
+            *(plan.memory().states for plan in plans),
+            *(plan.memory().total for plan in plans),
+            *(plan.traffic().nbytes for plan in plans),
+        ]
+        assert cells[0] == str(stage)
+        assert cells[2:] == [f"{nbytes / MB:.1f}" for nbytes in expected]
+        assert f"Ψ = {plans[0].numel:,}" in README.read_text()
+
+
+# --- names of files
+
+
+def anchors(document: Path) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_document(DOCUMENTS)
+def test_every_link_leads_somewhere(document: Path) -> None:
+    broken = []
+    for target in LINK.findall(CODE.sub("code", document.read_text())):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        page = (document.parent / path).resolve() if path else document
+        if not page.exists() or (anchor and anchor not in anchors(page)):
+            broken.append(target)
+    assert broken == []
+
+
+@each_document(GUIDES)
+def test_every_file_that_is_named_exists(document: Path) -> None:
+    text = LINK.sub(r" \1 ", document.read_text())
+    names = re.findall(r"(?<![\w./-])[\w./-]+\.(?:py|md|sh|cfg|txt)\b", text)
+    homes = (ROOT, document.parent, ROOT / "hpczero")
+    assert names
+    assert [name for name in names if not any((home / name).is_file() for home in homes)] == []
+
+
+def test_map_of_rooms_has_every_module_of_the_package() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    paths = [*(ROOT / "hpczero").glob("*.py"), *(ROOT / "hpczero").glob("*/__init__.py")]
+    rooms = {
+        path.name if path.parent.name == "hpczero" else f"{path.parent.name}/" for path in paths
+    }
+    rooms.remove("__init__.py")
+    assert len(rooms) > 20
+    assert [room for room in sorted(rooms) if not re.search(rf"(?<![\w/]){room}", text)] == []
+
+
+def test_every_test_that_is_named_exists() -> None:
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    tests = named(r"\b(test_\w+)\b(?!\.py)", GUIDES)
+    assert [name for name in tests if f"def {name}(" not in sources] == []
+
+
+def test_every_public_name_exists() -> None:
+    def exists(name: str) -> bool:
+        return name in hpczero.__all__ or importlib.util.find_spec(f"hpczero.{name}") is not None
+
+    names = named(r"\bhpczero\.([a-zA-Z_]\w*)(?![\w/.-]*\.(?:git|org))", GUIDES)
+    assert [name for name in sorted(names) if not exists(name)] == []
+
+
+# --- commands and their options
+
+
+@cache
+def help_of(*args: str) -> str:
+    finished = run_command([sys.executable, *args, "--help"], timeout=60)
+    assert finished.returncode == 0, finished
+    assert finished.stdout.startswith("usage: "), finished
+    return finished.stdout
+
+
+def test_every_command_that_is_named_answers_help() -> None:
+    commands = named(r"python -m ([\w.]+)", [README, RUNNING])
+    assert commands == COMMANDS
+    for command in commands:
+        assert f"python -m {command}" in help_of("-m", command)
+
+
+def has_option(text: str, option: str) -> bool:
+    return re.search(rf"(?<![\w-]){re.escape(option)}(?![\w.-])", text) is not None
+
+
+@each_document([guide for guide in GUIDES if guide != INSTALL])
+def test_every_option_that_is_named_exists(document: Path) -> None:
+    unknown = []
+    for line in document.read_text().splitlines():
+        commands = re.findall(r"python -m ([\w.]+)", line) or sorted(COMMANDS)
+        helps = [help_of("-m", command) for command in commands]
+        helps += [help_of("-m", "hpczero.data", "prepare"), help_of("examples/resume_later.py")]
+        for option in re.findall(r"(?<![\w-])--[a-z][\w.-]*", line):
+            name = option.replace("-", "_").replace("__", "--", 1)
+            if option not in NOT_OURS and not any(has_option(t, name) for t in helps):
+                unknown.append(option)
+    assert unknown == []
+
+
+def test_options_of_train_are_listed_with_their_defaults() -> None:
+    table = {cells[0].strip("`"): cells[1] for cells in rows(RUNNING, "| Option | Default |")}
+    defaults: dict[str, object] = {}
+    for section in dataclasses.fields(RunConfig):
+        options = getattr(RunConfig(), section.name)
+        for option in dataclasses.fields(options):
+            defaults[f"--{section.name}.{option.name}"] = getattr(options, option.name)
+    assert list(table) == list(defaults)
+    for name, default in defaults.items():
+        if default is None:
+            assert "`" not in table[name], name
+        elif isinstance(default, tuple):
+            assert table[name] == f"`{' '.join(map(str, default))}`"
+        else:
+            shown = str(default).lower() if isinstance(default, bool) else str(default)
+            assert table[name] == f"`{shown}`", name
+
+
+def test_presets_are_listed() -> None:
+    row = next(r for r in rows(RUNNING, "| Option | Default |") if r[0] == "`--model.preset`")
+    assert set(re.findall(r"`([\w-]+)`", row[2])) == set(PRESETS)
+
+
+def test_fields_of_the_metrics_file_are_listed() -> None:
+    listed = [
+        name for cells in rows(RUNNING, "| Field |") for name in re.findall(r"`(\w+)`", cells[0])
+    ]
+    assert listed == [field.name for field in dataclasses.fields(StepMetrics)]
+
+
+def test_exit_codes_are_listed() -> None:
+    listed = {int(cells[0]) for cells in rows(RUNNING, "| Code |")}
+    ours = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    assert ours - {errors.EXIT_REQUEUE} <= listed  # nothing asks to be requeued yet
+
+
+def test_environment_variables_that_are_named_are_those_that_are_read() -> None:
+    sources = [
+        *(ROOT / "hpczero").rglob("*.py"),
+        *(ROOT / "install").iterdir(),
+        ROOT / "tests/run.py",
+    ]
+    pattern = r"\bHPCZERO_[A-Z0-9_]+\b"
+    assert named(pattern, [RUNNING]) == named(pattern, sources)
+    assert named(pattern, GUIDES) == named(pattern, sources)
+
+
+def test_make_targets_that_are_named_exist() -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"train", "test"} <= named(r"[`\n]make (\w+)", [README]) <= targets
+    assert named(r"[`\n]make (\w+)", GUIDES) <= targets
+
+
+# --- sharp bits that nothing stops: should one become an error, docs/sharp-bits.md has to say so
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_silent_sharp_bits_are_as_described(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hpczero.zeroify(model, optimizer, stage=stage, topology=topology)
+    second = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = hpczero.full_state_dict(model)
+
+    model(torch.ones(2, 5)).sum().backward()
+    parallel_assert(comm, all(parameter.grad is None for parameter in model.parameters()))
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    parallel_assert(comm, norm.item() == 0.0)
+    parallel_assert(comm, hpczero.clip_grad_norm_(model, float("inf")) > 0)
+    second.step()
+    after = hpczero.full_state_dict(model)
+    same = before is None or after is None or all(torch.equal(before[k], after[k]) for k in before)
+    parallel_assert(comm, same, "the second optimizer did something")
+
+    late = model[2] = nn.Linear(4, 1)
+    value = late.weight.detach().clone()
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    parallel_assert(comm, torch.equal(late.weight, value) and late.weight.grad is not None)
+    hpczero.release(model)

@@ -1,0 +1,67 @@
+"""The examples run as their users run them, and learn something."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.mpirun import ROOT, Finished, run_ranks
+
+EXAMPLES = ROOT / "examples"
+LIMIT_S = 90.0  # they take a few seconds on an idle machine
+FELL = re.compile(r"^loss fell from ([\d.]+) to ([\d.]+)", re.MULTILINE)
+
+
+def run_example(ranks: int, name: str, *args: str) -> Finished:
+    finished = run_ranks(ranks, [EXAMPLES / name, *args], timeout=LIMIT_S)
+    assert finished.returncode == 0, finished
+    assert "Error" not in finished.stderr, finished
+    return finished
+
+
+def losses(finished: Finished) -> tuple[float, float]:
+    """First and last loss; exactly one rank tells them."""
+    found = FELL.findall(finished.stdout)
+    assert len(found) == 1, finished
+    return float(found[0][0]), float(found[0][1])
+
+
+def test_every_example_is_in_the_list_and_is_run_here() -> None:
+    names = {path.name for path in EXAMPLES.glob("*.py")}
+    assert names == {"own_loop.py", "convnet.py", "resume_later.py"}
+    listed = re.findall(r"^\| \[([\w.]+)\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(names)
+
+
+@pytest.mark.limit(LIMIT_S + 30)
+@pytest.mark.slow
+def test_own_loop_learns() -> None:
+    first, last = losses(run_example(2, "own_loop.py"))
+    assert last < 0.4 * first
+
+
+@pytest.mark.limit(LIMIT_S + 30)
+@pytest.mark.slow
+def test_convnet_learns_and_names_new_images() -> None:
+    finished = run_example(2, "convnet.py")
+    first, last = losses(finished)
+    assert last < 0.2 * first
+    right = re.search(r"(\d+)% of new images right", finished.stdout)
+    assert right is not None, finished
+    assert int(right[1]) > 70  # guessing names 25 %
+
+
+@pytest.mark.limit(2 * LIMIT_S + 30)
+@pytest.mark.slow
+def test_training_goes_on_later_with_the_same_weights_on_other_ranks(tmp_path: Path) -> None:
+    state = tmp_path / "folder" / "state.safetensors"
+    began, left = losses(run_example(2, "resume_later.py", "--state", str(state)))
+    assert left < 0.5 * began
+    later = run_example(3, "resume_later.py", "--state", str(state))
+    assert later.stdout.startswith("step 40, 3 rank(s)"), later
+    resumed, last = losses(later)
+    assert resumed == left  # every bit of the loss, hence of the weights
+    assert last < resumed
+    assert [path.name for path in state.parent.iterdir()] == [state.name]

@@ -1,0 +1,263 @@
+"""Whole parameters outside the model: read, changed on one rank for all, copied out under the model's own names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hpczero
+from hpczero.errors import StepError
+from hpczero.models import ConvNet
+from tests.helpers.parallel import parallel_assert
+from tests.small_models import (
+    MLP,
+    adamw,
+    mlp_input,
+    raises_on_all,
+    tiny_gpt,
+    tiny_tokens,
+    zeroified,
+)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16"])
+
+
+def equal_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def masters(model: nn.Module) -> dict[str, Tensor]:
+    """fp32 values by name on every rank. Collective."""
+    return {
+        slot.name: flat[slot.offset : slot.stop].view(slot.shape)
+        for unit in hpczero.sharding(model).units
+        for flat in [unit.gather_values()]
+        for slot in unit.spec.layout.slots
+    }
+
+
+# --- reading
+
+
+@STAGES
+@PRECISIONS
+def test_parameters_are_whole_inside_and_given_back_outside(
+    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str
+) -> None:
+    model, plain = MLP(), MLP()
+    options: dict[str, Any] = {"stage": stage, "precision": precision, "topology": topology}
+    with zeroified(model, adamw(model), **options) as sharding:
+        in_flight = "unsharded"
+        with hpczero.gathered(model):
+            dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+            pairs = zip(model.parameters(), plain.parameters(), strict=True)
+            parallel_assert(comm, all(torch.equal(a, b.to(dtype)) for a, b in pairs))
+            norm = sum(float(p.detach().float().norm()) for p in model.parameters())
+        parallel_assert(comm, comm.allgather(norm) == [norm] * comm.size)
+        parallel_assert(comm, sharding.memory.current.get(in_flight, 0) == 0)
+        model(mlp_input(comm.rank)).sum().backward()  # and reading is not a change
+        sharding.optimizer.step()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_forward_inside_leaves_the_parameters_whole(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model, plain, x = MLP(), MLP(), mlp_input(0)
+    with zeroified(model, adamw(model), stage=stage, topology=topology) as sharding:
+        with torch.no_grad(), hpczero.gathered(model):
+            with hpczero.gathered(model):
+                parallel_assert(comm, torch.equal(model(x), plain(x)))
+            pairs = zip(model.parameters(), plain.parameters(), strict=True)
+            parallel_assert(comm, all(torch.equal(a, b) for a, b in pairs))
+        parallel_assert(comm, sharding.memory.current.get("unsharded", 0) == 0)
+
+
+# --- changing
+
+
+@STAGES
+@PRECISIONS
+def test_changes_of_the_modifier_rank_reach_all_ranks_and_the_masters(
+    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str
+) -> None:
+    model = MLP()
+    model.layers[0].requires_grad_(False)
+    optimizer, root = adamw(model), comm.size - 1
+    options: dict[str, Any] = {"stage": stage, "precision": precision, "topology": topology}
+    with zeroified(model, optimizer, **options):
+        before = masters(model)
+        changed = ("layers.0.0.weight", "layers.2.0.bias")  # frozen, trainable
+        with hpczero.gathered(model, modifier_rank=root), torch.no_grad():
+            for name in changed:
+                model.get_parameter(name).fill_(0.75 if comm.rank == root else -1.0)
+        after = masters(model)
+        for name, value in after.items():
+            # what was not touched keeps its fp32 digits
+            expected = torch.full_like(value, 0.75) if name in changed else before[name]
+            parallel_assert(comm, torch.equal(value, expected), name)
+        model(mlp_input(comm.rank)).sum().backward()
+        optimizer.step()  # is not refused, and starts from the new values
+        moved = (masters(model)["layers.2.0.bias"] - 0.75).abs()
+        parallel_assert(comm, bool(((moved > 0) & (moved < 0.02)).all()), str(moved))
+
+
+@STAGES
+def test_change_without_a_modifier_rank_is_refused(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model = MLP()
+    with zeroified(model, adamw(model), stage=stage, topology=topology):
+        before = masters(model)
+
+        def change() -> None:
+            with hpczero.gathered(model), torch.no_grad():
+                if comm.rank == 1:
+                    next(model.parameters()).zero_()
+
+        said = r"changed inside gathered\(model\) without a modifier_rank.*modifier_rank=0"
+        raises_on_all(comm, StepError, said, change)
+        with hpczero.gathered(model, modifier_rank=0):  # makes all ranks equal again
+            pass
+        parallel_assert(comm, equal_state(masters(model), before))
+
+
+@STAGES
+def test_changes_are_used_by_a_forward_inside_and_kept(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model, other = MLP(), MLP(seed=77)
+    with zeroified(model, adamw(model), stage=stage, topology=topology):
+        with hpczero.gathered(model, modifier_rank=1), torch.no_grad():
+            model.load_state_dict(other.state_dict())
+            parallel_assert(comm, torch.equal(model(mlp_input(0)), other(mlp_input(0))))
+        parallel_assert(comm, equal_state(masters(model), dict(other.named_parameters())))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_step_inside_is_refused(comm: MPI.Intracomm, topology: Topology, stage: int) -> None:
+    # at stage 3 the values written back at the end would be those from before the step
+    model = MLP()
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, stage=stage, topology=topology):
+        model(mlp_input(comm.rank)).sum().backward()
+        with hpczero.gathered(model, modifier_rank=0):
+            said = r"optimizer\.step\(\) inside `with hpczero\.gathered"
+            raises_on_all(comm, StepError, said, optimizer.step)
+        optimizer.step()
+
+
+def test_weights_of_a_plain_model_can_be_loaded_inside(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model, other = MLP(), MLP(seed=77)
+    with zeroified(model, adamw(model), stage=3, topology=topology):
+        with hpczero.gathered(model, modifier_rank=0):
+            if comm.rank == 0:
+                model.load_state_dict(other.state_dict())
+        parallel_assert(comm, torch.equal(model(mlp_input(0)), other(mlp_input(0))))
+
+
+# --- full_state_dict
+
+
+@STAGES
+@PRECISIONS
+def test_full_state_dict_loads_into_a_plain_model_with_tied_names(
+    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str
+) -> None:
+    model = tiny_gpt()
+    optimizer, tokens = adamw(model), tiny_tokens(comm.rank)
+    options: dict[str, Any] = {"stage": stage, "precision": precision, "topology": topology}
+    with zeroified(model, optimizer, **options):
+        model(tokens, tokens).backward()
+        optimizer.step()
+        state = hpczero.full_state_dict(model)
+        parallel_assert(comm, (state is not None) == (comm.rank == 0))
+        plain = tiny_gpt(seed=5)
+        fine = True
+        if state is not None:
+            fine = all(value.dtype is torch.float32 for value in state.values())
+            fine = fine and state["lm_head.weight"] is state["wte.weight"]
+            fine = fine and list(state) == list(plain.state_dict())
+            plain.load_state_dict(state)  # strict
+        parallel_assert(comm, fine)
+        if precision == "fp32":
+            trained = model(tiny_tokens(0)).detach()
+            same = comm.rank > 0 or torch.equal(plain(tiny_tokens(0)), trained)
+            parallel_assert(comm, same, "the copy computes something else")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_full_state_dict_has_the_buffers(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    torch.manual_seed(1)
+    model = ConvNet(width=2, blocks=2)
+    optimizer = adamw(model)
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(comm.rank))
+    labels = torch.arange(4)
+    with zeroified(model, optimizer, stage=stage, topology=topology):
+        model(images, labels).backward()
+        optimizer.step()
+        state = hpczero.full_state_dict(model)
+        mean = model.get_buffer("stem_norm.running_mean")
+        # the running statistics of rank 0, on all ranks after the step
+        parallel_assert(comm, comm.bcast(mean.tolist(), root=0) == mean.tolist())
+        model.eval()
+        output = model(images).detach()
+        if state is not None:
+            plain = ConvNet(width=2, blocks=2)
+            plain.load_state_dict(state)  # strict: buffers and all
+            plain.eval()
+            fine = float(state["stem_norm.running_mean"].abs().sum()) > 0
+            fine = fine and int(state["stem_norm.num_batches_tracked"]) == 1
+            fine = fine and torch.allclose(plain(images), output, rtol=1e-6)
+        else:
+            fine = comm.rank > 0
+        parallel_assert(comm, fine)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_full_state_dict_is_a_copy(comm: MPI.Intracomm, topology: Topology, stage: int) -> None:
+    model = MLP()
+    with zeroified(model, adamw(model), stage=stage, topology=topology):
+        state = hpczero.full_state_dict(model)
+        if state is not None:
+            for value in state.values():
+                value.zero_()
+        again = hpczero.full_state_dict(model)
+        plain = dict(MLP().named_parameters())
+        fine = again is None or all(torch.equal(again[name], plain[name]) for name in plain)
+        parallel_assert(comm, fine)
+
+
+def test_full_gradients_are_the_mean_over_ranks_on_every_rank(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model, plain = MLP(), MLP()
+    model.layers[0].requires_grad_(False)
+    losses = [plain(mlp_input(rank)).square().sum() for rank in range(comm.size)]
+    (torch.stack(losses).sum() / comm.size).backward()
+    with zeroified(model, adamw(model), stage=3, topology=topology):
+        parallel_assert(comm, hpczero.full_gradients(model) == {})
+        model(mlp_input(comm.rank)).square().sum().backward()
+        found = hpczero.full_gradients(model)
+        trainable = [name for name, _ in plain.named_parameters() if "layers.0" not in name]
+        parallel_assert(comm, list(found) == trainable, str(list(found)))
+        for name, gradient in found.items():
+            expected = plain.get_parameter(name).grad
+            assert expected is not None
+            close = torch.allclose(gradient, expected, rtol=1e-5, atol=1e-6)
+            parallel_assert(comm, close, name)
