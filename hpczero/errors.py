@@ -7,6 +7,7 @@ through the module that is already loaded (an error must never be what starts MP
 from __future__ import annotations
 
 import os
+import select
 import sys
 import traceback
 from collections.abc import Callable
@@ -17,6 +18,7 @@ EXIT_CORRUPT_CHECKPOINT = 65
 EXIT_REQUEUE = 75
 EXIT_MISCONFIGURED = 78
 EXIT_HANG = 86
+EXIT_READER_LEFT = 141
 
 
 class HpcZeroError(Exception):
@@ -132,13 +134,26 @@ def run(main: Callable[[], int | None]) -> None:
     """
     try:
         code = main() or 0
+        sys.stdout.flush()
     except SystemExit:
         raise
     except KeyboardInterrupt:
         abort_job(130)
         sys.exit(130)
     except BaseException as error:  # the last frame of a command: reported, never swallowed
-        code = report(error)
+        # As a C program that is piped into head: nobody is there to tell.
+        left = isinstance(error, BrokenPipeError) and _reader_left()
+        code = EXIT_READER_LEFT if left else report(error)
         if not getattr(error, "agreed", False):
             abort_job(code)
     sys.exit(code)
+
+
+def _reader_left() -> bool:
+    """Whether nobody reads our stdout any more; what is still in its buffer is then thrown away."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    left = bool(poll.poll(0))
+    if left:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return left

@@ -105,11 +105,12 @@ def describe_options(optimizer: Optimizer | None) -> list[str]:
     if optimizer is None:
         return []
     plain = (bool, int, float, str, tuple, torch.Tensor, type(None))
-    groups = [
-        {name: value for name, value in group.items() if isinstance(value, plain)}
-        for group in optimizer.param_groups
+    return [type(optimizer).__name__] + [
+        f"{name}={value!r} in group {index}"
+        for index, group in enumerate(optimizer.param_groups)
+        for name, value in sorted(group.items())
+        if isinstance(value, plain)
     ]
-    return [type(optimizer).__name__, *(repr(sorted(group.items())) for group in groups)]
 
 
 def repoint(optimizer: Optimizer, shards: Mapping[int, Sequence[nn.Parameter]]) -> None:

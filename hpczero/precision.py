@@ -36,7 +36,7 @@ class Precision:
 
     Attributes:
         param: parameters and activations in forward and backward, and both on the wire.
-        reduce: partial sums that travel between nodes (design decision 4); sums themselves are always fp32.
+        reduce: partial sums that travel between nodes; sums themselves are always fp32.
         loss_scale: None, or dynamic scaling (fp16).
         nonfinite: what a NaN or infinity in the agreed gradient does without a loss scale: ``raise`` an error on
         every rank,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hpczero.casting import Casting
 from hpczero.comm import Collectives
@@ -44,14 +45,25 @@ class Sharding:
         optimizer: Optimizer | None,
         plan: Plan,
         collectives: Collectives,
+        *,
+        owns_topology: bool = False,
     ) -> None:
-        """Collective on some transports (memory may be shared)."""
+        """Collective on some transports (memory may be shared).
+
+        Args:
+            model: checked, its parameters still its own.
+            optimizer: over the model's parameters, not yet over shards; None for inference.
+            plan: the units.
+            collectives: closed by ``detach``.
+            owns_topology: ``detach`` also frees ``collectives.topology``.
+        """
         self.model = model
         self.optimizer = optimizer
         self.plan = plan
         self.precision = plan.precision
         self.topology = collectives.topology
         self.collectives = collectives
+        self._owns_topology = owns_topology
         self.scaler = LossScaler(plan.precision.loss_scale)
         parameters = dict(model.named_parameters())
         self.units = [
@@ -71,10 +83,12 @@ class Sharding:
             precision=plan.precision,
             scaler=self.scaler,
             in_backward=lambda: self.schedule is not None and self.schedule.in_backward,
+            check_attachment=self._check_attachment,
             after_update=self.share_buffers,
         )
         self.schedule: Schedule | None = None
         self._casting: Casting | None = None
+        self._state_dict_hook: RemovableHandle | None = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse ``copy.deepcopy`` and ``pickle`` of the model: a copy would share units and communicators with it.
@@ -118,6 +132,8 @@ class Sharding:
         self.schedule = Schedule(model, self.units, gradient_factor=self._gradient_factor)
         model.__dict__[KEY] = self
         model.__dict__["zero_grad"] = self._zero_grad
+        if self.plan.stage.shards_parameters:
+            self._state_dict_hook = model.register_state_dict_post_hook(_copy_parameters)  # type: ignore[no-untyped-call]
         if optimizer is not None:
             shards: dict[int, list[nn.Parameter]] = {}
             for unit in self.units:
@@ -126,6 +142,32 @@ class Sharding:
             repoint(optimizer, shards)
             self.step.attach(optimizer)
             optimizer.__dict__["zero_grad"] = self._zero_grad
+
+    def _check_attachment(self) -> None:
+        """Refuse parameters that came after ``attach``: no unit would reduce their gradients, and ranks would drift.
+
+        Raises:
+            StepError: names the first such parameter of the model, or the optimizer's group.
+        """
+        known = {id(parameter) for unit in self.units for parameter in unit.parameters}
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) not in known:
+                raise StepError(
+                    f"rank {self.topology.rank}: parameter {name!r} came into the model after zeroify (a module "
+                    "replaced, load_state_dict(assign=True)?), so it is neither sharded nor trained; build the whole "
+                    "model before zeroify, and change values inside `with hpczero.gathered(model, modifier_rank=0):`"
+                )
+        if self.optimizer is None:
+            return
+        shards = {id(shard) for unit in self.units for shard in unit.shards}
+        for index, group in enumerate(self.optimizer.param_groups):
+            foreign = sum(id(parameter) not in shards for parameter in group["params"])
+            if foreign:
+                raise StepError(
+                    f"rank {self.topology.rank}: group {index} of the optimizer has {foreign} parameter(s) put in "
+                    "after zeroify (add_param_group?), whose gradients nobody would reduce; make all groups before "
+                    "zeroify"
+                )
 
     def _gradient_factor(self) -> float:
         """Mean over ranks, loss scale taken out."""
@@ -166,12 +208,29 @@ class Sharding:
             self.schedule.remove()
         if self._casting is not None:
             self._casting.remove()
+        if self._state_dict_hook is not None:
+            self._state_dict_hook.remove()
         self.step.detach()
         self.collectives.close()
+        if self._owns_topology:
+            self.topology.free()
         self.model.__dict__.pop("zero_grad", None)
         self.model.__dict__.pop(KEY, None)
         if self.optimizer is not None:
             self.optimizer.__dict__.pop("zero_grad", None)
+
+
+def _copy_parameters(
+    model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    """Make ``model.state_dict()`` inside ``gathered`` hold copies: its views would outlive the memory they show."""
+    copies: dict[int, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        value = state.get(prefix + name)
+        if (
+            value is not None and value is not parameter
+        ):  # keep_vars=True asks for the parameters themselves
+            state[prefix + name] = copies.setdefault(id(parameter), value.clone())
 
 
 def persistent_buffers(model: nn.Module) -> list[Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hpczero.comm.base import Collectives
 from hpczero.errors import CommError, ConfigError, StepError
+from hpczero.optimizers import describe_options
 from hpczero.precision import LossScaler, Precision
 from hpczero.unit import Unit
 
@@ -45,6 +47,7 @@ class Step:
         precision: Precision,
         scaler: LossScaler,
         in_backward: Callable[[], bool],
+        check_attachment: Callable[[], None],
         after_update: Callable[[], None],
     ) -> None:
         """Not collective.
@@ -55,6 +58,7 @@ class Step:
             precision: what a non-finite gradient means.
             scaler: the loss scale, told of every step.
             in_backward: whether a backward runs, or was interrupted.
+            check_attachment: raises StepError if model or optimizer hold parameters that no unit knows.
             after_update: called once the parameters are up to date.
         """
         self.counts = StepCounts()
@@ -64,6 +68,7 @@ class Step:
         self._precision = precision
         self._scaler = scaler
         self._in_backward = in_backward
+        self._check_attachment = check_attachment
         self._after_update = after_update
         self._norms: dict[float, float] = {}
         self._skipping = False
@@ -143,7 +148,7 @@ class Step:
                 "optimizer.step(closure) would run backward inside the step; call backward first, "
                 "then optimizer.step()"
             )
-        finite, used = self._agree()
+        finite, used = self._agree(optimizer)
         self._skipping = not finite
         if self._skipping:
             self._skip()
@@ -152,36 +157,56 @@ class Step:
             if unit.has_gradient:
                 unit.skip_unused(flags)
 
-    def _agree(self) -> tuple[bool, list[npt.NDArray[np.bool_]]]:
-        """One exchange: did all ranks make the same calls, is every gradient finite, which parameters were used.
+    def _agree(self, optimizer: Optimizer) -> tuple[bool, list[npt.NDArray[np.bool_]]]:
+        """One exchange: same calls and options on all ranks, every gradient finite, and which parameters were used.
 
         A rank that finds something wrong at home tells the others here instead of raising alone.
         """
         error = self._local_error()
         finite = all(_is_finite(unit.owned_gradient) for unit in self._units if unit.has_gradient)
-        seen = np.array([self._comm.fingerprint], dtype=np.uint32).view(np.uint8)
+        options = describe_options(optimizer)
+        words = [self._comm.fingerprint, zlib.crc32("\n".join(options).encode())]
+        seen = np.array(words, dtype=np.uint32).view(np.uint8)  # 4 bytes each, equal on all ranks
         verdict = np.array([not finite, error is not None], dtype=np.uint8)
         used = np.concatenate([unit.used for unit in self._units] or [np.zeros(0, dtype=bool)])
         mine = np.concatenate([seen, ~seen, verdict, np.packbits(used)])
         agreed = self._comm.agree(mine, name="step")
-        if not np.array_equal(agreed[0:4], ~agreed[4:8]):
+        equal = agreed[0:8] == ~agreed[8:16]
+        if not equal[0:4].all():
             raise self._sequence_error()
-        if agreed[9]:
+        if not equal[4:8].all():
+            self._refuse_unequal(options)
+        if agreed[17]:
             with self._comm.topology.agreed("take the step"):
                 if error is not None:
                     raise error
-        flags = np.unpackbits(agreed[10:], count=len(used)).astype(bool)
+        flags = np.unpackbits(agreed[18:], count=len(used)).astype(bool)
         ends = np.cumsum([len(unit.used) for unit in self._units])
-        return not agreed[8], np.split(flags, ends[:-1]) if len(ends) else []
+        return not agreed[16], np.split(flags, ends[:-1]) if len(ends) else []
 
     def _local_error(self) -> StepError | None:
         try:
+            self._check_attachment()
             self._check_reduced()
             for unit in self._all_units:
                 unit.check_untouched()
         except StepError as error:
             return error
         return None
+
+    def _refuse_unequal(self, options: Sequence[str]) -> None:
+        """Raise on every rank; those whose options differ from rank 0's say in what. Collective."""
+        topology = self._comm.topology
+        expected = topology.broadcast_text("\n".join(options)).split("\n")
+        with topology.agreed("take the step"):
+            if list(options) != expected:
+                mine = "; ".join(option for option in options if option not in expected)
+                others = "; ".join(option for option in expected if option not in options)
+                raise StepError(
+                    f"rank {topology.rank}: the optimizer has {mine or 'nothing'}, where rank 0 has "
+                    f"{others or 'nothing'}. Give schedulers that look at a loss the mean over ranks "
+                    "(sum(topology.gather(loss.item())) / topology.size)"
+                )
 
     def _sequence_error(self) -> CommError:
         error = CommError(

@@ -4,7 +4,7 @@ Owns: the node map and the named, duplicated communicators, and the small agreem
 units, tensors, stages. It is an argument, never a global: several live in one process.
 
 With G nodes of L ranks each, rank (node g, local l) owns shard ``l*G + g`` (rail-major): an all-gather over the rail
-and then over the node is contiguous and in place (design decision 3).
+and then over the node is contiguous and in place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import numpy as np
 from mpi4py import MPI
 
 from hpczero import errors
+from hpczero.config import Environment
 from hpczero.errors import HpcZeroError, TopologyError
+from hpczero.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Topology:
         replicate: ranks that hold the same shard; this rank alone while the whole world shares each unit.
         nodes: local world ranks of every node, nodes in order of their first rank.
         faked: whether ``nodes`` was given rather than found.
+        watchdog: ends the job when a collective over these ranks does not return.
     """
 
     world: MPI.Intracomm
@@ -40,9 +43,16 @@ class Topology:
     replicate: MPI.Intracomm
     nodes: tuple[tuple[int, ...], ...]
     faked: bool
+    watchdog: Watchdog
 
     @classmethod
-    def create(cls, comm: MPI.Intracomm, nodes: Sequence[int] | None = None) -> Topology:
+    def create(
+        cls,
+        comm: MPI.Intracomm,
+        nodes: Sequence[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Topology:
         """Find the nodes and duplicate the communicators. Collective over ``comm``; ``free()`` undoes it.
 
         From here on an uncaught error on one rank ends the whole job (``errors.install_abort_hook``).
@@ -50,12 +60,29 @@ class Topology:
         Args:
             comm: the data-parallel ranks; it is duplicated, never used for our traffic.
             nodes: node number of each rank, e.g. ``[0, 0, 1, 1]`` to treat one host as two; None asks MPI.
+            timeout_s: seconds one collective over these ranks may take before the job is ended with exit 86; 0 waits
+                for ever, None takes HPCZERO_TIMEOUT or half an hour.
 
         Raises:
+            ConfigError: HPCZERO_TIMEOUT is not a number of seconds.
             TopologyError: ``nodes`` does not name one node for each rank; on every rank.
         """
         if comm.size > 1:
             errors.install_abort_hook()
+        watchdog = Watchdog(
+            comm.rank, Environment.read().timeout_s if timeout_s is None else timeout_s
+        )
+        try:
+            with watchdog.watch("Topology.create"):
+                return cls._create(comm, nodes, watchdog)
+        except BaseException:
+            watchdog.stop()
+            raise
+
+    @classmethod
+    def _create(
+        cls, comm: MPI.Intracomm, nodes: Sequence[int] | None, watchdog: Watchdog
+    ) -> Topology:
         world = _named(comm.Dup(), "world")
         _check_nodes(world, nodes)
         node_map = _find_nodes(world, nodes)
@@ -71,6 +98,7 @@ class Topology:
             replicate=_named(MPI.COMM_SELF.Dup(), "replicate"),
             nodes=node_map,
             faked=nodes is not None,
+            watchdog=watchdog,
         )
 
     @classmethod
@@ -79,10 +107,12 @@ class Topology:
         return cls.create(MPI.COMM_WORLD, nodes)
 
     def free(self) -> None:
-        """Free the communicators. Collective; the topology must not be used afterwards."""
-        for comm in (self.replicate, self.rail, self.node, self.shard, self.world):
-            if comm is not None:
-                comm.Free()
+        """Free the communicators and end the watchdog. Collective; the topology must not be used afterwards."""
+        with self.watchdog.watch("Topology.free"):
+            for comm in (self.replicate, self.rail, self.node, self.shard, self.world):
+                if comm is not None:
+                    comm.Free()
+        self.watchdog.stop()
 
     @property
     def rank(self) -> int:
@@ -142,7 +172,8 @@ class Topology:
 
     def describe(self) -> str:
         """Node map in a few lines, for a run header. Collective over world."""
-        hosts = self.world.gather((self.node_index, socket.gethostname()), root=0)
+        with self.watchdog.watch("Topology.describe"):
+            hosts = self.world.gather((self.node_index, socket.gethostname()), root=0)
         shape = (
             f"{self.num_nodes} node(s) x {len(self.nodes[0])} rank(s)"
             if self.is_rectangular
@@ -182,11 +213,12 @@ class Topology:
         except Exception as caught:  # raised again below, on every rank
             error = caught
         failed = np.array([error is not None], dtype=np.int64)
-        self.world.Allreduce(MPI.IN_PLACE, failed, op=MPI.MAX)
-        if not failed[0]:
-            return
         mine = None if error is None else (type(error).__name__, str(error))
-        reports = self.world.allgather(mine)
+        with self.watchdog.watch(f"the agreement of all ranks after {what!r}"):
+            self.world.Allreduce(MPI.IN_PLACE, failed, op=MPI.MAX)
+            if not failed[0]:
+                return
+            reports = self.world.allgather(mine)
         ranks = [rank for rank, entry in enumerate(reports) if entry is not None]
         name, text = reports[ranks[0]]
         kind = getattr(errors, name, None)
@@ -205,17 +237,20 @@ class Topology:
         """``value`` of every rank in rank order, on every rank. Collective over world."""
         mine = np.array([value], dtype=np.float64)
         found = np.empty(self.size, dtype=np.float64)
-        self.world.Allgather(mine, found)
+        with self.watchdog.watch("Topology.gather"):
+            self.world.Allgather(mine, found)
         return [float(v) for v in found]
 
     def broadcast_text(self, text: str, root: int = 0) -> str:
         """``text`` of rank ``root`` on every rank. Collective over world."""
-        found = self.world.bcast(text if self.rank == root else None, root=root)
+        with self.watchdog.watch("Topology.broadcast_text"):
+            found = self.world.bcast(text if self.rank == root else None, root=root)
         return str(found)
 
     def barrier(self) -> None:
         """Wait for every rank. Collective over world."""
-        self.world.Barrier()
+        with self.watchdog.watch("Topology.barrier"):
+            self.world.Barrier()
 
     def abort(self, code: int) -> None:
         """End the job on every rank with exit status ``code``. Not collective."""

@@ -47,22 +47,20 @@ def zeroify(
     """Shard ``model`` and its optimizer over the ranks, in place. Collective over the topology's world.
 
     Afterwards train as with plain torch: ``loss.backward()``, ``optimizer.step()``, ``optimizer.zero_grad()``.
-    Gradients are
-    means over ranks. Parameter names and objects stay; at stage 3 a parameter's value is there while its unit runs,
-    or inside ``gathered``.
+    Gradients are means over ranks. Parameter names and objects stay; at stage 3 a parameter's value is there while
+    its unit runs, or inside ``gathered``.
 
     Args:
         model: on CPU or on the meta device (then ``initialize`` is needed). Values of rank 0 are given to all ranks.
         optimizer: a stock elementwise torch optimizer over the model's parameters, before its first step. None for
             inference: all parameters are frozen.
         stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
-        topology: the ranks; None takes MPI's world.
+        topology: the ranks; None takes MPI's world, until ``release``.
         precision: "fp32", "bf16", "fp16" or a Precision.
         rule: which modules form units; None: ``plan.rules.default_rule``.
         collectives: the transport over ``topology``; None: ``Flat``.
         initialize: fills one whole fp32 parameter in place, given its name; must give the same values on every rank.
-        Used
-            for every parameter, unit by unit, so that no rank holds the whole model.
+            Used for every parameter, unit by unit, so that no rank holds the whole model.
 
     Returns:
         ``model`` itself.
@@ -73,15 +71,14 @@ def zeroify(
 
     Source: Rajbhandari et al., ZeRO, SC20, sec. 5.
     """
+    owns_topology = topology is None and collectives is None
     topology = topology or (collectives.topology if collectives else Topology.of_world())
-    environment = Environment.read()
     with topology.agreed("plan the model"):
+        strict = Environment.read().strict
         precision = Precision.of(precision)
         stage = Stage.of(stage)
-        if collectives is not None and collectives.topology is not topology:
-            raise PlanError(
-                "collectives move data over another topology than the one given; pass one"
-            )
+        if collectives is not None:
+            _check_transport(collectives, topology, precision)
         _check_fresh(model, initialize)
         _check_precision(model, precision)
         if optimizer is None:
@@ -99,13 +96,8 @@ def zeroify(
             groups=groups,
         )
     _check_equal_plans(plan, model, optimizer, topology)
-    collectives = collectives or Flat(
-        topology,
-        strict=environment.strict,
-        timeout_s=environment.timeout_s,
-        node_dtype=DTYPES[precision.reduce],
-    )
-    sharding = Sharding(model, optimizer, plan, collectives)
+    collectives = collectives or Flat(topology, strict=strict, node_dtype=DTYPES[precision.reduce])
+    sharding = Sharding(model, optimizer, plan, collectives, owns_topology=owns_topology)
     for unit in sharding.units:
         unit.load(_filler(unit, collectives, initialize))
     sharding.share_buffers()
@@ -266,6 +258,18 @@ def _check_fresh(model: nn.Module, initialize: Initializer | None) -> None:
         raise PlanError(f"parameter {elsewhere[0]!r} is not on the CPU; move the model there first")
 
 
+def _check_transport(collectives: Collectives, topology: Topology, precision: Precision) -> None:
+    """Refuse a transport over other ranks, or one that rounds sums elsewhere than the precision says."""
+    if collectives.topology is not topology:
+        raise PlanError("collectives move data over another topology than the one given; pass one")
+    expected = DTYPES[precision.reduce]
+    if collectives.node_dtype != expected:
+        raise PlanError(
+            f"collectives round each node's sum to {collectives.node_dtype}, but precision.reduce is "
+            f"{precision.reduce!r}; give the transport node_dtype={expected}"
+        )
+
+
 def _check_precision(model: nn.Module, precision: Precision) -> None:
     """Refuse modules that torch cannot run in half precision as they stand."""
     for name, module in model.named_modules():
@@ -331,5 +335,8 @@ def _checksum(values: Tensor) -> int:
 
 
 def release(model: nn.Module) -> None:
-    """Take hooks, communicators and threads away from a model that is no longer needed. Collective over world."""
+    """Take hooks and communicators away from a model that is no longer needed. Collective over world.
+
+    A topology that was passed to ``zeroify`` stays; free it with ``topology.free()``.
+    """
     sharding(model).detach()

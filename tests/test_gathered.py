@@ -261,3 +261,18 @@ def test_full_gradients_are_the_mean_over_ranks_on_every_rank(
             assert expected is not None
             close = torch.allclose(gradient, expected, rtol=1e-5, atol=1e-6)
             parallel_assert(comm, close, name)
+
+
+@STAGES
+def test_state_dict_taken_inside_can_be_used_afterwards(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model = MLP()
+    model.tied = model.layers[1]
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    with zeroified(model, adamw(model), stage=stage, topology=topology):
+        with hpczero.gathered(model):
+            state = model.state_dict()
+        parallel_assert(comm, equal_state(state, plain))  # at stage 3 views would crash here
+        shared = state["tied.0.weight"].data_ptr() == state["layers.1.0.weight"].data_ptr()
+        parallel_assert(comm, shared)

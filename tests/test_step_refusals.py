@@ -277,3 +277,79 @@ def test_step_without_a_backward_changes_nothing(
         before = values(sharding)
         optimizer.step()
         parallel_assert(comm, same(values(sharding), before))
+
+
+# --- options that went apart
+
+
+@STAGES
+def test_learning_rate_that_differs_by_rank(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model = MLP()
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, stage=stage, topology=topology) as sharding:
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        for step in range(3):  # rank 1 alone makes no progress
+            scheduler.step(1.0 if comm.rank == 1 else -float(step))
+        before = values(sharding)
+        mlp_backward(model, comm.rank)
+        said = "rank 1: the optimizer has lr=0.0025 in group 0, where rank 0 has lr=0.01 in group 0"
+        raises_on_all(comm, StepError, said, optimizer.step)
+        parallel_assert(comm, same(values(sharding), before))
+        optimizer.param_groups[0].update(lr=1e-2)
+        check_trains(comm, model, optimizer)
+
+
+# --- what came in after zeroify
+
+
+@STAGES
+@pytest.mark.parametrize("ranks", ["all", "one"])
+def test_module_replaced_after_zeroify(
+    comm: MPI.Intracomm, topology: Topology, stage: int, ranks: str
+) -> None:
+    model = MLP()
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, stage=stage, topology=topology) as sharding:
+        before = values(sharding)
+        if ranks == "all" or comm.rank == 1:
+            model.layers[1].late = nn.Linear(15, 15)
+        mlp_backward(model, comm.rank)
+        where = (
+            "rank 0: " if ranks == "all" else r"on rank\(s\) 1, could not take the step: rank 1: "
+        )
+        said = f"{where}parameter 'layers.1.late.weight' came into the model after zeroify"
+        raises_on_all(comm, StepError, said, optimizer.step)
+        parallel_assert(comm, same(values(sharding), before))
+        if hasattr(model.layers[1], "late"):
+            del model.layers[1].late
+        optimizer.zero_grad()
+        check_trains(comm, model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_parameters_assigned_by_load_state_dict(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model = MLP()
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, stage=stage, topology=topology):
+        model.load_state_dict(MLP(seed=8).state_dict(), assign=True)
+        mlp_backward(model, comm.rank)
+        said = "parameter 'layers.0.0.weight' came into the model after zeroify"
+        raises_on_all(comm, StepError, said, optimizer.step)
+
+
+@STAGES
+def test_parameter_group_added_after_zeroify(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model, late = MLP(), nn.Parameter(torch.ones(3))
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, stage=stage, topology=topology):
+        optimizer.add_param_group({"params": [late]})
+        (model(mlp_input(comm.rank)) * late).square().sum().backward()
+        said = r"group 1 of the optimizer has 1 parameter\(s\) put in after zeroify"
+        raises_on_all(comm, StepError, said, optimizer.step)
+        parallel_assert(comm, bool((late == 1).all()))

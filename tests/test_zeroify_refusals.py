@@ -101,6 +101,15 @@ def test_transport_over_another_topology(refused: Refusal, model: MLP) -> None:
     other.free()
 
 
+def test_transport_that_rounds_elsewhere_than_the_precision(
+    refused: Refusal, model: MLP, topology: Topology
+) -> None:
+    transport = hpczero.Flat(topology, node_dtype=torch.bfloat16)
+    said = "round each node's sum to torch.bfloat16, but precision.reduce is 'fp32'"
+    refused(PlanError, said, model, adamw(model), collectives=transport, topology=topology)
+    transport.close()
+
+
 # --- optimizers
 
 

@@ -23,7 +23,6 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpczero.comm.order import OrderCheck
-from hpczero.comm.watchdog import Watchdog
 from hpczero.device import Buffer, Memory
 from hpczero.errors import CommError
 from hpczero.topology import Topology
@@ -82,24 +81,25 @@ class Collectives(ABC):
         topology: Topology,
         *,
         strict: bool = False,
-        timeout_s: float = 1800.0,
         memory: Memory | None = None,
+        node_dtype: torch.dtype = torch.float32,
     ) -> None:
         """Collective when ``strict`` (a communicator is duplicated for the order check).
 
         Args:
-            topology: the ranks; it must outlive the transport.
+            topology: the ranks; it must outlive the transport. Its watchdog looks at every call.
             strict: agree on (step, unit, operation, bytes) before every call and name the odd rank.
-            timeout_s: seconds one call may take before the job is aborted with exit 86; 0 waits for ever.
             memory: ledger to count buffers in; None makes a new one.
+            node_dtype: dtype each node's partial sum is rounded to (``Precision.reduce``), whatever the transport.
         """
         self.topology = topology
+        self.node_dtype = node_dtype
         self.memory = memory or Memory()
         self.stats = CommStats()
         self.fingerprint = 0
         self.step = 0
         self._order = OrderCheck(topology.world) if strict else None
-        self._watchdog = Watchdog(topology.rank, timeout_s)
+        self._watchdog = topology.watchdog
 
     def allocate(self, numel: int, dtype: torch.dtype, *, category: str) -> Buffer:
         """A flat buffer this transport can send from and receive into. Not collective on this base."""
@@ -193,8 +193,7 @@ class Collectives(ABC):
         return self.memory.current.get("exchange", 0)
 
     def close(self) -> None:
-        """Free communicators and datatypes and stop the watchdog. Collective."""
-        self._watchdog.stop()
+        """Free communicators and datatypes. Collective."""
         if self._order is not None:
             self._order.free()
 

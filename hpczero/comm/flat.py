@@ -33,7 +33,6 @@ class Flat(Collectives):
         topology: Topology,
         *,
         strict: bool = False,
-        timeout_s: float = 1800.0,
         memory: Memory | None = None,
         node_dtype: torch.dtype = torch.float32,
         chunk_nbytes: int = CHUNK_BYTES,
@@ -43,13 +42,11 @@ class Flat(Collectives):
         Args:
             topology: as in Collectives.
             strict: as in Collectives.
-            timeout_s: as in Collectives.
             memory: as in Collectives.
-            node_dtype: dtype each node's partial sum is rounded to (``Precision.reduce``).
+            node_dtype: as in Collectives.
             chunk_nbytes: most bytes of one shard that a single MPI call moves.
         """
-        super().__init__(topology, strict=strict, timeout_s=timeout_s, memory=memory)
-        self.node_dtype = node_dtype
+        super().__init__(topology, strict=strict, memory=memory, node_dtype=node_dtype)
         self.chunk_nbytes = chunk_nbytes
         self._types: dict[tuple[int, int], MPI.Datatype] = {}
         self._exchange: Buffer | None = None
@@ -94,7 +91,7 @@ class Flat(Collectives):
         return Work(name)
 
     def close(self) -> None:
-        """Free datatypes and the exchange buffer, stop the watchdog. Collective."""
+        """Free datatypes and the exchange buffer. Collective."""
         for block in self._types.values():
             block.Free()
         self._types.clear()

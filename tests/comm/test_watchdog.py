@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import textwrap
 
+import pytest
+
 from tests.helpers.mpirun import Finished, run_ranks
 
 # A user's own loop on a zeroified model; `trouble(step)` is what goes wrong, at the third step.
@@ -62,6 +64,30 @@ def test_rank_that_leaves_early_is_a_hang_not_a_success() -> None:
     assert "hang: all_gather of 'blocks.1'" in job.stderr, job
 
 
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        ("topology.gather(1.0)", "Topology.gather"),
+        (
+            "with topology.agreed('read the data'): pass",
+            "the agreement of all ranks after 'read the data'",
+        ),
+        ("hpczero.Topology.create(topology.world)", "Topology.create"),
+    ],
+)
+def test_rank_that_leaves_before_any_sharding_is_a_hang(body: str, what: str) -> None:
+    program = f"""
+import sys, hpczero
+topology = hpczero.Topology.of_world()
+if topology.rank == 1:
+    sys.exit(0)
+{body}
+"""
+    job = run_ranks(2, ["-c", program], timeout=60, env={"HPCZERO_TIMEOUT": "2"})
+    assert job.returncode == 86, job
+    assert f"[rank 0] hang: {what} has not finished after 2 s" in job.stderr, job
+
+
 def test_error_on_one_rank_ends_a_plain_loop_within_seconds() -> None:
     # no watchdog: the limit is the default half hour
     job = run_loop("raise ValueError('bad sample 17')")
@@ -94,7 +120,7 @@ def test_error_that_all_ranks_agreed_on_ends_the_job_without_an_abort() -> None:
 def test_call_that_never_returns_ends_a_job_of_one_rank() -> None:
     body = """
         import time
-        from hpczero.comm.watchdog import Watchdog
+        from hpczero.watchdog import Watchdog
         with Watchdog(0, timeout_s=0.3).watch("all_gather of 'u'"):
             time.sleep(600)
     """

@@ -5,6 +5,7 @@ Owns: the deadline of the call in progress. Must not know: what the call does.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import sys
@@ -15,12 +16,16 @@ from hpczero.errors import EXIT_HANG, abort_job
 
 
 class Watchdog:
-    """Looks at the call in progress from a daemon thread; started by the first watched call."""
+    """Looks at the calls in progress from a daemon thread; started by the first watched call.
+
+    Attributes:
+        timeout_s: seconds one call may take before the job is ended with exit 86; 0 waits for ever.
+    """
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self.rank = rank
         self.timeout_s = timeout_s
-        self._call: tuple[str, float] | None = None
+        self._calls: list[tuple[str, float]] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -34,32 +39,36 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+            atexit.unregister(self.stop)
 
     def _begin(self, what: str) -> None:
-        self._call = (what, time.monotonic())
+        self._calls.append((what, time.monotonic()))
         if self._thread is None and self.timeout_s > 0 and not self._stop.is_set():
             self._thread = threading.Thread(target=self._look, name="hpczero-watchdog", daemon=True)
             self._thread.start()
+            atexit.register(self.stop)
 
     def _end(self) -> None:
-        self._call = None
+        self._calls.pop()
 
     def _look(self) -> None:
         period = min(max(self.timeout_s / 10, 0.05), 5.0)
         while not self._stop.wait(period):
-            call = self._call
-            if call is not None and time.monotonic() - call[1] > self.timeout_s:
+            innermost = self._calls[-1:]
+            if not innermost:
+                continue
+            what, start = innermost[0]
+            if time.monotonic() - start > self.timeout_s:
                 sys.stderr.write(
-                    f"[rank {self.rank}] hang: {call[0]} has not finished after {self.timeout_s:g} s. "
-                    "A peer failed, left the loop early, or runs other modules; run once with "
+                    f"[rank {self.rank}] hang: {what} has not finished after {self.timeout_s:g} s. "
+                    "A peer failed, left early, runs other modules, or still works; run once with "
                     "HPCZERO_STRICT=1 to see which. HPCZERO_TIMEOUT sets this limit. Stacks follow.\n"
                 )
                 sys.stderr.flush()
                 faulthandler.dump_traceback(all_threads=True)
                 abort_job(EXIT_HANG)
-                os._exit(
-                    EXIT_HANG
-                )  # the job is this process alone: nobody to abort, and the call never returns
+                # The job is this process alone: nobody to abort, and the call never returns.
+                os._exit(EXIT_HANG)
 
 
 class _Watch:
