@@ -132,11 +132,11 @@ class TrainOptions:
         clip: largest 2-norm of the gradient; 0: no clipping.
     """
 
-    steps: int = 200
+    steps: int = 300
     global_batch: int | None = None
     micro_batch: int | None = None
     accumulation: int | None = None
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     min_learning_rate: float | None = None
     warmup: int = 20
     weight_decay: float = 0.1
