@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpczero.comm import Collectives, Flat
+    from hpczero.comm import Collectives, Flat, Hierarchical
     from hpczero.errors import HpcZeroError
     from hpczero.layout import ShardLayout
     from hpczero.plan import Plan, Stage
@@ -33,6 +33,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Collectives": "hpczero.comm",
     "Flat": "hpczero.comm",
+    "Hierarchical": "hpczero.comm",
     "HpcZeroError": "hpczero.errors",
     "LossScale": "hpczero.precision",
     "Plan": "hpczero.plan",
@@ -54,6 +55,7 @@ _HOME = {
 __all__ = [
     "Collectives",
     "Flat",
+    "Hierarchical",
     "HpcZeroError",
     "LossScale",
     "Plan",

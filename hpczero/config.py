@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from hpczero.errors import ConfigError
 
@@ -172,6 +172,9 @@ class TrainOptions:
         return floor + (1 - floor) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
 
 
+Transport = Literal["auto", "flat", "hierarchical", "window"]
+
+
 @dataclass(frozen=True)
 class ParallelOptions:
     """How the state is sharded.
@@ -180,11 +183,14 @@ class ParallelOptions:
         stage: ZeRO stage. 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
         precision: of parameters and activations; bf16 and fp16 keep fp32 masters.
         nodes: treat the ranks as GxL, G nodes of L ranks, such as 2x2; None: HPCZERO_FAKE_NODES, else ask MPI.
+        transport: how ranks exchange parameters and gradients: flat, hierarchical (between nodes, then inside), window
+            (the same with shared memory inside); auto: HPCZERO_TRANSPORT, else the fastest that works.
     """
 
     stage: Literal[0, 1, 2, 3] = 3
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     nodes: str | None = None
+    transport: Transport = "auto"
 
     def __post_init__(self) -> None:
         if self.nodes is not None:
@@ -337,11 +343,13 @@ class Environment:
         strict: HPCZERO_STRICT=1: ranks agree on every collective before they make it; for debugging.
         fake_nodes: HPCZERO_FAKE_NODES=2x2: see ``parse_nodes``.
         timeout_s: HPCZERO_TIMEOUT: seconds one collective may take before the job is ended; 0 waits for ever.
+        transport: HPCZERO_TRANSPORT: what ``auto`` means.
     """
 
     strict: bool = False
     fake_nodes: str | None = None
     timeout_s: float = 1800.0
+    transport: Transport = "auto"
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -362,7 +370,10 @@ class Environment:
         except ValueError:
             timeout_s = math.nan
         _require(0 <= timeout_s < math.inf, "HPCZERO_TIMEOUT", text, "seconds, 0 or above")
-        return cls(strict=strict == "1", fake_nodes=fake_nodes, timeout_s=timeout_s)
+        transport = values.get("HPCZERO_TRANSPORT") or "auto"
+        known = get_args(Transport)
+        _require(transport in known, "HPCZERO_TRANSPORT", transport, f"one of {', '.join(known)}")
+        return cls(strict == "1", fake_nodes, timeout_s, cast(Transport, transport))
 
 
 def parse_nodes(text: str, world_size: int) -> list[int]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum, auto
 
 import torch
 
@@ -45,15 +46,42 @@ class Memory:
         return sum(self.current.values())
 
 
+class Use(Enum):
+    """What a buffer is for, as far as a transport cares."""
+
+    PRIVATE = auto()  # of this rank alone
+    GATHER = (
+        auto()
+    )  # all_gather fills it with the same content on every rank; each writes its own shard only
+    REDUCE = auto()  # reduce_scatter reads it
+
+
 class Buffer:
-    """One flat buffer of fixed size that is either held or released; its tensor object never changes.
+    """One flat buffer of fixed size that is either held or released; the CPU twin, memory of this rank alone.
 
     Attributes:
-        tensor: (numel,) of ``dtype``; its storage is empty while released.
+        tensor: (numel,) of ``dtype``, valid while held; the same object, with an empty storage, while released.
+        shared: whether other ranks see what is written here.
+        lasts: whether the content outlives ``release``.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, *, memory: Memory, category: str) -> None:
+    shared = False
+    lasts = False
+
+    def __init__(
+        self, numel: int, dtype: torch.dtype, *, memory: Memory, category: str, keep: bool = False
+    ) -> None:
+        """Held from the start.
+
+        Args:
+            numel: elements.
+            dtype: of the elements.
+            memory: ledger.
+            category: of the ledger.
+            keep: ``release`` keeps the memory.
+        """
         self.tensor = torch.empty(numel, dtype=dtype)
+        self._keep = keep
         self._nbytes = numel * self.tensor.element_size()
         self._memory = memory
         self._category = category
@@ -83,10 +111,36 @@ class Buffer:
         Memory that somebody else also points to (``parameter.numpy()``) stays held: torch refuses to take it from
         under them.
         """
-        if self._held and self.tensor.untyped_storage().resizable():
+        if not self._keep and self._held and self.tensor.untyped_storage().resizable():
             self.tensor.untyped_storage().resize_(0)
             self._memory.add(self._category, -self._nbytes)
             self._held = False
+
+
+class Scratch:
+    """Memory to receive into, kept and grown to the largest need."""
+
+    def __init__(self, memory: Memory, *, category: str) -> None:
+        self._memory = memory
+        self._category = category
+        self._buffer: Buffer | None = None
+
+    def get(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """(numel,), content undefined, good until the next call."""
+        nbytes = numel * dtype.itemsize
+        if self._buffer is None or self._buffer.nbytes < nbytes:
+            self.release()
+            words = -(-nbytes // torch.float32.itemsize)
+            self._buffer = Buffer(
+                words, torch.float32, memory=self._memory, category=self._category
+            )
+        return self._buffer.tensor.view(dtype)[:numel]
+
+    def release(self) -> None:
+        """Give the memory back."""
+        if self._buffer is not None:
+            self._buffer.release()
+            self._buffer = None
 
 
 @contextmanager

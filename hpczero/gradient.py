@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpczero.comm.base import Collectives
-from hpczero.device import Buffer
+from hpczero.device import Buffer, Use
 from hpczero.errors import StepError
 from hpczero.layout import ShardLayout
 
@@ -31,11 +31,15 @@ class LocalGradient:
         self.filled = [False] * len(layout.slots)
         self._layout = layout
         self._comm = comm
-        self._keep = keep
-        category = "gradients" if keep else "unsharded"
-        self._wire = comm.allocate(layout.padded_numel, dtype, category=category)
-        if not keep:
-            self._wire.release()
+        self._wire = comm.allocate(
+            layout.padded_numel,
+            dtype,
+            category="gradients" if keep else "unsharded",
+            use=Use.REDUCE,
+            keep=keep,
+        )
+        self._wire.release()
+        self._dtype = dtype
         self._sum: Buffer | None = None  # fp32 sum over micro-batches, for half dtypes only
 
     def add(self, position: int, gradient: Tensor, *, accumulating: bool) -> None:
@@ -84,18 +88,15 @@ class LocalGradient:
         if self._sum is not None:
             self._sum.release()
             self._sum = None
-        if not self._keep:
-            self._wire.release()
+        self._wire.release()
 
     def _buffer(self, accumulating: bool) -> Tensor:
-        half = self._wire.tensor.dtype is not torch.float32
+        half = self._dtype is not torch.float32
         if self._sum is None and half and accumulating:
             self._sum = self._comm.allocate(
                 self._layout.padded_numel, torch.float32, category="accumulated"
             )
-            if any(
-                self.filled
-            ):  # an earlier backward of this accumulation was not announced as one
+            if any(self.filled):  # an earlier backward was not announced as one of several
                 self._sum.tensor.copy_(self._wire.tensor)
         if self._sum is not None:
             return self._sum.tensor

@@ -120,6 +120,32 @@ class ShardLayout:
         return range(start, max(min(mine.stop - slot.offset, slot.numel), start))
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """What the ranks of a node hold together; the default is nothing.
+
+    Attributes:
+        ranks: ranks that share one copy of whole parameters and read each other's gradients.
+        lasting: whole parameters stay where they are while sharded: the node holds all of them anyway.
+        nodes: nodes between which partial sums travel.
+    """
+
+    ranks: int = 1
+    lasting: bool = False
+    nodes: int = 1
+
+
+def rail_chunk(shard_numel: int, nodes: int, itemsize: int) -> int:
+    """Elements of each shard that one round between nodes exchanges: what leaves and what comes fit EXCHANGE_BYTES."""
+    return min(shard_numel, max(EXCHANGE_BYTES // (2 * nodes * itemsize), 1))
+
+
+def places_in_turn(sizes: Sequence[int]) -> list[int]:
+    """Bytes of the places that gradients of these sizes share on a node: the first has its own, two serve the rest."""
+    rest = sizes[1:]
+    return [max(place, default=0) for place in (sizes[:1], rest[0::2], rest[1::2])]
+
+
 def exchange_chunk(shard_numel: int, num_shards: int, itemsize: int) -> int:
     """Elements of each shard that one round of a reduction exchanges, so that all blocks fit EXCHANGE_BYTES."""
     return min(shard_numel, max(EXCHANGE_BYTES // (num_shards * itemsize), 1))

@@ -83,6 +83,7 @@ def train(config: RunConfig, model_config: GPTConfig) -> None:
         stage=config.parallel.stage,
         topology=topology,
         precision=config.parallel.precision,
+        transport=config.parallel.transport,
         initialize=partial(model.initialize, seed=config.run.seed),
     )
     scheduler = LambdaLR(optimizer, config.train.learning_rate_factor)
@@ -95,7 +96,8 @@ def train(config: RunConfig, model_config: GPTConfig) -> None:
             folder.create(config.run, to_toml(config.pinned(batch)))
             records = Records(folder, config.log, num_steps=config.train.steps)
     log.info("%s", topology.describe())
-    log.info("%s", sharding.plan.describe())
+    log.info("transport: %s", sharding.collectives.describe())
+    log.info("%s", sharding.plan.describe(sharding.collectives.sharing))
     log.info("%s", describe_data(tokens))
     log.info("%s", describe_run(config, batch, seq_len, topology.size))
 

@@ -76,6 +76,7 @@ class Sharding:
             )
             for spec in plan.units
         ]
+        collectives.settle()
         self.buffers = persistent_buffers(model)
         self.step = Step(
             self.units,

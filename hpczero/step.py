@@ -189,7 +189,7 @@ class Step:
             self._check_attachment()
             self._check_reduced()
             for unit in self._all_units:
-                unit.check_untouched()
+                unit.whole.check_untouched()
         except StepError as error:
             return error
         return None

@@ -1,13 +1,11 @@
 """Unit: storage and state of one communicated group of parameters.
 
-Owns: the flat buffers, the views into them, the rank's shard, and the verbs unshard / reshard / reduce_gradients /
-refresh.
+Owns: the rank's shard of parameters and gradients, and the verbs unshard / reshard / reduce_gradients / refresh.
 Must not know: modules, hooks, when to act (`schedule`), optimizers (they see `shards`), MPI (`comm`).
 
-    parameters  views of ``full``         (padded_numel,) param dtype; given back between uses where parameters are
-    sharded
-    master      fp32, what is optimised   this rank's shard, or the whole unit where the optimizer is replicated;
-                                          in fp32 it *is* this rank's slice of ``full`` unless that is given back
+    whole       parameters, views of one buffer   (padded_numel,) param dtype; given back between uses where sharded
+    master      fp32, what is optimised   this rank's shard, or the whole unit where the optimizer is replicated; in
+                                          fp32 it *is* this rank's slice of the buffer where that lasts
     local       this rank's gradient      (padded_numel,) param dtype, from first use in backward to the reduction
     reduced     mean over ranks           fp32, like master; ``shards[i].grad`` are views of it
 """
@@ -15,28 +13,18 @@ Must not know: modules, hooks, when to act (`schedule`), optimizers (they see `s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum, auto
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from hpczero.comm.base import Collectives, Work
+from hpczero.comm.base import Collectives
 from hpczero.device import DTYPES
-from hpczero.errors import StepError
 from hpczero.gradient import LocalGradient
-from hpczero.parameter import Guard
 from hpczero.plan import Stage, UnitSpec
 from hpczero.precision import Precision
-
-
-class UnitState(Enum):
-    """Where the whole parameters are."""
-
-    SHARDED = auto()
-    GATHERING = auto()
-    WHOLE = auto()
+from hpczero.whole import UnitState, WholeParameters
 
 
 class Unit:
@@ -44,9 +32,8 @@ class Unit:
 
     Attributes:
         spec: names, shapes and places.
-        parameters: the model's own parameter objects, in slot order.
+        whole: the parameters as the model sees them.
         shards: what the optimizer sees: one fp32 parameter for each model parameter this rank owns a part of.
-        state: whether the parameters are whole.
     """
 
     def __init__(
@@ -58,49 +45,37 @@ class Unit:
         precision: Precision,
         comm: Collectives,
     ) -> None:
-        """Allocate the buffers. Not collective on the flat transport."""
+        """Allocate the buffers. Collective on transports that share memory; ``comm.settle`` follows."""
         self.spec = spec
-        self.parameters = list(parameters)
-        self.state = UnitState.WHOLE
+        self.whole = WholeParameters(spec, parameters, stage=stage, precision=precision, comm=comm)
+        self.shards: list[nn.Parameter] = []
         self._stage = stage
         self._comm = comm
-        self._work: Work | None = None
-        self._holds = 0
-        layout, index = spec.layout, comm.topology.shard_index
-        start = index * layout.shard_numel
-        self._mine = slice(start, start + layout.shard_numel)
-        dtype = DTYPES[precision.param]
-        at_rest = "unsharded" if stage.shards_parameters else "parameters"
-        self._full = comm.allocate(layout.padded_numel, dtype, category=at_rest)
-        if stage.shards_parameters:
-            self._full.release()
-        self._guards = [
-            Guard(parameter, slot.name)
-            for parameter, slot in zip(self.parameters, layout.slots, strict=True)
-        ]
-        self._versions: list[int] = []
-        self._rest: Tensor | None = None
-        self.shards: list[nn.Parameter] = []
+        self._mine = self.whole.mine
         self._shard_slots: list[int] = []
-        if stage.shards_parameters and not spec.trainable:
-            self._rest = comm.allocate(layout.shard_numel, dtype, category="parameters").tensor
         if spec.trainable:
             self._allocate_state(precision)
+            self._rest = self._master
+        elif stage.shards_parameters and not self.whole.lasts:
+            dtype = DTYPES[precision.param]
+            self._rest = comm.allocate(spec.layout.shard_numel, dtype, category="parameters").tensor
+        else:
+            self._rest = self.whole.flat[self._mine]
 
     def _allocate_state(self, precision: Precision) -> None:
         """Masters, gradients and the optimizer's view of them."""
         layout, comm, stage = self.spec.layout, self._comm, self._stage
         owned = self._mine if stage.shards_optimizer else slice(0, layout.padded_numel)
         numel = owned.stop - owned.start
-        if precision.has_masters or stage.shards_parameters:
+        if precision.has_masters or not self.whole.lasts:
             category = "master" if precision.has_masters else "parameters"
             self._master = comm.allocate(numel, torch.float32, category=category).tensor
         else:
-            self._master = self._full.tensor[owned]
+            self._master = self.whole.flat[owned]
         self._reduced = comm.allocate(numel, torch.float32, category="gradients").tensor
         self._reduced_mine = self._reduced if stage.shards_optimizer else self._reduced[self._mine]
         self._local = LocalGradient(
-            layout, self._full.tensor.dtype, comm=comm, keep=stage.keeps_local_gradients
+            layout, DTYPES[precision.param], comm=comm, keep=stage.keeps_local_gradients
         )
         self._used = np.zeros(len(layout.slots), dtype=bool)
         self._has_reduced = False
@@ -121,10 +96,20 @@ class Unit:
         for shard, position in zip(self.shards, self._shard_slots, strict=True):
             yield shard, self.spec.groups[position]
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's own parameter objects, in slot order."""
+        return self.whole.parameters
+
+    @property
+    def state(self) -> UnitState:
+        """Whether the parameters are whole."""
+        return self.whole.state
+
     # --- filling -------------------------------------------------------------------------------------------------
 
     def load(self, fill: Callable[[Tensor], None]) -> None:
-        """Set the unit's values and make the model's parameters views of it.
+        """Set the unit's values and make the model's parameters views of it. Collective.
 
         Args:
             fill: writes (numel,) fp32 values in slot order into the tensor it is given; may communicate, then equally
@@ -134,140 +119,59 @@ class Unit:
         values = self._comm.allocate(layout.padded_numel, torch.float32, category="initialise")
         values.tensor[layout.numel :].zero_()
         fill(values.tensor[: layout.numel])
-        self._full.take()
+        whole = self._rest.numel() == layout.padded_numel
         with torch.no_grad():
-            self._full.tensor.copy_(values.tensor)
-            if self.spec.trainable:
-                whole = self._master.numel() == layout.padded_numel
-                self._master.copy_(values.tensor if whole else values.tensor[self._mine])
-            elif self._rest is not None:
-                self._rest.copy_(self._full.tensor[self._mine])
+            self._rest.copy_(values.tensor if whole else values.tensor[self._mine])
+        self.whole.load(values.tensor)
         values.release()
-        for parameter, slot in zip(self.parameters, layout.slots, strict=True):
-            view = self._full.tensor[slot.offset : slot.stop].view(slot.shape)
-            if parameter.device.type == "meta":
-                # A meta parameter cannot take CPU data; swap the tensors' contents, the object stays.
-                real = nn.Parameter(torch.empty(0), requires_grad=parameter.requires_grad)
-                real.data = (
-                    view  # keeps a version counter of its own: see device.[Note: Refilling ...]
-                )
-                torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
-            else:
-                parameter.data = view
-            parameter.grad = None
-        self._versions = [parameter._version for parameter in self.parameters]
-        if self._stage.shards_parameters:
-            self.reshard()
 
     # --- parameters ----------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
         """Start making the parameters whole; nothing if they are, or if it has started. Collective."""
-        if self.state is not UnitState.SHARDED:
-            return
-        self._full.take()
-        with torch.no_grad():
-            self._full.tensor[self._mine].copy_(self._master if self._rest is None else self._rest)
-        self.state = UnitState.GATHERING
-        self._work = self._comm.all_gather(self._full.tensor, name=self.spec.name)
+        self.whole.unshard(self._rest)
 
     def wait_for_unshard(self) -> None:
         """Return when the parameters are whole."""
-        if self.state is UnitState.GATHERING:
-            assert self._work is not None, "a gather in progress has a Work"
-            self._work.wait()
-            self._work = None
-            for guard in self._guards:
-                guard.open()
-            self.state = UnitState.WHOLE
+        self.whole.wait_for_unshard()
 
     def reshard(self) -> None:
         """Give the whole parameters back where the stage shards them and nobody holds them; nothing otherwise."""
-        if not self._stage.shards_parameters or self.state is UnitState.SHARDED or self._holds:
-            return
-        self.wait_for_unshard()
-        for guard in self._guards:
-            guard.close()
-        self._full.release()
-        self.state = UnitState.SHARDED
-
-    def hold(self) -> None:
-        """Keep the parameters whole, whatever runs, until as many calls of ``let_go``."""
-        self._holds += 1
-
-    def let_go(self) -> None:
-        """End one ``hold``; after the last one the parameters are given back."""
-        self._holds -= 1
-        self.reshard()
+        self.whole.reshard()
 
     def refresh(self) -> None:
         """Bring the whole parameters up to date with the masters. Collective where the optimizer is sharded."""
-        if self._stage.shards_parameters or not self.spec.trainable:
+        if not self.spec.trainable:
             return
-        with torch.no_grad():
-            if not self._stage.shards_optimizer:
-                if self._master.data_ptr() != self._full.tensor.data_ptr():
-                    self._full.tensor.copy_(self._master)
-                return
-            mine = self._full.tensor[self._mine]
-            if self._master.data_ptr() != mine.data_ptr():
-                mine.copy_(self._master)
-        self._comm.all_gather(self._full.tensor, name=self.spec.name).wait()
-
-    def check_untouched(self) -> None:
-        """Raise if a parameter was changed or moved behind the unit's back, or is about to be.
-
-        Raises:
-            StepError: names the parameter.
-        """
-        if self._holds:
-            raise StepError(
-                f"rank {self._comm.topology.rank}: optimizer.step() inside `with hpczero.gathered(model):` would "
-                "leave old values in the gathered parameters; take the step outside"
-            )
-        for parameter, slot, version in zip(
-            self.parameters, self.spec.layout.slots, self._versions, strict=True
-        ):
-            if parameter.requires_grad != self.spec.trainable:
-                raise StepError(
-                    f"rank {self._comm.topology.rank}: requires_grad of parameter {slot.name!r} is "
-                    f"{parameter.requires_grad}, and was {self.spec.trainable} at zeroify; freeze and unfreeze "
-                    "before zeroify (it decides which parameters have gradients and optimizer state)"
-                )
-            if parameter._version != version:
-                raise StepError(
-                    f"rank {self._comm.topology.rank}: parameter {slot.name!r} was changed in place since "
-                    "zeroify, and the optimizer's copy was not; change parameters inside "
-                    "`with hpczero.gathered(model, modifier_rank=0):`"
-                )
-            expected = self._full.tensor.data_ptr() + slot.offset * self._full.tensor.element_size()
-            if self.state is UnitState.WHOLE and slot.numel and parameter.data_ptr() != expected:
-                raise StepError(
-                    f"rank {self._comm.topology.rank}: parameter {slot.name!r} got new memory since zeroify "
-                    "(model.to(), .half(), load_state_dict(assign=True)?); do that before zeroify"
-                )
+        if self._stage.shards_parameters:
+            self.whole.expire()
+        elif self._stage.shards_optimizer:
+            self.whole.set_shard(self._master)
+            self.whole.gather()
+        elif self._master.data_ptr() != self.whole.flat.data_ptr():
+            with torch.no_grad():
+                self.whole.flat.copy_(self._master)
 
     def write_back(self, root: int) -> None:
         """Make the values world rank ``root`` holds in the whole parameters everybody's, masters included. Collective.
 
-        The unit must be whole. Where a value did not change, the fp32 master keeps its extra digits.
+        Inside a ``hold``. Where a value did not change, the fp32 master keeps its extra digits.
         """
-        full = self._full.tensor
-        self._comm.broadcast(full, root=root, name=self.spec.name).wait()
+        whole = self.whole
+        new = whole.flat_of_user
+        self._comm.broadcast(new, root=root, name=self.spec.name).wait()
+        mine = new if self._rest.numel() == new.numel() else new[self._mine]
         with torch.no_grad():
-            if self._rest is not None:
-                self._rest.copy_(full[self._mine])
-            elif self.spec.trainable:
-                new = full if self._master.numel() == full.numel() else full[self._mine]
-                if self._master.data_ptr() != new.data_ptr():
-                    changed = new != self._master.to(new.dtype)
-                    self._master.copy_(torch.where(changed, new.float(), self._master))
-        self._versions = [parameter._version for parameter in self.parameters]
-
-    def was_modified(self) -> bool:
-        """Whether a parameter was changed in place since the last load or write_back."""
-        pairs = zip(self.parameters, self._versions, strict=True)
-        return any(parameter._version != version for parameter, version in pairs)
+            if self._rest.data_ptr() != mine.data_ptr():
+                changed = mine != self._rest.to(mine.dtype)
+                self._rest.copy_(torch.where(changed, mine.to(self._rest.dtype), self._rest))
+        if whole.shared:
+            whole.set_shard(new[self._mine])
+            if self._stage.shards_parameters:
+                whole.expire()
+            else:
+                whole.gather()
+        whole.note_versions()
 
     # --- gradients -----------------------------------------------------------------------------------------------
 
@@ -363,10 +267,10 @@ class Unit:
 
     def gather_values(self) -> Tensor:
         """(numel,) fp32 copy of all values, from the masters. Collective."""
-        if not self.spec.trainable:
-            return self._gather_fp32(self._rest, self._full.tensor)
+        if not self.spec.trainable and not self._stage.shards_parameters:
+            return self._gather_fp32(None, self.whole.flat)
         sharded = self._stage.shards_optimizer
-        return self._gather_fp32(self._master if sharded else None, self._master)
+        return self._gather_fp32(self._rest if sharded else None, self._rest)
 
     def gather_gradients(self) -> Tensor:
         """(numel,) fp32 copy of the reduced gradient. Collective."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from hpczero.comm import Collectives, Flat
+from hpczero.comm import Collectives, check_transport_name, choose
 from hpczero.config import Environment
 from hpczero.device import DTYPES
 from hpczero.errors import PlanError, StepError
@@ -41,7 +41,7 @@ def zeroify(
     topology: Topology | None = None,
     precision: str | Precision = "fp32",
     rule: UnitRule | None = None,
-    collectives: Collectives | None = None,
+    transport: str | Collectives = "auto",
     initialize: Initializer | None = None,
 ) -> nn.Module:
     """Shard ``model`` and its optimizer over the ranks, in place. Collective over the topology's world.
@@ -58,7 +58,8 @@ def zeroify(
         topology: the ranks; None takes MPI's world, until ``release``.
         precision: "fp32", "bf16", "fp16" or a Precision.
         rule: which modules form units; None: ``plan.rules.default_rule``.
-        collectives: the transport over ``topology``; None: ``Flat``.
+        transport: "flat", "hierarchical", "window", "auto" (the fastest that works), or a Collectives over
+            ``topology``.
         initialize: fills one whole fp32 parameter in place, given its name; must give the same values on every rank.
             Used for every parameter, unit by unit, so that no rank holds the whole model.
 
@@ -71,14 +72,17 @@ def zeroify(
 
     Source: Rajbhandari et al., ZeRO, SC20, sec. 5.
     """
-    owns_topology = topology is None and collectives is None
-    topology = topology or (collectives.topology if collectives else Topology.of_world())
+    name, given = (transport, None) if isinstance(transport, str) else ("", transport)
+    owns_topology = topology is None and given is None
+    topology = topology or (given.topology if given else Topology.of_world())
     with topology.agreed("plan the model"):
-        strict = Environment.read().strict
+        environment = Environment.read()
         precision = Precision.of(precision)
         stage = Stage.of(stage)
-        if collectives is not None:
-            _check_transport(collectives, topology, precision)
+        if given is not None:
+            _check_transport(given, topology, precision)
+        else:
+            check_transport_name(name)
         _check_fresh(model, initialize)
         _check_precision(model, precision)
         if optimizer is None:
@@ -96,7 +100,12 @@ def zeroify(
             groups=groups,
         )
     _check_equal_plans(plan, model, optimizer, topology)
-    collectives = collectives or Flat(topology, strict=strict, node_dtype=DTYPES[precision.reduce])
+    collectives = given or choose(
+        topology,
+        environment.transport if name == "auto" else name,
+        strict=environment.strict,
+        node_dtype=DTYPES[precision.reduce],
+    )
     sharding = Sharding(model, optimizer, plan, collectives, owns_topology=owns_topology)
     for unit in sharding.units:
         unit.load(_filler(unit, collectives, initialize))
@@ -169,14 +178,14 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
         unit.unshard()
     for unit in units:
         unit.wait_for_unshard()
-        unit.hold()  # a forward inside must not give back what was changed
+        unit.whole.hold()  # a forward inside must not give back what was changed
     try:
         yield
         if modifier_rank is not None:
             for unit in units:
                 unit.write_back(modifier_rank)
         else:
-            changed = np.array([any(unit.was_modified() for unit in units)], dtype=np.uint8)
+            changed = np.array([any(unit.whole.was_modified() for unit in units)], dtype=np.uint8)
             if state.collectives.agree(changed, name="gathered")[0]:
                 error = StepError(
                     "parameters were changed inside gathered(model) without a modifier_rank, so ranks may now "
@@ -186,7 +195,7 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
                 raise error
     finally:
         for unit in units:
-            unit.let_go()
+            unit.whole.let_go()
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:

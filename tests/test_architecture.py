@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("device", "kernels", "topology"),
     ("comm",),
     ("optimizers", "parameter", "plan"),
-    ("casting", "gradient", "unit"),
+    ("casting", "gradient", "unit", "whole"),
     ("schedule", "step"),
     ("sharded_model", "zero"),
     ("__init__",),

@@ -27,7 +27,7 @@ SECTIONS = {
     "data": "path tokenizer cache",
     "train": "steps global_batch micro_batch accumulation learning_rate min_learning_rate warmup weight_decay "
     "betas clip",
-    "parallel": "stage precision nodes",
+    "parallel": "stage precision nodes transport",
     "evaluation": "every batches",
     "log": "every level progress tensorboard plot peak_tflops",
 }

@@ -87,7 +87,7 @@ def counted(topology: Topology) -> Iterator[tuple[Topology, Wire]]:
             super().Allreduce(send, receive, op)
 
         def Bcast(self, buffer: Any, root: int = 0) -> None:
-            wire.count("broadcast", buffer[1])
+            wire.count("broadcast", buffer[0].nbytes)
             super().Bcast(buffer, root)
 
     counting = dataclasses.replace(
@@ -153,7 +153,9 @@ def test_a_step_moves_two_or_three_times_the_model_and_its_padding(
     units = 1 + len(model.blocks)
     with (
         counted(topology) as (counting, wire),
-        zeroified(model, optimizer, stage=stage, topology=counting, precision=precision) as state,
+        zeroified(
+            model, optimizer, stage=stage, topology=counting, transport="flat", precision=precision
+        ) as state,
     ):
         measured(model, optimizer, state, wire)
         padding = state.plan.padding_numel
@@ -178,7 +180,9 @@ def test_accumulation_moves_what_the_plan_says(
     optimizer = adamw(model)
     with (
         counted(topology) as (counting, wire),
-        zeroified(model, optimizer, stage=stage, topology=counting, precision="bf16") as state,
+        zeroified(
+            model, optimizer, stage=stage, topology=counting, transport="flat", precision="bf16"
+        ) as state,
     ):
         how = {"micro_steps": micro_steps, "synced": synced}
         measured(model, optimizer, state, wire, **how)
@@ -199,7 +203,7 @@ def test_checkpointed_blocks_move_no_more(
     optimizer = adamw(model)
     with (
         counted(topology) as (counting, wire),
-        zeroified(model, optimizer, stage=stage, topology=counting) as state,
+        zeroified(model, optimizer, stage=stage, topology=counting, transport="flat") as state,
     ):
         measured(model, optimizer, state, wire)
         check(comm, wire, state, state.plan.traffic())
@@ -213,7 +217,7 @@ def test_frozen_blocks_are_not_reduced(comm: MPI.Intracomm, topology: Topology, 
     optimizer = adamw(model)
     with (
         counted(topology) as (counting, wire),
-        zeroified(model, optimizer, stage=stage, topology=counting) as state,
+        zeroified(model, optimizer, stage=stage, topology=counting, transport="flat") as state,
     ):
         measured(model, optimizer, state, wire)
         check(comm, wire, state, state.plan.traffic())
@@ -225,7 +229,7 @@ def test_forward_without_gradients_gathers_once(comm: MPI.Intracomm, topology: T
     model, tokens = tiny_gpt(), tiny_tokens(comm.rank)
     with (
         counted(topology) as (counting, wire),
-        zeroified(model, None, stage=3, topology=counting) as state,
+        zeroified(model, None, stage=3, topology=counting, transport="flat") as state,
     ):
         wire.clear()
         with torch.no_grad():

@@ -96,7 +96,7 @@ def test_option_that_differs_by_rank(refused: Refusal, model: MLP, option: dict[
 def test_transport_over_another_topology(refused: Refusal, model: MLP) -> None:
     other = hpczero.Topology.create(refused.comm)
     transport = hpczero.Flat(other)
-    refused(PlanError, "another topology", model, adamw(model), collectives=transport)
+    refused(PlanError, "another topology", model, adamw(model), transport=transport)
     transport.close()
     other.free()
 
@@ -106,7 +106,7 @@ def test_transport_that_rounds_elsewhere_than_the_precision(
 ) -> None:
     transport = hpczero.Flat(topology, node_dtype=torch.bfloat16)
     said = "round each node's sum to torch.bfloat16, but precision.reduce is 'fp32'"
-    refused(PlanError, said, model, adamw(model), collectives=transport, topology=topology)
+    refused(PlanError, said, model, adamw(model), transport=transport, topology=topology)
     transport.close()
 
 

@@ -22,9 +22,11 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpczero.comm.blocks import CHUNK_BYTES, Blocks
 from hpczero.comm.order import OrderCheck
-from hpczero.device import Buffer, Memory
+from hpczero.device import Buffer, Memory, Use
 from hpczero.errors import CommError
+from hpczero.layout import Sharing
 from hpczero.topology import Topology
 
 # MPI moves bytes; which dtypes may be summed is decided by our own kernels, not by the MPI library.
@@ -101,9 +103,39 @@ class Collectives(ABC):
         self._order = OrderCheck(topology.world) if strict else None
         self._watchdog = topology.watchdog
 
-    def allocate(self, numel: int, dtype: torch.dtype, *, category: str) -> Buffer:
-        """A flat buffer this transport can send from and receive into. Not collective on this base."""
-        return Buffer(numel, dtype, memory=self.memory, category=category)
+    def allocate(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        category: str,
+        use: Use = Use.PRIVATE,
+        keep: bool = False,
+    ) -> Buffer:
+        """A flat buffer this transport can send from and receive into.
+
+        Collective over topology.world for other uses than PRIVATE: the same calls in the same order on every rank,
+        and ``settle`` after the last of them.
+
+        Args:
+            numel: elements; for GATHER and REDUCE a multiple of the number of shards.
+            dtype: one that can be sent.
+            category: of the ledger.
+            use: what the buffer is for; a transport may share the memory of GATHER and REDUCE buffers between ranks.
+            keep: ``release`` keeps the memory.
+
+        Raises:
+            CommError: there is not enough memory to share; on every rank.
+        """
+        return Buffer(numel, dtype, memory=self.memory, category=category, keep=keep)
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line for a run header."""
+
+    def settle(self) -> None:
+        """All buffers with a use have been asked for. Collective over topology.world."""
+        return
 
     def all_gather(self, full: Tensor, *, name: str) -> Work:
         """Fill ``full`` from every rank's shard, in place. Collective over topology.shard.
@@ -116,8 +148,8 @@ class Collectives(ABC):
             CommError: a buffer that cannot be sent, or (strict) ranks that disagree.
         """
         shard = self._check(full, name)
-        sent = full.numel() - shard
-        with self._issue("all_gather", name, sent, full.element_size()):
+        sent = self._sent_numel(full, shard, Use.GATHER)
+        with self._issue("all_gather", name, sent, full.element_size(), key=full.numel()):
             return self._all_gather(full, shard, name) if full.numel() else Work(name)
 
     def reduce_scatter(
@@ -150,7 +182,8 @@ class Collectives(ABC):
                 f"rank {self.topology.rank}: reduce_scatter of {name!r} into {out.numel()} x {out.dtype}, "
                 f"expected {shard} contiguous float32"
             )
-        with self._issue("reduce_scatter", name, full.numel() - shard, full.element_size()):
+        sent = self._sent_numel(full, shard, Use.REDUCE)
+        with self._issue("reduce_scatter", name, sent, full.element_size(), key=full.numel()):
             if not full.numel():
                 return Work(name)
             return self._reduce_scatter(full, out, shard, scale, accumulate, name)
@@ -188,6 +221,11 @@ class Collectives(ABC):
             self.topology.world.Barrier()
 
     @property
+    def sharing(self) -> Sharing:
+        """What ranks of a node hold together in GATHER and REDUCE buffers."""
+        return Sharing()
+
+    @property
     def exchange_nbytes(self) -> int:
         """Bytes held to receive peers' blocks."""
         return self.memory.current.get("exchange", 0)
@@ -197,6 +235,10 @@ class Collectives(ABC):
         if self._order is not None:
             self._order.free()
 
+    def _sent_numel(self, full: Tensor, shard_numel: int, use: Use) -> int:
+        """Elements that leave this rank, by the algorithm's own arithmetic."""
+        return full.numel() - shard_numel
+
     @abstractmethod
     def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work: ...
 
@@ -205,8 +247,11 @@ class Collectives(ABC):
         self, full: Tensor, out: Tensor, shard_numel: int, scale: float, accumulate: bool, name: str
     ) -> Work: ...
 
-    @abstractmethod
-    def _broadcast(self, full: Tensor, root: int, name: str) -> Work: ...
+    def _broadcast(self, full: Tensor, root: int, name: str) -> Work:
+        whole = Blocks.of(full, 0, full.numel(), full.numel(), 1)
+        for piece in whole.pieces(CHUNK_BYTES):
+            self.topology.world.Bcast([piece.block(0), MPI.BYTE], root=root)
+        return Work(name)
 
     def _check(self, full: Tensor, name: str) -> int:
         """Shard size of ``full`` in elements."""

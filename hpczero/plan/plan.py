@@ -13,7 +13,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hpczero.errors import ConfigError, PlanError
-from hpczero.layout import ShardLayout, exchange_chunk
+from hpczero.layout import (
+    ShardLayout,
+    Sharing,
+    exchange_chunk,
+    places_in_turn,
+    rail_chunk,
+)
 from hpczero.plan.traffic import TrafficPlan, unit_traffic
 from hpczero.precision import Precision
 
@@ -180,20 +186,26 @@ class Plan:
         """Elements added so that every unit cuts into equal shards."""
         return sum(unit.layout.padded_numel - unit.layout.numel for unit in self.units)
 
-    def memory(self, *, optimizer_bytes: int = ADAM_STATE_BYTES) -> MemoryPlan:
+    def memory(
+        self, *, optimizer_bytes: int = ADAM_STATE_BYTES, sharing: Sharing | None = None
+    ) -> MemoryPlan:
         """Bytes each rank holds, padding included. See docs/architecture.md for the table.
 
         Args:
             optimizer_bytes: state per element: 8 for Adam, 4 for SGD with momentum, 0 for plain SGD.
+            sharing: of the transport (``Collectives.sharing``); None: ranks share nothing.
 
         Source: Rajbhandari et al., ZeRO, SC20, sec. 5; differs from the paper's 16Ψ in that reduced gradients are fp32.
         """
+        sharing = sharing or Sharing()
         stage, item = self.stage, self.precision.param_itemsize
         full = sum(unit.layout.padded_numel for unit in self.units)
         trainable = sum(unit.layout.padded_numel for unit in self.trainable_units)
         frozen = full - trainable
         owned = trainable // self.num_shards if stage.shards_optimizer else trainable
-        if stage.shards_parameters:
+        if stage.shards_optimizer and (sharing.lasting or not stage.shards_parameters):
+            parameters = item * full // sharing.ranks
+        elif stage.shards_parameters:
             # At rest only masters exist; in fp32 the master is the parameter.
             parameters = item * frozen // self.num_shards
             parameters += 0 if self.precision.has_masters else FP32_BYTES * owned
@@ -205,27 +217,43 @@ class Plan:
             master=FP32_BYTES * owned if self.precision.has_masters else 0,
             gradients=gradients,
             optimizer=optimizer_bytes * owned,
-            unsharded=self._unsharded_nbytes(),
-            exchange=self.exchange_nbytes(),
+            unsharded=self._unsharded_nbytes(sharing),
+            exchange=self.exchange_nbytes(sharing),
         )
 
-    def _unsharded_nbytes(self) -> int:
+    def _unsharded_nbytes(self, sharing: Sharing) -> int:
         """Peak of whole parameters and gradients in flight: the root unit's and the largest other module's."""
         live: dict[tuple[str, ...], int] = {}
         for unit in self.units:
-            copies = int(self.stage.shards_parameters)
-            copies += int(unit.trainable and not self.stage.keeps_local_gradients)
-            nbytes = copies * unit.layout.padded_numel * self.precision.param_itemsize
+            whole = unit.layout.padded_numel * self.precision.param_itemsize
+            nbytes = 0
+            if self.stage.shards_parameters and not sharing.lasting:
+                nbytes += whole // sharing.ranks
+            if unit.trainable and not self.stage.keeps_local_gradients and sharing.ranks == 1:
+                nbytes += whole
             live[unit.modules] = live.get(unit.modules, 0) + nbytes
         root = live.pop(("",), 0)
         return root + max(live.values(), default=0)
 
-    def exchange_nbytes(self) -> int:
-        """Bytes of the buffer that receives peers' gradient blocks before they are summed."""
+    def exchange_nbytes(self, sharing: Sharing | None = None) -> int:
+        """Bytes through which gradients reach the ranks that sum them."""
+        if sharing is not None and sharing.ranks > 1:
+            return self._place_nbytes(sharing)
         largest = max((unit.layout.shard_numel for unit in self.trainable_units), default=0)
         return exchange_chunk(largest, self.num_shards, self.precision.param_itemsize) * (
             self.num_shards * self.precision.param_itemsize
         )
+
+    def _place_nbytes(self, sharing: Sharing) -> int:
+        """Places in shared memory from which peers read, and what is on its way between nodes."""
+        item = self.precision.param_itemsize
+        sizes = [unit.layout.padded_numel * item for unit in self.trainable_units]
+        places = [] if self.stage.keeps_local_gradients else places_in_turn(sizes)
+        if sharing.nodes == 1:
+            return sum(places)
+        largest = max((unit.layout.shard_numel for unit in self.trainable_units), default=0)
+        wire = 2 if self.precision.reduce in ("bf16", "fp16") else FP32_BYTES
+        return sum(places) + 2 * sharing.nodes * wire * rail_chunk(largest, sharing.nodes, wire)
 
     def traffic(self, *, micro_steps: int = 1, synced: int = 1) -> TrafficPlan:
         """What each rank sends in one optimizer step.
@@ -250,9 +278,9 @@ class Plan:
         ]
         return sum(parts, TrafficPlan())
 
-    def describe(self) -> str:
-        """A few lines for a run header: units, bytes held, bytes moved."""
-        memory, traffic = self.memory(), self.traffic()
+    def describe(self, sharing: Sharing | None = None) -> str:
+        """A few lines for a run header: units, bytes held, bytes moved by a transport that shares so."""
+        memory, traffic = self.memory(sharing=sharing), self.traffic()
         sizes = sorted({unit.layout.numel for unit in self.units})
         spread = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
         mib = 2**20
@@ -271,6 +299,8 @@ class Plan:
             f"  sent per rank and step: {traffic.nbytes / mib:,.1f} MiB in "
             f"{traffic.all_gathers} all-gathers and {traffic.reduce_scatters} reduce-scatters"
         )
+        if sharing is not None and sharing.lasting:
+            sent = f"  sent per rank and step: nothing; as messages it would be {traffic.nbytes / mib:,.1f} MiB"
         return "\n".join((units, held, sent))
 
 

@@ -5,8 +5,10 @@ Sums are compared bit for bit with the order written out by hand (``tests/kernel
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from itertools import product
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 import hpczero
+from hpczero.device import Use
 from hpczero.errors import CommError
 from tests.helpers.parallel import parallel_assert
 from tests.kernels.reference import IN_ORDER, Floats, exact, to_bf16_and_back
@@ -159,6 +162,69 @@ class CollectivesSuite:
         gathered[index * shard_numel : (index + 1) * shard_numel] = out
         transport.all_gather(gathered, name="u").wait()
         parallel_assert(comm, gathered.numpy().tobytes() == whole.tobytes())
+
+    # --- buffers that ranks may share
+
+    def test_shared_buffers_carry_the_same_bits_whoever_is_late(
+        self, comm: MPI.Intracomm, topology: Topology, transport: Collectives
+    ) -> None:
+        """Rounds of gather, release and reduce in the transport's own buffers, with every rank late in its turn."""
+        sizes, index, random = (40, 24, 33, 8), topology.shard_index, Random(comm.rank)
+        wholes, gradients = [], []
+        for size in sizes:
+            numel = size * comm.size
+            options: dict[str, Any] = {"category": "test"}
+            wholes.append(transport.allocate(numel, torch.float32, use=Use.GATHER, **options))
+            gradients.append(transport.allocate(numel, torch.float32, use=Use.REDUCE, **options))
+            gradients[-1].release()
+        transport.settle()
+        owners = shard_owners(topology)
+        wrong = []
+        for turn in range(12):
+            order = range(len(sizes)) if turn % 2 else reversed(range(len(sizes)))
+            for unit in order:
+                size, whole, gradient = sizes[unit], wholes[unit], gradients[unit]
+                time.sleep(random.choice((0.0, 0.0, 0.0, 0.003)))
+                whole.take()
+                whole.tensor[index * size :][:size] = contribution(
+                    comm.rank + turn, size, torch.float32
+                )
+                transport.all_gather(whole.tensor, name=f"{unit}").wait()
+                expected = torch.cat([contribution(r + turn, size, torch.float32) for r in owners])
+                if bits(whole.tensor) != bits(expected):
+                    wrong.append(f"gather {unit} in turn {turn}")
+                whole.release()
+                gradient.take()
+                gradient.tensor.copy_(contribution(comm.rank, size * comm.size, torch.float32))
+                time.sleep(random.choice((0.0, 0.0, 0.0, 0.003)))
+                out = torch.empty(size)
+                transport.reduce_scatter(gradient.tensor, out, scale=1.0, name=f"{unit}").wait()
+                gradient.release()
+                total = expected_sum(topology, size * comm.size, torch.float32, torch.float32)
+                if out.numpy().tobytes() != total[index * size :][:size].tobytes():
+                    wrong.append(f"reduce {unit} in turn {turn}")
+        parallel_assert(comm, not wrong, ", ".join(wrong))
+
+    def test_gradients_may_become_ready_in_any_order(
+        self, comm: MPI.Intracomm, topology: Topology, transport: Collectives
+    ) -> None:
+        size = 16
+        gradients = [
+            transport.allocate(size * comm.size, torch.float32, category="test", use=Use.REDUCE)
+            for _ in range(6)
+        ]
+        transport.settle()
+        for unit, gradient in enumerate(gradients):  # all at once: more than there are places
+            gradient.take()
+            gradient.tensor.copy_(contribution(comm.rank + unit, size * comm.size, torch.float32))
+        for unit, gradient in reversed(list(enumerate(gradients))):
+            out = torch.empty(size)
+            transport.reduce_scatter(gradient.tensor, out, scale=1.0, name=f"{unit}").wait()
+            gradient.release()
+            alone = torch.empty(size)
+            plain = contribution(comm.rank + unit, size * comm.size, torch.float32)
+            hpczero.Flat(topology).reduce_scatter(plain, alone, scale=1.0, name="alone").wait()
+            parallel_assert(comm, bits(out) == bits(alone), f"unit {unit}")
 
     # --- refusals: before anything is sent, on the rank that calls
 

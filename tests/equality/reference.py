@@ -143,7 +143,12 @@ def _set(model: nn.Module, buffers: Sequence[Tensor]) -> None:
 
 
 def train_sharded(
-    case: Case, topology: Topology, *, stage: int, precision: str | hpczero.Precision = "fp32"
+    case: Case,
+    topology: Topology,
+    *,
+    stage: int,
+    precision: str | hpczero.Precision = "fp32",
+    transport: str = "auto",
 ) -> list[Record]:
     """Train with hpczero. Collective over world; the records are complete on rank 0."""
     model = case.build()
@@ -157,6 +162,7 @@ def train_sharded(
         precision=precision,
         rule=case.rule,
         initialize=case.initialize,
+        transport=transport,
     )
 
     def no_sync() -> AbstractContextManager[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from hpczero import Precision, Topology
@@ -36,7 +38,10 @@ def interleaved_nodes(comm):
 
 
 def all_stages(
-    topology: Topology, program: str, precision: str | Precision
+    topology: Topology,
+    program: str,
+    precision: str | Precision,
+    transports: Sequence[str] = ("auto",),
 ) -> dict[str, list[Record]]:
     """A clipped training with dropout and recomputation at every stage; the stages must agree in every bit."""
     case = gpt_case(
@@ -47,8 +52,11 @@ def all_stages(
         steps=4,
     )
     runs = {
-        f"stage {stage}": train_sharded(case, topology, stage=stage, precision=precision)
+        f"stage {stage}, {transport}": train_sharded(
+            case, topology, stage=stage, precision=precision, transport=transport
+        )
         for stage in case.stages
+        for transport in transports
     }
     apart = first_step_apart(runs)
     parallel_assert(topology.world, not apart, "\n".join(apart))
@@ -59,7 +67,7 @@ def all_stages(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_stages_give_the_same_bits(topology, precision, program):
     runs = all_stages(topology, program, precision)
-    losses = [record.losses for record in runs["stage 0"]]
+    losses = [record.losses for record in next(iter(runs.values()))]
     assert len(set(losses)) == len(losses), "the losses never change"
 
 
@@ -75,3 +83,29 @@ def test_stages_give_the_same_bits_on_two_nodes(two_nodes, precision, program):
 @pytest.mark.ranks(4)
 def test_stages_give_the_same_bits_where_nodes_take_turns(interleaved_nodes):
     all_stages(interleaved_nodes, "accumulation", "bf16")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.ranks(2, 3, 4)
+def test_transports_give_the_same_bits_on_one_node(topology, precision):
+    all_stages(topology, "accumulation", precision, ("flat", "hierarchical", "window"))
+
+
+@pytest.mark.parametrize(
+    "precision", [Precision(), Precision(param="bf16", reduce="bf16")], ids=str
+)
+@pytest.mark.ranks(2, 4)
+def test_transports_give_the_same_bits_on_two_nodes(two_nodes, precision):
+    all_stages(two_nodes, "accumulation", precision, ("flat", "hierarchical", "window"))
+
+
+@pytest.mark.ranks(4)
+def test_transports_give_the_same_bits_where_nodes_take_turns(interleaved_nodes):
+    all_stages(interleaved_nodes, "one backward", "bf16", ("flat", "window"))
+
+
+@pytest.mark.ranks(4)
+def test_transports_give_the_same_bits_on_nodes_of_one_rank(comm):
+    topology = Topology.create(comm, nodes=list(range(comm.size)))
+    all_stages(topology, "one backward", "fp32", ("flat", "window"))
+    topology.free()

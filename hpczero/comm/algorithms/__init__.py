@@ -1,0 +1,27 @@
+"""How the ranks of one communicator move equal blocks: one file for each algorithm.
+
+Owns: the order of messages. Must not know: nodes, units, sums, dtypes. All algorithms move bytes and nothing else, so
+results do not depend on the choice.
+"""
+
+from hpczero.comm.algorithms.base import Exchange, Gather
+from hpczero.comm.algorithms.doubling import DoublingGather
+from hpczero.comm.algorithms.library import LibraryExchange, LibraryGather
+from hpczero.comm.algorithms.pairwise import PairwiseExchange, PairwiseGather
+from hpczero.comm.algorithms.ring import RingGather
+
+GATHERS: tuple[type[Gather], ...] = (LibraryGather, RingGather, DoublingGather, PairwiseGather)
+EXCHANGES: tuple[type[Exchange], ...] = (LibraryExchange, PairwiseExchange)
+
+__all__ = [
+    "EXCHANGES",
+    "GATHERS",
+    "DoublingGather",
+    "Exchange",
+    "Gather",
+    "LibraryExchange",
+    "LibraryGather",
+    "PairwiseExchange",
+    "PairwiseGather",
+    "RingGather",
+]

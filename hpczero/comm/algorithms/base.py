@@ -1,0 +1,75 @@
+"""The two contracts: gather blocks in place, exchange blocks.
+
+Owns: chunking, and what every algorithm shares. Must not know: any algorithm.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+from mpi4py import MPI
+
+from hpczero.comm.blocks import CHUNK_BYTES, Blocks, BlockTypes
+
+
+class _Algorithm:
+    """One algorithm on one communicator, which it borrows; ``free`` gives back what it made."""
+
+    name: ClassVar[str]
+
+    def __init__(self, comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES) -> None:
+        """Not collective.
+
+        Args:
+            comm: must outlive the algorithm, and carry nothing else while it runs.
+            chunk_nbytes: most bytes of one block that a single MPI call moves.
+        """
+        self.comm = comm
+        self.chunk_nbytes = chunk_nbytes
+        self.types = BlockTypes()
+
+    @classmethod
+    def fits(cls, size: int) -> bool:
+        """Whether the algorithm works on ``size`` ranks."""
+        return size >= 1
+
+    def free(self) -> None:
+        """Free datatypes. Not collective."""
+        self.types.free()
+
+
+class Gather(_Algorithm, ABC):
+    """All-gather of equal blocks, in place."""
+
+    def __call__(self, blocks: Blocks) -> None:
+        """Fill every block from its owner: rank i owns block i. Collective over the communicator."""
+        if blocks.count > 1:
+            for piece in blocks.pieces(self.chunk_nbytes):
+                self._gather(piece)
+
+    @abstractmethod
+    def _gather(self, blocks: Blocks) -> None: ...
+
+
+class Exchange(_Algorithm, ABC):
+    """All-to-all of equal blocks."""
+
+    def __call__(
+        self, send: Blocks, receive: Blocks, *, prepare: Callable[[int], None] = lambda index: None
+    ) -> None:
+        """Block i of ``send`` goes to rank i, and what rank i sends lands in block i of ``receive``.
+
+        Collective over the communicator. This rank's own block of ``receive`` has no defined content: read it from
+        ``send``.
+
+        Args:
+            send: one block for each rank, none longer than ``chunk_nbytes``.
+            receive: as many, no overlap with ``send``.
+            prepare: fills a block of ``send`` shortly before it leaves; called once for each, own block included.
+        """
+        self._exchange(send, receive, prepare)
+
+    @abstractmethod
+    def _exchange(self, send: Blocks, receive: Blocks, prepare: Callable[[int], None]) -> None: ...

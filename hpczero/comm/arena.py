@@ -1,0 +1,210 @@
+"""Where a rank's gradients lie so that its node can read them.
+
+Owns: the rank's part of the shared segment, its places and who holds them. Must not know: other ranks' progress beyond
+the one question it is given, reductions, units.
+
+[Note: Places]
+Most gradients live from a unit's backward to its reduction, so two places serve all units in turn. The buffer that was
+asked for first has a place of its own: it is the root unit's, whose first gradient comes early and whose last comes
+late. Where backward reaches units in another order than they are reduced, a unit may find its place taken; its gradient
+then goes to private memory and moves to the spare place when its turn has come. Gradients that are kept (stage 1) have
+a place each. ``Plan.memory`` counts by the same rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hpczero.comm.segment import PAGE, Segment
+from hpczero.device import Buffer, Memory
+
+IN_TURN = 2
+
+
+class Place:
+    """Some bytes of the arena that one gradient at a time may hold.
+
+    Attributes:
+        start: first byte in the segment.
+        nbytes: how many.
+        claimed: of these, how many have memory behind them.
+        is_kept: whether it belongs to a gradient that is kept, and counted there.
+        taken: whether a gradient holds it.
+        reduction: number of the last reduction that read it.
+    """
+
+    def __init__(self, start: int, nbytes: int) -> None:
+        self.start = start
+        self.nbytes = nbytes
+        self.claimed = 0
+        self.is_kept = False
+        self.taken = False
+        self.reduction = 0
+
+
+class GradientBuffer(Buffer):
+    """One unit's local gradient: in a place while there is one, in private memory otherwise."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        memory: Memory,
+        category: str,
+        keep: bool,
+    ) -> None:
+        self.tensor = torch.empty(0, dtype=dtype)
+        self.place: Place | None = None
+        self.keeps = keep
+        self._arena = arena
+        self._numel = numel
+        self._dtype = dtype
+        self._nbytes = numel * dtype.itemsize
+        self._memory = memory
+        self._category = category
+        self._held = False
+        self._in_place = False
+        if keep:
+            memory.add(category, self._nbytes)
+
+    def take(self) -> None:
+        """See ``Buffer``; waits until a place that was read before may be written again."""
+        if self._held:
+            return
+        assert self.place is not None, "laid out before it is used"
+        self._in_place = not self.place.taken
+        if self._in_place:
+            self._arena.take(self.place, self._nbytes)
+            self.tensor = self._arena.view(self.place, self._numel, self._dtype)
+        else:
+            self.tensor = torch.empty(self._numel, dtype=self._dtype)
+            self._memory.add(self._category, self._nbytes)
+        self._held = True
+
+    def release(self) -> None:
+        """See ``Buffer``."""
+        if not self._held:
+            return
+        self._held = False
+        if self._in_place:
+            assert self.place is not None, "taken"
+            self.place.taken = False
+        else:
+            self._memory.add(self._category, -self._nbytes)
+        self.tensor = torch.empty(0, dtype=self._dtype)
+
+
+class Arena:
+    """This rank's part of one segment, laid out once all gradient buffers are known.
+
+    Attributes:
+        segment: of the whole node; None without gradients.
+        nbytes: of each rank's part.
+    """
+
+    def __init__(
+        self, rank: int, memory: Memory, *, wait_until_read: Callable[[int], None]
+    ) -> None:
+        """Not collective.
+
+        Args:
+            rank: local rank.
+            memory: ledger; places that are not kept count as ``exchange`` from their first use.
+            wait_until_read: returns when all ranks of the node have read what they want of a reduction.
+        """
+        self.segment: Segment | None = None
+        self.nbytes = 0
+        self._rank = rank
+        self._memory = memory
+        self._wait_until_read = wait_until_read
+        self._buffers: list[GradientBuffer] = []
+        self._places: list[Place] = []
+        self._spare: Place | None = None
+        self._by_address: dict[int, Place] = {}
+
+    def allocate(
+        self, numel: int, dtype: torch.dtype, *, category: str, keep: bool
+    ) -> GradientBuffer:
+        """A buffer whose memory comes later. Equal on all ranks of the node."""
+        buffer = GradientBuffer(
+            self, numel, dtype, memory=self._memory, category=category, keep=keep
+        )
+        self._buffers.append(buffer)
+        return buffer
+
+    def lay_out(self) -> int:
+        """Give every buffer its place. Returns the bytes of each rank's part."""
+        own = [buffer for buffer in self._buffers if buffer.keeps]
+        rest = [buffer for buffer in self._buffers if not buffer.keeps]
+        sharers = [[buffer] for buffer in (*own, *rest[:1])]
+        sharers += [rest[1 + turn :: IN_TURN] for turn in range(IN_TURN)]
+        for buffers in sharers:
+            place = self._append(buffers)
+            for buffer in buffers:
+                buffer.place = place
+        if rest:
+            self._spare = self._append(rest)
+        return self.nbytes
+
+    def _append(self, buffers: Sequence[GradientBuffer]) -> Place:
+        place = Place(self.nbytes, max((_pages(b.nbytes) for b in buffers), default=0))
+        place.is_kept = any(buffer.keeps for buffer in buffers)
+        self._places.append(place)
+        self.nbytes += place.nbytes
+        return place
+
+    def open(self, segment: Segment) -> None:
+        """Use ``segment``, which has ``nbytes`` for each rank of the node."""
+        self.segment = segment
+        start = segment.bytes.data_ptr() + self._rank * self.nbytes
+        self._by_address = {start + place.start: place for place in self._places if place.nbytes}
+
+    def view(self, place: Place, numel: int, dtype: torch.dtype) -> Tensor:
+        """(numel,) of this rank's ``place``."""
+        return self.view_of(self._rank, place.start, numel, dtype)
+
+    def view_of(self, rank: int, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """(numel,) of the part of local rank ``rank``, from byte ``start`` of it on."""
+        assert self.segment is not None, "laid out"
+        begin = rank * self.nbytes + start
+        return self.segment.bytes[begin : begin + numel * dtype.itemsize].view(dtype)
+
+    def take(self, place: Place, nbytes: int) -> None:
+        """Hold ``place`` and have its memory at hand; its last readers are through on return."""
+        assert self.segment is not None, "laid out"
+        if place.claimed < nbytes:
+            start = self._rank * self.nbytes + place.start
+            self.segment.claim(start, start + nbytes)
+            if not place.is_kept:
+                self._memory.add("exchange", nbytes - place.claimed)
+            place.claimed = nbytes
+        self._wait_until_read(place.reduction)
+        place.taken = True
+
+    def fits(self, full: Tensor) -> bool:
+        """Whether ``locate`` can make ``full`` visible; the same on all ranks that ask for the same size."""
+        if self._spare is None:
+            return full.data_ptr() in self._by_address
+        return full.numel() * full.element_size() <= self._spare.nbytes
+
+    def locate(self, full: Tensor, reduction: int) -> int:
+        """Byte in this rank's part at which the node finds ``full``, which is moved to the spare place if need be."""
+        place = self._by_address.get(full.data_ptr())
+        if place is not None:
+            place.reduction = reduction
+            return place.start
+        spare = self._spare
+        assert spare is not None, "fits"
+        self.take(spare, full.numel() * full.element_size())
+        self.view(spare, full.numel(), full.dtype).copy_(full)
+        spare.taken, spare.reduction = False, reduction
+        return spare.start
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE

@@ -1,0 +1,86 @@
+"""Which transport serves a topology.
+
+Owns: the names users may ask for, and the choice where they do not. Must not know: units, stages.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import get_args
+
+import torch
+
+from hpczero.comm.base import Collectives
+from hpczero.comm.flat import Flat
+from hpczero.comm.hierarchical import Hierarchical
+from hpczero.comm.segment import Segment
+from hpczero.config import Transport
+from hpczero.errors import CommError, ConfigError
+from hpczero.topology import Topology
+
+logger = logging.getLogger("hpczero.comm")
+
+
+def choose(
+    topology: Topology,
+    transport: str = "auto",
+    *,
+    strict: bool = False,
+    node_dtype: torch.dtype = torch.float32,
+) -> Collectives:
+    """A transport over ``topology``. Collective over its world.
+
+    Args:
+        topology: the ranks.
+        transport: ``flat`` for any nodes; ``hierarchical`` sends messages between nodes and inside them; ``window``
+            shares memory inside nodes; ``auto`` takes the fastest that works.
+        strict: as in Collectives.
+        node_dtype: as in Collectives.
+
+    Raises:
+        ConfigError: an unknown name.
+        TopologyError: two levels on nodes with different numbers of ranks.
+        CommError: ``window`` where ranks of a node cannot share memory.
+    """
+    check_transport_name(transport)
+    if transport == "auto":
+        transport = _automatic(topology)
+    if transport == "flat":
+        return Flat(topology, strict=strict, node_dtype=node_dtype)
+    shares = transport == "window"
+    return Hierarchical(topology, strict=strict, node_dtype=node_dtype, shared_memory=shares)
+
+
+def check_transport_name(transport: str) -> None:
+    """Refuse a name that ``choose`` does not know. Not collective.
+
+    Raises:
+        ConfigError: with the names it knows.
+    """
+    known = get_args(Transport)
+    if transport not in known:
+        raise ConfigError(f"transport: got {transport!r}, expected one of {', '.join(known)}")
+
+
+def _automatic(topology: Topology) -> str:
+    if not topology.is_rectangular:
+        if topology.is_root:
+            logger.info("nodes have different numbers of ranks: flat transport")
+        return "flat"
+    if topology.node.size > 1:
+        problem = _sharing_problem(topology)
+        if not problem:
+            return "window"
+        if topology.is_root:
+            logger.warning("ranks of a node share no memory: %s", problem)
+    return "hierarchical" if topology.num_nodes > 1 and topology.node.size > 1 else "flat"
+
+
+def _sharing_problem(topology: Topology) -> str:
+    """Why ranks of some node cannot share memory; empty if they can. Collective over world."""
+    try:
+        with topology.agreed("share memory"):
+            Segment.create(topology.node, 1, "a trial")
+    except CommError as error:
+        return str(error)
+    return ""

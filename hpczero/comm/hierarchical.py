@@ -1,0 +1,194 @@
+"""The two-level transport: rails between nodes, a node level inside.
+
+Owns: which level goes first, the pieces in which they overlap, and where partial sums are rounded. Must not know: how
+a level moves bytes, units, stages.
+
+With G nodes of L ranks, rank (node g, local l) owns shard l*G + g. Rail l joins the ranks with local rank l.
+
+    all_gather       rail: shards l*G .. l*G+G-1, contiguous | node: parts l = 0 .. L-1, contiguous
+    reduce_scatter   node: partial sums of part l, slice by slice | rail: slice g goes to node g, summed there
+
+Each byte crosses the network once, over every rank's own connection at once, and no buffer is reordered. Source:
+docs/performance.md has the bounds.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hpczero.comm.algorithms import Exchange, Gather, PairwiseExchange, RingGather
+from hpczero.comm.base import Collectives, Work
+from hpczero.comm.blocks import CHUNK_BYTES, Blocks
+from hpczero.comm.node import Messages, NodeLevel, Parts
+from hpczero.comm.window import Window
+from hpczero.device import Buffer, Memory, Scratch, Use
+from hpczero.errors import TopologyError
+from hpczero.kernels.tree_sum import tree_sum
+from hpczero.layout import Sharing, rail_chunk
+from hpczero.topology import Topology
+
+
+class Hierarchical(Collectives):
+    """All-gather between nodes first, reduce-scatter inside nodes first; one node or one rank per node will do."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        strict: bool = False,
+        memory: Memory | None = None,
+        node_dtype: torch.dtype = torch.float32,
+        gather: type[Gather] = RingGather,
+        exchange: type[Exchange] = PairwiseExchange,
+        shared_memory: bool = True,
+        chunk_nbytes: int = CHUNK_BYTES,
+    ) -> None:
+        """Collective.
+
+        Args:
+            topology: as in Collectives; every node has the same number of ranks.
+            strict: as in Collectives.
+            memory: as in Collectives.
+            node_dtype: as in Collectives.
+            gather: algorithm between nodes.
+            exchange: algorithm between nodes.
+            shared_memory: ranks of a node share a window; False: they send messages.
+            chunk_nbytes: most bytes of one shard that a single MPI call moves.
+
+        Raises:
+            TopologyError: nodes with different numbers of ranks.
+            CommError: no shared memory; on every rank.
+        """
+        if topology.rail is None:
+            raise TopologyError(
+                "nodes have different numbers of ranks, so there are no rails; use the flat transport, or start the "
+                "same number of ranks on every node"
+            )
+        super().__init__(topology, strict=strict, memory=memory, node_dtype=node_dtype)
+        self._rail = topology.rail
+        self._chunk_nbytes = chunk_nbytes
+        self._gather = gather(self._rail, chunk_nbytes=chunk_nbytes)
+        self._exchange = exchange(self._rail, chunk_nbytes=chunk_nbytes)
+        self._scratch = Scratch(self.memory, category="exchange")
+        messages = Messages(topology.node, self.memory, chunk_nbytes=chunk_nbytes)
+        shares = shared_memory and topology.node.size > 1
+        self._node: NodeLevel = Window(topology, self.memory, messages) if shares else messages
+
+    def allocate(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        category: str,
+        use: Use = Use.PRIVATE,
+        keep: bool = False,
+    ) -> Buffer:
+        """See ``Collectives``."""
+        return self._node.allocate(numel, dtype, category=category, use=use, keep=keep)
+
+    @property
+    def sharing(self) -> Sharing:
+        """See ``Collectives``."""
+        nodes = self._rail.size
+        if isinstance(self._node, Window):
+            return Sharing(self._node.comm.size, lasting=nodes == 1, nodes=nodes)
+        return Sharing(nodes=nodes)
+
+    def describe(self) -> str:
+        """See ``Collectives``."""
+        inside = "shared memory" if isinstance(self._node, Window) else "messages"
+        if self._rail.size == 1:
+            return f"{inside} on one node"
+        return f"all-gather {self._gather.name}, exchange {self._exchange.name} between nodes; {inside} inside"
+
+    def settle(self) -> None:
+        """See ``Collectives``."""
+        self._node.settle()
+
+    def _sent_numel(self, full: Tensor, shard_numel: int, use: Use) -> int:
+        nodes, local = self._rail.size, self.topology.node.size
+        inside = 0 if self._node.shares(full, use) else (local - 1) * nodes
+        return (nodes - 1 + inside) * shard_numel
+
+    def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work:
+        nodes, local = self._rail.size, self.topology.local_rank
+        start = local * nodes * shard_numel
+        self._gather(Blocks.of(full, start, shard_numel, shard_numel, nodes))
+        self._node.spread(full)
+        return Work(name)
+
+    def _reduce_scatter(
+        self, full: Tensor, out: Tensor, shard_numel: int, scale: float, accumulate: bool, name: str
+    ) -> Work:
+        with self._node.reading(full) as parts:
+            if self._rail.size == 1:
+                self._sum_in_node(parts, out, full.element_size(), scale, accumulate)
+            else:
+                self._sum_over_nodes(parts, out, full.dtype, scale, accumulate)
+        return Work(name)
+
+    def _sum_in_node(
+        self, parts: Parts, out: Tensor, itemsize: int, scale: float, accumulate: bool
+    ) -> None:
+        local = range(self.topology.node.size)
+        most = min(self._chunk_nbytes, self._node.most_nbytes // len(local))
+        chunk = max(most // itemsize, 1)
+        for start in range(0, out.numel(), chunk):
+            count = min(chunk, out.numel() - start)
+            tree_sum(
+                parts(start, count),
+                out[start : start + count],
+                groups=[local],
+                scale=scale,
+                accumulate=accumulate,
+            )
+
+    def _sum_over_nodes(
+        self, parts: Parts, out: Tensor, dtype: torch.dtype, scale: float, accumulate: bool
+    ) -> None:
+        nodes, me, local = self._rail.size, self._rail.rank, range(self.topology.node.size)
+        # One rank per node has nothing to add up: its gradient travels as it is, if that is not wider.
+        wire = self.node_dtype
+        if len(local) == 1 and dtype.itemsize <= wire.itemsize:
+            wire = dtype
+        shard_numel = out.numel()
+        most = max(self._chunk_nbytes // wire.itemsize, 1)
+        chunk = min(rail_chunk(shard_numel, nodes, wire.itemsize), most)
+        buffers = self._scratch.get(2 * nodes * chunk, wire)
+        partial = torch.empty(chunk) if wire is not torch.float32 else None
+        for start in range(0, shard_numel, chunk):
+            count = min(chunk, shard_numel - start)
+            send, receive = buffers[: 2 * nodes * count].view(2, nodes, count).unbind()
+
+            def prepare(
+                node: int, start: int = start, count: int = count, send: Tensor = send
+            ) -> None:
+                into = send[node] if partial is None else partial[:count]
+                blocks = parts(node * shard_numel + start, count)
+                tree_sum(blocks, into, groups=[local], scale=1.0)
+                if partial is not None:
+                    send[node].copy_(into)
+
+            self._exchange(
+                Blocks.of(send.view(-1), 0, count, count, nodes),
+                Blocks.of(receive.view(-1), 0, count, count, nodes),
+                prepare=prepare,
+            )
+            sums = [send[g] if g == me else receive[g] for g in range(nodes)]
+            tree_sum(
+                sums,
+                out[start : start + count],
+                groups=[[g] for g in range(nodes)],
+                scale=scale,
+                accumulate=accumulate,
+                node_dtype=self.node_dtype,
+            )
+
+    def close(self) -> None:
+        """Free counters, datatypes and scratch. Collective."""
+        self._gather.free()
+        self._exchange.free()
+        self._node.close()
+        self._scratch.release()
+        super().close()

@@ -1,0 +1,114 @@
+"""What a transport needs inside a node, and the way that works everywhere: messages.
+
+Owns: the contract of a node level, and its form by MPI messages. Must not know: other nodes, the order of sums, units.
+
+A buffer of whole parameters or gradients has ``size`` equal parts on a node of ``size`` ranks: part l belongs to local
+rank l, and holds the shards of all ranks with that place on their nodes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import ClassVar
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpczero.comm.algorithms import LibraryExchange, LibraryGather
+from hpczero.comm.blocks import Blocks
+from hpczero.device import Buffer, Memory, Scratch, Use
+from hpczero.layout import EXCHANGE_BYTES
+
+# Elements [start, start + count) of this rank's part, as every local rank has them, in local order.
+Parts = Callable[[int, int], list[Tensor]]
+
+
+class NodeLevel(ABC):
+    """The ranks of one node. Every method is collective over the node unless it says otherwise.
+
+    Attributes:
+        most_nbytes: what one call of ``Parts`` may ask for, over all ranks of the node.
+    """
+
+    most_nbytes: ClassVar[int]
+
+    def __init__(self, node: MPI.Intracomm, memory: Memory) -> None:
+        """Not collective; the communicator is borrowed."""
+        self.comm = node
+        self.memory = memory
+
+    def allocate(
+        self, numel: int, dtype: torch.dtype, *, category: str, use: Use, keep: bool
+    ) -> Buffer:
+        """As ``Collectives.allocate``; private memory on this base."""
+        return Buffer(numel, dtype, memory=self.memory, category=category, keep=keep)
+
+    def settle(self) -> None:
+        """All buffers with a use have been asked for."""
+        return
+
+    def shares(self, full: Tensor, use: Use) -> bool:
+        """Whether peers see ``full`` without a message. Not collective, but the same on every rank of the node."""
+        return False
+
+    @abstractmethod
+    def spread(self, full: Tensor) -> None:
+        """Give every rank of the node all parts of ``full``, in place; each has its own part."""
+
+    @abstractmethod
+    def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
+        """``Parts`` of everybody's ``full`` inside; the ranks ask for the same in the same order.
+
+        A result of ``Parts`` is good until the next call.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what is not memory of buffers."""
+
+
+class Messages(NodeLevel):
+    """Private buffers and MPI messages."""
+
+    most_nbytes = EXCHANGE_BYTES
+
+    def __init__(self, node: MPI.Intracomm, memory: Memory, *, chunk_nbytes: int) -> None:
+        """Not collective."""
+        super().__init__(node, memory)
+        self._gather = LibraryGather(node, chunk_nbytes=chunk_nbytes)
+        self._exchange = LibraryExchange(node)
+        self._received = Scratch(memory, category="exchange")
+
+    def spread(self, full: Tensor) -> None:
+        """See ``NodeLevel``."""
+        part = full.numel() // self.comm.size
+        self._gather(Blocks.of(full, 0, part, part, self.comm.size))
+
+    @contextmanager
+    def reading(self, full: Tensor) -> Iterator[Parts]:
+        """See ``NodeLevel``."""
+        size, me = self.comm.size, self.comm.rank
+        part = full.numel() // size
+
+        def parts(start: int, count: int) -> list[Tensor]:
+            if size == 1:
+                return [full[start : start + count]]
+            received = self._received.get(size * count, full.dtype)
+            self._exchange(
+                Blocks.of(full, start, count, part, size),
+                Blocks.of(received, 0, count, count, size),
+            )
+            rows = list(received.view(size, count).unbind())
+            rows[me] = full[me * part + start :][:count]
+            return rows
+
+        yield parts
+
+    def close(self) -> None:
+        """See ``NodeLevel``; not collective here."""
+        self._gather.free()
+        self._exchange.free()
+        self._received.release()

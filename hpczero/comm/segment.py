@@ -1,0 +1,176 @@
+"""Memory that the ranks of one node see together.
+
+Owns: the shared file behind it, its pages, and the counters by which ranks tell each other how far they are. Must not
+know: units, gradients, nodes other than this one.
+
+A segment is a file in /dev/shm without a name: it is unlinked as soon as every rank has mapped it, so nothing is left
+behind however a job ends, and it lives as long as the last tensor that points into it.
+
+[Note: Full /dev/shm]
+Touching a page that a full tmpfs cannot give kills the process (SIGBUS). Pages are therefore asked for beforehand
+(posix_fallocate), which fails with an error instead; on NUMA machines they lie near the rank that asks.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from mpi4py import MPI
+
+from hpczero.errors import CommError
+
+FOLDER = Path("/dev/shm")
+PAGE = mmap.PAGESIZE
+POLLS_BEFORE_YIELD = 50
+LINE = 64  # bytes of a cache line: ranks must not slow each other down by writing side by side
+
+
+class Segment:
+    """Bytes that all ranks of ``node`` read and write.
+
+    Attributes:
+        bytes: (nbytes,) uint8, zero at first.
+    """
+
+    def __init__(self, file: int, nbytes: int) -> None:
+        self._map = mmap.mmap(file, nbytes)
+        self._file = os.dup(file)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def __del__(self) -> None:
+        # The map itself is closed when the last tensor on it dies.
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+    @classmethod
+    def create(cls, node: MPI.Intracomm, nbytes: int, what: str) -> Segment:
+        """A new one. Collective over ``node``.
+
+        Args:
+            node: ranks that may share memory.
+            nbytes: size; rounded up to pages.
+            what: for messages.
+
+        Raises:
+            CommError: it cannot be made or not be seen by all; on every rank.
+        """
+        nbytes = -(-max(nbytes, 1) // PAGE) * PAGE
+        name = ""
+        file = -1
+        problem = ""
+        if node.rank == 0:
+            name = f"hpczero-{os.getpid()}-{secrets.token_hex(8)}"
+            file, problem = _open(FOLDER / name, os.O_CREAT | os.O_EXCL)
+            if not problem:
+                os.ftruncate(file, nbytes)
+        name, problem = node.bcast((name, problem), root=0)
+        if not problem and node.rank > 0:
+            file, problem = _open(FOLDER / name, 0)
+        problems = [p for p in node.allgather(problem) if p]
+        if node.rank == 0 and file >= 0:
+            os.unlink(FOLDER / name)
+        try:
+            if problems:
+                raise _agreed(f"no shared memory for {what}: {problems[0]}")
+            return cls(file, nbytes)
+        finally:
+            if file >= 0:
+                os.close(file)
+
+    def claim(self, start: int, stop: int) -> None:
+        """Have the pages of bytes ``start`` to ``stop`` at hand, near this rank.
+
+        Raises:
+            CommError: there is no memory left; see [Note: Full /dev/shm].
+        """
+        if stop > start:
+            try:
+                os.posix_fallocate(self._file, start, stop - start)
+            except OSError as error:
+                raise CommError(
+                    f"{stop - start:,} more bytes of {FOLDER}: {error.strerror}; free some of it, enlarge it "
+                    "(mount -o remount,size=...), or use transport flat"
+                ) from error
+
+    def give_back(self, start: int, stop: int) -> None:
+        """Return the pages that lie wholly within bytes ``start`` to ``stop``; their content is lost for all ranks."""
+        start, stop = -(-start // PAGE) * PAGE, stop // PAGE * PAGE
+        if stop > start:
+            self._map.madvise(mmap.MADV_REMOVE, start, stop - start)
+
+
+class Counters:
+    """Numbers that only grow, ``columns`` for each rank of a node: what each has done so far."""
+
+    def __init__(self, node: MPI.Intracomm, columns: int) -> None:
+        """Collective over ``node``."""
+        self._node = node
+        self._window = MPI.Win.Allocate_shared(columns * LINE, 8, comm=node)
+        self._window.Lock_all()
+        rows: list[npt.NDArray[np.int64]] = []
+        for rank in range(node.size):
+            memory, _ = self._window.Shared_query(rank)
+            rows.append(np.asarray(memory).view(np.int64)[: columns * LINE // 8 : LINE // 8])
+        self._rows = rows
+        rows[node.rank][:] = 0
+        self._window.Sync()
+        node.Barrier()
+
+    def publish(self, column: int, value: int) -> None:
+        """This rank has come to ``value``; what it wrote before is seen by whoever sees the number."""
+        self._window.Sync()
+        self._rows[self._node.rank][column] = value
+        self._window.Sync()
+
+    def read(self, rank: int, column: int) -> int:
+        """How far ``rank`` is."""
+        return int(self._rows[rank][column])
+
+    def reached(self, column: int, value: int) -> bool:
+        """Whether every rank has come to ``value``; what they wrote before can then be read."""
+        for row in self._rows:
+            if row[column] < value:
+                return False
+        self._window.Sync()
+        return True
+
+    def wait(self, column: int, value: int) -> None:
+        """Return when every rank has come to ``value``."""
+        self.wait_until(lambda: self.reached(column, value))
+
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        """Return when ``done()``; meanwhile MPI's own messages go on."""
+        polls = 0
+        while not done():
+            polls += 1
+            if polls > POLLS_BEFORE_YIELD:
+                self._node.Iprobe()  # a peer may wait for the rest of a message of ours
+                os.sched_yield()
+
+    def free(self) -> None:
+        """Collective over the node."""
+        self._rows = []
+        self._window.Unlock_all()
+        self._window.Free()
+
+
+def _open(path: Path, flags: int) -> tuple[int, str]:
+    """File descriptor and "", or -1 and what went wrong."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600), ""
+    except OSError as error:
+        return -1, f"{path}: {os.strerror(error.errno or errno.EIO)}"
+
+
+def _agreed(message: str) -> CommError:
+    error = CommError(message)
+    error.agreed = True
+    return error

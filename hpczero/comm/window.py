@@ -1,0 +1,224 @@
+"""The node level in shared memory: whole parameters once per node, gradients summed straight out of peers' buffers.
+
+Owns: the segments and who may touch what when. Must not know: other nodes, the order of sums, units.
+
+[Note: Who may touch what]
+Whole parameters (``Use.GATHER``): a rank writes its own part only, and only when nobody reads it, which the order of
+a training step sees to: an update comes after an agreement of all ranks that their backward is through. ``spread`` is
+then nothing but waiting for everybody. Where the memory is given back, each rank drops its own part once every rank of
+the node has released the buffer.
+
+Gradients (``Use.REDUCE``): a rank fills a place in its own part of the arena, tells the node where (``reading``), reads
+the others' places, and says when it has. A place is filled again only when everybody has read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hpczero.comm.arena import Arena
+from hpczero.comm.node import Messages, NodeLevel, Parts
+from hpczero.comm.segment import Counters, Segment
+from hpczero.device import Buffer, Memory, Use
+from hpczero.topology import Topology
+
+# Columns of the counters: arrivals at spread, gradients ready, gradients read, then where gradients lie, then releases.
+ARRIVED, READY, READ, LOCATION = range(4)
+LOCATIONS = 4  # a rank is at most one reduction ahead of its peers
+FIRST_WHOLE = LOCATION + LOCATIONS
+
+
+class WholeBuffer(Buffer):
+    """Whole parameters of a unit, one copy for the node; the ledger counts this rank's part of it."""
+
+    shared = True
+
+    def __init__(
+        self,
+        window: Window,
+        number: int,
+        segment: Segment,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        memory: Memory,
+        category: str,
+        lasts: bool,
+    ) -> None:
+        """Not collective; the pages of this rank's part are there."""
+        self.tensor = segment.bytes[: numel * dtype.itemsize].view(dtype)
+        self.lasts = lasts
+        self.number = number
+        self.generation = 0
+        self.segment = segment
+        self._window = window
+        self._memory = memory
+        self._category = category
+        self._nbytes = numel * dtype.itemsize // window.comm.size
+        self._held = True
+        memory.add(category, self._nbytes)
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """First byte of this rank's part, and the one after the last."""
+        start = self._window.comm.rank * self._nbytes
+        return start, start + self._nbytes
+
+    def take(self) -> None:
+        """See ``Buffer``."""
+        if self.lasts:
+            return
+        self.generation += 1
+        if not self._held:
+            self.segment.claim(*self.part)
+            self._memory.add(self._category, self._nbytes)
+            self._held = True
+
+    def release(self) -> None:
+        """This rank reads it no more; the pages go when no rank of the node does."""
+        if not self.lasts:
+            self._window.released(self)
+
+    def drop(self) -> None:
+        """Give the pages of this rank's part back."""
+        if self._held:
+            self.segment.give_back(*self.part)
+            self._memory.add(self._category, -self._nbytes)
+            self._held = False
+
+
+class Window(NodeLevel):
+    """Ranks of one node over shared memory; what is not allocated here moves by messages."""
+
+    most_nbytes = 2**62  # nothing is copied
+
+    def __init__(self, topology: Topology, memory: Memory, messages: Messages) -> None:
+        """Not collective.
+
+        Args:
+            topology: borrowed.
+            memory: ledger.
+            messages: moves buffers that lie elsewhere; closed by ``close``.
+        """
+        super().__init__(topology.node, memory)
+        self._topology = topology
+        self._messages = messages
+        self._arena = Arena(self.comm.rank, memory, wait_until_read=self._wait_until_read)
+        self._wholes: list[WholeBuffer] = []
+        self._places: dict[int, WholeBuffer] = {}
+        self._to_drop: dict[int, WholeBuffer] = {}
+        self._counters: Counters | None = None
+        self._spreads = 0
+        self._reductions = 0
+
+    def allocate(
+        self, numel: int, dtype: torch.dtype, *, category: str, use: Use, keep: bool
+    ) -> Buffer:
+        """As ``Collectives.allocate``; collective over the topology's world where the memory is shared."""
+        if use is Use.GATHER:
+            return self._allocate_whole(numel, dtype, category, keep)
+        if use is Use.REDUCE:
+            return self._arena.allocate(numel, dtype, category=category, keep=keep)
+        return super().allocate(numel, dtype, category=category, use=use, keep=keep)
+
+    def _allocate_whole(
+        self, numel: int, dtype: torch.dtype, category: str, keep: bool
+    ) -> WholeBuffer:
+        nbytes = numel * dtype.itemsize
+        with self._topology.agreed("share memory for parameters"):
+            segment = Segment.create(self.comm, nbytes, f"{nbytes:,} bytes of parameters")
+        whole = WholeBuffer(
+            self,
+            len(self._wholes),
+            segment,
+            numel,
+            dtype,
+            memory=self.memory,
+            category=category,
+            lasts=keep or self._topology.num_nodes == 1,
+        )
+        with self._topology.agreed("claim shared memory for parameters"):
+            segment.claim(*whole.part)
+        self._wholes.append(whole)
+        self._places[whole.tensor.data_ptr()] = whole
+        return whole
+
+    def settle(self) -> None:
+        """See ``NodeLevel``: lays the arena out. Collective over the topology's world."""
+        self._counters = Counters(self.comm, FIRST_WHOLE + len(self._wholes))
+        nbytes = self._arena.lay_out() * self.comm.size
+        with self._topology.agreed("share memory for gradients"):
+            self._arena.open(Segment.create(self.comm, nbytes, f"{nbytes:,} bytes of gradients"))
+
+    def shares(self, full: Tensor, use: Use) -> bool:
+        """See ``NodeLevel``."""
+        if self._counters is None:
+            return False
+        if use is Use.GATHER:
+            return full.data_ptr() in self._places
+        return self._arena.fits(full)
+
+    # --- gather --------------------------------------------------------------------------------------------------
+
+    def spread(self, full: Tensor) -> None:
+        """See ``NodeLevel``."""
+        if self._counters is None or not self.shares(full, Use.GATHER):
+            self._messages.spread(full)
+            return
+        self._spreads += 1
+        self._counters.publish(ARRIVED, self._spreads)
+        self._counters.wait(ARRIVED, self._spreads)
+
+    def released(self, whole: WholeBuffer) -> None:
+        """This rank has no more use for the content of ``whole``."""
+        if self._counters is not None and whole.held:
+            self._counters.publish(FIRST_WHOLE + whole.number, whole.generation)
+            self._to_drop[whole.number] = whole
+            for other in list(self._to_drop.values()):  # a peer may have been late last time
+                if self._counters.reached(FIRST_WHOLE + other.number, other.generation):
+                    other.drop()
+                    del self._to_drop[other.number]
+
+    # --- reduce --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def reading(self, full: Tensor) -> Iterator[Parts]:
+        """See ``NodeLevel``."""
+        counters, arena = self._counters, self._arena
+        if counters is None or not self.shares(full, Use.REDUCE):
+            with self._messages.reading(full) as parts:
+                yield parts
+            return
+        self._reductions = number = self._reductions + 1
+        location = arena.locate(full, number)
+        column = LOCATION + number % LOCATIONS
+        counters.publish(column, location)
+        counters.publish(READY, number)
+        counters.wait(READY, number)
+        peers = [
+            arena.view_of(rank, counters.read(rank, column), full.numel(), full.dtype)
+            for rank in range(self.comm.size)
+        ]
+        begin = self.comm.rank * (full.numel() // self.comm.size)
+
+        def parts_of_peers(start: int, count: int) -> list[Tensor]:
+            return [peer[begin + start : begin + start + count] for peer in peers]
+
+        yield parts_of_peers
+        counters.publish(READ, number)
+
+    def _wait_until_read(self, reduction: int) -> None:
+        if self._counters is not None and reduction:
+            with self._topology.watchdog.watch(f"waiting for peers to read gradient {reduction}"):
+                self._counters.wait(READ, reduction)
+
+    def close(self) -> None:
+        """See ``NodeLevel``."""
+        if self._counters is not None:
+            self._counters.free()
+            self._counters = None
+        self._messages.close()

@@ -1,0 +1,238 @@
+"""WholeParameters: a unit's parameters as the model sees them.
+
+Owns: the flat buffer they are views of, whether they are whole, the guard while they are not, and the watch over
+changes nobody announced. Must not know: masters, gradients, optimizers, hooks, MPI (`comm`).
+
+[Note: Shared memory]
+On some transports the ranks of a node see one copy of the buffer. Nobody may then write it but its owner, slice by
+slice. While a user may write (``hpczero.gathered``), parameters are therefore views of a copy of this rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+
+from hpczero.comm.base import Collectives, Work
+from hpczero.device import DTYPES, Use
+from hpczero.errors import StepError
+from hpczero.parameter import Guard
+from hpczero.plan import Stage, UnitSpec
+from hpczero.precision import Precision
+
+
+class UnitState(Enum):
+    """Where the whole parameters are."""
+
+    SHARDED = auto()
+    GATHERING = auto()
+    WHOLE = auto()
+
+
+class WholeParameters:
+    """The whole parameters of one unit; built empty, filled by ``load``.
+
+    Attributes:
+        parameters: the model's own parameter objects, in slot order.
+        state: whether they are whole.
+        shared: whether the ranks of a node see one copy of the buffer.
+        lasts: whether the buffer keeps its content while the parameters are sharded.
+        mine: this rank's slice of the buffer.
+    """
+
+    def __init__(
+        self,
+        spec: UnitSpec,
+        parameters: Sequence[nn.Parameter],
+        *,
+        stage: Stage,
+        precision: Precision,
+        comm: Collectives,
+    ) -> None:
+        """Allocate the buffer. Collective on transports that share memory."""
+        self.parameters = list(parameters)
+        self.state = UnitState.WHOLE
+        self._spec = spec
+        self._comm = comm
+        self._sharded = stage.shards_parameters
+        layout, index = spec.layout, comm.topology.shard_index
+        self.mine = slice(index * layout.shard_numel, (index + 1) * layout.shard_numel)
+        in_flight = self._sharded and not comm.sharing.lasting
+        self._buffer = comm.allocate(
+            layout.padded_numel,
+            DTYPES[precision.param],
+            category="unsharded" if in_flight else "parameters",
+            # A replicated optimizer writes the whole buffer: then every rank needs one of its own.
+            use=Use.GATHER if stage.shards_optimizer else Use.PRIVATE,
+            keep=not in_flight,
+        )
+        self.shared = self._buffer.shared
+        self.lasts = not in_flight
+        self._buffer.release()
+        self._guards = [
+            Guard(parameter, slot.name)
+            for parameter, slot in zip(self.parameters, layout.slots, strict=True)
+        ]
+        self._work: Work | None = None
+        self._gathered = False  # every rank's newest slice is in the buffer
+        self._holds = 0
+        self._own: Tensor | None = None  # see [Note: Shared memory]
+        self._versions: list[int] = []
+
+    @property
+    def flat(self) -> Tensor:
+        """(padded_numel,) in the parameter dtype, valid while whole; this rank's slice always, where it ``lasts``."""
+        return self._buffer.tensor
+
+    @property
+    def flat_of_user(self) -> Tensor:
+        """What the parameters are views of now."""
+        return self.flat if self._own is None else self._own
+
+    def load(self, values: Tensor) -> None:
+        """Set the values, (padded_numel,) fp32 and equal on all ranks, and make the parameters views of the buffer."""
+        self._buffer.take()
+        with torch.no_grad():
+            if self.shared:
+                self.flat[self.mine].copy_(values[self.mine])
+            else:
+                self.flat.copy_(values)
+        for parameter, view in zip(self.parameters, self._views(self.flat), strict=True):
+            if parameter.device.type == "meta":
+                # A meta parameter cannot take CPU data; swap the tensors' contents, the object stays.
+                real = nn.Parameter(torch.empty(0), requires_grad=parameter.requires_grad)
+                # Keeps a version counter of its own: see device.[Note: Refilling freed parameters].
+                real.data = view
+                torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+            else:
+                parameter.data = view
+            parameter.grad = None
+        self.note_versions()
+        if self._sharded:
+            self.reshard()
+        elif self.shared:
+            self.gather()
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        return [flat[slot.offset : slot.stop].view(slot.shape) for slot in self._spec.layout.slots]
+
+    # --- verbs ---------------------------------------------------------------------------------------------------
+
+    def unshard(self, shard: Tensor) -> None:
+        """Start making the parameters whole; nothing if they are, or if it has started. Collective.
+
+        Args:
+            shard: (shard_numel,) the newest values of this rank's slice; may be the slice itself.
+        """
+        if self.state is not UnitState.SHARDED:
+            return
+        self.state = UnitState.GATHERING
+        if self._gathered and self.lasts:
+            return
+        self._buffer.take()
+        self.set_shard(shard)
+        self._work = self._comm.all_gather(self.flat, name=self._spec.name)
+        self._gathered = True
+
+    def wait_for_unshard(self) -> None:
+        """Return when the parameters are whole."""
+        if self.state is UnitState.GATHERING:
+            if self._work is not None:
+                self._work.wait()
+                self._work = None
+            for guard in self._guards:
+                guard.open()
+            self.state = UnitState.WHOLE
+
+    def reshard(self) -> None:
+        """Give the whole parameters back where the stage shards them and nobody holds them; nothing otherwise."""
+        if not self._sharded or self.state is UnitState.SHARDED or self._holds:
+            return
+        self.wait_for_unshard()
+        for guard in self._guards:
+            guard.close()
+        self._buffer.release()
+        self.state = UnitState.SHARDED
+
+    def set_shard(self, shard: Tensor) -> None:
+        """Put the newest values of this rank's slice into the buffer; nothing if they are there."""
+        mine = self.flat[self.mine]
+        if shard.data_ptr() != mine.data_ptr():
+            with torch.no_grad():
+                mine.copy_(shard)
+
+    def gather(self) -> None:
+        """Bring the slices of all ranks into the buffer. Collective."""
+        self._comm.all_gather(self.flat, name=self._spec.name).wait()
+
+    def expire(self) -> None:
+        """Some rank's slice has newer values than the buffer."""
+        self._gathered = False
+
+    # --- access by the user --------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Keep the parameters whole, whatever runs, until as many calls of ``let_go``; the user may write to them."""
+        self._holds += 1
+        if self.shared and self._own is None:
+            self._own = self.flat.clone()
+            self._point_at(self._own)
+
+    def let_go(self) -> None:
+        """End one ``hold``; after the last one the parameters are given back."""
+        self._holds -= 1
+        if not self._holds and self._own is not None:
+            self._own = None
+            self._point_at(self.flat)
+            self.note_versions()
+        self.reshard()
+
+    def _point_at(self, flat: Tensor) -> None:
+        for parameter, view in zip(self.parameters, self._views(flat), strict=True):
+            parameter.data = view
+
+    def note_versions(self) -> None:
+        """What the parameters hold now is right."""
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def was_modified(self) -> bool:
+        """Whether a parameter was changed in place since ``note_versions``."""
+        pairs = zip(self.parameters, self._versions, strict=True)
+        return any(parameter._version != version for parameter, version in pairs)
+
+    def check_untouched(self) -> None:
+        """Raise if a parameter was changed or moved behind the unit's back, or is about to be.
+
+        Raises:
+            StepError: names the parameter.
+        """
+        rank, trainable = self._comm.topology.rank, self._spec.trainable
+        if self._holds:
+            raise StepError(
+                f"rank {rank}: optimizer.step() inside `with hpczero.gathered(model):` would leave old values in the "
+                "gathered parameters; take the step outside"
+            )
+        start, item = self.flat.data_ptr(), self.flat.element_size()
+        for parameter, slot, version in zip(
+            self.parameters, self._spec.layout.slots, self._versions, strict=True
+        ):
+            if parameter.requires_grad != trainable:
+                raise StepError(
+                    f"rank {rank}: requires_grad of parameter {slot.name!r} is {parameter.requires_grad}, and was "
+                    f"{trainable} at zeroify; freeze and unfreeze before zeroify (it decides which parameters have "
+                    "gradients and optimizer state)"
+                )
+            if parameter._version != version:
+                raise StepError(
+                    f"rank {rank}: parameter {slot.name!r} was changed in place since zeroify, and the optimizer's "
+                    "copy was not; change parameters inside `with hpczero.gathered(model, modifier_rank=0):`"
+                )
+            expected = start + slot.offset * item
+            if self.state is UnitState.WHOLE and slot.numel and parameter.data_ptr() != expected:
+                raise StepError(
+                    f"rank {rank}: parameter {slot.name!r} got new memory since zeroify (model.to(), .half(), "
+                    "load_state_dict(assign=True)?); do that before zeroify"
+                )

@@ -1,0 +1,55 @@
+"""Transports of two levels: the suite on every shape of nodes, with messages and with shared memory inside a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import hpczero
+from hpczero.comm import Hierarchical
+from tests.comm.suite import CollectivesSuite
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+
+class RectangularSuite(CollectivesSuite):
+    """The suite on nodes of equal size."""
+
+    @pytest.fixture(
+        params=[
+            "one node",
+            pytest.param("nodes of one rank", marks=pytest.mark.ranks(3, 4)),
+            pytest.param("block", marks=pytest.mark.ranks(4)),
+            pytest.param("cyclic", marks=pytest.mark.ranks(4)),
+        ]
+    )
+    def topology(
+        self, comm: MPI.Intracomm, request: pytest.FixtureRequest
+    ) -> Iterator[hpczero.Topology]:
+        size = comm.size
+        nodes = {
+            "one node": [0] * size,
+            "nodes of one rank": list(range(size)),
+            "block": [2 * rank // size for rank in range(size)],
+            "cyclic": [rank % 2 for rank in range(size)],
+        }
+        topology = hpczero.Topology.create(comm, nodes[request.param])
+        yield topology
+        topology.free()
+
+
+class TestMessages(RectangularSuite):
+    @staticmethod
+    def make(topology: Topology, **options: Any) -> Hierarchical:
+        return Hierarchical(topology, shared_memory=False, **options)
+
+
+class TestSharedMemory(RectangularSuite):
+    @staticmethod
+    def make(topology: Topology, **options: Any) -> Hierarchical:
+        return Hierarchical(topology, **options)
