@@ -87,6 +87,8 @@ class Schedule:
     def reset(self) -> None:
         """Forget an interrupted forward or backward and give gathered parameters back."""
         self._backward = None
+        for unit in self._order:
+            unit.finish_reduction()
         self._running.clear()
         self._uncalled.clear()
         for unit in self._units:
@@ -247,6 +249,8 @@ class Schedule:
         if self.sync:
             while backward.next < len(self._order):
                 self._reduce_next(backward)
+            for unit in self._order:
+                unit.finish_reduction()
         self._backward = None
 
     @property

@@ -261,6 +261,8 @@ class Step:
             self.counts.in_a_row = 0
             for unit in self._units:
                 unit.refresh()
+            for unit in self._units:
+                unit.whole.wait_for_update()
             self._after_update()
         self._scaler.update(overflow=self._skipping)
         self._norms.clear()

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from hpczero.comm.base import Collectives
+from hpczero.comm.base import Collectives, Work
 from hpczero.device import DTYPES
 from hpczero.gradient import LocalGradient
 from hpczero.plan import Stage, UnitSpec
@@ -79,6 +79,7 @@ class Unit:
         )
         self._used = np.zeros(len(layout.slots), dtype=bool)
         self._has_reduced = False
+        self._reduction: Work | None = None
         # A replicated optimizer steps on the same pieces as a sharded one: vectorised kernels round the tail of a
         # tensor differently, and stages must agree bit for bit.
         index = comm.topology.shard_index
@@ -140,14 +141,14 @@ class Unit:
         self.whole.reshard()
 
     def refresh(self) -> None:
-        """Bring the whole parameters up to date with the masters. Collective where the optimizer is sharded."""
+        """Bring the whole parameters up to date with the masters. Collective where the optimizer is sharded.
+
+        ``whole.wait_for_update`` follows.
+        """
         if not self.spec.trainable:
             return
-        if self._stage.shards_parameters:
-            self.whole.expire()
-        elif self._stage.shards_optimizer:
-            self.whole.set_shard(self._master)
-            self.whole.gather()
+        if self._stage.shards_optimizer:
+            self.whole.update(self._master)
         elif self._master.data_ptr() != self.whole.flat.data_ptr():
             with torch.no_grad():
                 self.whole.flat.copy_(self._master)
@@ -166,11 +167,8 @@ class Unit:
                 changed = mine != self._rest.to(mine.dtype)
                 self._rest.copy_(torch.where(changed, mine.to(self._rest.dtype), self._rest))
         if whole.shared:
-            whole.set_shard(new[self._mine])
-            if self._stage.shards_parameters:
-                whole.expire()
-            else:
-                whole.gather()
+            whole.update(new[self._mine])
+            whole.wait_for_update()
         whole.note_versions()
 
     # --- gradients -----------------------------------------------------------------------------------------------
@@ -188,24 +186,32 @@ class Unit:
         return self.spec.trainable and any(self._local.filled)
 
     def reduce_gradients(self, scale: float) -> None:
-        """Add ``scale`` times the sum over ranks of the local gradients to the shards' ``grad``. Collective.
+        """Start adding ``scale`` times the sum over ranks of the local gradients to the shards' ``grad``. Collective.
 
         Parameters without a gradient on this rank count as zero. Frees the local gradient unless the stage keeps it.
+        ``finish_reduction`` follows.
         """
         now = np.array(self._local.filled, dtype=bool)
         accumulate = self._prepare_reduced()
-        self._comm.reduce_scatter(
+        self._reduction = self._comm.reduce_scatter(
             self._local.complete(),
             self._reduced_mine,
             scale=scale,
             accumulate=accumulate,
             name=self.spec.name,
-        ).wait()
+        )
         self._local.clear()
-        if not self._stage.shards_optimizer:
-            self._comm.all_gather(self._reduced, name=self.spec.name).wait()
         self._used = (self._used | now) if accumulate else now
         self._has_reduced = True
+
+    def finish_reduction(self) -> None:
+        """Return when the shards' ``grad`` have what ``reduce_gradients`` adds. Collective; nothing if none goes on."""
+        if self._reduction is None:
+            return
+        self._reduction.wait()
+        self._reduction = None
+        if not self._stage.shards_optimizer:
+            self._comm.all_gather(self._reduced, name=self.spec.name).wait()
         for shard in self.shards:
             shard.grad = self._gradient_view(shard)
 

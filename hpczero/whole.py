@@ -114,7 +114,8 @@ class WholeParameters:
         if self._sharded:
             self.reshard()
         elif self.shared:
-            self.gather()
+            self.update(self.flat[self.mine])
+            self.wait_for_update()
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [flat[slot.offset : slot.stop].view(slot.shape) for slot in self._spec.layout.slots]
@@ -140,9 +141,7 @@ class WholeParameters:
     def wait_for_unshard(self) -> None:
         """Return when the parameters are whole."""
         if self.state is UnitState.GATHERING:
-            if self._work is not None:
-                self._work.wait()
-                self._work = None
+            self._wait()
             for guard in self._guards:
                 guard.open()
             self.state = UnitState.WHOLE
@@ -164,13 +163,26 @@ class WholeParameters:
             with torch.no_grad():
                 mine.copy_(shard)
 
-    def gather(self) -> None:
-        """Bring the slices of all ranks into the buffer. Collective."""
-        self._comm.all_gather(self.flat, name=self._spec.name).wait()
+    def update(self, shard: Tensor) -> None:
+        """Every rank's slice has new values, this one's in ``shard``. Collective where the buffer keeps them.
 
-    def expire(self) -> None:
-        """Some rank's slice has newer values than the buffer."""
+        ``wait_for_update`` follows where the parameters are whole.
+        """
         self._gathered = False
+        if self.lasts:
+            self.set_shard(shard)
+            self._work = self._comm.all_gather(self.flat, name=self._spec.name)
+            self._gathered = True
+
+    def wait_for_update(self) -> None:
+        """Return when parameters that stay whole have the values of ``update``."""
+        if self.state is UnitState.WHOLE:
+            self._wait()
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
 
     # --- access by the user --------------------------------------------------------------------------------------
 

@@ -4,7 +4,8 @@ Owns: what a collective promises, its accounts (calls, bytes, seconds), the fing
 strict order check. Must not know: units, stages, optimizers.
 
 Every rank makes the same calls in the same order. Buffers are flat and contiguous. Nobody reads an output, or writes
-or frees an input, before ``Work.wait`` returns.
+or frees an input, before ``Work.wait`` returns; but a REDUCE buffer of the transport may be released at once, and taken
+again later, since the transport knows who still reads it.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ class Collectives(ABC):
         self.stats = CommStats()
         self.fingerprint = 0
         self.step = 0
+        self._depth = 0
         self._order = OrderCheck(topology.world) if strict else None
         self._watchdog = topology.watchdog
 
@@ -239,6 +241,15 @@ class Collectives(ABC):
         """Elements that leave this rank, by the algorithm's own arithmetic."""
         return full.numel() - shard_numel
 
+    def _later(self, operation: str, name: str, finish: Callable[[], None]) -> Work:
+        """Work that is done by ``finish`` when somebody waits for it."""
+
+        def watched() -> None:
+            with _Issue(self, f"the rest of {operation} of {name!r} (step {self.step})"):
+                finish()
+
+        return Work(name, watched)
+
     @abstractmethod
     def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work: ...
 
@@ -293,7 +304,7 @@ class Collectives(ABC):
 
 
 class _Issue:
-    """Times one call for the accounts and has the watchdog look at it."""
+    """Times one call, or the wait for it, for the accounts, and has the watchdog look at it."""
 
     def __init__(self, owner: Collectives, what: str) -> None:
         self._owner = owner
@@ -302,8 +313,11 @@ class _Issue:
 
     def __enter__(self) -> None:
         self._watch.__enter__()
+        self._owner._depth += 1
         self._start = time.perf_counter()
 
     def __exit__(self, *exception: object) -> None:
-        self._owner.stats.seconds += time.perf_counter() - self._start
+        self._owner._depth -= 1
+        if not self._owner._depth:  # one call may have to finish an earlier one
+            self._owner.stats.seconds += time.perf_counter() - self._start
         self._watch.__exit__(None, None, None)

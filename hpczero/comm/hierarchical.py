@@ -14,10 +14,13 @@ docs/performance.md has the bounds.
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import Tensor
 
 from hpczero.comm.algorithms import Exchange, Gather, PairwiseExchange, RingGather
+from hpczero.comm.arena import IN_TURN
 from hpczero.comm.base import Collectives, Work
 from hpczero.comm.blocks import CHUNK_BYTES, Blocks
 from hpczero.comm.node import Messages, NodeLevel, Parts
@@ -27,6 +30,9 @@ from hpczero.errors import TopologyError
 from hpczero.kernels.tree_sum import tree_sum
 from hpczero.layout import Sharing, rail_chunk
 from hpczero.topology import Topology
+
+# Sums in shared memory that a rank may put off: it need not wait for peers that are this many units behind.
+PUT_OFF = IN_TURN - 1
 
 
 class Hierarchical(Collectives):
@@ -73,7 +79,12 @@ class Hierarchical(Collectives):
         self._scratch = Scratch(self.memory, category="exchange")
         messages = Messages(topology.node, self.memory, chunk_nbytes=chunk_nbytes)
         shares = shared_memory and topology.node.size > 1
-        self._node: NodeLevel = Window(topology, self.memory, messages) if shares else messages
+        self._put_off: deque[Work] = deque()
+        self._node: NodeLevel = messages
+        if shares:
+            self._node = Window(
+                topology, self.memory, messages, drain=lambda: self._finish_until(None)
+            )
 
     def allocate(
         self,
@@ -115,18 +126,35 @@ class Hierarchical(Collectives):
         nodes, local = self._rail.size, self.topology.local_rank
         start = local * nodes * shard_numel
         self._gather(Blocks.of(full, start, shard_numel, shard_numel, nodes))
-        self._node.spread(full)
-        return Work(name)
+        rest = self._node.spread(full)
+        return Work(name) if rest is None else self._later("all_gather", name, rest)
 
     def _reduce_scatter(
         self, full: Tensor, out: Tensor, shard_numel: int, scale: float, accumulate: bool, name: str
     ) -> Work:
-        with self._node.reading(full) as parts:
-            if self._rail.size == 1:
-                self._sum_in_node(parts, out, full.element_size(), scale, accumulate)
-            else:
-                self._sum_over_nodes(parts, out, full.dtype, scale, accumulate)
-        return Work(name)
+        reading = self._node.reading(full)
+        dtype = full.dtype
+
+        def finish() -> None:
+            with reading as parts:
+                if self._rail.size == 1:
+                    self._sum_in_node(parts, out, dtype.itemsize, scale, accumulate)
+                else:
+                    self._sum_over_nodes(parts, out, dtype, scale, accumulate)
+
+        if self._rail.size > 1 or not self._node.shares(full, Use.REDUCE):
+            finish()
+            return Work(name)
+        work = self._later("reduce_scatter", name, finish)
+        self._put_off.append(work)
+        while len(self._put_off) > PUT_OFF:
+            self._put_off.popleft().wait()
+        return Work(name, lambda: self._finish_until(work))
+
+    def _finish_until(self, work: Work | None) -> None:
+        """Finish what was put off, oldest first, up to ``work``; everything for None."""
+        while self._put_off and (work is None or work in self._put_off):
+            self._put_off.popleft().wait()
 
     def _sum_in_node(
         self, parts: Parts, out: Tensor, itemsize: int, scale: float, accumulate: bool
@@ -187,6 +215,7 @@ class Hierarchical(Collectives):
 
     def close(self) -> None:
         """Free counters, datatypes and scratch. Collective."""
+        self._finish_until(None)
         self._gather.free()
         self._exchange.free()
         self._node.close()

@@ -55,14 +55,19 @@ class NodeLevel(ABC):
         return False
 
     @abstractmethod
-    def spread(self, full: Tensor) -> None:
-        """Give every rank of the node all parts of ``full``, in place; each has its own part."""
+    def spread(self, full: Tensor) -> Callable[[], None] | None:
+        """Give every rank of the node all parts of ``full``, in place; each has its own part.
+
+        Returns:
+            What is left to do before the parts of others may be read; None for nothing.
+        """
 
     @abstractmethod
     def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
         """``Parts`` of everybody's ``full`` inside; the ranks ask for the same in the same order.
 
-        A result of ``Parts`` is good until the next call.
+        A result of ``Parts`` is good until the next call. Where ``shares(full, Use.REDUCE)``, the call itself lets
+        peers read, and the block may be entered later, in the order of the calls.
         """
 
     @abstractmethod
@@ -82,10 +87,11 @@ class Messages(NodeLevel):
         self._exchange = LibraryExchange(node)
         self._received = Scratch(memory, category="exchange")
 
-    def spread(self, full: Tensor) -> None:
+    def spread(self, full: Tensor) -> Callable[[], None] | None:
         """See ``NodeLevel``."""
         part = full.numel() // self.comm.size
         self._gather(Blocks.of(full, 0, part, part, self.comm.size))
+        return None
 
     @contextmanager
     def reading(self, full: Tensor) -> Iterator[Parts]:

@@ -14,8 +14,8 @@ the others' places, and says when it has. A place is filled again only when ever
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from hpczero.topology import Topology
 
 # Columns of the counters: arrivals at spread, gradients ready, gradients read, then where gradients lie, then releases.
 ARRIVED, READY, READ, LOCATION = range(4)
-LOCATIONS = 4  # a rank is at most one reduction ahead of its peers
+LOCATIONS = 8  # more than a rank can be ahead of its peers: see PUT_OFF in hierarchical.py
 FIRST_WHOLE = LOCATION + LOCATIONS
 
 
@@ -96,17 +96,21 @@ class Window(NodeLevel):
 
     most_nbytes = 2**62  # nothing is copied
 
-    def __init__(self, topology: Topology, memory: Memory, messages: Messages) -> None:
+    def __init__(
+        self, topology: Topology, memory: Memory, messages: Messages, *, drain: Callable[[], None]
+    ) -> None:
         """Not collective.
 
         Args:
             topology: borrowed.
             memory: ledger.
             messages: moves buffers that lie elsewhere; closed by ``close``.
+            drain: enters every block of ``reading`` that was put off.
         """
         super().__init__(topology.node, memory)
         self._topology = topology
         self._messages = messages
+        self._drain = drain
         self._arena = Arena(self.comm.rank, memory, wait_until_read=self._wait_until_read)
         self._wholes: list[WholeBuffer] = []
         self._places: dict[int, WholeBuffer] = {}
@@ -164,14 +168,14 @@ class Window(NodeLevel):
 
     # --- gather --------------------------------------------------------------------------------------------------
 
-    def spread(self, full: Tensor) -> None:
+    def spread(self, full: Tensor) -> Callable[[], None] | None:
         """See ``NodeLevel``."""
-        if self._counters is None or not self.shares(full, Use.GATHER):
-            self._messages.spread(full)
-            return
-        self._spreads += 1
-        self._counters.publish(ARRIVED, self._spreads)
-        self._counters.wait(ARRIVED, self._spreads)
+        counters = self._counters
+        if counters is None or not self.shares(full, Use.GATHER):
+            return self._messages.spread(full)
+        self._spreads = arrival = self._spreads + 1
+        counters.publish(ARRIVED, arrival)
+        return lambda: counters.wait(ARRIVED, arrival)
 
     def released(self, whole: WholeBuffer) -> None:
         """This rank has no more use for the content of ``whole``."""
@@ -185,34 +189,38 @@ class Window(NodeLevel):
 
     # --- reduce --------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def reading(self, full: Tensor) -> Iterator[Parts]:
+    def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
         """See ``NodeLevel``."""
-        counters, arena = self._counters, self._arena
-        if counters is None or not self.shares(full, Use.REDUCE):
-            with self._messages.reading(full) as parts:
-                yield parts
-            return
+        if self._counters is None or not self.shares(full, Use.REDUCE):
+            return self._messages.reading(full)
         self._reductions = number = self._reductions + 1
-        location = arena.locate(full, number)
-        column = LOCATION + number % LOCATIONS
-        counters.publish(column, location)
-        counters.publish(READY, number)
+        location = self._arena.locate(full, number)
+        self._counters.publish(LOCATION + number % LOCATIONS, location)
+        self._counters.publish(READY, number)
+        return self._reading(number, full.numel(), full.dtype)
+
+    @contextmanager
+    def _reading(self, number: int, numel: int, dtype: torch.dtype) -> Iterator[Parts]:
+        counters, arena = self._counters, self._arena
+        assert counters is not None, "settled"
         counters.wait(READY, number)
         peers = [
-            arena.view_of(rank, counters.read(rank, column), full.numel(), full.dtype)
+            arena.view_of(rank, counters.read(rank, LOCATION + number % LOCATIONS), numel, dtype)
             for rank in range(self.comm.size)
         ]
-        begin = self.comm.rank * (full.numel() // self.comm.size)
+        begin = self.comm.rank * (numel // self.comm.size)
 
-        def parts_of_peers(start: int, count: int) -> list[Tensor]:
+        def parts(start: int, count: int) -> list[Tensor]:
             return [peer[begin + start : begin + start + count] for peer in peers]
 
-        yield parts_of_peers
+        yield parts
         counters.publish(READ, number)
 
     def _wait_until_read(self, reduction: int) -> None:
-        if self._counters is not None and reduction:
+        if self._counters is None or self._counters.reached(READ, reduction):
+            return
+        self._drain()  # this rank may be the one that has not read
+        if not self._counters.reached(READ, reduction):
             with self._topology.watchdog.watch(f"waiting for peers to read gradient {reduction}"):
                 self._counters.wait(READ, reduction)
 
