@@ -67,10 +67,12 @@ class Hierarchical(Collectives):
             CommError: no shared memory; on every rank.
         """
         if topology.rail is None:
-            raise TopologyError(
+            error = TopologyError(
                 "nodes have different numbers of ranks, so there are no rails; use the flat transport, or start the "
                 "same number of ranks on every node"
             )
+            error.agreed = True
+            raise error
         super().__init__(topology, strict=strict, memory=memory, node_dtype=node_dtype)
         self._rail = topology.rail
         self._chunk_nbytes = chunk_nbytes

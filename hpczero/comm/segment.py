@@ -40,15 +40,15 @@ class Segment:
         bytes: (nbytes,) uint8, zero at first.
     """
 
-    def __init__(self, file: int, nbytes: int) -> None:
-        self._map = mmap.mmap(file, nbytes)
-        self._file = os.dup(file)
+    def __init__(self, file: int, memory: mmap.mmap) -> None:
+        """Takes over ``file``. Use ``create``."""
+        self._file = file
+        self._map = memory
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def __del__(self) -> None:
         # The map itself is closed when the last tensor on it dies.
-        if hasattr(self, "_file"):
-            os.close(self._file)
+        os.close(self._file)
 
     @classmethod
     def create(cls, node: MPI.Intracomm, nbytes: int, what: str) -> Segment:
@@ -63,27 +63,24 @@ class Segment:
             CommError: it cannot be made or not be seen by all; on every rank.
         """
         nbytes = -(-max(nbytes, 1) // PAGE) * PAGE
-        name = ""
-        file = -1
-        problem = ""
+        name, file, memory, problem = "", -1, None, ""
         if node.rank == 0:
             name = f"hpczero-{os.getpid()}-{secrets.token_hex(8)}"
-            file, problem = _open(FOLDER / name, os.O_CREAT | os.O_EXCL)
-            if not problem:
-                os.ftruncate(file, nbytes)
+            file, memory, problem = _map(FOLDER / name, nbytes, os.O_CREAT | os.O_EXCL)
         name, problem = node.bcast((name, problem), root=0)
         if not problem and node.rank > 0:
-            file, problem = _open(FOLDER / name, 0)
-        problems = [p for p in node.allgather(problem) if p]
+            file, memory, problem = _map(FOLDER / name, nbytes, 0)
+        problems = [said for said in node.allgather(problem) if said]
         if node.rank == 0 and file >= 0:
             os.unlink(FOLDER / name)
-        try:
-            if problems:
-                raise _agreed(f"no shared memory for {what}: {problems[0]}")
-            return cls(file, nbytes)
-        finally:
-            if file >= 0:
-                os.close(file)
+        if not problems:
+            assert memory is not None, "nobody had a problem"
+            return cls(file, memory)
+        if file >= 0:
+            os.close(file)
+        error = CommError(f"no shared memory for {what}: {problems[0]}")
+        error.agreed = True
+        raise error
 
     def claim(self, start: int, stop: int) -> None:
         """Have the pages of bytes ``start`` to ``stop`` at hand, near this rank.
@@ -162,15 +159,13 @@ class Counters:
         self._window.Free()
 
 
-def _open(path: Path, flags: int) -> tuple[int, str]:
-    """File descriptor and "", or -1 and what went wrong."""
+def _map(path: Path, nbytes: int, flags: int) -> tuple[int, mmap.mmap | None, str]:
+    """File descriptor, its ``nbytes`` mapped, and ""; or what went wrong. The file may be there all the same."""
+    file = -1
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600), ""
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+        if flags:
+            os.ftruncate(file, nbytes)
+        return file, mmap.mmap(file, nbytes), ""
     except OSError as error:
-        return -1, f"{path}: {os.strerror(error.errno or errno.EIO)}"
-
-
-def _agreed(message: str) -> CommError:
-    error = CommError(message)
-    error.agreed = True
-    return error
+        return file, None, f"{path}: {os.strerror(error.errno or errno.EIO)}"

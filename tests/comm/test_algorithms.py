@@ -1,0 +1,85 @@
+"""Every algorithm moves the same bytes, whatever the number of ranks, the size of blocks and their stride."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpczero.comm.algorithms import EXCHANGES, GATHERS, Exchange, Gather
+from hpczero.comm.blocks import Blocks
+from tests.helpers.parallel import parallel_assert
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+pytestmark = pytest.mark.mpi
+
+SIZES = ((1, 1), (5, 5), (5, 9), (700, 701))  # elements of a block, and from one block to the next
+GAP = -1.0
+
+
+def block(sender: int, receiver: int, numel: int) -> Tensor:
+    """What ``sender`` has for ``receiver``; other values for each pair."""
+    return torch.arange(numel, dtype=torch.float32) + 10_000 * sender + 1_000 * receiver
+
+
+@pytest.mark.parametrize("kind", GATHERS)
+@pytest.mark.parametrize("chunk_nbytes", [12, 2**20])
+def test_gather_fills_every_block_from_its_owner(
+    comm: MPI.Intracomm, kind: type[Gather], chunk_nbytes: int
+) -> None:
+    if not kind.fits(comm.size):
+        return
+    gather = kind(comm, chunk_nbytes=chunk_nbytes)
+    for numel, stride in SIZES:
+        buffer = torch.full((3 + stride * comm.size,), GAP)
+        expected = buffer.clone()
+        for rank in range(comm.size):
+            expected[3 + rank * stride :][:numel] = block(rank, 0, numel)
+        mine = slice(3 + comm.rank * stride, 3 + comm.rank * stride + numel)
+        buffer[mine] = expected[mine]
+        gather(Blocks.of(buffer, 3, numel, stride, comm.size))
+        parallel_assert(comm, torch.equal(buffer, expected), f"{numel} of {stride}")
+    gather.free()
+
+
+@pytest.mark.parametrize("kind", EXCHANGES)
+def test_exchange_brings_each_rank_its_block_of_all_others(
+    comm: MPI.Intracomm, kind: type[Exchange]
+) -> None:
+    exchange = kind(comm)
+    for numel, stride in SIZES:
+        send = torch.full((stride * comm.size,), GAP)
+        receive = torch.full((numel * comm.size,), GAP)
+        prepared: list[int] = []
+
+        def prepare(
+            index: int,
+            send: Tensor = send,
+            stride: int = stride,
+            numel: int = numel,
+            prepared: list[int] = prepared,
+        ) -> None:
+            prepared.append(index)
+            send[index * stride :][:numel] = block(comm.rank, index, numel)
+
+        exchange(
+            Blocks.of(send, 0, numel, stride, comm.size),
+            Blocks.of(receive, 0, numel, numel, comm.size),
+            prepare=prepare,
+        )
+        parallel_assert(comm, sorted(prepared) == list(range(comm.size)), str(prepared))
+        for rank in range(comm.size):
+            found = receive[rank * numel :][:numel]
+            right = rank == comm.rank or torch.equal(found, block(rank, comm.rank, numel))
+            parallel_assert(comm, right, f"block of rank {rank}, {numel} of {stride}")
+    exchange.free()
+
+
+@pytest.mark.ranks(3, 5)
+def test_doubling_says_that_it_does_not_fit(comm: MPI.Intracomm) -> None:
+    fitting = {kind.name for kind in GATHERS if kind.fits(comm.size)}
+    parallel_assert(comm, fitting == {"library", "ring", "pairwise"}, str(fitting))

@@ -1,0 +1,99 @@
+"""Which transport a topology gets, and what is said where the asked one cannot work."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import hpczero
+from hpczero.comm import choose, segment
+from hpczero.errors import CommError, ConfigError, TopologyError
+from tests.helpers.parallel import parallel_assert
+from tests.small_models import MLP, adamw, raises_on_all, zeroified
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = pytest.mark.mpi
+
+
+def kind_of(topology: Topology, transport: str = "auto") -> str:
+    chosen = choose(topology, transport)
+    said = chosen.describe()
+    chosen.close()
+    return said
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_of_one_node_share_memory(comm: MPI.Intracomm, topology: Topology) -> None:
+    parallel_assert(comm, kind_of(topology) == "shared memory on one node")
+
+
+@pytest.mark.ranks(1)
+def test_a_rank_alone_needs_nothing(comm: MPI.Intracomm, topology: Topology) -> None:
+    assert kind_of(topology).startswith("flat")
+
+
+@pytest.mark.ranks(4)
+def test_nodes_of_equal_size_are_a_hierarchy(comm: MPI.Intracomm) -> None:
+    topology = hpczero.Topology.create(comm, [0, 0, 1, 1])
+    said = kind_of(topology)
+    parallel_assert(comm, "between nodes; shared memory inside" in said, said)
+    topology.free()
+
+
+@pytest.mark.ranks(3)
+def test_uneven_nodes_fall_back_to_flat_and_say_so_once(
+    comm: MPI.Intracomm, caplog: pytest.LogCaptureFixture
+) -> None:
+    topology = hpczero.Topology.create(comm, [0, 0, 1])
+    with caplog.at_level(logging.INFO, "hpczero.comm"):
+        parallel_assert(comm, kind_of(topology).startswith("flat"))
+    parallel_assert(comm, len(caplog.records) == int(comm.rank == 0))
+    said = "different numbers of ranks, so there are no rails"
+    raises_on_all(comm, TopologyError, said, lambda: choose(topology, "window"))
+    topology.free()
+
+
+@pytest.mark.ranks(2)
+def test_without_shared_memory_auto_takes_messages_and_window_is_refused(
+    comm: MPI.Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if comm.rank == 1:
+        monkeypatch.setattr(segment, "FOLDER", Path("/nowhere"))
+    parallel_assert(comm, kind_of(topology).startswith("flat"))
+    model = MLP()
+    raises_on_all(
+        comm,
+        CommError,
+        "no shared memory for .*: /nowhere",
+        lambda: hpczero.zeroify(model, adamw(model), topology=topology, transport="window"),
+    )
+
+
+@pytest.mark.ranks(2)
+def test_unknown_name_is_refused(comm: MPI.Intracomm, topology: Topology) -> None:
+    model = MLP()
+    said = "transport: got 'nccl', expected one of auto, flat, hierarchical, window"
+    raises_on_all(
+        comm,
+        ConfigError,
+        said,
+        lambda: hpczero.zeroify(model, adamw(model), topology=topology, transport="nccl"),
+    )
+
+
+@pytest.mark.ranks(2)
+def test_environment_says_what_auto_means(
+    comm: MPI.Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPCZERO_TRANSPORT", "hierarchical")
+    model = MLP()
+    with zeroified(model, adamw(model), topology=topology) as sharding:
+        said = sharding.collectives.describe()
+        parallel_assert(comm, said == "messages on one node", said)
