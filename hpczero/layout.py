@@ -17,6 +17,8 @@ from math import prod
 DEFAULT_ALIGN = 64
 # Upper bound of the buffer that receives peers' gradient blocks; larger reductions go through it in chunks.
 EXCHANGE_BYTES = 32 * 2**20
+# Most bytes that one message between nodes carries in a reduction: small enough that sums and messages overlap.
+RAIL_BYTES = 2**19
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,13 @@ class Sharing:
 
 
 def rail_chunk(shard_numel: int, nodes: int, itemsize: int) -> int:
-    """Elements of each shard that one round between nodes exchanges: what leaves and what comes fit EXCHANGE_BYTES."""
-    return min(shard_numel, max(EXCHANGE_BYTES // (2 * nodes * itemsize), 1))
+    """Elements of each shard that one round between nodes exchanges.
+
+    Two rounds overlap, each with what leaves and what comes; together they fit EXCHANGE_BYTES.
+    """
+    return max(
+        min(shard_numel, EXCHANGE_BYTES // (4 * nodes * itemsize), RAIL_BYTES // itemsize), 1
+    )
 
 
 def places_in_turn(sizes: Sequence[int]) -> list[int]:

@@ -73,6 +73,7 @@ class Flat(Collectives):
                 Blocks.of(full, start, count, shard_numel, shards),
                 Blocks.of(received, 0, count, count, shards),
             )
+            self._exchange.finish()
             blocks = list(received.view(shards, count).unbind())
             blocks[me] = full[me * shard_numel + start :][:count]
             tree_sum(

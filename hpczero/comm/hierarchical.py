@@ -15,6 +15,8 @@ docs/performance.md has the bounds.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ from hpczero.comm.node import Messages, NodeLevel, Parts
 from hpczero.comm.window import Window
 from hpczero.device import Buffer, Memory, Scratch, Use
 from hpczero.errors import TopologyError
-from hpczero.kernels.tree_sum import tree_sum
+from hpczero.kernels.tree_sum import PIECE_NUMEL, tree_sum
 from hpczero.layout import Sharing, rail_chunk
 from hpczero.topology import Topology
 
@@ -177,7 +179,7 @@ class Hierarchical(Collectives):
     def _sum_over_nodes(
         self, parts: Parts, out: Tensor, dtype: torch.dtype, scale: float, accumulate: bool
     ) -> None:
-        nodes, me, local = self._rail.size, self._rail.rank, range(self.topology.node.size)
+        nodes, local = self._rail.size, range(self.topology.node.size)
         # One rank per node has nothing to add up: its gradient travels as it is, if that is not wider.
         wire = self.node_dtype
         if len(local) == 1 and dtype.itemsize <= wire.itemsize:
@@ -185,35 +187,53 @@ class Hierarchical(Collectives):
         shard_numel = out.numel()
         most = max(self._chunk_nbytes // wire.itemsize, 1)
         chunk = min(rail_chunk(shard_numel, nodes, wire.itemsize), most)
-        buffers = self._scratch.get(2 * nodes * chunk, wire)
-        partial = torch.empty(chunk) if wire is not torch.float32 else None
-        for start in range(0, shard_numel, chunk):
+        buffers = self._scratch.get(2 * 2 * nodes * chunk, wire).view(2, 2, nodes * chunk)
+        sums = torch.empty(PIECE_NUMEL)
+        left: Callable[[], None] = lambda: None  # noqa: E731  (what the chunk before still needs)
+
+        for turn, start in enumerate(range(0, shard_numel, chunk)):
             count = min(chunk, shard_numel - start)
-            send, receive = buffers[: 2 * nodes * count].view(2, nodes, count).unbind()
+            send, receive = buffers[turn % 2, :, : nodes * count]
 
             def prepare(
                 node: int, start: int = start, count: int = count, send: Tensor = send
             ) -> None:
-                into = send[node] if partial is None else partial[:count]
                 blocks = parts(node * shard_numel + start, count)
-                tree_sum(blocks, into, groups=[local], scale=1.0)
-                if partial is not None:
-                    send[node].copy_(into)
+                into = send[node * count : (node + 1) * count]
+                for begin in range(0, count, PIECE_NUMEL):
+                    piece = slice(begin, min(begin + PIECE_NUMEL, count))
+                    total = sums[: piece.stop - piece.start]
+                    tree_sum([block[piece] for block in blocks], total, groups=[local], scale=1.0)
+                    into[piece].copy_(total)
+                    self._rail.Iprobe()  # messages of earlier steps go on only inside MPI
 
             self._exchange(
-                Blocks.of(send.view(-1), 0, count, count, nodes),
-                Blocks.of(receive.view(-1), 0, count, count, nodes),
+                Blocks.of(send, 0, count, count, nodes),
+                Blocks.of(receive, 0, count, count, nodes),
                 prepare=prepare,
+                meanwhile=left,
             )
-            sums = [send[g] if g == me else receive[g] for g in range(nodes)]
-            tree_sum(
-                sums,
-                out[start : start + count],
-                groups=[[g] for g in range(nodes)],
-                scale=scale,
-                accumulate=accumulate,
-                node_dtype=self.node_dtype,
+            left = partial(
+                self._sum_nodes, send, receive, out[start : start + count], scale, accumulate
             )
+        self._exchange.finish()
+        left()
+
+    def _sum_nodes(
+        self, sent: Tensor, received: Tensor, out: Tensor, scale: float, accumulate: bool
+    ) -> None:
+        """Sum one chunk of all nodes' partial sums; this node's own never left."""
+        nodes, me = self._rail.size, self._rail.rank
+        rows = list(received.view(nodes, -1).unbind())
+        rows[me] = sent.view(nodes, -1)[me]
+        tree_sum(
+            rows,
+            out,
+            groups=[[node] for node in range(nodes)],
+            scale=scale,
+            accumulate=accumulate,
+            node_dtype=self.node_dtype,
+        )
 
     def close(self) -> None:
         """Free counters, datatypes and scratch. Collective."""

@@ -107,6 +107,7 @@ class Messages(NodeLevel):
                 Blocks.of(full, start, count, part, size),
                 Blocks.of(received, 0, count, count, size),
             )
+            self._exchange.finish()
             rows = list(received.view(size, count).unbind())
             rows[me] = full[me * part + start :][:count]
             return rows

@@ -253,7 +253,7 @@ class Plan:
             return sum(places)
         largest = max((unit.layout.shard_numel for unit in self.trainable_units), default=0)
         wire = 2 if self.precision.reduce in ("bf16", "fp16") else FP32_BYTES
-        return sum(places) + 2 * sharing.nodes * wire * rail_chunk(largest, sharing.nodes, wire)
+        return sum(places) + 4 * sharing.nodes * wire * rail_chunk(largest, sharing.nodes, wire)
 
     def traffic(self, *, micro_steps: int = 1, synced: int = 1) -> TrafficPlan:
         """What each rank sends in one optimizer step.

@@ -71,6 +71,7 @@ def test_exchange_brings_each_rank_its_block_of_all_others(
             Blocks.of(receive, 0, numel, numel, comm.size),
             prepare=prepare,
         )
+        exchange.finish()
         parallel_assert(comm, sorted(prepared) == list(range(comm.size)), str(prepared))
         for rank in range(comm.size):
             found = receive[rank * numel :][:numel]

@@ -54,10 +54,15 @@ class Gather(_Algorithm, ABC):
 
 
 class Exchange(_Algorithm, ABC):
-    """All-to-all of equal blocks."""
+    """All-to-all of equal blocks, in calls that may overlap: each completes the one before, ``finish`` the last."""
 
     def __call__(
-        self, send: Blocks, receive: Blocks, *, prepare: Callable[[int], None] = lambda index: None
+        self,
+        send: Blocks,
+        receive: Blocks,
+        *,
+        prepare: Callable[[int], None] = lambda index: None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         """Block i of ``send`` goes to rank i, and what rank i sends lands in block i of ``receive``.
 
@@ -68,8 +73,19 @@ class Exchange(_Algorithm, ABC):
             send: one block for each rank, none longer than ``chunk_nbytes``.
             receive: as many, no overlap with ``send``.
             prepare: fills a block of ``send`` shortly before it leaves; called once for each, own block included.
+            meanwhile: called once, when the call before is complete and messages of this one are on their way.
         """
-        self._exchange(send, receive, prepare)
+        self._exchange(send, receive, prepare, meanwhile)
+
+    def finish(self) -> None:
+        """Return when the last call is complete. Collective over the communicator."""
+        return
 
     @abstractmethod
-    def _exchange(self, send: Blocks, receive: Blocks, prepare: Callable[[int], None]) -> None: ...
+    def _exchange(
+        self,
+        send: Blocks,
+        receive: Blocks,
+        prepare: Callable[[int], None],
+        meanwhile: Callable[[], None],
+    ) -> None: ...

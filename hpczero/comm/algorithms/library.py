@@ -28,7 +28,14 @@ class LibraryExchange(Exchange):
 
     name = "library"
 
-    def _exchange(self, send: Blocks, receive: Blocks, prepare: Callable[[int], None]) -> None:
+    def _exchange(
+        self,
+        send: Blocks,
+        receive: Blocks,
+        prepare: Callable[[int], None],
+        meanwhile: Callable[[], None],
+    ) -> None:
+        meanwhile()
         for index in range(send.count):
             prepare(index)
         self.comm.Alltoall(

@@ -1,0 +1,126 @@
+"""What the ranks of the emulated cluster do in its tests: ``python -m mpi4py -m tests.cluster.jobs NAME``.
+
+Rank 0 writes one line of JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+from mpi4py import MPI
+
+WORLD = MPI.COMM_WORLD
+
+
+def report(value: Any) -> None:
+    """``value`` of every rank, in rank order, on rank 0's stdout. Collective."""
+    values = WORLD.gather(value)
+    if values is not None:
+        print(json.dumps(values), flush=True)
+
+
+def nodes() -> None:
+    """Which host each rank is on, and which nodes hpczero finds."""
+    from hpczero import Topology
+
+    topology = Topology.of_world()
+    header = topology.describe()
+    report({"host": socket.gethostname(), "nodes": topology.nodes, "header": header})
+    topology.free()
+
+
+def send(nbytes_in_all: str) -> None:
+    """Seconds that messages take; 4 ranks, of which 0 and 1 share a host."""
+    whole = int(nbytes_in_all)
+    half = whole // 2
+
+    def seconds(messages: dict[tuple[int, int], int]) -> float:
+        """Of the slowest rank; ``messages`` are bytes by (from, to)."""
+        WORLD.Barrier()
+        start = time.monotonic()
+        requests = [
+            WORLD.Isend(bytes(nbytes), destination)
+            if WORLD.rank == source
+            else WORLD.Irecv(bytearray(nbytes), source)
+            for (source, destination), nbytes in messages.items()
+            if WORLD.rank in (source, destination)
+        ]
+        MPI.Request.Waitall(requests)
+        return WORLD.allreduce(time.monotonic() - start, MPI.MAX)
+
+    pairs = [(a, b) for a in range(WORLD.size) for b in range(WORLD.size) if a != b]
+    seconds(dict.fromkeys(pairs, 1))  # connect
+    found = {
+        "within a host": min(seconds({(0, 1): whole}) for _ in range(3)),
+        "between hosts": seconds({(0, 2): whole}),
+        "out of one host": seconds({(0, 2): half, (1, 3): half}),
+        "into one host": seconds({(2, 0): half, (3, 1): half}),
+    }
+    report(found)
+
+
+def collectives(node_of_rank: str = "") -> None:
+    """Digests of what ``Flat`` computes, on the nodes given (``0,0,1``) or else found."""
+    import torch
+
+    from hpczero import Topology
+    from hpczero.comm.flat import Flat
+
+    given = [int(word) for word in node_of_rank.split(",")] if node_of_rank else None
+    topology = Topology.of_world(given)
+    transport = Flat(topology)
+    generator = torch.Generator().manual_seed(topology.rank)
+    digests = {"nodes": repr(topology.nodes)}
+    shard_numel = 4099
+    for dtype in (torch.float32, torch.bfloat16):
+        full = torch.randn(topology.size * shard_numel, generator=generator).to(dtype)
+        out = torch.zeros(shard_numel)
+        transport.reduce_scatter(full, out, scale=0.3, name="test").wait()
+        transport.all_gather(full, name="test").wait()
+        for name, tensor in (("reduce_scatter", out), ("all_gather", full)):
+            content = tensor.view(torch.uint8).numpy().tobytes()
+            digests[f"{name} {dtype}"] = hashlib.sha256(content).hexdigest()
+    report(digests)
+    transport.close()
+    topology.free()
+
+
+def fail() -> None:
+    """The last rank raises while the others wait."""
+    if WORLD.rank == WORLD.size - 1:
+        raise RuntimeError("on purpose")
+    WORLD.Barrier()
+
+
+def part_with(exit_code: str) -> None:
+    """Say which host each rank is on, then all exit with ``exit_code``."""
+    report(socket.gethostname())
+    WORLD.Barrier()
+    sys.exit(int(exit_code))
+
+
+def hang() -> None:
+    """Never ends, and leaves a process in a session of its own, whose parent is gone, on every host."""
+    daemon = "import os, time; os.fork() and os._exit(0); time.sleep(600)"
+    subprocess.run([sys.executable, "-c", daemon], start_new_session=True, check=True)
+    report(os.readlink("/proc/self/ns/pid"))
+    WORLD.Barrier()
+    time.sleep(600)
+
+
+def namespaces() -> None:
+    """The namespaces of each rank."""
+    kinds = ("net", "uts", "pid", "mnt", "ipc")
+    report({kind: os.readlink(f"/proc/self/ns/{kind}") for kind in kinds})
+
+
+if __name__ == "__main__":
+    jobs = (nodes, send, collectives, fail, part_with, hang, namespaces)
+    {job.__name__: job for job in jobs}[sys.argv[1]](*sys.argv[2:])
