@@ -5,6 +5,7 @@ Owns: chunking, and what every algorithm shares. Must not know: any algorithm.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
@@ -12,6 +13,19 @@ from typing import ClassVar
 from mpi4py import MPI
 
 from hpczero.comm.blocks import CHUNK_BYTES, Blocks, BlockTypes
+
+# How long a rank polls before it naps between polls, and how long a nap is: where ranks outnumber cores, the one that
+# polls keeps the core from the one it waits for.
+POLL_S = 100e-6
+NAP_S = 50e-6
+
+
+def wait_all(requests: list[MPI.Request]) -> None:
+    """Return when all are complete."""
+    patient_from = time.perf_counter() + POLL_S
+    while not MPI.Request.Testall(requests):
+        if time.perf_counter() > patient_from:
+            time.sleep(NAP_S)
 
 
 class _Algorithm:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from mpi4py import MPI
 
-from hpczero.comm.algorithms.base import Exchange, Gather
+from hpczero.comm.algorithms.base import Exchange, Gather, wait_all
 from hpczero.comm.blocks import CHUNK_BYTES, Blocks
 
 
@@ -24,11 +24,11 @@ class PairwiseGather(Gather):
         rank, size = self.comm.rank, self.comm.size
         for distance in range(1, size):
             source = (rank - distance) % size
-            self.comm.Sendrecv(
-                [blocks.block(rank), MPI.BYTE],
-                (rank + distance) % size,
-                recvbuf=[blocks.block(source), MPI.BYTE],
-                source=source,
+            wait_all(
+                [
+                    self.comm.Irecv([blocks.block(source), MPI.BYTE], source),
+                    self.comm.Isend([blocks.block(rank), MPI.BYTE], (rank + distance) % size),
+                ]
             )
 
 
@@ -66,5 +66,5 @@ class PairwiseExchange(Exchange):
 
     def finish(self) -> None:
         """See ``Exchange``."""
-        MPI.Request.Waitall(self._under_way)
+        wait_all(self._under_way)
         self._under_way = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mpi4py import MPI
 
-from hpczero.comm.algorithms.base import Gather
+from hpczero.comm.algorithms.base import Gather, wait_all
 from hpczero.comm.blocks import Blocks
 
 
@@ -22,9 +22,9 @@ class RingGather(Gather):
         right, left = (rank + 1) % size, (rank - 1) % size
         for step in range(size - 1):
             outgoing, incoming = (rank - step) % size, (rank - step - 1) % size
-            self.comm.Sendrecv(
-                [blocks.block(outgoing), MPI.BYTE],
-                right,
-                recvbuf=[blocks.block(incoming), MPI.BYTE],
-                source=left,
+            wait_all(
+                [
+                    self.comm.Irecv([blocks.block(incoming), MPI.BYTE], left),
+                    self.comm.Isend([blocks.block(outgoing), MPI.BYTE], right),
+                ]
             )
