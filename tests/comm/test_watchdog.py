@@ -48,7 +48,7 @@ def run_loop(trouble: str, **environment: str) -> Finished:
 
 
 def test_hang_ends_the_job_with_86_and_names_operation_and_unit() -> None:
-    job = run_loop("time.sleep(600)", HPCZERO_TIMEOUT="2")
+    job = run_loop("time.sleep(600)", HPCZERO_TIMEOUT="2", HPCZERO_TRANSPORT="flat")
     assert job.returncode == 86, job
     line = next(line for line in job.stderr.splitlines() if "hang:" in line)
     assert "[rank 0] hang: all_gather of 'blocks.1'" in line, job
@@ -59,9 +59,16 @@ def test_hang_ends_the_job_with_86_and_names_operation_and_unit() -> None:
 
 
 def test_rank_that_leaves_early_is_a_hang_not_a_success() -> None:
-    job = run_loop("sys.exit(0)", HPCZERO_TIMEOUT="2")
+    job = run_loop("sys.exit(0)", HPCZERO_TIMEOUT="2", HPCZERO_TRANSPORT="flat")
     assert job.returncode == 86, job
     assert "hang: all_gather of 'blocks.1'" in job.stderr, job
+
+
+def test_hang_in_shared_memory_names_the_unit_whose_gradient_is_missing() -> None:
+    job = run_loop("time.sleep(600)", HPCZERO_TIMEOUT="2", HPCZERO_TRANSPORT="window")
+    assert job.returncode == 86, job
+    said = "[rank 0] hang: the rest of reduce_scatter of 'blocks.2' (step 2) has not finished after 2 s"
+    assert said in job.stderr, job
 
 
 @pytest.mark.parametrize(
