@@ -1,0 +1,88 @@
+"""The contenders: ways to train the same model on several ranks, one file each.
+
+``ENTRIES`` says what they are called and how their ranks are started; it is read by the command, which loads none of
+the frameworks. `base` holds the interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from hpczero.config import Transport
+from hpczero.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contender.
+
+    Attributes:
+        name: on the command line and in results.
+        title: in tables.
+        module: in this package; it has a class ``Contender``.
+        start: "mpi" by install/launch.sh; "gloo" as plain processes that meet through a file.
+        python: "main" runs in our own environment, "peers" in the one of install/peers.sh.
+        arguments: of the class.
+    """
+
+    name: str
+    title: str
+    module: str
+    start: Literal["mpi", "gloo"]
+    python: Literal["main", "peers"] = "main"
+    arguments: Mapping[str, int | str] = field(default_factory=dict)
+
+
+def _hpczero(stage: int) -> Entry:
+    name = f"hpczero-{stage}"
+    return Entry(name, f"hpczero stage {stage}", "hpczero_stage", "mpi", arguments={"stage": stage})
+
+
+def _deepspeed(stage: int) -> Entry:
+    name, title = f"deepspeed-{stage}", f"DeepSpeed stage {stage}"
+    return Entry(name, title, "deepspeed_stage", "gloo", "peers", arguments={"stage": stage})
+
+
+FLOOR = "independent"
+ENTRIES = {
+    entry.name: entry
+    for entry in (
+        Entry(FLOOR, "independent processes", "independent", "gloo"),
+        *(_hpczero(stage) for stage in range(4)),
+        Entry("ddp", "torch DDP", "ddp", "gloo"),
+        Entry("zero-redundancy", "torch ZeroRedundancyOptimizer", "zero_redundancy", "gloo"),
+        Entry("fsdp2", "torch FSDP2", "fsdp2", "gloo"),
+        *(_deepspeed(stage) for stage in (1, 2, 3)),
+    )
+}
+
+
+def find_entry(name: str, *, transport: str) -> Entry:
+    """The contender called ``name``; ``hpczero-3@flat`` is hpczero stage 3 over the transport ``flat``.
+
+    Args:
+        name: a key of ENTRIES, for hpczero with or without a transport.
+        transport: of hpczero where the name has none.
+
+    Raises:
+        ConfigError: no such contender.
+    """
+    base, _, chosen = name.partition("@")
+    entry = ENTRIES.get(base)
+    transports = get_args(Transport) if base.startswith("hpczero-") else ()
+    if entry is None or (chosen and chosen not in transports):
+        raise ConfigError(
+            f"contenders: got {name!r}, expected some of {', '.join(ENTRIES)}; hpczero may be followed by one of "
+            f"{', '.join(get_args(Transport))}, as in hpczero-3@flat"
+        )
+    if entry.module != "hpczero_stage":
+        return entry
+    return Entry(
+        name,
+        f"{entry.title} ({chosen})" if chosen else entry.title,
+        entry.module,
+        entry.start,
+        arguments={**entry.arguments, "transport": chosen or transport},
+    )

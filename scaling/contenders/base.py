@@ -1,0 +1,113 @@
+"""What a contender is: one rank's part of one way to train.
+
+Owns: the model, data and optimizer that are the same for all. Must not know: any framework, clocks, who asks.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpczero.models.gpt import GPT
+from scaling.record import versions
+from scaling.workload import LEARNING_RATE, SEED, Workload
+
+
+class Contender(ABC):
+    """Made and driven by `scaling.rank`, in this order: ``connect``, ``build``, ``step`` many times, ``close``.
+
+    Attributes:
+        rank, size: known after ``connect``.
+        model, optimizer: after ``build``.
+    """
+
+    rank: int
+    size: int
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @abstractmethod
+    def connect(self) -> None:
+        """Join the other ranks. Collective."""
+
+    @abstractmethod
+    def build(self, workload: Workload) -> None:
+        """Make ``model`` and ``optimizer`` from ``gpt(workload)``. Collective."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait for every rank. Collective."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the other ranks. Collective."""
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        """One training step. Collective.
+
+        Args:
+            tokens: (sequences, context) int64.
+            targets: likewise, the tokens that follow.
+
+        Returns:
+            The loss of this rank's own samples before the update.
+        """
+        self.optimizer.zero_grad()
+        loss = self.model(tokens, targets)
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.item())
+
+    def settings(self) -> dict[str, str]:
+        """What a reader must know to repeat it, library versions included."""
+        return {}
+
+
+class GlooContender(Contender):
+    """Ranks that torch.distributed joins over gloo, on the loopback interface."""
+
+    def connect(self) -> None:
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        torch.distributed.init_process_group("gloo")
+
+    def barrier(self) -> None:
+        torch.distributed.barrier()
+
+    def close(self) -> None:
+        torch.distributed.destroy_process_group()
+
+    def settings(self) -> dict[str, str]:
+        return {"transport": "gloo", **versions("torch")}
+
+
+def gpt(workload: Workload) -> GPT:
+    """The model with its initial weights, the same on every rank."""
+    model = GPT(workload.model)
+    model.initialize_all(seed=SEED)
+    return model
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """The optimizer of every contender that takes one of torch's."""
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+
+
+def batch(workload: Workload, *, step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Tokens and the ones that follow them, each (sequences, context) int64, a function of step and rank alone.
+
+    Drawn with probability 1 / (1 + token), as in text, so that there is something to learn and wrong gradients show in
+    the loss.
+    """
+    weight = 1.0 / np.arange(1, workload.vocab_size + 1)
+    drawn = np.random.default_rng([SEED, step, rank]).choice(
+        workload.vocab_size,
+        size=(workload.sequences, workload.context + 1),
+        p=weight / weight.sum(),
+    )
+    samples = torch.from_numpy(drawn)
+    return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()

@@ -1,0 +1,50 @@
+"""hpczero itself, at one stage, over one transport."""
+
+from __future__ import annotations
+
+from mpi4py import MPI
+
+import hpczero
+from hpczero.plan.rules import default_rule
+from hpczero.topology import Topology
+from scaling.contenders import base
+from scaling.record import versions
+from scaling.workload import Workload
+
+
+class Contender(base.Contender):
+    """Units by the default rule: every block, and the root."""
+
+    def __init__(self, stage: int, transport: str) -> None:
+        self.stage = stage
+        self.transport = transport
+
+    def connect(self) -> None:
+        self.topology = Topology.of_world()
+        self.rank, self.size = self.topology.rank, self.topology.size
+
+    def build(self, workload: Workload) -> None:
+        model = base.gpt(workload)
+        self.optimizer = base.adamw(model.parameters())
+        self.model = hpczero.zeroify(
+            model,
+            self.optimizer,
+            stage=self.stage,
+            topology=self.topology,
+            rule=default_rule,
+            transport=self.transport,
+        )
+
+    def barrier(self) -> None:
+        self.topology.barrier()
+
+    def close(self) -> None:
+        hpczero.release(self.model)
+        self.topology.free()
+
+    def settings(self) -> dict[str, str]:
+        return {
+            "transport": hpczero.sharding(self.model).collectives.describe(),
+            "mpi": MPI.Get_library_version().split(",")[0].strip("\0 \n"),
+            **versions("torch", "mpi4py"),
+        }

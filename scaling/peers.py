@@ -1,0 +1,276 @@
+"""One training step of the same model by hpczero and by its peers, side by side in one run.
+
+    python -m scaling.peers --workload gpt-8x512
+
+Owns: the order of a run. Must not know: any framework, the arithmetic of the report. First every contender runs alone
+and its memory is measured; then as many as fit together stay resident, and in each round all are woken one after the
+other, in an order drawn anew, for the same number of steps. Nothing is measured while two contenders run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from hpczero.config import Transport
+from hpczero.errors import ConfigError, HpcZeroError, run
+from hpczero.options import parse_command_line
+from scaling.contenders import ENTRIES, FLOOR, Entry, find_entry
+from scaling.cpu import machine_seconds, process_seconds
+from scaling.crew import PEERS_PYTHON, Crew
+from scaling.groups import make_groups
+from scaling.memory import available_nbytes
+from scaling.peers_report import draw, text
+from scaling.record import ROOT, Recorder, Row, circumstances, machine_name
+from scaling.workload import WORKLOADS, Workload
+
+ANCHORS = (FLOOR, "hpczero-3", "ddp", "fsdp2")
+LOSS_TOLERANCE = (
+    1e-4  # order of fp32 sums; a wrong gradient moves the loss by 1e-2 within a few steps
+)
+MEMORY_STEPS = 4
+MEMORY_SHARE = (
+    0.9  # of what is available at the start; libraries that contenders share are counted twice
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure.
+
+    Attributes:
+        workload: model and batch.
+        contenders: as in "hpczero-3 fsdp2 independent"; left out, all that are set up. hpczero-3@flat is hpczero over
+            that transport.
+        ranks: of each contender, one thread each, bound to no core.
+        rounds: measured turns of each contender; from 6 on there is a 95 % interval of the median.
+        turn_s: shortest time a turn should take; the steps of a turn follow from it, equal for all.
+        warm_up: steps before the first round.
+        transport: of hpczero where the contender's name has none.
+        seed: of the order in the rounds.
+        results: folder of all machines' results; left out, scaling/results, with --quick runs/scaling.
+        quick: a tiny model and two short rounds, to see that everything runs; the times mean nothing.
+    """
+
+    workload: Literal["gpt-8x512", "gpt-12x768", "tiny"] = "gpt-8x512"
+    contenders: tuple[str, ...] = ()
+    ranks: int = 2
+    rounds: int = 7
+    turn_s: float = 2.0
+    warm_up: int = 3
+    transport: Transport = "auto"
+    seed: int = 0
+    results: str | None = None
+    quick: tyro.conf.UseCounterAction[int] = 0  # a bare --quick; a bool would be --quick true
+
+    def __post_init__(self) -> None:
+        for name, least in (("ranks", 1), ("rounds", 1), ("warm_up", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"--{name}: got {getattr(self, name)}, expected at least {least}")
+        if not 0 < self.turn_s < math.inf:
+            raise ConfigError(f"--turn_s: got {self.turn_s}, expected seconds above 0")
+
+    @property
+    def what(self) -> Workload:
+        """The workload that is meant."""
+        return WORKLOADS["tiny" if self.quick else self.workload]
+
+    @property
+    def timing(self) -> tuple[int, float]:
+        """(rounds, shortest turn in seconds) that are meant."""
+        return (2, 0.05) if self.quick else (self.rounds, self.turn_s)
+
+    @property
+    def folder(self) -> Path:
+        """Where this machine's results go."""
+        parent = self.results or ("runs/scaling" if self.quick else "scaling/results")
+        return ROOT / parent / machine_name()
+
+
+def main() -> int:
+    """Measure, write the rows, print the table, draw the plot."""
+    options = parse_command_line(
+        Options,
+        sys.argv[1:],
+        prog="python -m scaling.peers",
+        description="Step time and memory of hpczero and its peers on the same work, in one run.",
+        default=Options(),
+    )
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # through the crews' ends
+    entries = choose(options)
+    path = options.folder / f"peers-{options.what.name}.jsonl"
+    with Recorder(path) as recorder:
+        measure(options, entries, recorder)
+    sys.stdout.write(f"\n{text(recorder.rows)}\n")
+    draw(recorder.rows, path.with_suffix(".png"))
+    say(f"rows in {path}, plot beside them")
+    return 0
+
+
+def choose(options: Options) -> list[Entry]:
+    """The contenders that are asked for; those of the other environment only where that is set up.
+
+    Raises:
+        ConfigError: an unknown contender.
+    """
+    names = list(dict.fromkeys(options.contenders))
+    if not names:
+        there = [e.name for e in ENTRIES.values() if e.python == "main" or PEERS_PYTHON.exists()]
+        names = list(ENTRIES)
+        if there != names:
+            say("without DeepSpeed, which is not set up; type: install/peers.sh")
+            names = there
+    return [find_entry(name, transport=options.transport) for name in names]
+
+
+def measure(options: Options, entries: Sequence[Entry], recorder: Recorder) -> None:
+    """The whole run: memory of each contender alone, then the rounds of each group."""
+    limit = int(MEMORY_SHARE * available_nbytes())
+    rounds, _ = options.timing
+    run_row = {
+        **circumstances(),
+        "ranks": options.ranks,
+        "rounds": rounds,
+        "warm_up": options.warm_up,
+        "transport": options.transport,
+        "seed": options.seed,
+        "workload": options.what.name,
+        "description": options.what.describe(),
+        "titles": {entry.name: entry.title for entry in entries},
+    }
+    recorder.write("run", run_row)
+    needs = {}
+    for entry in entries:
+        row = measure_memory(entry, options)
+        recorder.write("memory", row)
+        needs[entry.name] = sum(row["peak_nbytes"])
+    by_name = {entry.name: entry for entry in entries}
+    order = random.Random(options.seed)
+    for index, names in enumerate(make_groups(needs, ANCHORS, limit)):
+        say(f"group {index + 1}: {', '.join(names)}")
+        for row in time_group([by_name[name] for name in names], options, order):
+            recorder.write(row.pop("kind"), {"group": index, **row})
+
+
+def measure_memory(entry: Entry, options: Options) -> Row:
+    """Largest PSS of each rank while the contender runs alone, and what it was before the model."""
+    with Crew(entry, options.what, size=options.ranks) as crew:
+        built = crew.ask("build")
+        trained = crew.ask("memory", steps=MEMORY_STEPS)
+        row = {
+            "contender": entry.name,
+            "settings": built[0]["settings"],
+            "baseline_nbytes": crew.baseline_nbytes,
+            "build_peak_nbytes": [answer["peak_nbytes"] for answer in built],
+            "step_peak_nbytes": [answer["peak_nbytes"] for answer in trained],
+        }
+    row["peak_nbytes"] = [
+        max(pair) for pair in zip(row["build_peak_nbytes"], row["step_peak_nbytes"], strict=True)
+    ]
+    say(f"{entry.title}: {max(row['step_peak_nbytes']) / 2**20:,.0f} MiB per rank while it trains")
+    return row
+
+
+def time_group(entries: Sequence[Entry], options: Options, order: random.Random) -> Iterable[Row]:
+    """Rows of the rounds of one group, then the losses, which are compared before anything is believed.
+
+    Raises:
+        HpcZeroError: a contender failed, or trains something else.
+    """
+    rounds, turn_s = options.timing
+    with contextlib.ExitStack() as stack:
+        crews = [
+            stack.enter_context(Crew(entry, options.what, size=options.ranks)) for entry in entries
+        ]
+        losses: dict[str, list[float]] = {}
+        fastest = math.inf
+        for crew in crews:
+            crew.ask("build")
+            first, rest = crew.ask("turn", steps=1), crew.ask("turn", steps=options.warm_up)
+            losses[crew.entry.name] = mean_losses(first) + mean_losses(rest)
+            fastest = min(fastest, max(a["seconds"] for a in rest) / options.warm_up)
+        steps = max(1, math.ceil(turn_s / fastest))
+        say(f"{rounds} rounds of {steps} steps")
+        for number in range(rounds):
+            for crew in order.sample(crews, len(crews)):
+                row = take_turn(crew, crews, steps)
+                losses[crew.entry.name] += row.pop("losses")
+                yield {"kind": "turn", "round": number, **row}
+            check_losses(losses)
+            say(f"round {number + 1} of {rounds} done")
+        for name, values in losses.items():
+            yield {"kind": "losses", "contender": name, "losses": values}
+
+
+def take_turn(crew: Crew, crews: Sequence[Crew], steps: int) -> Row:
+    """Wake one contender; watch that the others sleep and how much the rest of the machine works."""
+    sleepers = [pid for other in crews if other is not crew for pid in other.pids]
+
+    def counters() -> tuple[float, float, float]:
+        return process_seconds(crew.pids), process_seconds(sleepers), machine_seconds()
+
+    before, begin = counters(), time.perf_counter()
+    answers = crew.ask("turn", steps=steps)
+    window_s = time.perf_counter() - begin
+    own, sleeping, machine = (now - then for now, then in zip(counters(), before, strict=True))
+    return {
+        "contender": crew.entry.name,
+        "steps": steps,
+        "seconds": [answer["seconds"] for answer in answers],
+        "cpu_s": [answer["cpu_s"] for answer in answers],
+        "page_faults": [answer["page_faults"] for answer in answers],
+        "window_s": window_s,
+        "sleeping_cpu_s": sleeping,
+        "foreign_cpu_s": max(machine - own - sleeping, 0.0),
+        "losses": mean_losses(answers),
+    }
+
+
+def mean_losses(answers: Sequence[Row]) -> list[float]:
+    """Loss of each step, the mean over ranks."""
+    return [
+        math.fsum(ranks) / len(ranks) for ranks in zip(*(a["losses"] for a in answers), strict=True)
+    ]
+
+
+def check_losses(losses: dict[str, list[float]]) -> None:
+    """Every contender must have the same loss after the same steps; the floor, which averages nothing, at the first.
+
+    Args:
+        losses: of each step, by contender.
+
+    Raises:
+        HpcZeroError: names the contender, the step and both losses.
+    """
+    reference = next((name for name in losses if name != FLOOR), FLOOR)
+    for name, values in losses.items():
+        comparable = 1 if name == FLOOR else len(values)
+        pairs = zip(values[:comparable], losses[reference], strict=False)
+        for step, (mine, expected) in enumerate(pairs):
+            if not abs(mine - expected) <= LOSS_TOLERANCE:
+                raise HpcZeroError(
+                    f"{name}: loss {mine:.6f} at step {step}, {reference} has {expected:.6f}, expected the same "
+                    f"within {LOSS_TOLERANCE:g}: they do not train the same, so their times cannot be compared"
+                )
+
+
+def say(line: str) -> None:
+    """Progress, on stderr, so that stdout is the table alone."""
+    sys.stderr.write(f"peers: {line}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,59 @@
+"""Plots of measurements, written without a display.
+
+Owns: how bars look. Must not know: what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar.
+
+    Attributes:
+        label: beside it.
+        value: its length.
+        low, high: ends of the whisker; None: no whisker.
+        below: the part of ``value`` to draw darker.
+    """
+
+    label: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+    below: float = 0.0
+
+
+def draw_bars(panels: Mapping[str, Sequence[Bar]], path: Path, *, title: str) -> None:
+    """Horizontal bars, one panel beside the other, to ``path`` (PNG).
+
+    Args:
+        panels: bars by the name of their axis; the same labels in each.
+        path: of the file.
+        title: above all.
+    """
+    most = max(len(bars) for bars in panels.values())
+    figure = Figure(figsize=(6 * len(panels), 1.5 + 0.35 * most), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize="medium")
+    for place, (axis, bars) in enumerate(panels.items()):
+        axes = figure.add_subplot(1, len(panels), place + 1)
+        labels = [bar.label for bar in bars]
+        axes.barh(labels, [bar.value for bar in bars], color="tab:blue", alpha=0.6)
+        axes.barh(labels, [bar.below for bar in bars], color="tab:blue")
+        for bar in bars:
+            if bar.low is not None and bar.high is not None:
+                axes.plot([bar.low, bar.high], [bar.label, bar.label], color="black", linewidth=2)
+        axes.invert_yaxis()
+        axes.set_xlabel(axis)
+        axes.grid(axis="x", alpha=0.3)
+        if place:
+            axes.set_yticklabels([])
+    figure.savefig(path)

@@ -1,0 +1,128 @@
+"""Records: JSON lines with everything that is needed to judge them later.
+
+Owns: the first line (machine, commit, versions, date) and the folder of a machine. Must not know: what is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+Row = dict[str, Any]  # Any: JSON; each kind of row has its own names
+
+
+class Recorder:
+    """Writes rows to ``path`` when the measurement is complete; until then they lie beside it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[Row] = []
+        self._unfinished = path.with_name(f"{path.name}.unfinished")
+
+    def __enter__(self) -> Recorder:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._unfinished.open("w", encoding="utf-8")
+        return self
+
+    def write(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Add one row; it is on disk when this returns, whatever happens later."""
+        row = {"kind": kind, **values}
+        self.rows.append(row)
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        if kind is None:
+            self._unfinished.replace(self.path)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows of a file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def of_kind(rows: list[Row], kind: str) -> Iterator[Row]:
+    """The rows of one kind, in order."""
+    return (row for row in rows if row["kind"] == kind)
+
+
+def circumstances() -> Row:
+    """What a reader must know of any measurement: when, where, with what."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine_name(),
+        "cpu": cpu_model(),
+        "cores": cores(),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "commit": commit(),
+        "versions": versions("torch", "mpi4py", "numpy"),
+    }
+
+
+def machine_name() -> str:
+    """Name of the folder of this machine's results, such as ``amd-epyc-2-cores``."""
+    return slug(f"{cpu_model()} {cores()} cores")
+
+
+def slug(text: str) -> str:
+    """Lower case, with single hyphens for all that is neither letter nor digit; trade marks left out."""
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", text.lower())).strip("-")
+
+
+def cpu_model() -> str:
+    """As the kernel calls it; the architecture where it does not."""
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found.group(1) if found else platform.machine()
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def commit() -> str:
+    """Commit of the working tree, with ``+changes`` if it differs; ``unknown`` outside a checkout."""
+
+    def git(*args: str) -> str:
+        command = ["git", *args]
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        head = git("rev-parse", "--short=12", "HEAD")
+        # Results of other runs and notes do not change what is measured.
+        changed = git("status", "--porcelain", "--", "hpczero", "scaling", ":!scaling/results")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{head}+changes" if changed else head
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Installed versions; packages that are not installed are left out."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

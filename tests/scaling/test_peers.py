@@ -1,0 +1,106 @@
+"""The measurement itself, with a tiny model and real ranks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpczero.errors import ConfigError, HpcZeroError
+from scaling.contenders import ENTRIES, FLOOR, Entry, find_entry
+from scaling.contenders.base import adamw, batch, gpt
+from scaling.cpu import process_seconds
+from scaling.crew import Crew
+from scaling.peers import ANCHORS, check_losses
+from scaling.record import of_kind, read_rows
+from scaling.workload import WORKLOADS
+from tests.helpers.mpirun import run_command
+
+TINY = WORKLOADS["tiny"]
+LIMIT_S = 110.0
+
+
+def test_another_loss_is_refused_by_name() -> None:
+    good = {"a": [9.0, 8.0, 7.0], "b": [9.00009, 8.0, 7.0], FLOOR: [9.0, 1.0, 1.0]}
+    check_losses(good)
+    with pytest.raises(HpcZeroError, match=r"b: loss 7\.000200 at step 2, a has 7\.000000"):
+        check_losses({**good, "b": [9.0, 8.0, 7.0002]})
+    with pytest.raises(HpcZeroError, match=r"independent: .* at step 0"):
+        check_losses({**good, FLOOR: [9.1, 8.0, 7.0]})
+    with pytest.raises(HpcZeroError, match="b: loss nan"):
+        check_losses({**good, "b": [float("nan"), 8.0, 7.0]})
+
+
+def test_batches_differ_between_ranks_and_steps_and_come_again() -> None:
+    tokens, targets = batch(TINY, step=1, rank=0)
+    assert tokens.shape == targets.shape == (TINY.sequences, TINY.context)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert torch.equal(tokens, batch(TINY, step=1, rank=0)[0])
+    others = [batch(TINY, step=step, rank=rank)[0] for step, rank in ((1, 1), (0, 0), (2, 0))]
+    assert not any(torch.equal(tokens, other) for other in others)
+
+
+def test_contenders_are_found_with_their_transport() -> None:
+    assert find_entry("hpczero-3", transport="flat").arguments == {"stage": 3, "transport": "flat"}
+    assert find_entry("hpczero-1@flat", transport="auto").arguments["transport"] == "flat"
+    assert set(ANCHORS) <= set(ENTRIES)
+    for wrong in ("fsdp", "fsdp2@flat", "hpczero-3@gloo"):
+        with pytest.raises(ConfigError, match="expected some of independent, hpczero-0"):
+            find_entry(wrong, transport="auto")
+
+
+def test_a_contender_that_cannot_start_shows_what_it_said() -> None:
+    entry = Entry("nobody", "nobody", "no_such_module", "gloo")
+    with pytest.raises(HpcZeroError, match=r"nobody: did not start(.|\n)*no_such_module"):
+        Crew(entry, TINY, size=2).__enter__()
+
+
+@pytest.mark.limit(LIMIT_S)
+def test_ranks_train_as_one_process_does_and_sleep_without_cpu_time() -> None:
+    model = gpt(TINY)
+    optimizer = adamw(model.parameters())
+    expected = []
+    for step in range(6):
+        optimizer.zero_grad()
+        batches = [batch(TINY, step=step, rank=rank) for rank in range(2)]
+        loss = model(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    with Crew(find_entry("hpczero-3", transport="auto"), TINY, size=2) as crew:
+        crew.ask("build")
+        answers = [crew.ask("turn", steps=3), crew.ask("turn", steps=3)]
+        before = process_seconds(crew.pids)
+        time.sleep(1.0)  # what they take meanwhile is what is measured here
+        assert process_seconds(crew.pids) - before <= 0.03
+    losses = [np.mean([rank["losses"] for rank in turn], axis=0) for turn in answers]
+    np.testing.assert_allclose(np.concatenate(losses), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.limit(LIMIT_S + 20)
+@pytest.mark.slow
+def test_quick_run_measures_all_that_are_asked_for(tmp_path: Path) -> None:
+    names = ["independent", "hpczero-2", "ddp", "zero-redundancy", "fsdp2"]
+    command = [sys.executable, "-m", "scaling.peers", "--quick", "--results", str(tmp_path)]
+    finished = run_command([*command, "--contenders", *names], timeout=LIMIT_S)
+    assert finished.returncode == 0, finished
+    (path,) = tmp_path.glob("*/peers-tiny.jsonl")
+    assert path.with_suffix(".png").exists()
+    rows = read_rows(path)
+    turns = [(turn["round"], turn["contender"]) for turn in of_kind(rows, "turn")]
+    assert sorted(turns) == sorted((number, name) for number in (0, 1) for name in names)
+    for turn in of_kind(rows, "turn"):
+        assert len(turn["seconds"]) == 2
+        assert all(0 < seconds <= turn["window_s"] for seconds in turn["seconds"])
+    for memory in of_kind(rows, "memory"):
+        peaks = zip(memory["baseline_nbytes"], memory["step_peak_nbytes"], strict=True)
+        assert all(0 < before < peak < 2**30 for before, peak in peaks)
+    losses = {row["contender"]: row["losses"] for row in of_kind(rows, "losses")}
+    np.testing.assert_allclose(losses["hpczero-2"], losses["ddp"], rtol=0, atol=1e-4)
+    apart = np.abs(np.subtract(losses[FLOOR], losses["ddp"]))
+    assert apart.max() > 1e-3  # so the tolerance tells averaged gradients from others
+    assert finished.stdout.count("| torch FSDP2 ") == 1
