@@ -21,11 +21,7 @@ from scaling.workload import WORKLOADS
 from tests.helpers.mpirun import run_command
 
 TINY = WORKLOADS["tiny"]
-LIMIT_S = 280.0
-
-pytestmark = pytest.mark.limit(
-    300
-)  # many ranks of many kinds start here, on a machine that may be busy
+LIMIT_S = 280.0  # many ranks of many kinds start here, on a machine that may be busy
 
 
 def test_another_loss_is_refused_by_name() -> None:
