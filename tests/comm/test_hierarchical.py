@@ -43,12 +43,14 @@ class RectangularSuite(CollectivesSuite):
         topology.free()
 
 
+@pytest.mark.ranks(2, 3, 4)
 class TestMessages(RectangularSuite):
     @staticmethod
     def make(topology: Topology, **options: Any) -> Hierarchical:
         return Hierarchical(topology, shared_memory=False, **options)
 
 
+@pytest.mark.ranks(2, 3, 4)
 class TestSharedMemory(RectangularSuite):
     @staticmethod
     def make(topology: Topology, **options: Any) -> Hierarchical:
