@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -47,15 +48,47 @@ def live_storages() -> dict[int, int]:
     return found
 
 
+def shared_ranges() -> list[tuple[int, int]]:
+    """Addresses of this process at which shared memory files are mapped, as the kernel lists them."""
+    found = []
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            if " /dev/shm/" in line:
+                start, stop = line.split(maxsplit=1)[0].split("-")
+                found.append((int(start, 16), int(stop, 16)))
+    return found
+
+
+def shared_file_bytes() -> dict[int, int]:
+    """Memory behind every shared memory file that this process has open, by inode, as the kernel counts it.
+
+    MPI closes the files that it maps, so these are hpczero's.
+    """
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target, status = os.readlink(f"/proc/self/fd/{name}"), os.stat(int(name))
+        except OSError:
+            continue  # the one that lists the folder
+        if target.startswith("/dev/shm/"):
+            found[status.st_ino] = 512 * status.st_blocks
+    return found
+
+
 @contextmanager
-def held_bytes() -> Iterator[Callable[[], int]]:
+def held_bytes() -> Iterator[Callable[..., int]]:
     """What is called inside says how many bytes of storage live that did not live at the start."""
     gc.collect()
     before = live_storages()
 
-    def held() -> int:
+    def held(but_not_in: Sequence[tuple[int, int]] = ()) -> int:
         gc.collect()
-        return sum(n for address, n in live_storages().items() if address not in before)
+        return sum(
+            nbytes
+            for address, nbytes in live_storages().items()
+            if address not in before
+            and not any(start <= address < stop for start, stop in but_not_in)
+        )
 
     yield held
 
@@ -160,6 +193,33 @@ def test_bytes_held_in_shared_memory_equal_the_plan(
         }
         wrong = {name: pair for name, pair in ledger.items() if not near(*pair)}
         parallel_assert(comm, not wrong, f"ledger and plan differ: {wrong}")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_pages_of_shared_memory_and_private_bytes_add_up_to_the_plan(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    # twice as wide as elsewhere: each rank's part of a unit is rounded up to pages
+    sizes = {**SIZES, "hidden": 128}
+    others = shared_file_bytes()
+    with held_bytes() as held:
+        model = tiny_gpt(**sizes)
+        optimizer = adamw(model)
+        with zeroified(
+            model, optimizer, stage=stage, topology=topology, transport="window"
+        ) as sharding:
+            for _ in range(2):
+                step(model, optimizer, comm.rank)
+            plan = sharding.plan.memory(sharing=sharding.collectives.sharing)
+            files = {k: n for k, n in shared_file_bytes().items() if k not in others}
+            ranges = shared_ranges()
+            private = held(but_not_in=ranges)
+            found = comm.allreduce(private) + sum(files.values())
+            expected = comm.size * (plan.states + plan.exchange)
+            said = f"private {private}, files {files}, plan {plan}"
+            parallel_assert(comm, len(files) >= 1, said)
+            parallel_assert(comm, near(found, expected), f"{found}, not {expected}: {said}")
+            parallel_assert(comm, len(set(comm.allgather(sum(files.values())))) == 1, said)
 
 
 def test_sharded_states_are_the_nth_part(comm: MPI.Intracomm, topology: Topology) -> None:

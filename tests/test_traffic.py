@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
+OPERATIONS = ("all_gather", "reduce_scatter")
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -90,8 +91,20 @@ def counted(topology: Topology) -> Iterator[tuple[Topology, Wire]]:
             wire.count("broadcast", buffer[0].nbytes)
             super().Bcast(buffer, root)
 
+    class Inside(Knowing):
+        known = ("Allgather", "Split", "Iprobe", "Barrier")  # the others carry nothing
+
+        def Allgather(self, send: Any, receive: Any) -> None:
+            _, count, block = receive
+            wire.count("inside", (self.size - 1) * count * block.size)
+            super().Allgather(send, receive)
+
     counting = dataclasses.replace(
-        topology, shard=Shard(topology.shard), world=World(topology.world)
+        topology,
+        shard=Shard(topology.shard),
+        world=World(topology.world),
+        node=Inside(topology.node),
+        rail=topology.rail and Inside(topology.rail),
     )
     yield counting, wire
 
@@ -184,7 +197,7 @@ def test_accumulation_moves_what_the_plan_says(
             model, optimizer, stage=stage, topology=counting, transport="flat", precision="bf16"
         ) as state,
     ):
-        how = {"micro_steps": micro_steps, "synced": synced}
+        how: dict[str, Any] = {"micro_steps": micro_steps, "synced": synced}
         measured(model, optimizer, state, wire, **how)
         check(comm, wire, state, state.plan.traffic(**how))
         # by hand: reductions only where synced, and at stage 3 two gathers in every pass
@@ -192,6 +205,76 @@ def test_accumulation_moves_what_the_plan_says(
         gathers = {0: synced, 1: 1, 2: 1, 3: 2 * micro_steps}[stage] * units
         parallel_assert(comm, wire.calls["reduce_scatter"] == synced * units, str(wire.calls))
         parallel_assert(comm, wire.calls["all_gather"] == gathers, str(wire.calls))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_shared_memory_on_one_node_sends_no_parameter_and_no_gradient(
+    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str
+) -> None:
+    model = tiny_gpt()
+    optimizer = adamw(model)
+    with (
+        counted(topology) as (counting, wire),
+        zeroified(
+            model,
+            optimizer,
+            stage=stage,
+            topology=counting,
+            transport="window",
+            precision=precision,
+        ) as state,
+    ):
+        measured(model, optimizer, state, wire)
+        said = f"{wire.calls} {wire.nbytes}; {state.collectives.stats}"
+        few = wire.calls["agreement"] == 2 and wire.nbytes["agreement"] < 128
+        parallel_assert(comm, few, said)
+        # Only a replicated optimizer gathers what is nobody's parameter: whole reduced gradients, in fp32.
+        padded = sum(unit.layout.padded_numel for unit in state.plan.units)
+        gathered = 4 * padded * (comm.size - 1) // comm.size if stage == 0 else 0
+        parallel_assert(comm, wire.nbytes["inside"] == gathered, said)
+        parallel_assert(comm, set(wire.nbytes) <= {"agreement", "inside"}, said)
+        accounts_equal_plan(comm, state)
+
+
+def accounts_equal_plan(comm: MPI.Intracomm, state: Sharding) -> None:
+    stats, plan = state.collectives.stats, state.plan.traffic(sharing=state.collectives.sharing)
+    said = f"{stats}, planned {plan}"
+    parallel_assert(comm, stats.calls["all_gather"] == plan.all_gathers, said)
+    parallel_assert(comm, stats.calls["reduce_scatter"] == plan.reduce_scatters, said)
+    parallel_assert(comm, stats.sent_nbytes["all_gather"] == plan.all_gather_nbytes, said)
+    parallel_assert(comm, stats.sent_nbytes["reduce_scatter"] == plan.reduce_scatter_nbytes, said)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("transport", ["hierarchical", "window"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_between_two_nodes_the_accounts_are_the_plan(
+    comm: MPI.Intracomm, stage: int, precision: str, transport: str
+) -> None:
+    half = comm.size // 2
+    topology = hpczero.Topology.create(comm, [0] * half + [1] * half)
+    model = tiny_gpt()
+    optimizer = adamw(model)
+    with zeroified(
+        model,
+        optimizer,
+        stage=stage,
+        topology=topology,
+        transport=transport,
+        precision=precision,
+    ) as state:
+        train_step(model, optimizer, state)
+        state.collectives.stats.reset()
+        train_step(model, optimizer, state)
+        accounts_equal_plan(comm, state)
+        # by hand: over the network goes every shard of the other node once per collective
+        if transport == "window" and stage == 3 and precision == "fp32":
+            shards = sum(unit.layout.shard_numel for unit in state.plan.units)
+            found = sum(state.collectives.stats.sent_nbytes[op] for op in OPERATIONS)
+            parallel_assert(comm, found == 3 * 4 * shards, f"{found}, {shards}")
+    topology.free()
 
 
 @pytest.mark.ranks(2)

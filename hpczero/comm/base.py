@@ -38,19 +38,17 @@ MOVABLE = (torch.float32, torch.bfloat16, torch.float16)
 class CommStats:
     """Accounts of one transport on this rank, by operation.
 
-    ``sent_numel`` and ``sent_nbytes`` count what leaves the rank by the algorithm's own arithmetic; ``seconds`` is
+    ``sent_nbytes`` counts what leaves the rank by the algorithm's own arithmetic; ``seconds`` is
     time in calls and waits.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
-    sent_numel: Counter[str] = field(default_factory=Counter)
     sent_nbytes: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
     def reset(self) -> None:
         """Start counting anew."""
         self.calls.clear()
-        self.sent_numel.clear()
         self.sent_nbytes.clear()
         self.seconds = 0.0
 
@@ -150,8 +148,8 @@ class Collectives(ABC):
             CommError: a buffer that cannot be sent, or (strict) ranks that disagree.
         """
         shard = self._check(full, name)
-        sent = self._sent_numel(full, shard, Use.GATHER)
-        with self._issue("all_gather", name, sent, full.element_size(), key=full.numel()):
+        sent = self._sent_nbytes(full, shard, Use.GATHER)
+        with self._issue("all_gather", name, sent, key=full.numel() * full.element_size()):
             return self._all_gather(full, shard, name) if full.numel() else Work(name)
 
     def reduce_scatter(
@@ -184,8 +182,8 @@ class Collectives(ABC):
                 f"rank {self.topology.rank}: reduce_scatter of {name!r} into {out.numel()} x {out.dtype}, "
                 f"expected {shard} contiguous float32"
             )
-        sent = self._sent_numel(full, shard, Use.REDUCE)
-        with self._issue("reduce_scatter", name, sent, full.element_size(), key=full.numel()):
+        sent = self._sent_nbytes(full, shard, Use.REDUCE)
+        with self._issue("reduce_scatter", name, sent, key=full.numel() * full.element_size()):
             if not full.numel():
                 return Work(name)
             return self._reduce_scatter(full, out, shard, scale, accumulate, name)
@@ -195,13 +193,14 @@ class Collectives(ABC):
 
         Bytes are moved as they are: any dtype will do.
         """
-        sent = full.numel() if self.topology.rank == root else 0
-        with self._issue("broadcast", name, sent, full.element_size(), key=full.numel()):
+        nbytes = full.numel() * full.element_size()
+        sent = nbytes if self.topology.rank == root else 0
+        with self._issue("broadcast", name, sent, key=nbytes):
             return self._broadcast(full, root, name) if full.numel() else Work(name)
 
     def agree(self, flags: npt.NDArray[np.uint8], *, name: str) -> npt.NDArray[np.uint8]:
         """Bitwise OR of ``flags`` over all ranks. Blocking; collective over topology.world."""
-        with self._issue("agree", name, len(flags), 1):
+        with self._issue("agree", name, len(flags)):
             found = np.empty_like(flags)
             self.topology.world.Allreduce(np.ascontiguousarray(flags), found, op=MPI.BOR)
             return found
@@ -212,14 +211,15 @@ class Collectives(ABC):
         Blocking; collective over topology.world. For the few numbers of a step's agreement; the same bits on every
         rank, unlike an MPI sum.
         """
-        with self._issue("share", name, len(values) * (self.topology.size - 1), 8, key=len(values)):
+        sent = values.nbytes * (self.topology.size - 1)
+        with self._issue("share", name, sent, key=values.nbytes):
             found = np.empty((self.topology.size, len(values)), dtype=np.float64)
             self.topology.world.Allgather(np.ascontiguousarray(values), found)
             return found
 
     def barrier(self, *, name: str = "barrier") -> None:
         """Wait for every rank. Collective over topology.world."""
-        with self._issue("barrier", name, 0, 1):
+        with self._issue("barrier", name, 0):
             self.topology.world.Barrier()
 
     @property
@@ -237,9 +237,9 @@ class Collectives(ABC):
         if self._order is not None:
             self._order.free()
 
-    def _sent_numel(self, full: Tensor, shard_numel: int, use: Use) -> int:
-        """Elements that leave this rank, by the algorithm's own arithmetic."""
-        return full.numel() - shard_numel
+    def _sent_nbytes(self, full: Tensor, shard_numel: int, use: Use) -> int:
+        """Bytes that leave this rank, by the algorithm's own arithmetic."""
+        return (full.numel() - shard_numel) * full.element_size()
 
     def _later(self, operation: str, name: str, finish: Callable[[], None]) -> Work:
         """Work that is done by ``finish`` when somebody waits for it."""
@@ -283,14 +283,12 @@ class Collectives(ABC):
                 f"{', '.join(str(d) for d in MOVABLE)}"
             )
 
-    def _issue(
-        self, operation: str, name: str, numel: int, itemsize: int, key: int | None = None
-    ) -> _Issue:
-        """Agree (strict), remember and count one call.
+    def _issue(self, operation: str, name: str, sent: int, key: int | None = None) -> _Issue:
+        """Agree (strict), remember and count one call that sends ``sent`` bytes.
 
-        ``key`` stands for the size where ranks send different amounts.
+        ``key`` is its size, equal on all ranks; None where all send the same.
         """
-        nbytes = (numel if key is None else key) * itemsize
+        nbytes = sent if key is None else key
         if self._order is not None:
             with self._watchdog.watch(f"order check before {operation} of {name!r}"):
                 self._order.check(self.step, operation, name, nbytes)
@@ -298,8 +296,7 @@ class Collectives(ABC):
         # Rolling: equal on every rank as long as every rank made the same calls. Compared once a step.
         self.fingerprint = zlib.crc32(record.encode(), self.fingerprint)
         self.stats.calls[operation] += 1
-        self.stats.sent_numel[operation] += numel
-        self.stats.sent_nbytes[operation] += numel * itemsize
+        self.stats.sent_nbytes[operation] += sent
         return _Issue(self, f"{operation} of {name!r} ({nbytes:,} bytes, step {self.step})")
 
 

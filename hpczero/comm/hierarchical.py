@@ -121,10 +121,17 @@ class Hierarchical(Collectives):
         """See ``Collectives``."""
         self._node.settle()
 
-    def _sent_numel(self, full: Tensor, shard_numel: int, use: Use) -> int:
+    def _sent_nbytes(self, full: Tensor, shard_numel: int, use: Use) -> int:
         nodes, local = self._rail.size, self.topology.node.size
-        inside = 0 if self._node.shares(full, use) else (local - 1) * nodes
-        return (nodes - 1 + inside) * shard_numel
+        inside = 0 if self._node.shares(full, use) else (local - 1) * nodes * full.element_size()
+        between = self._wire(full.dtype) if use is Use.REDUCE else full.dtype
+        return ((nodes - 1) * between.itemsize + inside) * shard_numel
+
+    def _wire(self, dtype: torch.dtype) -> torch.dtype:
+        """In which a node's partial sums of ``dtype`` travel."""
+        # One rank per node has nothing to add up: its gradient travels as it is, if that is not wider.
+        alone = self.topology.node.size == 1 and dtype.itemsize <= self.node_dtype.itemsize
+        return dtype if alone else self.node_dtype
 
     def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work:
         nodes, local = self._rail.size, self.topology.local_rank
@@ -180,10 +187,7 @@ class Hierarchical(Collectives):
         self, parts: Parts, out: Tensor, dtype: torch.dtype, scale: float, accumulate: bool
     ) -> None:
         nodes, local = self._rail.size, range(self.topology.node.size)
-        # One rank per node has nothing to add up: its gradient travels as it is, if that is not wider.
-        wire = self.node_dtype
-        if len(local) == 1 and dtype.itemsize <= wire.itemsize:
-            wire = dtype
+        wire = self._wire(dtype)
         shard_numel = out.numel()
         most = max(self._chunk_nbytes // wire.itemsize, 1)
         chunk = min(rail_chunk(shard_numel, nodes, wire.itemsize), most)

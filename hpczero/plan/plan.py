@@ -252,15 +252,23 @@ class Plan:
         if sharing.nodes == 1:
             return sum(places)
         largest = max((unit.layout.shard_numel for unit in self.trainable_units), default=0)
-        wire = 2 if self.precision.reduce in ("bf16", "fp16") else FP32_BYTES
+        wire = self._node_itemsize
         return sum(places) + 4 * sharing.nodes * wire * rail_chunk(largest, sharing.nodes, wire)
 
-    def traffic(self, *, micro_steps: int = 1, synced: int = 1) -> TrafficPlan:
+    @property
+    def _node_itemsize(self) -> int:
+        """Bytes of an element of a node's partial sum."""
+        return 2 if self.precision.reduce in ("bf16", "fp16") else FP32_BYTES
+
+    def traffic(
+        self, *, micro_steps: int = 1, synced: int = 1, sharing: Sharing | None = None
+    ) -> TrafficPlan:
         """What each rank sends in one optimizer step.
 
         Args:
             micro_steps: forward-backward passes in the step.
             synced: how many of them reduce gradients, i.e. run outside ``no_sync``.
+            sharing: of the transport (``Collectives.sharing``); None: everything is a message.
 
         Source: Rajbhandari et al., ZeRO, SC20, sec. 7: 2Ψ for stages 0 to 2, 3Ψ for stage 3, times (N-1)/N.
         """
@@ -271,6 +279,8 @@ class Plan:
                 shards_optimizer=self.stage.shards_optimizer,
                 trainable=unit.trainable,
                 param_itemsize=self.precision.param_itemsize,
+                node_itemsize=self._node_itemsize,
+                sharing=sharing or Sharing(),
                 micro_steps=micro_steps,
                 synced=synced,
             )
@@ -280,7 +290,7 @@ class Plan:
 
     def describe(self, sharing: Sharing | None = None) -> str:
         """A few lines for a run header: units, bytes held, bytes moved by a transport that shares so."""
-        memory, traffic = self.memory(sharing=sharing), self.traffic()
+        memory, traffic = self.memory(sharing=sharing), self.traffic(sharing=sharing)
         sizes = sorted({unit.layout.numel for unit in self.units})
         spread = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
         mib = 2**20
@@ -299,8 +309,9 @@ class Plan:
             f"  sent per rank and step: {traffic.nbytes / mib:,.1f} MiB in "
             f"{traffic.all_gathers} all-gathers and {traffic.reduce_scatters} reduce-scatters"
         )
-        if sharing is not None and sharing.lasting:
-            sent = f"  sent per rank and step: nothing; as messages it would be {traffic.nbytes / mib:,.1f} MiB"
+        if sharing is not None and sharing.ranks > 1:
+            as_messages = self.traffic().nbytes / mib
+            sent += f"; {as_messages:,.1f} MiB if the ranks of a node shared no memory"
         return "\n".join((units, held, sent))
 
 

@@ -1,14 +1,14 @@
 """Bytes on the wire, unit by unit.
 
-Owns: the count of collectives and of elements sent. Must not know: torch, MPI, the transport (a transport that moves
-fewer bytes, such as a shared window, is measured against this).
+Owns: the count of collectives and of elements sent. Must not know: torch, MPI, any transport beyond what its ranks
+hold together (``Sharing``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpczero.layout import ShardLayout
+from hpczero.layout import ShardLayout, Sharing
 
 FP32_BYTES = 4
 
@@ -54,30 +54,43 @@ def unit_traffic(
     shards_optimizer: bool,
     trainable: bool,
     param_itemsize: int,
+    node_itemsize: int,
+    sharing: Sharing,
     micro_steps: int,
     synced: int,
 ) -> TrafficPlan:
     """What one rank sends for one unit in one optimizer step.
 
-    Sharded parameters are gathered for forward and again for backward, in every micro step. Otherwise one gather
-    follows:
-    of the updated parameters, or, with a replicated optimizer, of the reduced fp32 gradient after every reduction.
+    Sharded parameters are gathered for forward and again for backward, in every micro step, unless the node keeps
+    them whole. Otherwise one gather follows: of the updated parameters, or, with a replicated optimizer, of the
+    reduced fp32 gradient after every reduction. Partial sums travel between nodes in the dtype they are rounded to.
     """
-    remote = layout.padded_numel - layout.shard_numel  # (N-1)/N of the padded unit
-    padding = layout.padded_numel - layout.numel
+    shards, shard, nodes = layout.num_shards, layout.shard_numel, sharing.nodes
+    between, inside = (
+        (nodes - 1) * shard,
+        (shards - nodes) * shard,
+    )  # together (N-1)/N of the padded unit
+    shared = sharing.ranks > 1
     reductions = synced if trainable else 0
-    if shards_parameters:
+    if shards_parameters and not sharing.lasting:
         gathers, gather_itemsize = 2 * micro_steps, param_itemsize
     elif shards_optimizer:
         gathers, gather_itemsize = int(trainable), param_itemsize
     else:
         gathers, gather_itemsize = reductions, FP32_BYTES
+    gathered = between if shared and shards_optimizer else between + inside
+    reduced_inside = 0 if shared else inside
+    reduced = between + reduced_inside
+    wire = min(param_itemsize, node_itemsize) if shards == nodes else node_itemsize
+    reduced_nbytes = reduced_inside * param_itemsize + between * wire
+    total, padding = layout.padded_numel, layout.padded_numel - layout.numel
+    sent = gathers * gathered + reductions * reduced
     return TrafficPlan(
         all_gathers=gathers,
         reduce_scatters=reductions,
-        all_gather_numel=gathers * remote,
-        reduce_scatter_numel=reductions * remote,
-        all_gather_nbytes=gathers * remote * gather_itemsize,
-        reduce_scatter_nbytes=reductions * remote * param_itemsize,
-        padding=(gathers + reductions) * padding * (layout.num_shards - 1) // layout.num_shards,
+        all_gather_numel=gathers * gathered,
+        reduce_scatter_numel=reductions * reduced,
+        all_gather_nbytes=gathers * gathered * gather_itemsize,
+        reduce_scatter_nbytes=reductions * reduced_nbytes,
+        padding=sent * padding // total if total else 0,
     )

@@ -309,8 +309,6 @@ class CollectivesSuite:
         calls = {"all_gather": 2, "reduce_scatter": 1, "broadcast": 1}
         parallel_assert(comm, stats.calls == calls, str(stats.calls))
         sent = 11 if comm.rank == 0 else 0
-        numel = {"all_gather": 10 * others, "reduce_scatter": 5 * others, "broadcast": sent}
-        parallel_assert(comm, stats.sent_numel == numel, str(stats.sent_numel))
         nbytes = {
             "all_gather": (7 * 2 + 3 * 4) * others,
             "reduce_scatter": 5 * 4 * others,
