@@ -1,18 +1,16 @@
 """Options: what they are called, what they may be, and where they come from.
 
-Owns: every option of the training command and every environment variable of ours, each exactly once. Must not know:
-MPI, torch, models, data, and how options are read: that is ``options.py``.
+Owns: every option of the training command, each exactly once. Must not know: MPI, torch, models, data, environment
+variables (``environment.py``), and how options are read: that is ``options.py``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal
 
 from hpczero.errors import ConfigError
 
@@ -20,7 +18,12 @@ DEFAULT_RUN = "default"
 DEFAULT_GLOBAL_BATCH = 12  # 1, 2, 3, 4, 6 and 12 ranks divide it
 
 
-def _require(satisfied: bool, option: str, got: object, expected: str) -> None:
+def require(satisfied: bool, option: str, got: object, expected: str) -> None:
+    """Refuse the value of an option unless it is satisfied.
+
+    Raises:
+        ConfigError: names the option, what was got and what is expected.
+    """
     if not satisfied:
         raise ConfigError(f"{option}: got {got!r}, expected {expected}")
 
@@ -29,14 +32,14 @@ def _require_positive(section: str, options: object, *names: str) -> None:
     """Options that are unset or at least 1."""
     for name in names:
         value = getattr(options, name)
-        _require(value is None or value >= 1, f"{section}.{name}", value, "at least 1")
+        require(value is None or value >= 1, f"{section}.{name}", value, "at least 1")
 
 
 def _require_amount(section: str, options: object, *names: str) -> None:
     """Options that are 0 or above, and finite."""
     for name in names:
         value = getattr(options, name)
-        _require(0 <= value < math.inf, f"{section}.{name}", value, "a finite number, 0 or above")
+        require(0 <= value < math.inf, f"{section}.{name}", value, "a finite number, 0 or above")
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,13 @@ class RunOptions:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             re.fullmatch(r"[\w.+-]+", self.name) is not None and self.name.strip(".") != "",
             "run.name",
             self.name,
             "letters, digits and . _ + - only, because it names a folder",
         )
-        _require(self.seed >= 0, "run.seed", self.seed, "0 or above")
+        require(self.seed >= 0, "run.seed", self.seed, "0 or above")
 
 
 @dataclass(frozen=True)
@@ -147,15 +150,15 @@ class TrainOptions:
         _require_positive("train", self, "steps", "global_batch", "micro_batch", "accumulation")
         _require_amount("train", self, "learning_rate", "warmup", "weight_decay", "clip")
         peak = self.learning_rate
-        _require(0 < peak < math.inf, "train.learning_rate", peak, "a finite number above 0")
+        require(0 < peak < math.inf, "train.learning_rate", peak, "a finite number above 0")
         low = self.min_learning_rate
-        _require(
+        require(
             low is None or 0 <= low <= self.learning_rate,
             "train.min_learning_rate",
             low,
             f"between 0 and train.learning_rate, which is {self.learning_rate}",
         )
-        _require(
+        require(
             all(0 <= beta < 1 for beta in self.betas), "train.betas", self.betas, "0 <= beta < 1"
         )
 
@@ -185,16 +188,19 @@ class ParallelOptions:
         nodes: treat the ranks as GxL, G nodes of L ranks, such as 2x2; None: HPCZERO_FAKE_NODES, else ask MPI.
         transport: how ranks exchange parameters and gradients: flat, hierarchical (between nodes, then inside), window
             (the same with shared memory inside); auto: HPCZERO_TRANSPORT, else the fastest that works.
+        algorithms: between nodes; auto: HPCZERO_ALGORITHMS, else what is fastest by a measurement at the first start;
+            measure: measure anew; default: do not measure; or as in all_gather=ring,reduce_scatter=pairwise.
     """
 
     stage: Literal[0, 1, 2, 3] = 3
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     nodes: str | None = None
     transport: Transport = "auto"
+    algorithms: str = "auto"
 
     def __post_init__(self) -> None:
         if self.nodes is not None:
-            _node_shape(self.nodes, "parallel.nodes")
+            node_shape(self.nodes, "parallel.nodes")
 
 
 @dataclass(frozen=True)
@@ -236,7 +242,7 @@ class LogOptions:
     def __post_init__(self) -> None:
         _require_positive("log", self, "every")
         peak = self.peak_tflops
-        _require(
+        require(
             peak is None or 0 < peak < math.inf, "log.peak_tflops", peak, "a finite number above 0"
         )
 
@@ -335,54 +341,13 @@ class Batch:
         return whole // parts
 
 
-@dataclass(frozen=True)
-class Environment:
-    """The environment variables of ours.
-
-    Attributes:
-        strict: HPCZERO_STRICT=1: ranks agree on every collective before they make it; for debugging.
-        fake_nodes: HPCZERO_FAKE_NODES=2x2: see ``parse_nodes``.
-        timeout_s: HPCZERO_TIMEOUT: seconds one collective may take before the job is ended; 0 waits for ever.
-        transport: HPCZERO_TRANSPORT: what ``auto`` means.
-    """
-
-    strict: bool = False
-    fake_nodes: str | None = None
-    timeout_s: float = 1800.0
-    transport: Transport = "auto"
-
-    @classmethod
-    def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
-        """From ``variables``, by default those of the process; an empty value counts as unset.
-
-        Raises:
-            ConfigError: a value that cannot be used; names the variable.
-        """
-        values = os.environ if variables is None else variables
-        strict = values.get("HPCZERO_STRICT", "")
-        _require(strict in ("", "0", "1"), "HPCZERO_STRICT", strict, "0 or 1")
-        fake_nodes = values.get("HPCZERO_FAKE_NODES") or None
-        if fake_nodes is not None:
-            _node_shape(fake_nodes, "HPCZERO_FAKE_NODES")
-        text = values.get("HPCZERO_TIMEOUT") or str(cls.timeout_s)
-        try:
-            timeout_s = float(text)
-        except ValueError:
-            timeout_s = math.nan
-        _require(0 <= timeout_s < math.inf, "HPCZERO_TIMEOUT", text, "seconds, 0 or above")
-        transport = values.get("HPCZERO_TRANSPORT") or "auto"
-        known = get_args(Transport)
-        _require(transport in known, "HPCZERO_TRANSPORT", transport, f"one of {', '.join(known)}")
-        return cls(strict == "1", fake_nodes, timeout_s, cast(Transport, transport))
-
-
 def parse_nodes(text: str, world_size: int) -> list[int]:
     """Node of each rank when ``GxL`` nodes of ranks are filled one after the other: 2x2 gives [0, 0, 1, 1].
 
     Raises:
         ConfigError: not of this form, or not ``world_size`` ranks.
     """
-    num_nodes, local_size = _node_shape(text, "nodes")
+    num_nodes, local_size = node_shape(text, "nodes")
     if num_nodes * local_size != world_size:
         raise ConfigError(
             f"nodes {text}: {num_nodes} x {local_size} = {num_nodes * local_size} ranks, but the job has {world_size}; "
@@ -391,7 +356,12 @@ def parse_nodes(text: str, world_size: int) -> list[int]:
     return [rank // local_size for rank in range(world_size)]
 
 
-def _node_shape(text: str, option: str) -> tuple[int, int]:
+def node_shape(text: str, option: str) -> tuple[int, int]:
+    """(nodes, ranks per node) of ``GxL``.
+
+    Raises:
+        ConfigError: names the ``option`` that has another form.
+    """
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if match is None:
         raise ConfigError(f"{option}: got {text!r}, expected nodes x ranks per node, such as 2x2")

@@ -12,7 +12,8 @@ import zlib
 import torch
 
 from hpczero import log
-from hpczero.config import Environment, parse_nodes
+from hpczero.config import parse_nodes
+from hpczero.environment import Environment
 from hpczero.topology import Topology
 
 

@@ -84,6 +84,7 @@ def train(config: RunConfig, model_config: GPTConfig) -> None:
         topology=topology,
         precision=config.parallel.precision,
         transport=config.parallel.transport,
+        algorithms=config.parallel.algorithms,
         initialize=partial(model.initialize, seed=config.run.seed),
     )
     scheduler = LambdaLR(optimizer, config.train.learning_rate_factor)

@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hpczero import errors
-from hpczero.config import Environment
+from hpczero.environment import Environment
 from hpczero.errors import HpcZeroError, TopologyError
 from hpczero.watchdog import Watchdog
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from hpczero.comm import Collectives, check_transport_name, choose
-from hpczero.config import Environment
+from hpczero.comm import Collectives, check_algorithms, check_transport_name, choose
 from hpczero.device import DTYPES
+from hpczero.environment import Environment
 from hpczero.errors import PlanError, StepError
 from hpczero.optimizers import check_optimizer, describe_options, group_of_parameters
 from hpczero.plan import Plan, Stage
@@ -42,6 +42,7 @@ def zeroify(
     precision: str | Precision = "fp32",
     rule: UnitRule | None = None,
     transport: str | Collectives = "auto",
+    algorithms: str = "auto",
     initialize: Initializer | None = None,
 ) -> nn.Module:
     """Shard ``model`` and its optimizer over the ranks, in place. Collective over the topology's world.
@@ -60,6 +61,8 @@ def zeroify(
         rule: which modules form units; None: ``plan.rules.default_rule``.
         transport: "flat", "hierarchical", "window", "auto" (the fastest that works), or a Collectives over
             ``topology``.
+        algorithms: between nodes: "auto" (measured at the first start), "measure", "default", or by name, as in
+            "all_gather=ring,reduce_scatter=pairwise".
         initialize: fills one whole fp32 parameter in place, given its name; must give the same values on every rank.
             Used for every parameter, unit by unit, so that no rank holds the whole model.
 
@@ -83,6 +86,8 @@ def zeroify(
             _check_transport(given, topology, precision)
         else:
             check_transport_name(name)
+            check_algorithms(algorithms)
+            check_algorithms(environment.algorithms)
         _check_fresh(model, initialize)
         _check_precision(model, precision)
         if optimizer is None:
@@ -105,6 +110,7 @@ def zeroify(
         environment.transport if name == "auto" else name,
         strict=environment.strict,
         node_dtype=DTYPES[precision.reduce],
+        algorithms=environment.algorithms if algorithms == "auto" else algorithms,
     )
     sharding = Sharding(model, optimizer, plan, collectives, owns_topology=owns_topology)
     for unit in sharding.units:

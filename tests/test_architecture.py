@@ -24,7 +24,7 @@ MAX_LINES = 400
 # the same layer. ``__init__`` is the public names of the package, which the rooms below it never use.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("config", "layout", "log", "metrics", "options", "precision", "watchdog"),
+    ("config", "environment", "layout", "log", "metrics", "options", "precision", "watchdog"),
     ("device", "kernels", "topology"),
     ("comm",),
     ("optimizers", "parameter", "plan"),
@@ -44,9 +44,19 @@ GUARDED = {
     "h5py": ("checkpoint", "data", "device", "doctor", "kernels"),
     "cupy": ("checkpoint", "data", "device", "doctor", "kernels"),
 }
-TORCH_FREE = ("config", "errors", "layout", "log", "metrics", "options", "plan", "precision")
+TORCH_FREE = (
+    "config",
+    "environment",
+    "errors",
+    "layout",
+    "log",
+    "metrics",
+    "options",
+    "plan",
+    "precision",
+)
 TORCH_ALLOWED = ("plan.rules",)
-ENVIRONMENT_READERS = ("config", "doctor", "errors")
+ENVIRONMENT_READERS = ("environment", "doctor", "errors")
 COMMANDS = ("train", "sample", "plan", "doctor", "data")
 
 

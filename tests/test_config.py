@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpczero.config import Batch, Environment, RunConfig, RunOptions, TrainOptions, parse_nodes
+from hpczero.config import Batch, RunConfig, RunOptions, TrainOptions, parse_nodes
+from hpczero.environment import Environment
 from hpczero.errors import ConfigError
 from hpczero.options import load_toml, read_run_config, to_toml
 
@@ -27,7 +28,7 @@ SECTIONS = {
     "data": "path tokenizer cache",
     "train": "steps global_batch micro_batch accumulation learning_rate min_learning_rate warmup weight_decay "
     "betas clip",
-    "parallel": "stage precision nodes transport",
+    "parallel": "stage precision nodes transport algorithms",
     "evaluation": "every batches",
     "log": "every level progress tensorboard plot peak_tflops",
 }
@@ -362,6 +363,8 @@ def test_environment_is_read_into_one_record() -> None:
     assert Environment.read(variables) == Environment(True, "2x2", 2.5)
     assert Environment.read(dict.fromkeys(variables, "")) == Environment()
     assert Environment.read({"HPCZERO_STRICT": "0", "HPCZERO_TIMEOUT": "0"}).timeout_s == 0.0
+    named = Environment.read({"HPCZERO_ALGORITHMS": "measure", "XDG_CACHE_HOME": "/cache"})
+    assert (named.algorithms, named.cache) == ("measure", Path("/cache/hpczero"))
 
 
 @pytest.mark.parametrize(

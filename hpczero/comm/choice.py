@@ -14,6 +14,8 @@ from hpczero.comm.base import Collectives
 from hpczero.comm.flat import Flat
 from hpczero.comm.hierarchical import Hierarchical
 from hpczero.comm.segment import Segment
+from hpczero.comm.selection import DEFAULT, Selection
+from hpczero.comm.tuning import tune
 from hpczero.config import Transport
 from hpczero.errors import CommError, ConfigError
 from hpczero.topology import Topology
@@ -27,6 +29,7 @@ def choose(
     *,
     strict: bool = False,
     node_dtype: torch.dtype = torch.float32,
+    algorithms: str = "auto",
 ) -> Collectives:
     """A transport over ``topology``. Collective over its world.
 
@@ -36,19 +39,27 @@ def choose(
             shares memory inside nodes; ``auto`` takes the fastest that works.
         strict: as in Collectives.
         node_dtype: as in Collectives.
+        algorithms: between nodes: ``auto`` measures or takes what was measured before, ``measure`` measures anew,
+            ``default`` does neither; or by name, as in ``all_gather=ring,reduce_scatter=pairwise``.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: an unknown name, or an algorithm that does not work between so many nodes.
         TopologyError: two levels on nodes with different numbers of ranks.
         CommError: ``window`` where ranks of a node cannot share memory.
     """
     check_transport_name(transport)
+    check_algorithms(algorithms)
     if transport == "auto":
         transport = _automatic(topology)
     if transport == "flat":
         return Flat(topology, strict=strict, node_dtype=node_dtype)
-    shares = transport == "window"
-    return Hierarchical(topology, strict=strict, node_dtype=node_dtype, shared_memory=shares)
+    return Hierarchical(
+        topology,
+        strict=strict,
+        node_dtype=node_dtype,
+        selection=_selection(topology, algorithms, node_dtype),
+        shared_memory=transport == "window",
+    )
 
 
 def check_transport_name(transport: str) -> None:
@@ -62,6 +73,31 @@ def check_transport_name(transport: str) -> None:
         raise ConfigError(f"transport: got {transport!r}, expected one of {', '.join(known)}")
 
 
+def check_algorithms(algorithms: str) -> None:
+    """Refuse what ``choose`` does not understand. Not collective.
+
+    Raises:
+        ConfigError: with what it understands.
+    """
+    if algorithms not in ("auto", "measure", "default"):
+        Selection.parse(algorithms)
+
+
+def _selection(topology: Topology, algorithms: str, node_dtype: torch.dtype) -> Selection:
+    if algorithms not in ("auto", "measure", "default"):
+        return Selection.parse(algorithms)
+    # Between faked nodes there is no network; what is measured there would be the weather.
+    nothing_to_learn = topology.faked and algorithms == "auto"
+    if (
+        algorithms == "default"
+        or nothing_to_learn
+        or topology.num_nodes == 1
+        or topology.rail is None
+    ):
+        return DEFAULT
+    return tune(topology, node_dtype, fresh=algorithms == "measure")
+
+
 def _automatic(topology: Topology) -> str:
     if not topology.is_rectangular:
         if topology.is_root:
@@ -73,7 +109,7 @@ def _automatic(topology: Topology) -> str:
             return "window"
         if topology.is_root:
             logger.warning("ranks of a node share no memory: %s", problem)
-    return "hierarchical" if topology.num_nodes > 1 and topology.node.size > 1 else "flat"
+    return "hierarchical" if topology.num_nodes > 1 else "flat"
 
 
 def _sharing_problem(topology: Topology) -> str:

@@ -1,7 +1,6 @@
 """The two-level transport: rails between nodes, a node level inside.
 
-Owns: which level goes first, the pieces in which they overlap, and where partial sums are rounded. Must not know: how
-a level moves bytes, units, stages.
+Owns: which level goes first, and what is put off. Must not know: how a level moves bytes, units, stages.
 
 With G nodes of L ranks, rank (node g, local l) owns shard l*G + g. Rail l joins the ranks with local rank l.
 
@@ -15,22 +14,21 @@ docs/performance.md has the bounds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from hpczero.comm.algorithms import Exchange, Gather, PairwiseExchange, RingGather
 from hpczero.comm.arena import IN_TURN
 from hpczero.comm.base import Collectives, Work
-from hpczero.comm.blocks import CHUNK_BYTES, Blocks
+from hpczero.comm.blocks import CHUNK_BYTES
 from hpczero.comm.node import Messages, NodeLevel, Parts
+from hpczero.comm.rails import Rails
+from hpczero.comm.selection import DEFAULT, Selection
 from hpczero.comm.window import Window
-from hpczero.device import Buffer, Memory, Scratch, Use
+from hpczero.device import Buffer, Memory, Use
 from hpczero.errors import TopologyError
-from hpczero.kernels.tree_sum import PIECE_NUMEL, tree_sum
-from hpczero.layout import Sharing, rail_chunk
+from hpczero.kernels.tree_sum import tree_sum
+from hpczero.layout import Sharing
 from hpczero.topology import Topology
 
 # Sums in shared memory that a rank may put off: it need not wait for peers that are this many units behind.
@@ -47,8 +45,7 @@ class Hierarchical(Collectives):
         strict: bool = False,
         memory: Memory | None = None,
         node_dtype: torch.dtype = torch.float32,
-        gather: type[Gather] = RingGather,
-        exchange: type[Exchange] = PairwiseExchange,
+        selection: Selection = DEFAULT,
         shared_memory: bool = True,
         chunk_nbytes: int = CHUNK_BYTES,
     ) -> None:
@@ -59,13 +56,13 @@ class Hierarchical(Collectives):
             strict: as in Collectives.
             memory: as in Collectives.
             node_dtype: as in Collectives.
-            gather: algorithm between nodes.
-            exchange: algorithm between nodes.
+            selection: algorithms between nodes; equal on all ranks.
             shared_memory: ranks of a node share a window; False: they send messages.
             chunk_nbytes: most bytes of one shard that a single MPI call moves.
 
         Raises:
             TopologyError: nodes with different numbers of ranks.
+            ConfigError: an algorithm that does not work on this number of nodes; on every rank.
             CommError: no shared memory; on every rank.
         """
         if topology.rail is None:
@@ -76,11 +73,16 @@ class Hierarchical(Collectives):
             error.agreed = True
             raise error
         super().__init__(topology, strict=strict, memory=memory, node_dtype=node_dtype)
-        self._rail = topology.rail
+        self._nodes = topology.num_nodes
         self._chunk_nbytes = chunk_nbytes
-        self._gather = gather(self._rail, chunk_nbytes=chunk_nbytes)
-        self._exchange = exchange(self._rail, chunk_nbytes=chunk_nbytes)
-        self._scratch = Scratch(self.memory, category="exchange")
+        self._rails = Rails(
+            topology.rail,
+            self.memory,
+            local_size=topology.node.size,
+            node_dtype=node_dtype,
+            selection=selection,
+            chunk_nbytes=chunk_nbytes,
+        )
         messages = Messages(topology.node, self.memory, chunk_nbytes=chunk_nbytes)
         shares = shared_memory and topology.node.size > 1
         self._put_off: deque[Work] = deque()
@@ -105,38 +107,33 @@ class Hierarchical(Collectives):
     @property
     def sharing(self) -> Sharing:
         """See ``Collectives``."""
-        nodes = self._rail.size
         if isinstance(self._node, Window):
-            return Sharing(self._node.comm.size, lasting=nodes == 1, nodes=nodes)
-        return Sharing(nodes=nodes)
+            local, lasting = self._node.comm.size, self._nodes == 1
+        else:
+            local, lasting = 1, False
+        rounds = max(choice.chunk_nbytes for choice in self._rails.selection.exchanges)
+        return Sharing(local, lasting=lasting, nodes=self._nodes, round_nbytes=rounds)
 
     def describe(self) -> str:
         """See ``Collectives``."""
         inside = "shared memory" if isinstance(self._node, Window) else "messages"
-        if self._rail.size == 1:
+        if self._nodes == 1:
             return f"{inside} on one node"
-        return f"all-gather {self._gather.name}, exchange {self._exchange.name} between nodes; {inside} inside"
+        return f"{inside} inside nodes; between nodes {self._rails.selection.describe()}"
 
     def settle(self) -> None:
         """See ``Collectives``."""
         self._node.settle()
 
     def _sent_nbytes(self, full: Tensor, shard_numel: int, use: Use) -> int:
-        nodes, local = self._rail.size, self.topology.node.size
+        nodes, local = self._nodes, self.topology.node.size
         inside = 0 if self._node.shares(full, use) else (local - 1) * nodes * full.element_size()
-        between = self._wire(full.dtype) if use is Use.REDUCE else full.dtype
+        between = self._rails.wire(full.dtype) if use is Use.REDUCE else full.dtype
         return ((nodes - 1) * between.itemsize + inside) * shard_numel
 
-    def _wire(self, dtype: torch.dtype) -> torch.dtype:
-        """In which a node's partial sums of ``dtype`` travel."""
-        # One rank per node has nothing to add up: its gradient travels as it is, if that is not wider.
-        alone = self.topology.node.size == 1 and dtype.itemsize <= self.node_dtype.itemsize
-        return dtype if alone else self.node_dtype
-
     def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work:
-        nodes, local = self._rail.size, self.topology.local_rank
-        start = local * nodes * shard_numel
-        self._gather(Blocks.of(full, start, shard_numel, shard_numel, nodes))
+        if self._nodes > 1:
+            self._rails.gather(full, shard_numel, self.topology.local_rank)
         rest = self._node.spread(full)
         return Work(name) if rest is None else self._later("all_gather", name, rest)
 
@@ -148,12 +145,12 @@ class Hierarchical(Collectives):
 
         def finish() -> None:
             with reading as parts:
-                if self._rail.size == 1:
+                if self._nodes == 1:
                     self._sum_in_node(parts, out, dtype.itemsize, scale, accumulate)
                 else:
-                    self._sum_over_nodes(parts, out, dtype, scale, accumulate)
+                    self._rails.reduce(parts, out, dtype, scale, accumulate)
 
-        if self._rail.size > 1 or not self._node.shares(full, Use.REDUCE):
+        if self._nodes > 1 or not self._node.shares(full, Use.REDUCE):
             finish()
             return Work(name)
         work = self._later("reduce_scatter", name, finish)
@@ -183,67 +180,9 @@ class Hierarchical(Collectives):
                 accumulate=accumulate,
             )
 
-    def _sum_over_nodes(
-        self, parts: Parts, out: Tensor, dtype: torch.dtype, scale: float, accumulate: bool
-    ) -> None:
-        nodes, local = self._rail.size, range(self.topology.node.size)
-        wire = self._wire(dtype)
-        shard_numel = out.numel()
-        most = max(self._chunk_nbytes // wire.itemsize, 1)
-        chunk = min(rail_chunk(shard_numel, nodes, wire.itemsize), most)
-        buffers = self._scratch.get(2 * 2 * nodes * chunk, wire).view(2, 2, nodes * chunk)
-        sums = torch.empty(PIECE_NUMEL)
-        left: Callable[[], None] = lambda: None  # noqa: E731  (what the chunk before still needs)
-
-        for turn, start in enumerate(range(0, shard_numel, chunk)):
-            count = min(chunk, shard_numel - start)
-            send, receive = buffers[turn % 2, :, : nodes * count]
-
-            def prepare(
-                node: int, start: int = start, count: int = count, send: Tensor = send
-            ) -> None:
-                blocks = parts(node * shard_numel + start, count)
-                into = send[node * count : (node + 1) * count]
-                for begin in range(0, count, PIECE_NUMEL):
-                    piece = slice(begin, min(begin + PIECE_NUMEL, count))
-                    total = sums[: piece.stop - piece.start]
-                    tree_sum([block[piece] for block in blocks], total, groups=[local], scale=1.0)
-                    into[piece].copy_(total)
-                    self._rail.Iprobe()  # messages of earlier steps go on only inside MPI
-
-            self._exchange(
-                Blocks.of(send, 0, count, count, nodes),
-                Blocks.of(receive, 0, count, count, nodes),
-                prepare=prepare,
-                meanwhile=left,
-            )
-            left = partial(
-                self._sum_nodes, send, receive, out[start : start + count], scale, accumulate
-            )
-        self._exchange.finish()
-        left()
-
-    def _sum_nodes(
-        self, sent: Tensor, received: Tensor, out: Tensor, scale: float, accumulate: bool
-    ) -> None:
-        """Sum one chunk of all nodes' partial sums; this node's own never left."""
-        nodes, me = self._rail.size, self._rail.rank
-        rows = list(received.view(nodes, -1).unbind())
-        rows[me] = sent.view(nodes, -1)[me]
-        tree_sum(
-            rows,
-            out,
-            groups=[[node] for node in range(nodes)],
-            scale=scale,
-            accumulate=accumulate,
-            node_dtype=self.node_dtype,
-        )
-
     def close(self) -> None:
         """Free counters, datatypes and scratch. Collective."""
         self._finish_until(None)
-        self._gather.free()
-        self._exchange.free()
+        self._rails.close()
         self._node.close()
-        self._scratch.release()
         super().close()

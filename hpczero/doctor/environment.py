@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpczero.config import Environment
 from hpczero.doctor.finding import Finding, Status
+from hpczero.environment import Environment
 from hpczero.errors import ConfigError
 
 

@@ -253,7 +253,8 @@ class Plan:
             return sum(places)
         largest = max((unit.layout.shard_numel for unit in self.trainable_units), default=0)
         wire = self._node_itemsize
-        return sum(places) + 4 * sharing.nodes * wire * rail_chunk(largest, sharing.nodes, wire)
+        chunk = rail_chunk(largest, sharing.nodes, wire, sharing.round_nbytes)
+        return sum(places) + 4 * sharing.nodes * wire * chunk
 
     @property
     def _node_itemsize(self) -> int:

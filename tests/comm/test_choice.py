@@ -43,7 +43,8 @@ def test_a_rank_alone_needs_nothing(comm: MPI.Intracomm, topology: Topology) -> 
 def test_nodes_of_equal_size_are_a_hierarchy(comm: MPI.Intracomm) -> None:
     topology = hpczero.Topology.create(comm, [0, 0, 1, 1])
     said = kind_of(topology)
-    parallel_assert(comm, "between nodes; shared memory inside" in said, said)
+    expected = "shared memory inside nodes; between nodes all-gather ring; reduce-scatter pairwise"
+    parallel_assert(comm, said.startswith(expected), said)
     topology.free()
 
 
@@ -74,6 +75,48 @@ def test_without_shared_memory_auto_takes_messages_and_window_is_refused(
         "no shared memory for .*: /nowhere",
         lambda: hpczero.zeroify(model, adamw(model), topology=topology, transport="window"),
     )
+
+
+@pytest.mark.ranks(3)
+def test_nodes_of_one_rank_are_a_hierarchy_of_one_level(comm: MPI.Intracomm) -> None:
+    topology = hpczero.Topology.create(comm, [0, 1, 2])
+    said = kind_of(topology)
+    parallel_assert(comm, "between nodes" in said and not said.startswith("flat"), said)
+    topology.free()
+
+
+@pytest.mark.ranks(2)
+def test_algorithms_may_be_named(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    topology = hpczero.Topology.create(comm, [0, 1])
+    model = MLP()
+    options = {"topology": topology, "transport": "window", "algorithms": "all_gather=doubling"}
+    with zeroified(model, adamw(model), **options) as sharding:
+        said = sharding.collectives.describe()
+        parallel_assert(comm, "all-gather doubling; reduce-scatter pairwise (given)" in said, said)
+    monkeypatch.setenv("HPCZERO_ALGORITHMS", "reduce_scatter=library")
+    model = MLP()
+    with zeroified(model, adamw(model), topology=topology) as sharding:
+        said = sharding.collectives.describe()
+        parallel_assert(comm, "all-gather ring; reduce-scatter library (given)" in said, said)
+    monkeypatch.setenv("HPCZERO_ALGORITHMS", "ring")
+    model = MLP()
+    raises_on_all(
+        comm,
+        ConfigError,
+        "algorithms: got 'ring'",
+        lambda: hpczero.zeroify(model, adamw(model), topology=topology),
+    )
+    topology.free()
+
+
+@pytest.mark.ranks(3)
+def test_algorithm_that_does_not_fit_the_nodes_is_refused(comm: MPI.Intracomm) -> None:
+    topology = hpczero.Topology.create(comm, [0, 1, 2])
+    said = "doubling does not work between 3 nodes"
+    raises_on_all(
+        comm, ConfigError, said, lambda: choose(topology, algorithms="all_gather=doubling")
+    )
+    topology.free()
 
 
 @pytest.mark.ranks(2)

@@ -9,6 +9,7 @@ import pytest
 
 import hpczero
 from hpczero.comm import Hierarchical
+from hpczero.comm.selection import Choice, Selection
 from tests.comm.suite import CollectivesSuite
 
 if TYPE_CHECKING:
@@ -55,3 +56,21 @@ class TestSharedMemory(RectangularSuite):
     @staticmethod
     def make(topology: Topology, **options: Any) -> Hierarchical:
         return Hierarchical(topology, **options)
+
+
+@pytest.mark.ranks(4)
+class TestDoublingAndPairs(RectangularSuite):
+    @staticmethod
+    def make(topology: Topology, **options: Any) -> Hierarchical:
+        selection = Selection.parse("all_gather=doubling,reduce_scatter=pairwise")
+        return Hierarchical(topology, selection=selection, **options)
+
+
+@pytest.mark.ranks(4)
+class TestLibraryAndShortRounds(RectangularSuite):
+    @staticmethod
+    def make(topology: Topology, **options: Any) -> Hierarchical:
+        # rounds of 24 bytes, so that the sizes of the suite take several
+        exchanges = (Choice("pairwise", chunk_nbytes=24), Choice("library", 24, from_nbytes=2000))
+        selection = Selection((Choice("pairwise"), Choice("library", from_nbytes=20)), exchanges)
+        return Hierarchical(topology, selection=selection, **options)

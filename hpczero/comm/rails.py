@@ -1,0 +1,179 @@
+"""The level between nodes: ranks with the same place on every node, each over its own connection.
+
+Owns: the algorithm for each size, the pieces in which sums and messages overlap, the dtype in which partial sums
+travel. Must not know: how the ranks of a node share, units, stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpczero.comm.algorithms import EXCHANGES, GATHERS, Exchange, Gather
+from hpczero.comm.blocks import CHUNK_BYTES, Blocks
+from hpczero.comm.node import Parts
+from hpczero.comm.selection import DEFAULT, Selection
+from hpczero.device import Memory, Scratch
+from hpczero.errors import ConfigError
+from hpczero.kernels.tree_sum import PIECE_NUMEL, tree_sum
+from hpczero.layout import rail_chunk
+
+
+class Rails:
+    """This rank's rail; the other rails of its node do the same at the same time.
+
+    Attributes:
+        comm: one rank of every node, in the order of the nodes; borrowed.
+        selection: which algorithm serves which size.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        memory: Memory,
+        *,
+        local_size: int,
+        node_dtype: torch.dtype,
+        selection: Selection = DEFAULT,
+        chunk_nbytes: int = CHUNK_BYTES,
+    ) -> None:
+        """Not collective.
+
+        Args:
+            comm: must outlive the rails, and carry nothing else while they move.
+            memory: ledger.
+            local_size: ranks of each node.
+            node_dtype: each node's partial sum is rounded to.
+            selection: equal on all ranks.
+            chunk_nbytes: most bytes of one shard that a single MPI call moves.
+
+        Raises:
+            ConfigError: an algorithm that does not work on this number of nodes.
+        """
+        self.comm = comm
+        self.selection = selection
+        self._local_size = local_size
+        self._node_dtype = node_dtype
+        self._chunk_nbytes = chunk_nbytes
+        self._scratch = Scratch(memory, category="exchange")
+        self._gathers: dict[str, Gather] = {}
+        self._exchanges: dict[str, Exchange] = {}
+        names = {choice.algorithm for choice in (*selection.gathers, *selection.exchanges)}
+        for kind in (*GATHERS, *EXCHANGES):
+            if kind.name in names and not kind.fits(comm.size):
+                error = ConfigError(
+                    f"algorithms: {kind.name} does not work between {comm.size} nodes, expected one that does; "
+                    "leave it to auto"
+                )
+                error.agreed = True
+                raise error
+
+    def wire(self, dtype: torch.dtype) -> torch.dtype:
+        """In which partial sums of ``dtype`` travel."""
+        # One rank per node has nothing to add up: its gradient travels as it is, if that is not wider.
+        alone = self._local_size == 1 and dtype.itemsize <= self._node_dtype.itemsize
+        return dtype if alone else self._node_dtype
+
+    def gather(self, full: Tensor, shard_numel: int, local_rank: int) -> None:
+        """Fill the part of ``full`` that belongs to this rail, in place. Collective over the rail.
+
+        Args:
+            full: (num_shards * shard_numel,); this rank's shard lies in its slice.
+            shard_numel: of one rank.
+            local_rank: place of the rail's ranks on their nodes.
+        """
+        nodes = self.comm.size
+        blocks = Blocks.of(full, local_rank * nodes * shard_numel, shard_numel, shard_numel, nodes)
+        self._gather_for(blocks.nbytes)(blocks)
+
+    def reduce(
+        self, parts: Parts, out: Tensor, dtype: torch.dtype, scale: float, accumulate: bool
+    ) -> None:
+        """Sum over the ranks of the node and then over nodes. Collective over the rail.
+
+        Args:
+            parts: every local rank's elements of what this rail owns: slice g of it is for node g.
+            out: (shard_numel,) fp32.
+            dtype: of the parts.
+            scale: multiplies the sum.
+            accumulate: add to ``out``.
+        """
+        nodes, local = self.comm.size, range(self._local_size)
+        wire, shard_numel = self.wire(dtype), out.numel()
+        choice = self.selection.exchange_for(shard_numel * wire.itemsize)
+        exchange = self._exchange_called(choice.algorithm)
+        most = min(self._chunk_nbytes, choice.chunk_nbytes)
+        chunk = rail_chunk(shard_numel, nodes, wire.itemsize, most)
+        buffers = self._scratch.get(2 * 2 * nodes * chunk, wire).view(2, 2, nodes * chunk)
+        sums = torch.empty(PIECE_NUMEL)
+        left: Callable[[], None] = lambda: None  # noqa: E731  (what the chunk before still needs)
+
+        for turn, start in enumerate(range(0, shard_numel, chunk)):
+            count = min(chunk, shard_numel - start)
+            send, receive = buffers[turn % 2, :, : nodes * count]
+
+            def prepare(
+                node: int, start: int = start, count: int = count, send: Tensor = send
+            ) -> None:
+                blocks = parts(node * shard_numel + start, count)
+                into = send[node * count : (node + 1) * count]
+                for begin in range(0, count, PIECE_NUMEL):
+                    piece = slice(begin, min(begin + PIECE_NUMEL, count))
+                    total = into[piece]
+                    if wire is not torch.float32:
+                        total = sums[: piece.stop - piece.start]
+                    tree_sum([block[piece] for block in blocks], total, groups=[local], scale=1.0)
+                    if wire is not torch.float32:
+                        into[piece].copy_(total)
+                    self.comm.Iprobe()  # messages of earlier steps go on only inside MPI
+
+            exchange(
+                Blocks.of(send, 0, count, count, nodes),
+                Blocks.of(receive, 0, count, count, nodes),
+                prepare=prepare,
+                meanwhile=left,
+            )
+            left = partial(
+                self._sum_nodes, send, receive, out[start : start + count], scale, accumulate
+            )
+        exchange.finish()
+        left()
+
+    def _sum_nodes(
+        self, sent: Tensor, received: Tensor, out: Tensor, scale: float, accumulate: bool
+    ) -> None:
+        """Sum one chunk of all nodes' partial sums; this node's own never left."""
+        nodes, me = self.comm.size, self.comm.rank
+        rows = list(received.view(nodes, -1).unbind())
+        rows[me] = sent.view(nodes, -1)[me]
+        tree_sum(
+            rows,
+            out,
+            groups=[[node] for node in range(nodes)],
+            scale=scale,
+            accumulate=accumulate,
+            node_dtype=self._node_dtype,
+        )
+
+    def _gather_for(self, nbytes: int) -> Gather:
+        name = self.selection.gather_for(nbytes).algorithm
+        if name not in self._gathers:
+            kind = next(kind for kind in GATHERS if kind.name == name)
+            self._gathers[name] = kind(self.comm, chunk_nbytes=self._chunk_nbytes)
+        return self._gathers[name]
+
+    def _exchange_called(self, name: str) -> Exchange:
+        if name not in self._exchanges:
+            kind = next(kind for kind in EXCHANGES if kind.name == name)
+            self._exchanges[name] = kind(self.comm, chunk_nbytes=self._chunk_nbytes)
+        return self._exchanges[name]
+
+    def close(self) -> None:
+        """Free datatypes and scratch. Not collective."""
+        for algorithm in (*self._gathers.values(), *self._exchanges.values()):
+            algorithm.free()
+        self._scratch.release()

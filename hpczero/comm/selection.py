@@ -1,0 +1,180 @@
+"""Which algorithm serves which size between nodes.
+
+Owns: the table, its text and its JSON. Must not know: MPI, how it was found out (``tuning``), what an algorithm does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpczero.comm.algorithms import EXCHANGES, GATHERS
+from hpczero.errors import ConfigError
+from hpczero.layout import ROUND_BYTES
+
+NAMES = {
+    "all_gather": tuple(kind.name for kind in GATHERS),
+    "reduce_scatter": tuple(kind.name for kind in EXCHANGES),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What serves blocks of one size and above, up to the next choice.
+
+    Attributes:
+        algorithm: its name.
+        chunk_nbytes: most bytes of a block that travel in one round.
+        from_nbytes: smallest block it serves.
+        at_nbytes: block it was measured with; 0 if it was not.
+        seconds: what each candidate took at that size, by ``algorithm`` or ``algorithm/chunk``.
+    """
+
+    algorithm: str
+    chunk_nbytes: int = ROUND_BYTES
+    from_nbytes: int = 0
+    at_nbytes: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    @property
+    def name(self) -> str:
+        """With the chunk, where it is not the usual one."""
+        return candidate_name(self.algorithm, self.chunk_nbytes)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Choices by size, smallest first, the first from 0 on.
+
+    Attributes:
+        gathers: of all-gathers; sizes are those of one rank's shard.
+        exchanges: of reduce-scatters; sizes are those of one node's partial sum for one rank.
+        origin: where the choices come from, for people.
+    """
+
+    gathers: tuple[Choice, ...]
+    exchanges: tuple[Choice, ...]
+    origin: str = "not measured"
+
+    def __post_init__(self) -> None:
+        for choices in (self.gathers, self.exchanges):
+            starts = [choice.from_nbytes for choice in choices]
+            if not starts or starts[0] != 0 or starts != sorted(set(starts)):
+                raise ValueError(f"choices must rise from size 0, got {starts}")
+
+    def gather_for(self, nbytes: int) -> Choice:
+        """Of an all-gather of shards of ``nbytes``."""
+        return _at(self.gathers, nbytes)
+
+    def exchange_for(self, nbytes: int) -> Choice:
+        """Of a reduce-scatter with partial sums of ``nbytes``."""
+        return _at(self.exchanges, nbytes)
+
+    @classmethod
+    def parse(cls, text: str) -> Selection:
+        """From ``all_gather=ring,reduce_scatter=pairwise``; what is left out keeps its default.
+
+        Raises:
+            ConfigError: an operation or an algorithm that does not exist.
+        """
+        chosen = {"all_gather": DEFAULT.gathers[0], "reduce_scatter": DEFAULT.exchanges[0]}
+        for part in text.replace(",", " ").split():
+            operation, _, algorithm = part.partition("=")
+            if algorithm not in NAMES.get(operation, ()):
+                known = "; ".join(f"{op}={'|'.join(names)}" for op, names in NAMES.items())
+                raise ConfigError(
+                    f"algorithms: got {part!r}, expected auto, measure, default, or some of {known}"
+                )
+            chosen[operation] = Choice(algorithm)
+        return cls((chosen["all_gather"],), (chosen["reduce_scatter"],), origin="given")
+
+    def describe(self) -> str:
+        """One line: ``all-gather ring, from 1 MiB doubling; ...``."""
+        gathers, exchanges = _line(self.gathers), _line(self.exchanges)
+        return f"all-gather {gathers}; reduce-scatter {exchanges} ({self.origin})"
+
+    def table(self) -> list[str]:
+        """Lines of what was measured, in milliseconds; none if nothing was."""
+        rows: list[str] = []
+        titled = (("all-gather", self.gathers), ("reduce-scatter", self.exchanges))
+        for title, choices in titled:
+            for choice in choices:
+                if choice.seconds:
+                    times = ", ".join(
+                        f"{name} {1e3 * s:.3g} ms" for name, s in sorted(choice.seconds.items())
+                    )
+                    size = size_text(choice.at_nbytes)
+                    rows.append(f"{title} of {size} blocks: {choice.name} ({times})")
+        return rows
+
+    def as_json(self) -> dict[str, Any]:  # Any: JSON
+        """For a file; ``from_json`` reads it."""
+        return {
+            name: [
+                {
+                    "algorithm": choice.algorithm,
+                    "chunk_nbytes": choice.chunk_nbytes,
+                    "from_nbytes": choice.from_nbytes,
+                    "at_nbytes": choice.at_nbytes,
+                    "seconds": dict(choice.seconds),
+                }
+                for choice in choices
+            ]
+            for name, choices in (("gathers", self.gathers), ("exchanges", self.exchanges))
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], *, origin: str) -> Selection:
+        """What ``as_json`` wrote.
+
+        Raises:
+            ValueError: not such a thing, or with algorithms that this version does not have.
+        """
+        try:
+            gathers, exchanges = (
+                tuple(Choice(**row) for row in value[name]) for name in ("gathers", "exchanges")
+            )
+            known = all(c.algorithm in NAMES["all_gather"] for c in gathers) and all(
+                c.algorithm in NAMES["reduce_scatter"] for c in exchanges
+            )
+            if not known or any(c.chunk_nbytes < 1 for c in (*gathers, *exchanges)):
+                raise ValueError("unknown algorithm or bad chunk")
+            return cls(gathers, exchanges, origin=origin)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a selection: {error}") from error
+
+
+# Between emulated hosts these come closest to the bound of the links (docs/performance.md).
+DEFAULT = Selection((Choice("ring"),), (Choice("pairwise"),))
+
+
+def candidate_name(algorithm: str, chunk_nbytes: int) -> str:
+    """``pairwise``, or ``pairwise/512 KiB`` for rounds of another length than usual."""
+    return algorithm if chunk_nbytes == ROUND_BYTES else f"{algorithm}/{size_text(chunk_nbytes)}"
+
+
+def boundary(smaller: int, larger: int) -> int:
+    """Size from which the choice for ``larger`` holds, when the next smaller one was measured at ``smaller``."""
+    return math.isqrt(smaller * larger)
+
+
+def size_text(nbytes: int) -> str:
+    """``64 KiB``, ``8 MiB``."""
+    if nbytes >= 2**20:
+        return f"{nbytes / 2**20:.3g} MiB"
+    return f"{nbytes / 2**10:.3g} KiB"
+
+
+def _at(choices: Sequence[Choice], nbytes: int) -> Choice:
+    return next(choice for choice in reversed(choices) if choice.from_nbytes <= nbytes)
+
+
+def _line(choices: Sequence[Choice]) -> str:
+    words = [choices[0].name]
+    for before, choice in itertools.pairwise(choices):
+        if choice.name != before.name:
+            words.append(f"from {size_text(choice.from_nbytes)} {choice.name}")
+    return ", ".join(words)

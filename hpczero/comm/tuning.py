@@ -1,0 +1,239 @@
+"""Finding out which algorithm is fastest for which size between these nodes.
+
+Owns: the candidates, the measurement, and the file that remembers it for the next job. Must not know: buffers of
+units, stages, what a selection is used for.
+
+[Note: Measuring]
+From small blocks to large ones every candidate does the real thing, sums included, on all rails at once; the time of a
+candidate is that of the slowest rank, the least of a few runs (noise only adds). What is far slower than the best is
+not tried at the next size, except the default, and a size that would break the budget is not tried at all: the choice
+for the size before holds from there on. All ranks see all times, so all stop and choose alike. A candidate takes the
+place of the default only if it is faster by a margin, so that noise does not choose.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from mpi4py import MPI
+
+from hpczero.comm.algorithms import EXCHANGES, GATHERS
+from hpczero.comm.rails import Rails
+from hpczero.comm.selection import DEFAULT, Choice, Selection, boundary, candidate_name
+from hpczero.device import Memory
+from hpczero.environment import Environment
+from hpczero.layout import ROUND_BYTES
+from hpczero.topology import Topology
+
+logger = logging.getLogger("hpczero.comm")
+
+VERSION = 1  # of the measurement: what another version remembered is not used
+SIZES = (2**14, 2**17, 2**20, 2**23)  # bytes of a block
+CHUNKS = {  # bytes of a round; on slow links short rounds overlap best, on fast ones each round costs a few calls
+    "pairwise": (ROUND_BYTES, ROUND_BYTES // 2, 4 * ROUND_BYTES, 16 * ROUND_BYTES),
+    "library": (16 * ROUND_BYTES,),
+}
+BUDGET_S = 2.0
+RUNS = 4  # at most, and 2 where a run takes long
+WORSE = 4.0  # times the best: not tried at larger sizes, unless it is the default
+MARGIN = 0.95  # of the default's time: what replaces it must be below
+
+Trial = Callable[[], None]
+
+
+def tune(topology: Topology, node_dtype: torch.dtype, *, fresh: bool = False) -> Selection:
+    """The selection for these nodes: remembered, or measured in about BUDGET_S. Collective over the topology's world.
+
+    Args:
+        topology: several nodes of equal size.
+        node_dtype: in which partial sums travel.
+        fresh: measure even where something is remembered.
+    """
+    path = cache_file(topology)
+    found = None if fresh else _remembered(topology, path)
+    if found is not None:
+        return found
+    began = time.perf_counter()
+    with topology.watchdog.watch("measuring the algorithms between nodes"):
+        gathers = _measure(topology, _gather_trials(topology), budget_s=BUDGET_S / 2)
+        spent = max(topology.gather(time.perf_counter() - began))
+        trials = _exchange_trials(topology, node_dtype)
+        exchanges = _measure(topology, trials, budget_s=BUDGET_S - spent)
+    took = topology.gather(time.perf_counter() - began)[0]
+    selection = Selection(gathers, exchanges, origin=f"measured in {took:.1f} s")
+    if topology.is_root:
+        _remember(path, selection)
+    return selection
+
+
+def cache_file(topology: Topology) -> Path:
+    """Where this kind of nodes is remembered. Collective over the topology's world; equal on all ranks.
+
+    Nodes are of one kind if their names differ in digits only: a job that lands on other nodes of the same cluster
+    uses what the first one measured.
+    """
+    kinds = topology.world.allgather(re.sub(r"\d+", "#", MPI.Get_processor_name()))
+    shape = (VERSION, MPI.Get_library_version(), topology.nodes, sorted(set(kinds)))
+    name = f"nodes-{zlib.crc32(repr(shape).encode()):08x}.json"
+    return Path(topology.broadcast_text(str(Environment.read().cache.expanduser() / name)))
+
+
+def _remembered(topology: Topology, path: Path) -> Selection | None:
+    """What rank 0 finds in ``path``, on every rank. Collective."""
+    found = None
+    if topology.is_root and path.exists():
+        try:
+            found = Selection.from_json(
+                json.loads(path.read_text()), origin=f"measured before, {path}"
+            )
+        except (OSError, ValueError) as error:
+            logger.warning("%s is not used, and measured anew: %s", path, error)
+    agreed: Selection | None = topology.world.bcast(found, root=0)
+    return agreed
+
+
+def _remember(path: Path, selection: Selection) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(f".{os.getpid()}.new")
+        new.write_text(json.dumps(selection.as_json(), indent=1))
+        new.replace(path)  # another job may read it now
+    except OSError as error:
+        logger.info("what was measured between nodes is not remembered: %s", error)
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+class Candidates:
+    """What competes for one operation.
+
+    Attributes:
+        choices: the default first.
+        trial: context in which one of them runs at a size.
+    """
+
+    def __init__(
+        self, choices: tuple[Choice, ...], trial: Callable[[Choice, int], Iterator[Trial]]
+    ) -> None:
+        self.choices = choices
+        self.trial = contextmanager(trial)
+
+
+def _rails(topology: Topology, node_dtype: torch.dtype, selection: Selection) -> Rails:
+    assert topology.rail is not None, "nodes of equal size"
+    return Rails(
+        topology.rail,
+        Memory(),
+        local_size=topology.node.size,
+        node_dtype=node_dtype,
+        selection=selection,
+    )
+
+
+def _gather_trials(topology: Topology) -> Candidates:
+    default = DEFAULT.gathers[0]
+    names = [kind.name for kind in GATHERS if kind.fits(topology.num_nodes)]
+    choices = (default, *(Choice(name) for name in names if name != default.algorithm))
+
+    def trial(choice: Choice, nbytes: int) -> Iterator[Trial]:
+        rails = _rails(topology, torch.float32, Selection((choice,), DEFAULT.exchanges))
+        blocks = torch.ones(topology.num_nodes * nbytes, dtype=torch.uint8)
+        yield partial(rails.gather, blocks, nbytes, 0)  # a buffer of this rail alone
+        rails.close()
+
+    return Candidates(choices, trial)
+
+
+def _exchange_trials(topology: Topology, node_dtype: torch.dtype) -> Candidates:
+    default = DEFAULT.exchanges[0]
+    names = [kind.name for kind in EXCHANGES if kind.fits(topology.num_nodes)]
+    every = [Choice(name, chunk) for name in names for chunk in CHUNKS[name]]
+    choices = (default, *(choice for choice in every if choice != default))
+
+    def trial(choice: Choice, nbytes: int) -> Iterator[Trial]:
+        rails = _rails(topology, node_dtype, Selection(DEFAULT.gathers, (choice,)))
+        numel = nbytes // node_dtype.itemsize
+        whole = torch.ones(topology.num_nodes * numel)
+        out = torch.empty(numel)
+
+        def parts(start: int, count: int) -> list[torch.Tensor]:
+            return [whole[start : start + count]] * topology.node.size
+
+        yield partial(rails.reduce, parts, out, torch.float32, 1.0, False)
+        rails.close()
+
+    return Candidates(choices, trial)
+
+
+# --- measurement -----------------------------------------------------------------------------------------------------
+
+
+def _measure(topology: Topology, candidates: Candidates, *, budget_s: float) -> tuple[Choice, ...]:
+    """The choice at every size that the budget allows. Collective; see [Note: Measuring]."""
+    left_s, running = budget_s, list(candidates.choices)
+    chosen: list[Choice] = []
+    before: dict[Choice, float] = {}
+    for index, nbytes in enumerate(SIZES):
+        here = _that_differ(running, nbytes)
+        runs = RUNS
+        if before:
+            growth, usual = nbytes / SIZES[index - 1], min(before.values())
+            expected_s = growth * sum(before.get(choice, usual) for choice in here)
+            if expected_s * RUNS > left_s:
+                runs = 2
+            if expected_s * runs > left_s:
+                break
+        times: dict[Choice, float] = {}
+        for choice in here:
+            times[choice], spent = _time(topology, candidates, choice, nbytes, runs)
+            left_s -= spent
+        default = candidates.choices[0]
+        best = min(times, key=lambda choice: times[choice])
+        if default in times and times[best] > MARGIN * times[default]:
+            best = default
+        chosen.append(
+            Choice(
+                best.algorithm,
+                best.chunk_nbytes,
+                from_nbytes=boundary(SIZES[index - 1], nbytes) if index else 0,
+                at_nbytes=nbytes,
+                seconds={candidate_name(c.algorithm, c.chunk_nbytes): s for c, s in times.items()},
+            )
+        )
+        running = [c for c in running if times.get(c, 0.0) <= WORSE * times[best] or c == default]
+        before = {choice: seconds for choice, seconds in times.items() if choice in running}
+    return tuple(chosen)
+
+
+def _that_differ(choices: list[Choice], nbytes: int) -> list[Choice]:
+    """Without those that do the same as one before them at this size: a block is one round if it is short enough."""
+    rounds = {
+        (choice.algorithm, min(choice.chunk_nbytes, nbytes)): choice for choice in choices[::-1]
+    }
+    return [choice for choice in choices if choice in rounds.values()]
+
+
+def _time(
+    topology: Topology, candidates: Candidates, choice: Choice, nbytes: int, runs: int
+) -> tuple[float, float]:
+    """Seconds of the fastest run on the slowest rank, and of everything. Collective; equal on all ranks."""
+    began = time.perf_counter()
+    best = float("inf")
+    with candidates.trial(choice, nbytes) as run:
+        for _ in range(runs):
+            topology.barrier()
+            start = time.perf_counter()
+            run()
+            best = min(best, max(topology.gather(time.perf_counter() - start)))
+    return best, max(topology.gather(time.perf_counter() - began))

@@ -1,0 +1,67 @@
+"""The environment variables of ours.
+
+Owns: their names, each exactly once, and what they may be. Must not know: MPI, torch, options of commands.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast, get_args
+
+from hpczero.config import Transport, node_shape, require
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The environment variables of ours.
+
+    Attributes:
+        strict: HPCZERO_STRICT=1: ranks agree on every collective before they make it; for debugging.
+        fake_nodes: HPCZERO_FAKE_NODES=2x2: see ``parse_nodes``.
+        timeout_s: HPCZERO_TIMEOUT: seconds one collective may take before the job is ended; 0 waits for ever.
+        transport: HPCZERO_TRANSPORT: what ``auto`` means.
+        algorithms: HPCZERO_ALGORITHMS: what ``auto`` means.
+        cache: folder for what is worth remembering between jobs: XDG_CACHE_HOME/hpczero, else ~/.cache/hpczero.
+    """
+
+    strict: bool = False
+    fake_nodes: str | None = None
+    timeout_s: float = 1800.0
+    transport: Transport = "auto"
+    algorithms: str = "auto"
+    cache: Path = Path("~/.cache/hpczero")
+
+    @classmethod
+    def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
+        """From ``variables``, by default those of the process; an empty value counts as unset.
+
+        Raises:
+            ConfigError: a value that cannot be used; names the variable.
+        """
+        values = os.environ if variables is None else variables
+        strict = values.get("HPCZERO_STRICT", "")
+        require(strict in ("", "0", "1"), "HPCZERO_STRICT", strict, "0 or 1")
+        fake_nodes = values.get("HPCZERO_FAKE_NODES") or None
+        if fake_nodes is not None:
+            node_shape(fake_nodes, "HPCZERO_FAKE_NODES")
+        text = values.get("HPCZERO_TIMEOUT") or str(cls.timeout_s)
+        try:
+            timeout_s = float(text)
+        except ValueError:
+            timeout_s = math.nan
+        require(0 <= timeout_s < math.inf, "HPCZERO_TIMEOUT", text, "seconds, 0 or above")
+        transport = values.get("HPCZERO_TRANSPORT") or "auto"
+        known = get_args(Transport)
+        require(transport in known, "HPCZERO_TRANSPORT", transport, f"one of {', '.join(known)}")
+        return cls(
+            strict == "1",
+            fake_nodes,
+            timeout_s,
+            cast(Transport, transport),
+            values.get("HPCZERO_ALGORITHMS") or "auto",
+            Path(values.get("XDG_CACHE_HOME") or "~/.cache") / "hpczero",
+        )

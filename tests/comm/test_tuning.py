@@ -1,0 +1,104 @@
+"""What is measured between nodes, and remembered. Fake nodes: which algorithm wins there means nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import hpczero
+from hpczero.comm import choose
+from hpczero.comm.selection import DEFAULT, NAMES
+from hpczero.comm.tuning import cache_file, tune
+from tests.helpers.parallel import parallel_assert
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(3, 4)]
+
+
+@pytest.fixture(autouse=True)
+def _cache(comm: MPI.Intracomm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(comm.bcast(tmp_path)))
+
+
+@pytest.fixture
+def nodes(comm: MPI.Intracomm) -> Iterator[Topology]:
+    """Three nodes of one rank, or two of two."""
+    topology = hpczero.Topology.create(comm, [0, 0, 1, 1] if comm.size == 4 else [0, 1, 2])
+    yield topology
+    topology.free()
+
+
+def test_every_algorithm_that_fits_is_measured_and_all_ranks_choose_alike(
+    comm: MPI.Intracomm, nodes: Topology
+) -> None:
+    selection = tune(nodes, torch.float32)
+    parallel_assert(comm, len(set(comm.allgather(repr(selection)))) == 1)
+    fits = set(NAMES["all_gather"]) - ({"doubling"} if nodes.num_nodes == 3 else set())
+    first = selection.gathers[0]
+    parallel_assert(comm, set(first.seconds) == fits, str(selection))
+    parallel_assert(comm, all(seconds > 0 for seconds in first.seconds.values()))
+    parallel_assert(comm, set(selection.exchanges[0].seconds) == set(NAMES["reduce_scatter"]))
+    sizes = [choice.at_nbytes for choice in selection.exchanges]
+    parallel_assert(comm, sizes[0] == 2**14 and len(sizes) >= 2, str(sizes))
+    # the best of what was measured, or the default where it is about as good
+    for choice, default in (
+        (first, DEFAULT.gathers[0]),
+        (selection.exchanges[0], DEFAULT.exchanges[0]),
+    ):
+        best = min(choice.seconds.values())
+        good = choice.seconds[choice.name] == best or choice.algorithm == default.algorithm
+        parallel_assert(comm, good, str(choice))
+
+
+def test_the_next_job_measures_nothing_unless_asked(comm: MPI.Intracomm, nodes: Topology) -> None:
+    first = tune(nodes, torch.float32)
+    second = tune(nodes, torch.float32)
+    parallel_assert(comm, second.origin == f"measured before, {cache_file(nodes)}", second.origin)
+    same = (second.gathers, second.exchanges) == (first.gathers, first.exchanges)
+    parallel_assert(comm, same, f"{first} {second}")
+    third = tune(nodes, torch.float32, fresh=True)
+    parallel_assert(comm, third.origin.startswith("measured in"), third.origin)
+
+
+@pytest.mark.ranks(4)
+def test_other_nodes_are_remembered_apart(comm: MPI.Intracomm, nodes: Topology) -> None:
+    other = hpczero.Topology.create(comm, [0, 1, 0, 1])
+    parallel_assert(comm, cache_file(nodes) != cache_file(other))
+    other.free()
+
+
+def test_what_cannot_be_read_or_written_costs_a_measurement_and_no_more(
+    comm: MPI.Intracomm, nodes: Topology, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = cache_file(nodes)
+    if nodes.is_root:
+        path.parent.mkdir(parents=True)
+        path.write_text("{")
+    with caplog.at_level(logging.WARNING, "hpczero.comm"):
+        origin = tune(nodes, torch.float32).origin
+    parallel_assert(comm, origin.startswith("measured in"), origin)
+    warned = [record for record in caplog.records if "measured anew" in record.getMessage()]
+    parallel_assert(comm, len(warned) == int(nodes.is_root))
+    if nodes.is_root:
+        path.unlink()
+        path.parent.rmdir()
+        path.parent.write_text("in the way")
+    origin = tune(nodes, torch.float32).origin
+    parallel_assert(comm, origin.startswith("measured in"), origin)
+
+
+def test_fake_nodes_are_measured_only_if_asked(comm: MPI.Intracomm, nodes: Topology) -> None:
+    for algorithms, word in (("auto", "not measured"), ("measure", "measured in")):
+        transport = choose(nodes, algorithms=algorithms)
+        said = transport.describe()
+        transport.close()
+        parallel_assert(comm, word in said, said)
