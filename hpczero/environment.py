@@ -14,6 +14,13 @@ from typing import cast, get_args
 
 from hpczero.config import Transport, node_shape, require
 
+MALLOC_VARIABLES = (
+    "GLIBC_TUNABLES",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+    "MALLOC_TRIM_THRESHOLD_",
+)
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -25,6 +32,8 @@ class Environment:
         timeout_s: HPCZERO_TIMEOUT: seconds one collective may take before the job is ended; 0 waits for ever.
         transport: HPCZERO_TRANSPORT: what ``auto`` means.
         algorithms: HPCZERO_ALGORITHMS: what ``auto`` means.
+        keep_heap: HPCZERO_KEEP_HEAP=0: leave the C library's heap as it is; see ``heap``.
+        tunes_malloc: whether the user has set malloc himself (MALLOC_*_, GLIBC_TUNABLES).
         cache: folder for what is worth remembering between jobs: XDG_CACHE_HOME/hpczero, else ~/.cache/hpczero.
     """
 
@@ -33,6 +42,8 @@ class Environment:
     timeout_s: float = 1800.0
     transport: Transport = "auto"
     algorithms: str = "auto"
+    keep_heap: bool = True
+    tunes_malloc: bool = False
     cache: Path = Path("~/.cache/hpczero")
 
     @classmethod
@@ -54,6 +65,8 @@ class Environment:
         except ValueError:
             timeout_s = math.nan
         require(0 <= timeout_s < math.inf, "HPCZERO_TIMEOUT", text, "seconds, 0 or above")
+        keep_heap = values.get("HPCZERO_KEEP_HEAP", "")
+        require(keep_heap in ("", "0", "1"), "HPCZERO_KEEP_HEAP", keep_heap, "0 or 1")
         transport = values.get("HPCZERO_TRANSPORT") or "auto"
         known = get_args(Transport)
         require(transport in known, "HPCZERO_TRANSPORT", transport, f"one of {', '.join(known)}")
@@ -63,5 +76,7 @@ class Environment:
             timeout_s,
             cast(Transport, transport),
             values.get("HPCZERO_ALGORITHMS") or "auto",
+            keep_heap != "0",
+            any(value and name in MALLOC_VARIABLES for name, value in values.items()),
             Path(values.get("XDG_CACHE_HOME") or "~/.cache") / "hpczero",
         )

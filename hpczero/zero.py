@@ -21,6 +21,7 @@ from hpczero.comm import Collectives, check_algorithms, check_transport_name, ch
 from hpczero.device import DTYPES
 from hpczero.environment import Environment
 from hpczero.errors import PlanError, StepError
+from hpczero.heap import keep_freed_memory
 from hpczero.optimizers import check_optimizer, describe_options, group_of_parameters
 from hpczero.plan import Plan, Stage
 from hpczero.plan.plan import UnitRule
@@ -117,6 +118,7 @@ def zeroify(
         unit.load(_filler(unit, collectives, initialize))
     sharding.share_buffers()
     sharding.attach()
+    keep_freed_memory(environment)
     return model
 
 

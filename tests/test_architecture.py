@@ -25,7 +25,7 @@ MAX_LINES = 400
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("config", "environment", "layout", "log", "metrics", "options", "precision", "watchdog"),
-    ("device", "kernels", "topology"),
+    ("device", "heap", "kernels", "topology"),
     ("comm",),
     ("optimizers", "parameter", "plan"),
     ("casting", "gradient", "unit", "whole"),

@@ -364,6 +364,8 @@ def test_environment_is_read_into_one_record() -> None:
     assert Environment.read(dict.fromkeys(variables, "")) == Environment()
     assert Environment.read({"HPCZERO_STRICT": "0", "HPCZERO_TIMEOUT": "0"}).timeout_s == 0.0
     named = Environment.read({"HPCZERO_ALGORITHMS": "measure", "XDG_CACHE_HOME": "/cache"})
+    assert Environment.read({"HPCZERO_KEEP_HEAP": "0"}).keep_heap is False
+    assert Environment.read({"MALLOC_TRIM_THRESHOLD_": "131072"}).tunes_malloc
     assert (named.algorithms, named.cache) == ("measure", Path("/cache/hpczero"))
 
 
@@ -371,6 +373,7 @@ def test_environment_is_read_into_one_record() -> None:
     ("name", "value"),
     [
         ("HPCZERO_STRICT", "yes"),
+        ("HPCZERO_KEEP_HEAP", "no"),
         ("HPCZERO_FAKE_NODES", "two"),
         ("HPCZERO_TIMEOUT", "soon"),
         ("HPCZERO_TIMEOUT", "-1"),

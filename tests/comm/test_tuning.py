@@ -46,7 +46,8 @@ def test_every_algorithm_that_fits_is_measured_and_all_ranks_choose_alike(
     first = selection.gathers[0]
     parallel_assert(comm, set(first.seconds) == fits, str(selection))
     parallel_assert(comm, all(seconds > 0 for seconds in first.seconds.values()))
-    parallel_assert(comm, set(selection.exchanges[0].seconds) == set(NAMES["reduce_scatter"]))
+    measured = {name.partition("/")[0] for name in selection.exchanges[0].seconds}
+    parallel_assert(comm, measured == set(NAMES["reduce_scatter"]), str(selection))
     sizes = [choice.at_nbytes for choice in selection.exchanges]
     parallel_assert(comm, sizes[0] == 2**14 and len(sizes) >= 2, str(sizes))
     # the best of what was measured, or the default where it is about as good

@@ -1,0 +1,55 @@
+"""Whether memory that a step frees is still there for the next, asked of the kernel."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = """
+import resource, torch, hpczero
+from torch import nn
+model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+hpczero.zeroify(model, optimizer, transport="flat")
+batch = torch.ones(256, 1024)
+for _ in range(8):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    model(batch).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults_of_a_step(**variables: str) -> int:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
+    found = subprocess.run(
+        [sys.executable, "-c", STEPS], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert found.returncode == 0, found.stderr
+    return int(found.stdout.split()[-1])
+
+
+def test_a_step_takes_no_new_pages_unless_the_user_wants_his_heap_as_it_was() -> None:
+    kept = page_faults_of_a_step()
+    untouched = page_faults_of_a_step(HPCZERO_KEEP_HEAP="0")
+    assert kept < 100
+    assert untouched > 10 * max(kept, 1), (kept, untouched)
+
+
+def test_settings_of_the_users_own_are_left_alone() -> None:
+    # with blocks of 64 KiB and more mapped one by one, every step takes all its pages anew
+    step_pages = 8 * 4 * 1024 * 1024 // resource.getpagesize()
+    assert page_faults_of_a_step(MALLOC_MMAP_THRESHOLD_="65536") > step_pages
+
+
+@pytest.mark.parametrize("value", ["yes", "2"])
+def test_bad_value_is_refused(value: str) -> None:
+    with pytest.raises(AssertionError, match=r"HPCZERO_KEEP_HEAP: got .*, expected 0 or 1"):
+        page_faults_of_a_step(HPCZERO_KEEP_HEAP=value)
