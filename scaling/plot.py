@@ -1,6 +1,6 @@
 """Plots of measurements, written without a display.
 
-Owns: how bars look. Must not know: what was measured.
+Owns: how bars and lines look. Must not know: what was measured.
 """
 
 from __future__ import annotations
@@ -56,4 +56,43 @@ def draw_bars(panels: Mapping[str, Sequence[Bar]], path: Path, *, title: str) ->
         axes.grid(axis="x", alpha=0.3)
         if place:
             axes.set_yticklabels([])
+    figure.savefig(path)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line.
+
+    Attributes:
+        label: in the legend.
+        points: y by x, both above 0.
+        style: as matplotlib writes it, such as ``k:``.
+    """
+
+    label: str
+    points: Mapping[float, float]
+    style: str = "-"
+
+
+def draw_lines(panels: Mapping[str, Sequence[Line]], path: Path, *, title: str) -> None:
+    """Lines over logarithmic axes, one panel beside the other, to ``path`` (PNG).
+
+    Args:
+        panels: lines by the name of their panel.
+        path: of the file.
+        title: above all.
+    """
+    figure = Figure(figsize=(7 * len(panels), 5.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize="medium")
+    for place, (name, lines) in enumerate(panels.items()):
+        axes = figure.add_subplot(1, len(panels), place + 1)
+        for line in lines:
+            xs = sorted(line.points)
+            axes.plot(xs, [line.points[x] for x in xs], line.style, marker=".", label=line.label)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_title(name, fontsize="medium")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
     figure.savefig(path)

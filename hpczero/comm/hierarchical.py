@@ -121,6 +121,19 @@ class Hierarchical(Collectives):
             return f"{inside} on one node"
         return f"{inside} inside nodes; between nodes {self._rails.selection.describe()}"
 
+    @property
+    def selection(self) -> Selection:
+        """Algorithms between nodes."""
+        return self._rails.selection
+
+    def select(self, selection: Selection) -> None:
+        """Use other algorithms between nodes from the next call on. Equal on all ranks; not collective.
+
+        Raises:
+            ConfigError: an algorithm that does not work on this number of nodes.
+        """
+        self._rails.select(selection)
+
     def settle(self) -> None:
         """See ``Collectives``."""
         self._node.settle()

@@ -55,22 +55,30 @@ class Rails:
             ConfigError: an algorithm that does not work on this number of nodes.
         """
         self.comm = comm
-        self.selection = selection
         self._local_size = local_size
         self._node_dtype = node_dtype
         self._chunk_nbytes = chunk_nbytes
         self._scratch = Scratch(memory, category="exchange")
         self._gathers: dict[str, Gather] = {}
         self._exchanges: dict[str, Exchange] = {}
+        self.select(selection)
+
+    def select(self, selection: Selection) -> None:
+        """Use other algorithms from now on; equal on all ranks.
+
+        Raises:
+            ConfigError: an algorithm that does not work on this number of nodes.
+        """
         names = {choice.algorithm for choice in (*selection.gathers, *selection.exchanges)}
         for kind in (*GATHERS, *EXCHANGES):
-            if kind.name in names and not kind.fits(comm.size):
+            if kind.name in names and not kind.fits(self.comm.size):
                 error = ConfigError(
-                    f"algorithms: {kind.name} does not work between {comm.size} nodes, expected one that does; "
+                    f"algorithms: {kind.name} does not work between {self.comm.size} nodes, expected one that does; "
                     "leave it to auto"
                 )
                 error.agreed = True
                 raise error
+        self.selection = selection
 
     def wire(self, dtype: torch.dtype) -> torch.dtype:
         """In which partial sums of ``dtype`` travel."""

@@ -20,8 +20,12 @@ class Contender(base.Contender):
         self.transport = transport
 
     def connect(self) -> None:
-        self.topology = Topology.of_world()
-        self.rank, self.size = self.topology.rank, self.topology.size
+        self.join(Topology.of_world())
+
+    def join(self, topology: Topology) -> None:
+        """Train over ranks that are connected already."""
+        self.topology = topology
+        self.rank, self.size = topology.rank, topology.size
 
     def build(self, workload: Workload) -> None:
         model = base.gpt(workload)

@@ -1,0 +1,144 @@
+"""What moves data in `scaling.collectives`: the MPI library's own calls, and hpczero's transports and algorithms.
+
+Owns: their names and their buffers, which those of one kind share. Must not know: sizes to measure, clocks, reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from mpi4py import MPI
+
+from hpczero.comm import Collectives, Flat, Hierarchical
+from hpczero.comm.algorithms import EXCHANGES, GATHERS
+from hpczero.comm.selection import DEFAULT, Choice, Selection
+from hpczero.comm.tuning import tune
+from hpczero.device import Use
+from hpczero.topology import Topology
+
+OPERATIONS = ("all_gather", "reduce_scatter")
+LIBRARY = "MPI library"
+AUTO = "window, auto"
+SHORTER, LONGER = 2**16, 2**19  # rounds of a reduction beside the usual one
+
+
+@dataclass(frozen=True)
+class Mover:
+    """One way to do one operation.
+
+    Attributes:
+        name: in tables.
+        operation: one of OPERATIONS.
+        call: does it once, on buffers of its own. Collective.
+    """
+
+    name: str
+    operation: str
+    call: Callable[[], object]
+
+
+def tuned(topology: Topology) -> Selection:
+    """What hpczero chooses between these nodes, measured now. Collective."""
+    two_level = topology.is_rectangular and topology.num_nodes > 1
+    return tune(topology, torch.float32, fresh=True) if two_level else DEFAULT
+
+
+@contextmanager
+def movers(topology: Topology, shard_nbytes: int, auto: Selection) -> Iterator[list[Mover]]:
+    """All that work on this topology, for fp32 shards of ``shard_nbytes``. Collective."""
+    numel = shard_nbytes // 4
+    with ExitStack() as stack:
+        whole, out = torch.ones(numel * topology.size), torch.empty(numel)
+        found = [*_library(topology, whole, out)]
+        for gather in GATHERS:
+            if gather.fits(topology.size):
+                flat = stack.enter_context(_closing(Flat(topology, gather=gather)))
+                found.append(_gather(f"flat, {gather.name}", flat, whole))
+        for exchange in EXCHANGES:
+            flat = stack.enter_context(_closing(Flat(topology, exchange=exchange)))
+            found.append(_reduce(f"flat, {exchange.name}", flat, whole, out))
+        if topology.is_rectangular:
+            messages = stack.enter_context(_closing(Hierarchical(topology, shared_memory=False)))
+            found.append(_gather("hierarchical", messages, whole))
+            found.append(_reduce("hierarchical", messages, whole, out))
+        if topology.is_rectangular and topology.node.size > 1:
+            found += _window(topology, stack, numel, out, auto)
+        yield found
+
+
+def _library(topology: Topology, whole: torch.Tensor, out: torch.Tensor) -> Iterator[Mover]:
+    """In the order of world ranks, which suits it best."""
+    world, nbytes = topology.world, out.numel() * 4
+    gathered = MPI.buffer.fromaddress(whole.data_ptr(), whole.numel() * 4)
+    summed = MPI.buffer.fromaddress(out.data_ptr(), nbytes)
+    yield Mover(
+        LIBRARY,
+        "all_gather",
+        lambda: world.Allgather(MPI.IN_PLACE, [gathered, nbytes, MPI.BYTE]),
+    )
+    yield Mover(
+        LIBRARY,
+        "reduce_scatter",
+        lambda: world.Reduce_scatter_block([gathered, MPI.FLOAT], [summed, MPI.FLOAT], MPI.SUM),
+    )
+
+
+def _window(
+    topology: Topology, stack: ExitStack, numel: int, out: torch.Tensor, auto: Selection
+) -> Iterator[Mover]:
+    window = stack.enter_context(_closing(Hierarchical(topology)))
+    size = numel * topology.size
+    whole = window.allocate(size, torch.float32, category="whole", use=Use.GATHER, keep=True)
+    gradient = window.allocate(size, torch.float32, category="gradient", use=Use.REDUCE, keep=True)
+    window.settle()
+    for buffer in (whole, gradient):
+        buffer.take()
+    whole.tensor.view(topology.size, -1)[topology.shard_index] = 1.0
+    gradient.tensor.fill_(1.0)
+
+    def selected(mover: Mover, selection: Selection) -> Mover:
+        def call() -> None:
+            window.select(selection)
+            mover.call()
+
+        return Mover(mover.name, mover.operation, call)
+
+    def gather(name: str) -> Mover:
+        return _gather(f"window, {name}", window, whole.tensor)
+
+    def reduce(name: str) -> Mover:
+        return _reduce(f"window, {name}", window, gradient.tensor, out)
+
+    yield selected(gather("auto"), auto)
+    yield selected(reduce("auto"), auto)
+    if topology.num_nodes == 1:
+        return  # there is nothing to choose
+    for kind in GATHERS:
+        if kind.fits(topology.num_nodes):
+            choice = Choice(kind.name)
+            yield selected(gather(choice.name), Selection((choice,), DEFAULT.exchanges))
+    rounds = [Choice("pairwise", chunk) for chunk in (SHORTER, LONGER)]
+    for choice in (DEFAULT.exchanges[0], *rounds, Choice("library", LONGER)):
+        yield selected(reduce(choice.name), Selection(DEFAULT.gathers, (choice,)))
+
+
+def _gather(name: str, transport: Collectives, whole: torch.Tensor) -> Mover:
+    return Mover(name, "all_gather", lambda: transport.all_gather(whole, name="u").wait())
+
+
+def _reduce(name: str, transport: Collectives, whole: torch.Tensor, out: torch.Tensor) -> Mover:
+    def call() -> None:
+        transport.reduce_scatter(whole, out, scale=1.0, name="u").wait()
+
+    return Mover(name, "reduce_scatter", call)
+
+
+@contextmanager
+def _closing(transport: Collectives) -> Iterator[Collectives]:
+    try:
+        yield transport
+    finally:
+        transport.close()
