@@ -98,6 +98,8 @@ def train(config: RunConfig, model_config: GPTConfig) -> None:
             records = Records(folder, config.log, num_steps=config.train.steps)
     log.info("%s", topology.describe())
     log.info("transport: %s", sharding.collectives.describe())
+    for line in sharding.collectives.measured():
+        log.info("  %s", line)
     log.info("%s", sharding.plan.describe(sharding.collectives.sharing))
     log.info("%s", describe_data(tokens))
     log.info("%s", describe_run(config, batch, seq_len, topology.size))

@@ -133,6 +133,10 @@ class Collectives(ABC):
     def describe(self) -> str:
         """One line for a run header."""
 
+    def measured(self) -> list[str]:
+        """Lines about what the choice of algorithms rests on; none where nothing was measured."""
+        return []
+
     def settle(self) -> None:
         """All buffers with a use have been asked for. Collective over topology.world."""
         return

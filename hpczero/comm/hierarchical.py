@@ -121,6 +121,10 @@ class Hierarchical(Collectives):
             return f"{inside} on one node"
         return f"{inside} inside nodes; between nodes {self._rails.selection.describe()}"
 
+    def measured(self) -> list[str]:
+        """See ``Collectives``."""
+        return self._rails.selection.table()
+
     @property
     def selection(self) -> Selection:
         """Algorithms between nodes."""

@@ -55,6 +55,9 @@ def examine(
     with TimeLimit("the bandwidth measurement", time_limit_s):
         speed = probes.measure_pair(topology.world)
     yield mpi.check_pair(speed, same_node=ranks[0].node_index == ranks[-1].node_index)
+    if topology.num_nodes > 1 and topology.is_rectangular:
+        with TimeLimit("measuring the algorithms between nodes", time_limit_s):
+            yield from mpi.check_between_nodes(*probes.measure_between_nodes(topology))
     yield from software.check_versions(ranks)
     with TimeLimit("importing torch on rank 0", time_limit_s):
         # One rank only: a thousand imports at once can keep a parallel file system busy for minutes.

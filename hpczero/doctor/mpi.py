@@ -5,7 +5,7 @@ Owns: the findings. Must not know: MPI itself (``probes`` asks it), torch, files
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpczero.doctor.finding import Finding, Status
@@ -53,6 +53,12 @@ def check_trials(title: str, errors: Mapping[str, str]) -> Finding:
             "rebuild mpi4py with it (pip install --no-binary=mpi4py --force-reinstall mpi4py)",
         )
     return Finding(title, f"{', '.join(errors)} proved by a trial")
+
+
+def check_between_nodes(chosen: str, measured: Sequence[str]) -> list[Finding]:
+    """Which algorithms will move data between nodes, and what that rests on."""
+    lines = [chosen, *measured]
+    return [Finding("between nodes", line) for line in lines]
 
 
 def check_pair(speed: PairSpeed | None, same_node: bool) -> Finding:

@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from hpczero.doctor.mpi import PairSpeed
 from hpczero.doctor.storage import Hdf5Facts
+from hpczero.topology import Topology
 
 MOVED_DTYPES = ("fp32", "bf16", "fp16")
 SUMMED_DTYPES = ("float64", "int64", "float32")
@@ -58,6 +59,16 @@ def measure_pair(comm: MPI.Comm) -> PairSpeed | None:
     large = _half_round_trip(comm, peer, SPEED_NBYTES)
     latency_s, large_s = comm.bcast((small, large), root=0)
     return PairSpeed(peer, SPEED_NBYTES, latency_s, SPEED_NBYTES / large_s)
+
+
+def measure_between_nodes(topology: Topology) -> tuple[str, list[str]]:
+    """The algorithms that ``auto`` takes between these nodes, measured now or before. Collective over its world."""
+    import torch  # as every rank of a training run does
+
+    from hpczero.comm.tuning import tune
+
+    selection = tune(topology, torch.float32)
+    return selection.describe(), selection.table()
 
 
 def try_hdf5(comm: MPI.Comm, directory: Path) -> Hdf5Facts:

@@ -1,0 +1,88 @@
+"""The comparison of transports: its arithmetic on rows made by hand, and a real run between fake nodes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scaling.job import placement
+from scaling.record import Row
+from scaling.transports_report import draw, text
+from tests.helpers.mpirun import run_ranks
+
+SLOWER = (1.0, 3.0, 2.0, 10.0, 1.5, 1.0)
+
+
+def rows() -> list[Row]:
+    head = {
+        "kind": "run",
+        "ranks": 8,
+        "placement": "4x2-block",
+        "emulated": True,
+        "link": "1 Gbit/s",
+        "stage": 3,
+        "rounds": len(SLOWER),
+        "cores": 2,
+        "cpu": "a CPU",
+        "commit": "abc",
+        "date": "today",
+        "description": "a model",
+    }
+    found: list[Row] = [head]
+    for name, seconds in (("window", 0.5), ("flat", 1.0)):
+        found.append({"kind": "transport", "transport": name, "description": f"{name}!"})
+        for number, slower in enumerate(SLOWER):
+            took = slower * seconds
+            found.append({"kind": "step", "transport": name, "round": number, "seconds": took})
+    return found
+
+
+def test_text_compares_with_flat_within_rounds(tmp_path: Path) -> None:
+    said = text(rows())
+    assert said.startswith("emulated nodes on one machine (not scaling): a model, stage 3, 8 ranks")
+    row = next(line for line in said.splitlines() if line.startswith("| window"))
+    assert [cell.strip() for cell in row.split("|")[2:4]] == ["875 [500, 5000]", "2.00 [2.00, 2.00]"]
+    assert "- flat: flat!" in said
+    draw(rows(), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_transports_take_a_step_between_two_nodes_of_two(tmp_path: Path) -> None:
+    done = run_ranks(
+        4,
+        ["-m", "scaling.transports", "--workload", "tiny", "--rounds", "2", "--results", str(tmp_path)],
+        timeout=120,
+        env={"HPCZERO_FAKE_NODES": "2x2"},
+    )
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.rglob("transports-tiny-2x2-block.jsonl")
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    steps = [row["transport"] for row in found if row["kind"] == "step"]
+    assert sorted(steps) == sorted(["flat", "hierarchical", "window"] * 2)
+    assert "| window" in done.stdout
+
+
+class Nodes:
+    """What ``placement`` looks at."""
+
+    def __init__(self, *nodes: tuple[int, ...]) -> None:
+        self.nodes = nodes
+        self.size = sum(map(len, nodes))
+        self.is_rectangular = len({len(ranks) for ranks in nodes}) == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "name"),
+    [
+        (((0, 1),), "1x2"),
+        (((0,), (1,), (2,)), "3x1"),
+        (((0, 1), (2, 3)), "2x2-block"),
+        (((0, 2), (1, 3)), "2x2-cyclic"),
+        (((0, 3), (1, 2)), "2x2-mixed"),
+        (((0, 1, 2), (3,)), "3+1"),
+    ],
+)
+def test_placement_has_a_name(nodes: tuple[tuple[int, ...], ...], name: str) -> None:
+    assert placement(Nodes(*nodes)) == name  # type: ignore[arg-type]
