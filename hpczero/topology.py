@@ -20,6 +20,7 @@ from mpi4py import MPI
 from hpczero import errors
 from hpczero.environment import Environment
 from hpczero.errors import HpcZeroError, TopologyError
+from hpczero.rollcall import RollCall
 from hpczero.watchdog import Watchdog
 
 
@@ -88,6 +89,8 @@ class Topology:
         node_map = _find_nodes(world, nodes)
         node_index = next(g for g, ranks in enumerate(node_map) if world.rank in ranks)
         local_rank = node_map[node_index].index(world.rank)
+        if world.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            watchdog.attend(RollCall(_named(world.Dup(), "roll call")))
         rectangular = len({len(ranks) for ranks in node_map}) == 1
         shard_index = local_rank * len(node_map) + node_index if rectangular else world.rank
         return cls(
@@ -113,6 +116,7 @@ class Topology:
                 if comm is not None:
                     comm.Free()
         self.watchdog.stop()
+        self.watchdog.leave()
 
     @property
     def rank(self) -> int:

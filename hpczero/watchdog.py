@@ -1,6 +1,6 @@
 """The watchdog: a call that does not return ends the job instead of holding the allocation.
 
-Owns: the deadline of the call in progress. Must not know: what the call does.
+Owns: the deadline of the call in progress, and what is said when it has passed. Must not know: what the call does, MPI.
 """
 
 from __future__ import annotations
@@ -13,6 +13,13 @@ import threading
 import time
 
 from hpczero.errors import EXIT_HANG, abort_job
+from hpczero.rollcall import RollCall
+
+STAGGER_S, MOST_STAGGER_S = (
+    0.1,
+    5.0,
+)  # ranks time out together; the first that is not stuck asks for all
+MOST_NAMED = 8
 
 
 class Watchdog:
@@ -26,8 +33,20 @@ class Watchdog:
         self.rank = rank
         self.timeout_s = timeout_s
         self._calls: list[tuple[str, float]] = []
+        self._last = ("nothing yet", time.monotonic())
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._roll_call: RollCall | None = None
+
+    def attend(self, roll_call: RollCall) -> None:
+        """Answer when other ranks ask where this one is, and ask them."""
+        self._roll_call = roll_call
+
+    def leave(self) -> None:
+        """Neither answer nor ask any more; after ``stop``. Collective over the ranks of the roll call."""
+        if self._roll_call is not None:
+            self._roll_call.free()
+            self._roll_call = None
 
     def watch(self, what: str) -> _Watch:
         """Context manager around one blocking call; ``what`` is printed if it never returns."""
@@ -49,26 +68,69 @@ class Watchdog:
             atexit.register(self.stop)
 
     def _end(self) -> None:
-        self._calls.pop()
+        self._last = (self._calls.pop()[0], time.monotonic())
+
+    def _state(self) -> str:
+        """Where this rank is, for the others."""
+        innermost = self._calls[-1:]
+        if innermost:
+            what, since = innermost[0]
+            return f"in {what}, for {time.monotonic() - since:.0f} s"
+        what, since = self._last
+        return (
+            f"outside of any collective for {time.monotonic() - since:.0f} s, the last was {what}"
+        )
 
     def _look(self) -> None:
         period = min(max(self.timeout_s / 10, 0.05), 5.0)
         while not self._stop.wait(period):
+            if self._roll_call is not None:
+                self._roll_call.answer(self._state)
             innermost = self._calls[-1:]
             if not innermost:
                 continue
             what, start = innermost[0]
-            if time.monotonic() - start > self.timeout_s:
-                sys.stderr.write(
-                    f"[rank {self.rank}] hang: {what} has not finished after {self.timeout_s:g} s. "
-                    "A peer failed, left early, runs other modules, or still works; run once with "
-                    "HPCZERO_STRICT=1 to see which. HPCZERO_TIMEOUT sets this limit. Stacks follow.\n"
-                )
-                sys.stderr.flush()
-                faulthandler.dump_traceback(all_threads=True)
-                abort_job(EXIT_HANG)
-                # The job is this process alone: nobody to abort, and the call never returns.
-                os._exit(EXIT_HANG)
+            stagger = min(self.rank * STAGGER_S, MOST_STAGGER_S)
+            if time.monotonic() - start > self.timeout_s + stagger:
+                self._end_job(what, patience_s=2 * period + 1.0)
+
+    def _end_job(self, what: str, patience_s: float) -> None:
+        sys.stderr.write(
+            f"[rank {self.rank}] hang: {what} has not finished after {self.timeout_s:g} s. "
+            "A peer failed, left early, runs other modules, or still works; run once with "
+            "HPCZERO_STRICT=1 to see which. HPCZERO_TIMEOUT sets this limit.\n"
+        )
+        sys.stderr.flush()
+        for line in self._missing(what, patience_s):
+            sys.stderr.write(f"[rank {self.rank}] {line}\n")
+        sys.stderr.write(f"[rank {self.rank}] stacks of this rank:\n")
+        sys.stderr.flush()
+        faulthandler.dump_traceback(all_threads=True)
+        abort_job(EXIT_HANG)
+        # The job is this process alone: nobody to abort, and the call never returns.
+        os._exit(EXIT_HANG)
+
+    def _missing(self, what: str, patience_s: float) -> list[str]:
+        """Who is not in the same call, and where instead; a line for each, or for all that say nothing."""
+        if self._roll_call is None:
+            return []
+        answers = self._roll_call.ask(patience_s, self._state)
+        others = [rank for rank in range(self._roll_call.size) if rank != self.rank]
+        silent = [rank for rank in others if rank not in answers]
+        elsewhere = {r: said for r, said in answers.items() if not said.startswith(f"in {what}, ")}
+        lines = [f"missing: rank {r} is {elsewhere[r]}" for r in sorted(elsewhere)[:MOST_NAMED]]
+        if len(elsewhere) > MOST_NAMED:
+            lines.append(f"missing: {len(elsewhere) - MOST_NAMED} more ranks are elsewhere")
+        if silent:
+            named = ", ".join(map(str, silent[:MOST_NAMED])) + (
+                " ..." if silent[MOST_NAMED:] else ""
+            )
+            lines.append(
+                f"missing: rank(s) {named} do not answer: they ended, or hang outside of Python"
+            )
+        return lines or [
+            "all ranks are in this call: the network or the MPI library does not deliver"
+        ]
 
 
 class _Watch:

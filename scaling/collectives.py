@@ -71,7 +71,9 @@ def main() -> int:
 
     topology = Topology.of_world()
     if topology.size < 2:
-        raise ConfigError("one rank has nobody to exchange with; type: mpirun -n 2 python -m scaling.collectives")
+        raise ConfigError(
+            "one rank has nobody to exchange with; type: mpirun -n 2 python -m scaling.collectives"
+        )
     where = placement(topology)
     label = f"{where}-emulated-{options.nic_gbit or 0:g}gbit" if options.emulated else where
     parent = ROOT / (options.results or "scaling/results")

@@ -44,7 +44,11 @@ class Options:
 
     workload: Literal["gpt-8x512", "gpt-12x768", "tiny"] = "gpt-8x512"
     stage: Literal[0, 1, 2, 3] = 3
-    transports: tuple[Literal["flat", "hierarchical", "window"], ...] = ("flat", "hierarchical", "window")
+    transports: tuple[Literal["flat", "hierarchical", "window"], ...] = (
+        "flat",
+        "hierarchical",
+        "window",
+    )
     rounds: int = 7
     warm_up: int = 2
     emulated: tyro.conf.UseCounterAction[int] = 0  # a bare --emulated

@@ -43,8 +43,8 @@ def heading(rows: list[Row]) -> str:
     link = f", {head['link']}" if head["link"] else ""
     return (
         f"{what}{head['description']}, stage {head['stage']}, {head['ranks']} ranks as {head['placement']}{link}; "
-        f"{head['cores']} cores of {head['cpu']}; fp32, fused AdamW. Median of {head['rounds']} steps of each, in turn; "
-        f"losses equal bit for bit. Commit {head['commit']}, {head['date']}."
+        f"{head['cores']} cores of {head['cpu']}; fp32, fused AdamW. Median of {head['rounds']} steps of each, "
+        f"in turn; losses equal bit for bit. Commit {head['commit']}, {head['date']}."
     )
 
 
@@ -56,7 +56,9 @@ def draw(rows: list[Row], path: Path) -> None:
         bars.append(Bar(name, spread.median * 1e3, spread.low * 1e3, spread.high * 1e3))
     head = next(of_kind(rows, "run"))
     label = ", emulated" if head["emulated"] else ""
-    draw_bars({"ms per step": bars}, path, title=f"{head['description']}, {head['placement']}{label}")
+    draw_bars(
+        {"ms per step": bars}, path, title=f"{head['description']}, {head['placement']}{label}"
+    )
 
 
 def _reference(rows: list[Row]) -> str:

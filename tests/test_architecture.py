@@ -24,7 +24,17 @@ MAX_LINES = 400
 # the same layer. ``__init__`` is the public names of the package, which the rooms below it never use.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("config", "environment", "layout", "log", "metrics", "options", "precision", "watchdog"),
+    (
+        "config",
+        "environment",
+        "layout",
+        "log",
+        "metrics",
+        "options",
+        "precision",
+        "rollcall",
+        "watchdog",
+    ),
     ("device", "heap", "kernels", "topology"),
     ("comm",),
     ("optimizers", "parameter", "plan"),

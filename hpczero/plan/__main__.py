@@ -35,6 +35,8 @@ class Options:
         memory: bytes one rank may use, such as 32GB or 80GiB; leave out what Python, torch and MPI take themselves.
         ranks: ranks that share the model: the world size.
         ranks_per_node: to show what a node needs.
+        transport: flat counts messages between all ranks; hierarchical between nodes and inside them; window shares
+            memory inside nodes. The last two need the ranks per node; one node of all ranks is meant without.
         model: a preset, such as gpt2-xl or gpt-60b.
         layers: transformer blocks; given beside a preset, this and the next three replace its values.
         hidden: width of the residual stream.
@@ -49,6 +51,7 @@ class Options:
     memory: str
     ranks: int
     ranks_per_node: int | None = None
+    transport: Literal["flat", "hierarchical", "window"] = "flat"
     model: str | None = None
     layers: int | None = None
     hidden: int | None = None
@@ -69,6 +72,7 @@ class Report:
     sequence: int
     machine: Machine
     ranks_per_node: int | None
+    transport: str
     precision: str
     micro_batch: int
     fits: tuple[Fit, ...]
@@ -118,7 +122,12 @@ def build_report(options: Options) -> Report:
         )
     config = choose_config(options)
     sequence = options.sequence or config.context
-    machine = Machine(options.ranks, parse_nbytes(options.memory))
+    machine = Machine(
+        options.ranks,
+        parse_nbytes(options.memory),
+        local_size=None if options.transport == "flat" else per_node or options.ranks,
+        shares_memory=options.transport == "window",
+    )
 
     def size(stage: int, ranks: int) -> Fit:
         return fit(
@@ -138,6 +147,7 @@ def build_report(options: Options) -> Report:
         sequence=sequence,
         machine=machine,
         ranks_per_node=per_node,
+        transport=options.transport,
         precision=options.precision,
         micro_batch=options.micro_batch,
         fits=fits,
@@ -269,7 +279,7 @@ def header(report: Report) -> str:
     return (
         f"{report.title}: {parameter_count(config):,} parameters, {config.layers} layers, hidden {config.hidden}, "
         f"vocabulary {config.vocab_size}, sequence {report.sequence}, {report.precision}\n"
-        f"{machine.ranks} ranks{nodes}, {_gb(machine.memory_nbytes)} per rank"
+        f"{machine.ranks} ranks{nodes}, {_gb(machine.memory_nbytes)} per rank, transport {report.transport}"
     )
 
 
@@ -313,6 +323,7 @@ def as_json(report: Report) -> dict[str, object]:
         "precision": report.precision,
         "ranks": report.machine.ranks,
         "ranks_per_node": report.ranks_per_node,
+        "transport": report.transport,
         "memory_nbytes": report.machine.memory_nbytes,
         "micro_batch": report.micro_batch,
         "recommended_stage": report.best.stage if report.best else None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from hpczero.layout import ShardLayout
+from hpczero.layout import ShardLayout, Sharing
 from hpczero.plan.plan import MemoryPlan, Plan, Stage, UnitSpec
 from hpczero.plan.traffic import TrafficPlan
 from hpczero.precision import Precision
@@ -211,10 +211,29 @@ class Fit:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the model is to run on: ranks that share it, and bytes each may use beside the runtime itself."""
+    """What the model is to run on.
+
+    Attributes:
+        ranks: ranks that share it.
+        memory_nbytes: what each may use beside the runtime itself.
+        local_size: ranks of a node, where nodes form a hierarchy; None: one communicator of all ranks.
+        shares_memory: whether ranks of a node share memory (transport ``window``).
+    """
 
     ranks: int
     memory_nbytes: int
+    local_size: int | None = None
+    shares_memory: bool = False
+
+    @property
+    def sharing(self) -> Sharing:
+        """What ranks of a node hold together."""
+        if self.local_size is None:
+            return Sharing()
+        local, nodes = min(self.local_size, self.ranks), -(-self.ranks // self.local_size)
+        if not self.shares_memory or local == 1:
+            return Sharing(nodes=nodes)
+        return Sharing(local, lasting=nodes == 1, nodes=nodes)
 
 
 def fit(
@@ -239,7 +258,7 @@ def fit(
         micro_batch: samples per rank in one forward and backward.
     """
     plan = blockwise_plan(shapes, num_shards=machine.ranks, stage=stage, precision=precision)
-    memory = plan.memory()
+    memory = plan.memory(sharing=machine.sharing)
     room = machine.memory_nbytes - memory.total
 
     def activations(batch: int, checkpointing: bool) -> int:
@@ -257,7 +276,7 @@ def fit(
     return Fit(
         stage=stage,
         memory=memory,
-        traffic=plan.traffic(),
+        traffic=plan.traffic(sharing=machine.sharing),
         ideal_nbytes=ideal_state_nbytes(stage, plan.numel, data_parallel=machine.ranks),
         micro_batch=plain,
         micro_batch_checkpointed=checkpointed,

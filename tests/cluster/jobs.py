@@ -92,6 +92,88 @@ def collectives(node_of_rank: str = "") -> None:
     topology.free()
 
 
+def train() -> None:
+    """Digests of weights and losses after some steps over every transport, while ranks are late at random."""
+    import random
+
+    import torch
+    from torch import nn
+
+    import hpczero
+    from tests.small_models import adamw, tiny_gpt, tiny_tokens
+
+    topology = hpczero.Topology.of_world()
+    late = random.Random(topology.rank)  # when and how long: on each rank at other places
+
+    def dawdle(*_: Any) -> None:
+        time.sleep(late.choice((0.0, 0.0, 0.002, 0.01)))
+
+    def digest(transport: str, algorithms: str) -> str:
+        model = tiny_gpt(layers=3)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(dawdle)
+                module.register_full_backward_hook(dawdle)
+        optimizer = adamw(model)
+        hpczero.zeroify(
+            model, optimizer, topology=topology, transport=transport, algorithms=algorithms
+        )
+        losses = []
+        for _ in range(4):
+            batch = tiny_tokens(topology.rank)
+            loss = model(batch, batch)
+            loss.backward()
+            dawdle()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = hpczero.full_state_dict(model) or {}
+        content = b"".join(value.numpy().tobytes() for value in weights.values())
+        hpczero.release(model)
+        return f"{losses} {hashlib.sha256(content).hexdigest()}"
+
+    torch.set_num_threads(1)
+    ways = [("flat", "default"), ("hierarchical", "default"), ("window", "default")]
+    ways += [
+        ("window", "all_gather=doubling,reduce_scatter=library"),
+        ("window", "all_gather=library"),
+        ("window", "all_gather=pairwise"),
+        ("auto", "measure"),
+    ]
+    report(
+        {
+            f"{transport}, {algorithms}": digest(transport, algorithms)
+            for transport, algorithms in ways
+        }
+    )
+    topology.free()
+
+
+def differ(how: str) -> None:
+    """The last rank runs another module than the others, or stays away from a collective."""
+    import torch
+
+    import hpczero
+    from tests.small_models import MLP, adamw
+
+    topology = hpczero.Topology.of_world()
+    model = MLP(sizes=(6, 6, 6, 6))
+    optimizer = adamw(model)
+    hpczero.zeroify(
+        model, optimizer, stage=3, topology=topology, transport="window", algorithms="default"
+    )
+    batch = torch.ones(1, 6)
+    for step in range(3):
+        is_odd = step == 2 and topology.rank == topology.size - 1
+        if is_odd and how == "other module":
+            batch = model.layers[1](batch)
+        if is_odd and how == "late":
+            time.sleep(600)
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def fail() -> None:
     """The last rank raises while the others wait."""
     if WORLD.rank == WORLD.size - 1:
@@ -122,5 +204,5 @@ def namespaces() -> None:
 
 
 if __name__ == "__main__":
-    jobs = (nodes, send, collectives, fail, part_with, hang, namespaces)
+    jobs = (nodes, send, collectives, train, differ, fail, part_with, hang, namespaces)
     {job.__name__: job for job in jobs}[sys.argv[1]](*sys.argv[2:])

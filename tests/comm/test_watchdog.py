@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 
 import pytest
@@ -56,12 +57,16 @@ def test_hang_ends_the_job_with_86_and_names_operation_and_unit() -> None:
     assert "has not finished after 2 s" in line, job
     assert "HPCZERO_TIMEOUT" in line, job
     assert "in _all_gather" in job.stderr, job  # the stack of the call
+    # rank 1 sleeps in its forward, after it had taken part in the unit before
+    said = r"\[rank 0\] missing: rank 1 is outside of any collective for \d+ s, the last was .*'blocks.0'"
+    assert re.search(said, job.stderr), job
 
 
 def test_rank_that_leaves_early_is_a_hang_not_a_success() -> None:
     job = run_loop("sys.exit(0)", HPCZERO_TIMEOUT="2", HPCZERO_TRANSPORT="flat")
     assert job.returncode == 86, job
     assert "hang: all_gather of 'blocks.1'" in job.stderr, job
+    assert "[rank 0] missing: rank(s) 1 do not answer" in job.stderr, job
 
 
 def test_hang_in_shared_memory_names_the_unit_whose_gradient_is_missing() -> None:

@@ -166,3 +166,23 @@ def test_command_loads_neither_torch_nor_mpi(args: tuple[str, ...]) -> None:
     loaded = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
     assert "hpczero.plan.sizing" in loaded  # the list is that of this command
     assert not {"torch", "mpi4py", "mpi4py.MPI"} & loaded
+
+
+def test_transport_says_what_nodes_hold_and_send_together() -> None:
+    flat, two_level, window = (
+        plan_json(*GPT_60B, "--transport", name)["stages"]
+        for name in ("flat", "hierarchical", "window")
+    )
+    psi = 60_119_623_680
+    # stage 3 in bf16: three times what each rank must send to other nodes, and nothing inside
+    sent = [stages[3]["traffic"]["all_gather_nbytes"] for stages in (flat, two_level, window)]
+    assert sent[0] == sent[1] == pytest.approx(2 * 2 * psi * 399 / 400, rel=1e-3)
+    assert sent[2] == pytest.approx(2 * 2 * psi * 24 / 400, rel=1e-3)
+    # one copy of whole parameters on each node of 16 at stages 1 and 2
+    held = [stages[2]["memory"]["parameters"] for stages in (flat, two_level, window)]
+    assert held == pytest.approx([2 * psi, 2 * psi, 2 * psi / 16], rel=1e-3)
+
+
+def test_window_without_nodes_means_one_node() -> None:
+    sizes = ("--model", "gpt2", "--ranks", "4", "--memory", "8GB", "--transport", "window")
+    assert plan_json(*sizes)["stages"][3]["traffic"]["nbytes"] == 0

@@ -43,7 +43,10 @@ def test_text_compares_with_flat_within_rounds(tmp_path: Path) -> None:
     said = text(rows())
     assert said.startswith("emulated nodes on one machine (not scaling): a model, stage 3, 8 ranks")
     row = next(line for line in said.splitlines() if line.startswith("| window"))
-    assert [cell.strip() for cell in row.split("|")[2:4]] == ["875 [500, 5000]", "2.00 [2.00, 2.00]"]
+    assert [cell.strip() for cell in row.split("|")[2:4]] == [
+        "875 [500, 5000]",
+        "2.00 [2.00, 2.00]",
+    ]
     assert "- flat: flat!" in said
     draw(rows(), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
@@ -52,7 +55,16 @@ def test_text_compares_with_flat_within_rounds(tmp_path: Path) -> None:
 def test_all_transports_take_a_step_between_two_nodes_of_two(tmp_path: Path) -> None:
     done = run_ranks(
         4,
-        ["-m", "scaling.transports", "--workload", "tiny", "--rounds", "2", "--results", str(tmp_path)],
+        [
+            "-m",
+            "scaling.transports",
+            "--workload",
+            "tiny",
+            "--rounds",
+            "2",
+            "--results",
+            str(tmp_path),
+        ],
         timeout=120,
         env={"HPCZERO_FAKE_NODES": "2x2"},
     )

@@ -1,0 +1,63 @@
+"""Transports between real nodes: the same bits by every way, and no silent hang. On the emulated cluster."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.emulated import EmulatedCluster, Placement, why_not
+
+JOBS = ["-m", "mpi4py", "-m", "tests.cluster.jobs"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[EmulatedCluster]:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with EmulatedCluster(hosts=2, rate_mbit=1000) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("placement", ["block", "cyclic"])
+def test_every_transport_and_algorithm_trains_to_the_same_bits_whoever_is_late(
+    cluster: EmulatedCluster, placement: Placement, tmp_path: Path
+) -> None:
+    done = cluster.run(
+        [*JOBS, "train"],
+        ranks_per_host=2,
+        placement=placement,
+        timeout=120,
+        env={"XDG_CACHE_HOME": str(tmp_path)},
+    )
+    assert done.returncode == 0, done
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 4
+    digests = found[0]
+    assert len(digests) == 7
+    assert len(set(digests.values())) == 1, digests
+    assert "nan" not in digests["flat, default"]
+
+
+def test_rank_that_runs_another_module_is_named_across_nodes(cluster: EmulatedCluster) -> None:
+    done = cluster.run(
+        [*JOBS, "differ", "other module"],
+        ranks_per_host=1,
+        timeout=60,
+        env={"HPCZERO_STRICT": "1"},
+    )
+    assert done.returncode not in (0, None), done
+    assert "rank 1: all_gather of 'layers.1'" in done.stderr, done
+
+
+def test_rank_that_stays_away_is_named_across_nodes(cluster: EmulatedCluster) -> None:
+    done = cluster.run(
+        [*JOBS, "differ", "late"], ranks_per_host=2, timeout=60, env={"HPCZERO_TIMEOUT": "2"}
+    )
+    assert done.returncode == 86, done
+    assert "hang: all_gather of " in done.stderr, done
+    assert re.search(r"missing: rank 3 is outside of any collective for \d+ s", done.stderr), done
