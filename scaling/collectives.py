@@ -13,7 +13,6 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tyro
@@ -65,11 +64,11 @@ def main() -> int:
         default=Options(),
     )
     # Here and not at the top: this import starts MPI, which --help and bad options must not do.
-    from hpczero.topology import Topology
+    from hpczero.launch import start_topology
     from scaling.collectives_report import draw, text
     from scaling.job import placement
 
-    topology = Topology.of_world()
+    topology = start_topology(None)
     if topology.size < 2:
         raise ConfigError(
             "one rank has nobody to exchange with; type: mpirun -n 2 python -m scaling.collectives"

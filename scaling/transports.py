@@ -74,11 +74,11 @@ def main() -> int:
         default=Options(),
     )
     # Here and not at the top: this import starts MPI, which --help and bad options must not do.
-    from hpczero.topology import Topology
+    from hpczero.launch import start_topology
     from scaling.job import placement
     from scaling.transports_report import draw, text
 
-    topology = Topology.of_world()
+    topology = start_topology(None)
     label = f"{options.workload}-{placement(topology)}{'-emulated' if options.emulated else ''}"
     parent = ROOT / (options.results or "scaling/results")
     path = parent / machine_name() / f"transports-{label}.jsonl"

@@ -50,7 +50,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 
 # Who alone may import these, at whatever depth of the code.
 GUARDED = {
-    "mpi4py": ("checkpoint", "comm", "doctor", "topology"),
+    "mpi4py": ("checkpoint", "comm", "doctor", "rollcall", "topology"),
     "h5py": ("checkpoint", "data", "device", "doctor", "kernels"),
     "cupy": ("checkpoint", "data", "device", "doctor", "kernels"),
 }
