@@ -17,9 +17,9 @@ from math import prod
 DEFAULT_ALIGN = 64
 # Upper bound of the buffer that receives peers' gradient blocks; larger reductions go through it in chunks.
 EXCHANGE_BYTES = 32 * 2**20
-# Bytes that one message between nodes carries in a reduction, unless a measurement finds better: small enough that sums
-# and messages overlap (between emulated hosts 445 ms where 512 KiB took 580 and the link needs 403).
-ROUND_BYTES = 2**17
+# Bytes that one message of a round between nodes carries, unless a measurement finds better: small enough that sums and
+# messages overlap (a reduction between emulated hosts took 433 ms where 512 KiB took 580 and the link needs 403).
+ROUND_BYTES = 2**16
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from hpczero.topology import Topology
 OPERATIONS = ("all_gather", "reduce_scatter")
 LIBRARY = "MPI library"
 AUTO = "window, auto"
-SHORTER, LONGER = 2**16, 2**19  # rounds of a reduction beside the usual one
+LONGER = (2**18, 2**21)  # rounds beside the usual one
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,11 @@ def _window(
     yield selected(reduce("auto"), auto)
     if topology.num_nodes == 1:
         return  # there is nothing to choose
-    for kind in GATHERS:
-        if kind.fits(topology.num_nodes):
-            choice = Choice(kind.name)
-            yield selected(gather(choice.name), Selection((choice,), DEFAULT.exchanges))
-    rounds = [Choice("pairwise", chunk) for chunk in (SHORTER, LONGER)]
-    for choice in (DEFAULT.exchanges[0], *rounds, Choice("library", LONGER)):
+    fitting = [Choice(kind.name) for kind in GATHERS if kind.fits(topology.num_nodes)]
+    rounds = [Choice("pairwise", chunk) for chunk in LONGER]
+    for choice in (*fitting, *rounds):
+        yield selected(gather(choice.name), Selection((choice,), DEFAULT.exchanges))
+    for choice in (DEFAULT.exchanges[0], *rounds, Choice("library", LONGER[-1])):
         yield selected(reduce(choice.name), Selection(DEFAULT.gathers, (choice,)))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from hpczero.comm.algorithms import EXCHANGES, GATHERS, Exchange, Gather
 from hpczero.comm.blocks import CHUNK_BYTES, Blocks
 from hpczero.comm.node import Parts
-from hpczero.comm.selection import DEFAULT, Selection
+from hpczero.comm.selection import DEFAULT, Choice, Selection
 from hpczero.device import Memory, Scratch
 from hpczero.errors import ConfigError
 from hpczero.kernels.tree_sum import PIECE_NUMEL, tree_sum
@@ -59,7 +59,7 @@ class Rails:
         self._node_dtype = node_dtype
         self._chunk_nbytes = chunk_nbytes
         self._scratch = Scratch(memory, category="exchange")
-        self._gathers: dict[str, Gather] = {}
+        self._gathers: dict[tuple[str, int], Gather] = {}
         self._exchanges: dict[str, Exchange] = {}
         self.select(selection)
 
@@ -96,7 +96,7 @@ class Rails:
         """
         nodes = self.comm.size
         blocks = Blocks.of(full, local_rank * nodes * shard_numel, shard_numel, shard_numel, nodes)
-        self._gather_for(blocks.nbytes)(blocks)
+        self._gather_by(self.selection.gather_for(blocks.nbytes))(blocks)
 
     def reduce(
         self, parts: Parts, out: Tensor, dtype: torch.dtype, scale: float, accumulate: bool
@@ -167,12 +167,14 @@ class Rails:
             node_dtype=self._node_dtype,
         )
 
-    def _gather_for(self, nbytes: int) -> Gather:
-        name = self.selection.gather_for(nbytes).algorithm
-        if name not in self._gathers:
-            kind = next(kind for kind in GATHERS if kind.name == name)
-            self._gathers[name] = kind(self.comm, chunk_nbytes=self._chunk_nbytes)
-        return self._gathers[name]
+    def _gather_by(self, choice: Choice) -> Gather:
+        kind = next(kind for kind in GATHERS if kind.name == choice.algorithm)
+        most = (
+            min(self._chunk_nbytes, choice.chunk_nbytes) if kind.in_rounds else self._chunk_nbytes
+        )
+        if (kind.name, most) not in self._gathers:
+            self._gathers[kind.name, most] = kind(self.comm, chunk_nbytes=most)
+        return self._gathers[kind.name, most]
 
     def _exchange_called(self, name: str) -> Exchange:
         if name not in self._exchanges:

@@ -27,7 +27,7 @@ class Choice:
 
     Attributes:
         algorithm: its name.
-        chunk_nbytes: most bytes of a block that travel in one round.
+        chunk_nbytes: most bytes of a block that travel in one round, where the algorithm works in rounds.
         from_nbytes: smallest block it serves.
         at_nbytes: block it was measured with; 0 if it was not.
         seconds: what each candidate took at that size, by ``algorithm`` or ``algorithm/chunk``.
@@ -148,7 +148,7 @@ class Selection:
 
 
 # Between emulated hosts these come closest to the bound of the links (docs/performance.md).
-DEFAULT = Selection((Choice("ring"),), (Choice("pairwise"),))
+DEFAULT = Selection((Choice("pairwise"),), (Choice("pairwise"),))
 
 
 def candidate_name(algorithm: str, chunk_nbytes: int) -> str:

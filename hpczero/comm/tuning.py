@@ -40,8 +40,8 @@ logger = logging.getLogger("hpczero.comm")
 VERSION = 1  # of the measurement: what another version remembered is not used
 SIZES = (2**14, 2**17, 2**20, 2**23)  # bytes of a block
 CHUNKS = {  # bytes of a round; on slow links short rounds overlap best, on fast ones each round costs a few calls
-    "pairwise": (ROUND_BYTES, ROUND_BYTES // 2, 4 * ROUND_BYTES, 16 * ROUND_BYTES),
-    "library": (16 * ROUND_BYTES,),
+    "pairwise": (ROUND_BYTES, 4 * ROUND_BYTES, 32 * ROUND_BYTES),
+    "library": (32 * ROUND_BYTES,),
 }
 BUDGET_S = 2.0
 RUNS = 4  # at most, and 2 where a run takes long
@@ -143,8 +143,13 @@ def _rails(topology: Topology, node_dtype: torch.dtype, selection: Selection) ->
 
 def _gather_trials(topology: Topology) -> Candidates:
     default = DEFAULT.gathers[0]
-    names = [kind.name for kind in GATHERS if kind.fits(topology.num_nodes)]
-    choices = (default, *(Choice(name) for name in names if name != default.algorithm))
+    every = [
+        Choice(kind.name, chunk)
+        for kind in GATHERS
+        if kind.fits(topology.num_nodes)
+        for chunk in (CHUNKS[kind.name] if kind.in_rounds else (ROUND_BYTES,))
+    ]
+    choices = (default, *(choice for choice in every if choice != default))
 
     def trial(choice: Choice, nbytes: int) -> Iterator[Trial]:
         rails = _rails(topology, torch.float32, Selection((choice,), DEFAULT.exchanges))

@@ -39,30 +39,30 @@ def tree_sum(
         accumulate: add to what ``out`` holds instead of replacing it.
         node_dtype: what each node's partial sum is rounded to where there is more than one node.
     """
-    several_nodes = len(groups) > 1
     for start in range(0, out.numel(), PIECE_NUMEL):
         piece = slice(start, min(start + PIECE_NUMEL, out.numel()))
-
-        def node_sum(group: Sequence[int], piece: slice = piece) -> Tensor:
-            total = _tree([blocks[i][piece] for i in group])
-            if several_nodes and node_dtype is not torch.float32:
-                total = total.to(node_dtype)
-            return total
-
-        total = (
-            _tree([node_sum(group) for group in groups]) if several_nodes else node_sum(groups[0])
-        )
+        terms = [blocks[i][piece] for i in groups[0]]
+        if len(groups) > 1:
+            terms = [_node_sum([blocks[i][piece] for i in group], node_dtype) for group in groups]
+        into = out[piece]
         if accumulate:
             # Not add_(alpha=scale): a fused multiply-add rounds once, and only where the processor has it.
-            out[piece].add_(total * scale)
+            into.add_(_tree(terms) * scale)
         else:
-            torch.mul(total, scale, out=out[piece])
+            _tree(terms, into)
+            if scale != 1.0:
+                into.mul_(scale)
 
 
-def _tree(blocks: Sequence[Tensor]) -> Tensor:
-    """Balanced binary sum of ``blocks`` in order; fp32; a single fp32 block is returned as it is."""
+def _node_sum(blocks: Sequence[Tensor], node_dtype: torch.dtype) -> Tensor:
+    total = _tree(blocks)
+    return total if node_dtype is torch.float32 else total.to(node_dtype)
+
+
+def _tree(blocks: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Balanced binary sum of ``blocks`` in order, fp32, in ``out`` if given; without, a single fp32 block is itself."""
     if len(blocks) == 1:
-        return blocks[0].float()
+        return blocks[0].float() if out is None else out.copy_(blocks[0])
     middle = (len(blocks) + 1) // 2
     left, right = _tree(blocks[:middle]), _tree(blocks[middle:])
-    return torch.add(left, right)
+    return torch.add(left, right, out=out)

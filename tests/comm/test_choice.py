@@ -43,7 +43,9 @@ def test_a_rank_alone_needs_nothing(comm: MPI.Intracomm, topology: Topology) -> 
 def test_nodes_of_equal_size_are_a_hierarchy(comm: MPI.Intracomm) -> None:
     topology = hpczero.Topology.create(comm, [0, 0, 1, 1])
     said = kind_of(topology)
-    expected = "shared memory inside nodes; between nodes all-gather ring; reduce-scatter pairwise"
+    expected = (
+        "shared memory inside nodes; between nodes all-gather pairwise; reduce-scatter pairwise"
+    )
     parallel_assert(comm, said.startswith(expected), said)
     topology.free()
 
@@ -97,7 +99,7 @@ def test_algorithms_may_be_named(comm: MPI.Intracomm, monkeypatch: pytest.Monkey
     model = MLP()
     with zeroified(model, adamw(model), topology=topology) as sharding:
         said = sharding.collectives.describe()
-        parallel_assert(comm, "all-gather ring; reduce-scatter library (given)" in said, said)
+        parallel_assert(comm, "all-gather pairwise; reduce-scatter library (given)" in said, said)
     monkeypatch.setenv("HPCZERO_ALGORITHMS", "ring")
     model = MLP()
     raises_on_all(

@@ -14,7 +14,7 @@ MEASURED = Selection(
         Choice("doubling", at_nbytes=2**14, seconds={"ring": 2e-4, "doubling": 1e-4}),
         Choice("ring", from_nbytes=2**17, at_nbytes=2**20, seconds={"ring": 0.05}),
     ),
-    (Choice("pairwise", chunk_nbytes=2**16), Choice("library", from_nbytes=2**20)),
+    (Choice("pairwise", chunk_nbytes=2**18), Choice("library", from_nbytes=2**20)),
     origin="measured in 1.2 s",
 )
 
@@ -22,7 +22,7 @@ MEASURED = Selection(
 def test_size_decides() -> None:
     names = [MEASURED.gather_for(n).algorithm for n in (0, 1, 2**17 - 1, 2**17, 2**30)]
     assert names == ["doubling", "doubling", "doubling", "ring", "ring"]
-    assert MEASURED.exchange_for(2**20 - 1).chunk_nbytes == 2**16
+    assert MEASURED.exchange_for(2**20 - 1).chunk_nbytes == 2**18
 
 
 def test_it_survives_json() -> None:
@@ -56,7 +56,7 @@ def test_what_is_no_selection_is_refused(value: object) -> None:
 
 def test_description_has_one_line_and_the_table_the_times() -> None:
     assert MEASURED.describe() == (
-        "all-gather doubling, from 128 KiB ring; reduce-scatter pairwise/64 KiB, from 1 MiB library "
+        "all-gather doubling, from 128 KiB ring; reduce-scatter pairwise/256 KiB, from 1 MiB library "
         "(measured in 1.2 s)"
     )
     assert MEASURED.table() == [

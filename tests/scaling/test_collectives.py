@@ -89,7 +89,7 @@ def test_every_algorithm_runs_between_two_nodes_of_two(tmp_path: Path) -> None:
     found = [json.loads(line) for line in file.read_text().splitlines()]
     names = {row["mover"] for row in found if row["kind"] == "call"}
     flat = {"flat, library", "flat, ring", "flat, doubling", "flat, pairwise"}
-    window = {"window, auto", "window, ring", "window, pairwise/64 KiB", "window, library/512 KiB"}
+    window = {"window, auto", "window, ring", "window, pairwise/256 KiB", "window, library/2 MiB"}
     assert flat | window | {"MPI library", "hierarchical"} <= names
     assert all(row["seconds"] > 0 for row in found if row["kind"] == "call")
     assert "| MPI library" in done.stdout

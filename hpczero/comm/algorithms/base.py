@@ -32,6 +32,7 @@ class _Algorithm:
     """One algorithm on one communicator, which it borrows; ``free`` gives back what it made."""
 
     name: ClassVar[str]
+    in_rounds: ClassVar[bool] = False  # whether it pays to cut blocks into short rounds
 
     def __init__(self, comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES) -> None:
         """Not collective.
@@ -62,6 +63,11 @@ class Gather(_Algorithm, ABC):
         if blocks.count > 1:
             for piece in blocks.pieces(self.chunk_nbytes):
                 self._gather(piece)
+            self._finish()
+
+    def _finish(self) -> None:
+        """Return when every piece is there, if some may still be on their way."""
+        return
 
     @abstractmethod
     def _gather(self, blocks: Blocks) -> None: ...
@@ -69,6 +75,8 @@ class Gather(_Algorithm, ABC):
 
 class Exchange(_Algorithm, ABC):
     """All-to-all of equal blocks, in calls that may overlap: each completes the one before, ``finish`` the last."""
+
+    in_rounds = True
 
     def __call__(
         self,
