@@ -81,10 +81,16 @@ class Watchdog:
             f"outside of any collective for {time.monotonic() - since:.0f} s, the last was {what}"
         )
 
+    def _unchanged_s(self) -> float:
+        """Seconds since the last call began or ended."""
+        began = [start for _, start in self._calls[-1:]]
+        return time.monotonic() - max([self._last[1], *began])
+
     def _look(self) -> None:
         period = min(max(self.timeout_s / 10, 0.05), 5.0)
         while not self._stop.wait(period):
-            if self._roll_call is not None:
+            # Not while all is well: no second thread in MPI unless something already looks like a hang.
+            if self._roll_call is not None and self._unchanged_s() > self.timeout_s / 4:
                 self._roll_call.answer(self._state)
             innermost = self._calls[-1:]
             if not innermost:
@@ -126,7 +132,7 @@ class Watchdog:
                 " ..." if silent[MOST_NAMED:] else ""
             )
             lines.append(
-                f"missing: rank(s) {named} do not answer: they ended, or hang outside of Python"
+                f"missing: rank(s) {named} do not answer: they ended, hang outside of Python, or have just gone on"
             )
         return lines or [
             "all ranks are in this call: the network or the MPI library does not deliver"

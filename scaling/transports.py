@@ -42,7 +42,7 @@ class Options:
         results: folder of all machines' results; left out, scaling/results.
     """
 
-    workload: Literal["gpt-8x512", "gpt-12x768", "tiny"] = "gpt-8x512"
+    workload: Literal["gpt-8x512", "gpt-8x512-short", "gpt-12x768", "tiny"] = "gpt-8x512"
     stage: Literal[0, 1, 2, 3] = 3
     transports: tuple[Literal["flat", "hierarchical", "window"], ...] = (
         "flat",

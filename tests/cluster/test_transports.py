@@ -61,3 +61,18 @@ def test_rank_that_stays_away_is_named_across_nodes(cluster: EmulatedCluster) ->
     assert done.returncode == 86, done
     assert "hang: all_gather of " in done.stderr, done
     assert re.search(r"missing: rank 3 is outside of any collective for \d+ s", done.stderr), done
+
+
+def test_doctor_shows_what_was_measured_between_nodes(
+    cluster: EmulatedCluster, tmp_path: Path
+) -> None:
+    done = cluster.run(
+        ["-m", "mpi4py", "-m", "hpczero.doctor", "--directory", str(tmp_path)],
+        ranks_per_host=1,
+        timeout=60,
+        env={"XDG_CACHE_HOME": str(tmp_path)},
+    )
+    lines = [line for line in done.stdout.splitlines() if "between nodes" in line]
+    assert any("all-gather" in line and "(measured in" in line for line in lines), done
+    assert any("reduce-scatter of 16 KiB blocks: " in line and " ms" in line for line in lines)
+    assert list(tmp_path.glob("hpczero/nodes-*.json")), "for the next job"
