@@ -33,6 +33,7 @@ GUIDES = [README, ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob(
 DOCUMENTS = [*GUIDES, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
 COMMANDS = {f"hpczero.{name}" for name in ("train", "sample", "plan", "doctor", "data")}
 INSTALL = ROOT / "docs" / "install.md"  # names options of pip and of launchers
+MEASURING = {f"scaling.{name}" for name in ("peers", "collectives", "transports")}
 NOT_OURS = {"--oversubscribe", "--section.key"}  # of a launcher; a placeholder
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -194,7 +195,7 @@ def help_of(*args: str) -> str:
 
 def test_every_command_that_is_named_answers_help() -> None:
     commands = named(r"python -m ([\w.]+)", [README, RUNNING])
-    assert commands == COMMANDS
+    assert commands == COMMANDS | MEASURING
     for command in commands:
         assert f"python -m {command}" in help_of("-m", command)
 
@@ -207,12 +208,15 @@ def has_option(text: str, option: str) -> bool:
 def test_every_option_that_is_named_exists(document: Path) -> None:
     unknown = []
     for line in document.read_text().splitlines():
-        commands = re.findall(r"python -m ([\w.]+)", line) or sorted(COMMANDS)
+        commands = re.findall(r" -m ((?:hpczero|scaling|tests)[\w.]*)", line) or sorted(COMMANDS)
         helps = [help_of("-m", command) for command in commands]
         helps += [help_of("-m", "hpczero.data", "prepare"), help_of("examples/resume_later.py")]
         for option in re.findall(r"(?<![\w-])--[a-z][\w.-]*", line):
             name = option.replace("-", "_").replace("__", "--", 1)
-            if option not in NOT_OURS and not any(has_option(t, name) for t in helps):
+            spellings = {option, name}  # argparse has hyphens
+            if option not in NOT_OURS and not any(
+                has_option(t, s) for t in helps for s in spellings
+            ):
                 unknown.append(option)
     assert unknown == []
 
