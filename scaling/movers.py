@@ -89,7 +89,8 @@ def _library(topology: Topology, whole: torch.Tensor, out: torch.Tensor) -> Iter
 def _window(
     topology: Topology, stack: ExitStack, numel: int, out: torch.Tensor, auto: Selection
 ) -> Iterator[Mover]:
-    window = stack.enter_context(_closing(Hierarchical(topology)))
+    window = Hierarchical(topology)
+    stack.enter_context(_closing(window))
     size = numel * topology.size
     whole = window.allocate(size, torch.float32, category="whole", use=Use.GATHER, keep=True)
     gradient = window.allocate(size, torch.float32, category="gradient", use=Use.REDUCE, keep=True)

@@ -123,7 +123,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         "workload": workload.name,
         "description": workload.describe(),
     }
-    contenders = {}
+    contenders: dict[str, Contender] = {}
     for name in options.transports:
         contender = Contender(options.stage, name)
         contender.join(topology)
