@@ -82,23 +82,31 @@ def cache_file(topology: Topology) -> Path:
     Nodes are of one kind if their names differ in digits only: a job that lands on other nodes of the same cluster
     uses what the first one measured.
     """
-    kinds = topology.world.allgather(re.sub(r"\d+", "#", MPI.Get_processor_name()))
+    with topology.watchdog.watch("naming the nodes"):
+        kinds = topology.world.allgather(re.sub(r"\d+", "#", MPI.Get_processor_name()))
     shape = (VERSION, MPI.Get_library_version(), topology.nodes, sorted(set(kinds)))
     name = f"nodes-{zlib.crc32(repr(shape).encode()):08x}.json"
-    return Path(topology.broadcast_text(str(Environment.read().cache.expanduser() / name)))
+    try:
+        folder = Environment.read().cache.expanduser()
+    except RuntimeError:  # no home
+        folder = Path(os.devnull)  # where nothing can be kept
+    return Path(topology.broadcast_text(str(folder / name)))
 
 
 def _remembered(topology: Topology, path: Path) -> Selection | None:
     """What rank 0 finds in ``path``, on every rank. Collective."""
     found = None
-    if topology.is_root and path.exists():
+    if topology.is_root:
         try:
             found = Selection.from_json(
                 json.loads(path.read_text()), origin=f"measured before, {path}"
             )
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # the first job on such nodes
         except (OSError, ValueError) as error:
             logger.warning("%s is not used, and measured anew: %s", path, error)
-    agreed: Selection | None = topology.world.bcast(found, root=0)
+    with topology.watchdog.watch("reading the remembered algorithms"):
+        agreed: Selection | None = topology.world.bcast(found, root=0)
     return agreed
 
 
