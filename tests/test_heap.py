@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = """
 import resource, torch, hpczero
@@ -47,9 +45,3 @@ def test_settings_of_the_users_own_are_left_alone() -> None:
     # with blocks of 64 KiB and more mapped one by one, every step takes all its pages anew
     step_pages = 8 * 4 * 1024 * 1024 // resource.getpagesize()
     assert page_faults_of_a_step(MALLOC_MMAP_THRESHOLD_="65536") > step_pages
-
-
-@pytest.mark.parametrize("value", ["yes", "2"])
-def test_bad_value_is_refused(value: str) -> None:
-    with pytest.raises(AssertionError, match=r"HPCZERO_KEEP_HEAP: got .*, expected 0 or 1"):
-        page_faults_of_a_step(HPCZERO_KEEP_HEAP=value)

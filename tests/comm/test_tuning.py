@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,8 +26,14 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(3, 4)]
 
 
 @pytest.fixture(autouse=True)
-def _cache(comm: MPI.Intracomm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(comm.bcast(tmp_path)))
+def _cache(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Not tmp_path: several ranks that make pytest's folders at once trip over each other.
+    folder = tempfile.mkdtemp() if comm.rank == 0 else None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(comm.bcast(folder)))
+    yield
+    comm.Barrier()
+    if folder is not None:
+        shutil.rmtree(folder)
 
 
 @pytest.fixture
