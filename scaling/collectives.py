@@ -19,7 +19,7 @@ import tyro
 
 from hpczero.errors import ConfigError, run
 from hpczero.options import parse_command_line
-from scaling.record import ROOT, Recorder, Row, circumstances, machine_name
+from scaling.record import Row, circumstances
 
 if TYPE_CHECKING:
     from hpczero.topology import Topology
@@ -66,7 +66,7 @@ def main() -> int:
     # Here and not at the top: this import starts MPI, which --help and bad options must not do.
     from hpczero.launch import start_topology
     from scaling.collectives_report import draw, text
-    from scaling.job import placement
+    from scaling.job import placement, record
 
     topology = start_topology(None)
     if topology.size < 2:
@@ -75,18 +75,9 @@ def main() -> int:
         )
     where = placement(topology)
     label = f"{where}-emulated-{options.nic_gbit or 0:g}gbit" if options.emulated else where
-    parent = ROOT / (options.results or "scaling/results")
-    path = parent / machine_name() / f"collectives-{label}.jsonl"
-    if not topology.is_root:
-        for _ in measure(topology, options):
-            pass
-    else:
-        with Recorder(path) as recorder:
-            for row in measure(topology, options):
-                recorder.write(row.pop("kind"), row)
-        sys.stdout.write(f"\n{text(recorder.rows)}\n")
-        draw(recorder.rows, path.with_suffix(".png"))
-        sys.stderr.write(f"collectives: rows in {path}, plot beside them\n")
+    rows = measure(topology, options)
+    name = f"collectives-{label}"
+    record(topology, rows, name, results=options.results, text=text, draw=draw)
     topology.free()
     return 0
 

@@ -1,14 +1,17 @@
 """What measurements inside one MPI job share: a common clock, and the name of the placement.
 
-Owns: the start of a timing on all ranks, and whose time counts. Must not know: what is measured.
+Owns: the start of a timing on all ranks, whose time counts, and that one rank writes. Must not know: what is measured.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from hpczero.topology import Topology
+from scaling.record import ROOT, Recorder, Row, machine_name
 
 
 def seconds(topology: Topology, call: Callable[[], object]) -> float:
@@ -32,3 +35,35 @@ def placement(topology: Topology) -> str:
     if all(ranks == tuple(range(ranks[0], topology.size, len(nodes))) for ranks in nodes):
         return f"{shape}-cyclic"
     return f"{shape}-mixed"
+
+
+def record(
+    topology: Topology,
+    rows: Iterator[Row],
+    name: str,
+    *,
+    results: str | None,
+    text: Callable[[list[Row]], str],
+    draw: Callable[[list[Row], Path], None],
+) -> None:
+    """Measure, which is to use up ``rows``; rank 0 writes them, prints the table, draws the plot. Collective.
+
+    Args:
+        topology: the ranks.
+        rows: the same on every rank.
+        name: of the files, without suffix.
+        results: folder of all machines' results; None: scaling/results.
+        text: the report.
+        draw: the plot.
+    """
+    if not topology.is_root:
+        for _ in rows:
+            pass
+        return
+    path = ROOT / (results or "scaling/results") / machine_name() / f"{name}.jsonl"
+    with Recorder(path) as recorder:
+        for row in rows:
+            recorder.write(row.pop("kind"), row)
+    sys.stdout.write(f"\n{text(recorder.rows)}\n")
+    draw(recorder.rows, path.with_suffix(".png"))
+    sys.stderr.write(f"rows in {path}, plot beside them\n")

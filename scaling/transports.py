@@ -19,7 +19,7 @@ import tyro
 
 from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.options import parse_command_line
-from scaling.record import ROOT, Recorder, Row, circumstances, machine_name
+from scaling.record import Row, circumstances
 from scaling.workload import WORKLOADS
 
 if TYPE_CHECKING:
@@ -75,23 +75,14 @@ def main() -> int:
     )
     # Here and not at the top: this import starts MPI, which --help and bad options must not do.
     from hpczero.launch import start_topology
-    from scaling.job import placement
+    from scaling.job import placement, record
     from scaling.transports_report import draw, text
 
     topology = start_topology(None)
     label = f"{options.workload}-{placement(topology)}{'-emulated' if options.emulated else ''}"
-    parent = ROOT / (options.results or "scaling/results")
-    path = parent / machine_name() / f"transports-{label}.jsonl"
-    if not topology.is_root:
-        for _ in measure(topology, options):
-            pass
-    else:
-        with Recorder(path) as recorder:
-            for row in measure(topology, options):
-                recorder.write(row.pop("kind"), row)
-        sys.stdout.write(f"\n{text(recorder.rows)}\n")
-        draw(recorder.rows, path.with_suffix(".png"))
-        sys.stderr.write(f"transports: rows in {path}, plot beside them\n")
+    rows = measure(topology, options)
+    name = f"transports-{label}"
+    record(topology, rows, name, results=options.results, text=text, draw=draw)
     topology.free()
     return 0
 

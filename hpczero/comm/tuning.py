@@ -98,9 +98,8 @@ def _remembered(topology: Topology, path: Path) -> Selection | None:
     found = None
     if topology.is_root:
         try:
-            found = Selection.from_json(
-                json.loads(path.read_text()), origin=f"measured before, {path}"
-            )
+            found = Selection.from_json(json.loads(path.read_text()), origin="measured before")
+            logger.info("algorithms between nodes are those of %s", path)
         except (FileNotFoundError, NotADirectoryError):
             pass  # the first job on such nodes
         except (OSError, ValueError) as error:
