@@ -190,6 +190,7 @@ class ParallelOptions:
             (the same with shared memory inside); auto: HPCZERO_TRANSPORT, else the fastest that works.
         algorithms: between nodes; auto: HPCZERO_ALGORITHMS, else what is fastest by a measurement at the first start;
             measure: measure anew; default: do not measure; or as in all_gather=ring,reduce_scatter=pairwise.
+        overlap: between nodes, gather the next unit and reduce the last one while the model computes.
     """
 
     stage: Literal[0, 1, 2, 3] = 3
@@ -197,6 +198,7 @@ class ParallelOptions:
     nodes: str | None = None
     transport: Transport = "auto"
     algorithms: str = "auto"
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         if self.nodes is not None:

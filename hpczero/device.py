@@ -14,6 +14,7 @@ backward (torch 2.13, measured in tests/test_device.py). Replacing the storage i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -29,12 +30,14 @@ class Memory:
     def __init__(self) -> None:
         self.current: dict[str, int] = {}
         self.peak: dict[str, int] = {}
+        self._lock = threading.Lock()  # what runs in the background takes memory too
 
     def add(self, category: str, nbytes: int) -> None:
         """Count ``nbytes`` more (or, if negative, fewer) in ``category``."""
-        now = self.current.get(category, 0) + nbytes
-        self.current[category] = now
-        self.peak[category] = max(self.peak.get(category, 0), now)
+        with self._lock:
+            now = self.current.get(category, 0) + nbytes
+            self.current[category] = now
+            self.peak[category] = max(self.peak.get(category, 0), now)
 
     def reset_peak(self) -> None:
         """Start a new peak measurement from what is held now."""

@@ -32,6 +32,7 @@ class Environment:
         timeout_s: HPCZERO_TIMEOUT: seconds one collective may take before the job is ended; 0 waits for ever.
         transport: HPCZERO_TRANSPORT: what ``auto`` means.
         algorithms: HPCZERO_ALGORITHMS: what ``auto`` means.
+        overlap: HPCZERO_OVERLAP=0: nothing moves between nodes while the model computes.
         keep_heap: HPCZERO_KEEP_HEAP=0: leave the C library's heap as it is; see ``heap``.
         tunes_malloc: whether the user has set malloc himself (MALLOC_*_, GLIBC_TUNABLES).
         cache: folder for what is worth remembering between jobs: XDG_CACHE_HOME/hpczero, else ~/.cache/hpczero.
@@ -42,6 +43,7 @@ class Environment:
     timeout_s: float = 1800.0
     transport: Transport = "auto"
     algorithms: str = "auto"
+    overlap: bool = True
     keep_heap: bool = True
     tunes_malloc: bool = False
     cache: Path = Path("~/.cache/hpczero")
@@ -54,8 +56,7 @@ class Environment:
             ConfigError: a value that cannot be used; names the variable.
         """
         values = os.environ if variables is None else variables
-        strict = values.get("HPCZERO_STRICT", "")
-        require(strict in ("", "0", "1"), "HPCZERO_STRICT", strict, "0 or 1")
+        strict = _switch(values, "HPCZERO_STRICT")
         fake_nodes = values.get("HPCZERO_FAKE_NODES") or None
         if fake_nodes is not None:
             node_shape(fake_nodes, "HPCZERO_FAKE_NODES")
@@ -65,8 +66,8 @@ class Environment:
         except ValueError:
             timeout_s = math.nan
         require(0 <= timeout_s < math.inf, "HPCZERO_TIMEOUT", text, "seconds, 0 or above")
-        keep_heap = values.get("HPCZERO_KEEP_HEAP", "")
-        require(keep_heap in ("", "0", "1"), "HPCZERO_KEEP_HEAP", keep_heap, "0 or 1")
+        overlap = _switch(values, "HPCZERO_OVERLAP")
+        keep_heap = _switch(values, "HPCZERO_KEEP_HEAP")
         transport = values.get("HPCZERO_TRANSPORT") or "auto"
         known = get_args(Transport)
         require(transport in known, "HPCZERO_TRANSPORT", transport, f"one of {', '.join(known)}")
@@ -76,7 +77,14 @@ class Environment:
             timeout_s,
             cast(Transport, transport),
             values.get("HPCZERO_ALGORITHMS") or "auto",
+            overlap != "0",
             keep_heap != "0",
             any(value and name in MALLOC_VARIABLES for name, value in values.items()),
             Path(values.get("XDG_CACHE_HOME") or "~/.cache") / "hpczero",
         )
+
+
+def _switch(values: Mapping[str, str], name: str) -> str:
+    value = values.get(name, "")
+    require(value in ("", "0", "1"), name, value, "0 or 1")
+    return value

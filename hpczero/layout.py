@@ -132,12 +132,14 @@ class Sharing:
         lasting: whole parameters stay where they are while sharded: the node holds all of them anyway.
         nodes: nodes between which partial sums travel.
         round_nbytes: most bytes of one partial sum that travel in one round between nodes.
+        overlap: collectives go on while the model computes: the next unit is made whole meanwhile.
     """
 
     ranks: int = 1
     lasting: bool = False
     nodes: int = 1
     round_nbytes: int = ROUND_BYTES
+    overlap: bool = False
 
 
 def rail_chunk(shard_numel: int, nodes: int, itemsize: int, round_nbytes: int = ROUND_BYTES) -> int:

@@ -85,6 +85,7 @@ def train(config: RunConfig, model_config: GPTConfig) -> None:
         precision=config.parallel.precision,
         transport=config.parallel.transport,
         algorithms=config.parallel.algorithms,
+        overlap=config.parallel.overlap,
         initialize=partial(model.initialize, seed=config.run.seed),
     )
     scheduler = LambdaLR(optimizer, config.train.learning_rate_factor)

@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from hpczero.errors import StepError
+from hpczero.prefetch import Prefetch
 from hpczero.unit import Unit
 
 
@@ -56,6 +57,7 @@ class Schedule:
         units: Sequence[Unit],
         *,
         gradient_factor: Callable[[], float],
+        ahead: bool = False,
     ) -> None:
         """Register the hooks.
 
@@ -63,12 +65,14 @@ class Schedule:
             model: the module whose calls start a forward.
             units: in unit order, the root unit(s) first.
             gradient_factor: what the sum over ranks is multiplied by at each reduction.
+            ahead: start to make the next unit whole while one is used.
         """
         self.sync = True
         self._units = list(units)
         self._order = [unit for unit in reversed(self._units) if unit.spec.trainable]
         self._place = {unit: place for place, unit in enumerate(self._order)}
         self._gradient_factor = gradient_factor
+        self._prefetch = Prefetch() if ahead else None
         self._open: dict[Unit, weakref.WeakSet[Call]] = {unit: weakref.WeakSet() for unit in units}
         self._running: dict[nn.Module, list[Call]] = {}
         self._uncalled: dict[Unit, set[nn.Module]] = {}
@@ -103,7 +107,9 @@ class Schedule:
         for module, units in users.items():
             self._handles += [
                 module.register_forward_pre_hook(
-                    self._pre_forward(units), with_kwargs=True, prepend=True
+                    self._pre_forward(units, is_root=module is model),
+                    with_kwargs=True,
+                    prepend=True,
                 ),
                 module.register_forward_hook(
                     self._post_forward(units, is_root=module is model), always_call=True
@@ -117,7 +123,7 @@ class Schedule:
 
     # --- forward -------------------------------------------------------------------------------------------------
 
-    def _pre_forward(self, units: Sequence[Unit]) -> Callable[..., Any]:
+    def _pre_forward(self, units: Sequence[Unit], *, is_root: bool) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             recomputing = _backward_task() is not None
             if recomputing and self._backward is None:
@@ -126,10 +132,9 @@ class Schedule:
                     "the model: reentrant activation checkpointing is not supported; use "
                     "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                 )
-            for unit in units:
-                unit.unshard()
-            for unit in units:
-                unit.wait_for_unshard()
+            if is_root and not recomputing and self._prefetch is not None:
+                self._prefetch.begin("forward")
+            self._make_whole(units)
             if recomputing:
                 return None
             call = Call(units)
@@ -158,6 +163,7 @@ class Schedule:
                 for unit in self._uncalled:  # some of their modules were not called this time
                     unit.reshard()
                 self._uncalled.clear()
+                self._end_pass()
             if output is None or not torch.is_grad_enabled():
                 return None
             passed = self._pass_through(_OutputNode, call, output)
@@ -179,6 +185,24 @@ class Schedule:
             leaves[i] = tensor
         return pytree.tree_unflatten(leaves, spec)
 
+    def _make_whole(self, units: Sequence[Unit]) -> None:
+        """Wait until ``units`` are whole; what comes after them is on its way before."""
+        for unit in units:
+            unit.unshard()
+        if self._prefetch is not None:
+            for unit in units:
+                following = self._prefetch.next_after(unit)
+                if following is not None:
+                    following.unshard()
+        for unit in units:
+            unit.wait_for_unshard()
+
+    def _end_pass(self) -> None:
+        """Give back what was made whole ahead and then not used."""
+        if self._prefetch is not None:
+            for unit in self._prefetch.end():
+                unit.reshard()
+
     # --- backward ------------------------------------------------------------------------------------------------
 
     def begin_backward(self, call: Call) -> None:
@@ -186,9 +210,7 @@ class Schedule:
         self._current_backward().calls.add(call)
         for unit in call.units:
             self._open[unit].add(call)
-            unit.unshard()
-        for unit in call.units:
-            unit.wait_for_unshard()
+        self._make_whole(call.units)
 
     def end_call(self, call: Call) -> None:
         """The inputs of ``call`` have their gradients: its parameters are done unless another call is open."""
@@ -228,6 +250,8 @@ class Schedule:
             )
         if self._backward is None:
             self._backward = _Backward(task)
+            if self._prefetch is not None:
+                self._prefetch.begin("backward")
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return self._backward
 
@@ -244,6 +268,7 @@ class Schedule:
         for call in backward.calls:
             for unit in call.units:
                 self._open[unit].discard(call)
+        self._end_pass()
         for unit in self._units:
             unit.reshard()
         if self.sync:

@@ -130,7 +130,12 @@ class Sharding:
         """Hook into the model and the optimizer, after the units are filled."""
         model, optimizer = self.model, self.optimizer
         self._casting = Casting(model, DTYPES[self.precision.param], lambda: self.scaler.scale)
-        self.schedule = Schedule(model, self.units, gradient_factor=self._gradient_factor)
+        self.schedule = Schedule(
+            model,
+            self.units,
+            gradient_factor=self._gradient_factor,
+            ahead=self.plan.stage.shards_parameters and self.collectives.sharing.overlap,
+        )
         model.__dict__[KEY] = self
         model.__dict__["zero_grad"] = self._zero_grad
         if self.plan.stage.shards_parameters:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import itertools
 import os
 import sys
 import threading
@@ -32,7 +33,9 @@ class Watchdog:
     def __init__(self, rank: int, timeout_s: float) -> None:
         self.rank = rank
         self.timeout_s = timeout_s
-        self._calls: list[tuple[str, float]] = []
+        # Calls of two threads may be open at a time; the one that began last is the one that holds things up.
+        self._calls: dict[int, tuple[str, float]] = {}
+        self._numbers = itertools.count()
         self._last = ("nothing yet", time.monotonic())
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -60,21 +63,27 @@ class Watchdog:
             self._thread = None
             atexit.unregister(self.stop)
 
-    def _begin(self, what: str) -> None:
-        self._calls.append((what, time.monotonic()))
+    def _begin(self, what: str) -> int:
+        number = next(self._numbers)
+        self._calls[number] = (what, time.monotonic())
         if self._thread is None and self.timeout_s > 0 and not self._stop.is_set():
             self._thread = threading.Thread(target=self._look, name="hpczero-watchdog", daemon=True)
             self._thread.start()
             atexit.register(self.stop)
+        return number
 
-    def _end(self) -> None:
-        self._last = (self._calls.pop()[0], time.monotonic())
+    def _end(self, number: int) -> None:
+        self._last = (self._calls.pop(number)[0], time.monotonic())
+
+    def _latest(self) -> tuple[str, float] | None:
+        """The open call that began last, and when."""
+        return next(iter(reversed(list(self._calls.values()))), None)
 
     def _state(self) -> str:
         """Where this rank is, for the others."""
-        innermost = self._calls[-1:]
-        if innermost:
-            what, since = innermost[0]
+        latest = self._latest()
+        if latest is not None:
+            what, since = latest
             return f"in {what}, for {time.monotonic() - since:.0f} s"
         what, since = self._last
         return (
@@ -83,8 +92,8 @@ class Watchdog:
 
     def _unchanged_s(self) -> float:
         """Seconds since the last call began or ended."""
-        began = [start for _, start in self._calls[-1:]]
-        return time.monotonic() - max([self._last[1], *began])
+        latest = self._latest() or self._last
+        return time.monotonic() - max(self._last[1], latest[1])
 
     def _look(self) -> None:
         period = min(max(self.timeout_s / 10, 0.05), 5.0)
@@ -92,10 +101,10 @@ class Watchdog:
             # Not while all is well: no second thread in MPI unless something already looks like a hang.
             if self._roll_call is not None and self._unchanged_s() > self.timeout_s / 4:
                 self._roll_call.answer(self._state)
-            innermost = self._calls[-1:]
-            if not innermost:
+            latest = self._latest()
+            if latest is None:
                 continue
-            what, start = innermost[0]
+            what, start = latest
             stagger = min(self.rank * STAGGER_S, MOST_STAGGER_S)
             if time.monotonic() - start > self.timeout_s + stagger:
                 self._end_job(what, patience_s=2 * period + 1.0)
@@ -143,9 +152,10 @@ class _Watch:
     def __init__(self, watchdog: Watchdog, what: str) -> None:
         self._watchdog = watchdog
         self._what = what
+        self._number = -1
 
     def __enter__(self) -> None:
-        self._watchdog._begin(self._what)
+        self._number = self._watchdog._begin(self._what)
 
     def __exit__(self, *exception: object) -> None:
-        self._watchdog._end()
+        self._watchdog._end(self._number)

@@ -44,6 +44,7 @@ def zeroify(
     rule: UnitRule | None = None,
     transport: str | Collectives = "auto",
     algorithms: str = "auto",
+    overlap: bool = True,
     initialize: Initializer | None = None,
 ) -> nn.Module:
     """Shard ``model`` and its optimizer over the ranks, in place. Collective over the topology's world.
@@ -64,6 +65,8 @@ def zeroify(
             ``topology``.
         algorithms: between nodes: "auto" (measured at the first start), "measure", "default", or by name, as in
             "all_gather=ring,reduce_scatter=pairwise".
+        overlap: between nodes, gather the next unit and reduce the last one while the model computes, on a thread of
+            its own; holds one unit more. Never changes a bit of the result.
         initialize: fills one whole fp32 parameter in place, given its name; must give the same values on every rank.
             Used for every parameter, unit by unit, so that no rank holds the whole model.
 
@@ -112,6 +115,7 @@ def zeroify(
         strict=environment.strict,
         node_dtype=DTYPES[precision.reduce],
         algorithms=environment.algorithms if algorithms == "auto" else algorithms,
+        overlap=overlap and environment.overlap,
     )
     sharding = Sharding(model, optimizer, plan, collectives, owns_topology=owns_topology)
     for unit in sharding.units:

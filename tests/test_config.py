@@ -28,7 +28,7 @@ SECTIONS = {
     "data": "path tokenizer cache",
     "train": "steps global_batch micro_batch accumulation learning_rate min_learning_rate warmup weight_decay "
     "betas clip",
-    "parallel": "stage precision nodes transport algorithms",
+    "parallel": "stage precision nodes transport algorithms overlap",
     "evaluation": "every batches",
     "log": "every level progress tensorboard plot peak_tflops",
 }
@@ -365,6 +365,7 @@ def test_environment_is_read_into_one_record() -> None:
     assert Environment.read({"HPCZERO_STRICT": "0", "HPCZERO_TIMEOUT": "0"}).timeout_s == 0.0
     named = Environment.read({"HPCZERO_ALGORITHMS": "measure", "XDG_CACHE_HOME": "/cache"})
     assert Environment.read({"HPCZERO_KEEP_HEAP": "0"}).keep_heap is False
+    assert Environment.read({"HPCZERO_OVERLAP": "0"}).overlap is False
     assert Environment.read({"MALLOC_TRIM_THRESHOLD_": "131072"}).tunes_malloc
     assert (named.algorithms, named.cache) == ("measure", Path("/cache/hpczero"))
 
@@ -374,6 +375,7 @@ def test_environment_is_read_into_one_record() -> None:
     [
         ("HPCZERO_STRICT", "yes"),
         ("HPCZERO_KEEP_HEAP", "no"),
+        ("HPCZERO_OVERLAP", "2"),
         ("HPCZERO_FAKE_NODES", "two"),
         ("HPCZERO_TIMEOUT", "soon"),
         ("HPCZERO_TIMEOUT", "-1"),

@@ -15,6 +15,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -254,6 +255,15 @@ class Collectives(ABC):
 
         return Work(name, watched)
 
+    def _elsewhere(self, name: str, wait: Callable[[], None]) -> Work:
+        """Work that another thread does, under the watchdog's eyes; waiting for it counts as time in calls."""
+
+        def timed() -> None:
+            with _Issue(self, None):
+                wait()
+
+        return Work(name, timed)
+
     @abstractmethod
     def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work: ...
 
@@ -305,11 +315,11 @@ class Collectives(ABC):
 
 
 class _Issue:
-    """Times one call, or the wait for it, for the accounts, and has the watchdog look at it."""
+    """Times one call, or the wait for it, for the accounts, and has the watchdog look at it unless ``what`` is None."""
 
-    def __init__(self, owner: Collectives, what: str) -> None:
+    def __init__(self, owner: Collectives, what: str | None) -> None:
         self._owner = owner
-        self._watch = owner._watchdog.watch(what)
+        self._watch = nullcontext() if what is None else owner._watchdog.watch(what)
         self._start = 0.0
 
     def __enter__(self) -> None:

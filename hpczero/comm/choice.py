@@ -13,6 +13,7 @@ import torch
 from hpczero.comm.base import Collectives
 from hpczero.comm.flat import Flat
 from hpczero.comm.hierarchical import Hierarchical
+from hpczero.comm.queue import can_run_in_background
 from hpczero.comm.segment import Segment
 from hpczero.comm.selection import DEFAULT, Selection
 from hpczero.comm.tuning import tune
@@ -30,6 +31,7 @@ def choose(
     strict: bool = False,
     node_dtype: torch.dtype = torch.float32,
     algorithms: str = "auto",
+    overlap: bool = True,
 ) -> Collectives:
     """A transport over ``topology``. Collective over its world.
 
@@ -41,6 +43,7 @@ def choose(
         node_dtype: as in Collectives.
         algorithms: between nodes: ``auto`` measures or takes what was measured before, ``measure`` measures anew,
             ``default`` does neither; or by name, as in ``all_gather=ring,reduce_scatter=pairwise``.
+        overlap: between nodes, move bytes while the model computes, if the MPI lets two threads call it.
 
     Raises:
         ConfigError: an unknown name, or an algorithm that does not work between so many nodes.
@@ -59,7 +62,19 @@ def choose(
         node_dtype=node_dtype,
         selection=_selection(topology, algorithms, node_dtype),
         shared_memory=transport == "window",
+        overlap=overlap and _can_overlap(topology),
     )
+
+
+def _can_overlap(topology: Topology) -> bool:
+    if topology.num_nodes == 1 or can_run_in_background():
+        return topology.num_nodes > 1
+    if topology.is_root:
+        logger.warning(
+            "this MPI does not let two threads call it (thread level below MPI_THREAD_MULTIPLE), so nothing moves "
+            "between nodes while the model computes; build or configure MPI with thread support"
+        )
+    return False
 
 
 def check_transport_name(transport: str) -> None:

@@ -1,6 +1,7 @@
 """The two-level transport: rails between nodes, a node level inside.
 
-Owns: which level goes first, and what is put off. Must not know: how a level moves bytes, units, stages.
+Owns: which level goes first, what is put off, and what goes on in the background. Must not know: how a level moves
+bytes, units, stages.
 
 With G nodes of L ranks, rank (node g, local l) owns shard l*G + g. Rail l joins the ranks with local rank l.
 
@@ -21,7 +22,9 @@ from torch import Tensor
 from hpczero.comm.arena import IN_TURN
 from hpczero.comm.base import Collectives, Work
 from hpczero.comm.blocks import CHUNK_BYTES
+from hpczero.comm.lent import Lending, LentBuffer
 from hpczero.comm.node import Messages, NodeLevel, Parts
+from hpczero.comm.queue import Queue
 from hpczero.comm.rails import Rails
 from hpczero.comm.selection import DEFAULT, Selection
 from hpczero.comm.window import Window
@@ -47,6 +50,7 @@ class Hierarchical(Collectives):
         node_dtype: torch.dtype = torch.float32,
         selection: Selection = DEFAULT,
         shared_memory: bool = True,
+        overlap: bool = False,
         chunk_nbytes: int = CHUNK_BYTES,
     ) -> None:
         """Collective.
@@ -58,6 +62,8 @@ class Hierarchical(Collectives):
             node_dtype: as in Collectives.
             selection: algorithms between nodes; equal on all ranks.
             shared_memory: ranks of a node share a window; False: they send messages.
+            overlap: where there are several nodes, move bytes on a thread of its own while the caller computes; the MPI
+                must let two threads call it (``queue.can_run_in_background``).
             chunk_nbytes: most bytes of one shard that a single MPI call moves.
 
         Raises:
@@ -86,10 +92,16 @@ class Hierarchical(Collectives):
         messages = Messages(topology.node, self.memory, chunk_nbytes=chunk_nbytes)
         shares = shared_memory and topology.node.size > 1
         self._put_off: deque[Work] = deque()
+        self._queue = Queue(topology.watchdog) if overlap and self._nodes > 1 else None
+        self._lending = Lending()
         self._node: NodeLevel = messages
         if shares:
             self._node = Window(
-                topology, self.memory, messages, drain=lambda: self._finish_until(None)
+                topology,
+                self.memory,
+                messages,
+                drain=lambda: self._finish_until(None),
+                overlap=self._queue is not None,
             )
 
     def allocate(
@@ -102,6 +114,10 @@ class Hierarchical(Collectives):
         keep: bool = False,
     ) -> Buffer:
         """See ``Collectives``."""
+        if self._queue is not None and use is Use.REDUCE and not isinstance(self._node, Window):
+            lent = LentBuffer(numel, dtype, memory=self.memory, category=category, keep=keep)
+            self._lending.add(lent)
+            return lent
         return self._node.allocate(numel, dtype, category=category, use=use, keep=keep)
 
     @property
@@ -112,14 +128,22 @@ class Hierarchical(Collectives):
         else:
             local, lasting = 1, False
         rounds = max(choice.chunk_nbytes for choice in self._rails.selection.exchanges)
-        return Sharing(local, lasting=lasting, nodes=self._nodes, round_nbytes=rounds)
+        return Sharing(
+            local,
+            lasting=lasting,
+            nodes=self._nodes,
+            round_nbytes=rounds,
+            overlap=self._queue is not None,
+        )
 
     def describe(self) -> str:
         """See ``Collectives``."""
         inside = "shared memory" if isinstance(self._node, Window) else "messages"
         if self._nodes == 1:
             return f"{inside} on one node"
-        return f"{inside} inside nodes; between nodes {self._rails.selection.describe()}"
+        between = f"between nodes {self._rails.selection.describe()}"
+        when = ", while the model computes" if self._queue is not None else ""
+        return f"{inside} inside nodes; {between}{when}"
 
     def measured(self) -> list[str]:
         """See ``Collectives``."""
@@ -136,6 +160,8 @@ class Hierarchical(Collectives):
         Raises:
             ConfigError: an algorithm that does not work on this number of nodes.
         """
+        if self._queue is not None:
+            self._queue.drain()
         self._rails.select(selection)
 
     def settle(self) -> None:
@@ -149,6 +175,16 @@ class Hierarchical(Collectives):
         return ((nodes - 1) * between.itemsize + inside) * shard_numel
 
     def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work:
+        if self._queue is not None:
+
+            def gather() -> None:
+                self._rails.gather(full, shard_numel, self.topology.local_rank)
+                rest = self._node.spread(full)
+                if rest is not None:
+                    rest()
+
+            wait = self._queue.start(f"all_gather of {name!r} (step {self.step})", gather)
+            return self._elsewhere(name, wait)
         if self._nodes > 1:
             self._rails.gather(full, shard_numel, self.topology.local_rank)
         rest = self._node.spread(full)
@@ -167,6 +203,9 @@ class Hierarchical(Collectives):
                 else:
                     self._rails.reduce(parts, out, dtype, scale, accumulate)
 
+        if self._queue is not None:
+            wait = self._queue.start(f"reduce_scatter of {name!r} (step {self.step})", finish)
+            return self._elsewhere(name, self._lending.lend(full, wait))
         if self._nodes > 1 or not self._node.shares(full, Use.REDUCE):
             finish()
             return Work(name)
@@ -200,6 +239,8 @@ class Hierarchical(Collectives):
     def close(self) -> None:
         """Free counters, datatypes and scratch. Collective."""
         self._finish_until(None)
+        if self._queue is not None:
+            self._queue.close()
         self._rails.close()
         self._node.close()
         super().close()

@@ -17,6 +17,7 @@ import errno
 import mmap
 import os
 import secrets
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from hpczero.errors import CommError
 FOLDER = Path("/dev/shm")
 PAGE = mmap.PAGESIZE
 POLLS_BEFORE_YIELD = 50
+NAP_S = 50e-6
 LINE = 64  # bytes of a cache line: ranks must not slow each other down by writing side by side
 
 
@@ -107,9 +109,16 @@ class Segment:
 class Counters:
     """Numbers that only grow, ``columns`` for each rank of a node: what each has done so far."""
 
-    def __init__(self, node: MPI.Intracomm, columns: int) -> None:
-        """Collective over ``node``."""
+    def __init__(self, node: MPI.Intracomm, columns: int, *, naps: bool = False) -> None:
+        """Collective over ``node``.
+
+        Args:
+            node: borrowed.
+            columns: numbers of each rank.
+            naps: who waits long sleeps between looks, as another thread of the process has work for the core.
+        """
         self._node = node
+        self._naps = naps
         self._window = MPI.Win.Allocate_shared(columns * LINE, 8, comm=node)
         self._window.Lock_all()
         rows: list[npt.NDArray[np.int64]] = []
@@ -150,7 +159,10 @@ class Counters:
             polls += 1
             if polls > POLLS_BEFORE_YIELD:
                 self._node.Iprobe()  # a peer may wait for the rest of a message of ours
-                os.sched_yield()
+                if self._naps:
+                    time.sleep(NAP_S)
+                else:
+                    os.sched_yield()
 
     def free(self) -> None:
         """Collective over the node."""

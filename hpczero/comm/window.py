@@ -28,7 +28,7 @@ from hpczero.topology import Topology
 
 # Columns of the counters: arrivals at spread, gradients ready, gradients read, then where gradients lie, then releases.
 ARRIVED, READY, READ, LOCATION = range(4)
-LOCATIONS = 8  # more than a rank can be ahead of its peers: see PUT_OFF in hierarchical.py
+LOCATIONS = 8  # reductions that a rank may start before its peers have read the first of them
 FIRST_WHOLE = LOCATION + LOCATIONS
 
 
@@ -97,7 +97,13 @@ class Window(NodeLevel):
     most_nbytes = 2**62  # nothing is copied
 
     def __init__(
-        self, topology: Topology, memory: Memory, messages: Messages, *, drain: Callable[[], None]
+        self,
+        topology: Topology,
+        memory: Memory,
+        messages: Messages,
+        *,
+        drain: Callable[[], None],
+        overlap: bool = False,
     ) -> None:
         """Not collective.
 
@@ -106,11 +112,14 @@ class Window(NodeLevel):
             memory: ledger.
             messages: moves buffers that lie elsewhere; closed by ``close``.
             drain: enters every block of ``reading`` that was put off.
+            overlap: another thread than the one that calls ``reading`` and ``released`` calls ``spread`` and enters
+                the blocks of ``reading``, in the order of those calls.
         """
         super().__init__(topology.node, memory)
         self._topology = topology
         self._messages = messages
         self._drain = drain
+        self._overlap = overlap
         self._arena = Arena(self.comm.rank, memory, wait_until_read=self._wait_until_read)
         self._wholes: list[WholeBuffer] = []
         self._places: dict[int, WholeBuffer] = {}
@@ -153,7 +162,7 @@ class Window(NodeLevel):
 
     def settle(self) -> None:
         """See ``NodeLevel``: lays the arena out. Collective over the topology's world."""
-        self._counters = Counters(self.comm, FIRST_WHOLE + len(self._wholes))
+        self._counters = Counters(self.comm, FIRST_WHOLE + len(self._wholes), naps=self._overlap)
         nbytes = self._arena.lay_out() * self.comm.size
         with self._topology.agreed("share memory for gradients"):
             self._arena.open(Segment.create(self.comm, nbytes, f"{nbytes:,} bytes of gradients"))
@@ -194,6 +203,7 @@ class Window(NodeLevel):
         if self._counters is None or not self.shares(full, Use.REDUCE):
             return self._messages.reading(full)
         self._reductions = number = self._reductions + 1
+        self._wait_until_read(number - LOCATIONS)  # the number before in the same column
         location = self._arena.locate(full, number)
         self._counters.publish(LOCATION + number % LOCATIONS, location)
         self._counters.publish(READY, number)

@@ -222,7 +222,10 @@ class Plan:
         )
 
     def _unsharded_nbytes(self, sharing: Sharing) -> int:
-        """Peak of whole parameters and gradients in flight: the root unit's and the largest other module's."""
+        """Peak of whole parameters and gradients in flight: the root unit's and the largest other module's.
+
+        With ``sharing.overlap``, of one more: one module is made whole ahead, one gradient is still being reduced.
+        """
         live: dict[tuple[str, ...], int] = {}
         for unit in self.units:
             whole = unit.layout.padded_numel * self.precision.param_itemsize
@@ -233,11 +236,13 @@ class Plan:
                 nbytes += whole
             live[unit.modules] = live.get(unit.modules, 0) + nbytes
         root = live.pop(("",), 0)
-        return root + max(live.values(), default=0)
+        largest = sorted(live.values(), reverse=True)
+        shared = sharing.ranks > 1  # where a peer still uses the one before, its memory stays
+        return root + sum(largest[: 1 + sharing.overlap + shared])
 
     def exchange_nbytes(self, sharing: Sharing | None = None) -> int:
         """Bytes through which gradients reach the ranks that sum them."""
-        if sharing is not None and sharing.ranks > 1:
+        if sharing is not None and (sharing.ranks > 1 or sharing.nodes > 1):
             return self._place_nbytes(sharing)
         largest = max((unit.layout.shard_numel for unit in self.trainable_units), default=0)
         return exchange_chunk(largest, self.num_shards, self.precision.param_itemsize) * (
@@ -245,16 +250,19 @@ class Plan:
         )
 
     def _place_nbytes(self, sharing: Sharing) -> int:
-        """Places in shared memory from which peers read, and what is on its way between nodes."""
+        """Places in shared memory from which peers read, or their messages, and what is on its way between nodes."""
         item = self.precision.param_itemsize
         sizes = [unit.layout.padded_numel * item for unit in self.trainable_units]
-        places = [] if self.stage.keeps_local_gradients else places_in_turn(sizes)
+        private = sharing.ranks == 1
+        places = [] if private or self.stage.keeps_local_gradients else places_in_turn(sizes)
         if sharing.nodes == 1:
             return sum(places)
         largest = max((unit.layout.shard_numel for unit in self.trainable_units), default=0)
         wire = self._node_itemsize
         chunk = rail_chunk(largest, sharing.nodes, wire, sharing.round_nbytes)
-        return sum(places) + 4 * sharing.nodes * wire * chunk
+        local = self.num_shards // sharing.nodes
+        inside = local * chunk * item if private and local > 1 else 0  # what peers of the node send
+        return sum(places) + 4 * sharing.nodes * wire * chunk + inside
 
     @property
     def _node_itemsize(self) -> int:

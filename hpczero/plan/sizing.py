@@ -232,8 +232,8 @@ class Machine:
             return Sharing()
         local, nodes = min(self.local_size, self.ranks), -(-self.ranks // self.local_size)
         if not self.shares_memory or local == 1:
-            return Sharing(nodes=nodes)
-        return Sharing(local, lasting=nodes == 1, nodes=nodes)
+            return Sharing(nodes=nodes, overlap=nodes > 1)
+        return Sharing(local, lasting=nodes == 1, nodes=nodes, overlap=nodes > 1)
 
 
 def fit(

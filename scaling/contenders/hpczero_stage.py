@@ -15,9 +15,10 @@ from scaling.workload import Workload
 class Contender(base.Contender):
     """Units by the default rule: every block, and the root."""
 
-    def __init__(self, stage: int, transport: str) -> None:
+    def __init__(self, stage: int, transport: str, *, overlap: bool = True) -> None:
         self.stage = stage
         self.transport = transport
+        self.overlap = overlap
 
     def connect(self) -> None:
         self.join(Topology.of_world())
@@ -37,6 +38,7 @@ class Contender(base.Contender):
             topology=self.topology,
             rule=default_rule,
             transport=self.transport,
+            overlap=self.overlap,
         )
 
     def barrier(self) -> None:

@@ -226,6 +226,50 @@ class CollectivesSuite:
             hpczero.Flat(topology).reduce_scatter(plain, alone, scale=1.0, name="alone").wait()
             parallel_assert(comm, bits(out) == bits(alone), f"unit {unit}")
 
+    def test_calls_may_be_waited_for_long_after_the_next_ones(
+        self, comm: MPI.Intracomm, topology: Topology, transport: Collectives
+    ) -> None:
+        """A dozen gathers and reductions under way; gradients are released at once and their memory filled anew."""
+        size, index, random, units = 24, topology.shard_index, Random(comm.rank), range(12)
+        wholes, gradients = [], []
+        for _ in units:
+            options: dict[str, Any] = {"category": "test"}
+            wholes.append(
+                transport.allocate(size * comm.size, torch.float32, use=Use.GATHER, **options)
+            )
+            gradients.append(
+                transport.allocate(size * comm.size, torch.float32, use=Use.REDUCE, **options)
+            )
+            gradients[-1].release()
+        transport.settle()
+        outs, works = [torch.empty(size) for _ in units], []
+        for unit in units:
+            time.sleep(random.choice((0.0, 0.0, 0.0, 0.003)))
+            mine = contribution(comm.rank + unit, size, torch.float32)
+            wholes[unit].take()
+            wholes[unit].tensor[index * size :][:size] = mine
+            works.append(transport.all_gather(wholes[unit].tensor, name=f"{unit}"))
+            gradient = gradients[unit]
+            gradient.take()
+            gradient.tensor.copy_(contribution(comm.rank, size * comm.size, torch.float32) + unit)
+            works.append(
+                transport.reduce_scatter(gradient.tensor, outs[unit], scale=1.0, name=f"{unit}")
+            )
+            gradient.release()
+        for work in reversed(works):
+            work.wait()
+        owners, wrong = shard_owners(topology), []
+        for unit in units:
+            expected = torch.cat([contribution(r + unit, size, torch.float32) for r in owners])
+            if bits(wholes[unit].tensor) != bits(expected):
+                wrong.append(f"gather {unit}")
+            plain = contribution(comm.rank, size * comm.size, torch.float32) + unit
+            alone = torch.empty(size)
+            hpczero.Flat(topology).reduce_scatter(plain, alone, scale=1.0, name="alone").wait()
+            if bits(outs[unit]) != bits(alone):
+                wrong.append(f"reduce {unit}")
+        parallel_assert(comm, not wrong, ", ".join(wrong))
+
     # --- refusals: before anything is sent, on the rank that calls
 
     @ONE_NODE

@@ -58,6 +58,20 @@ class TestSharedMemory(RectangularSuite):
         return Hierarchical(topology, **options)
 
 
+@pytest.mark.ranks(3, 4)
+class TestMessagesInTheBackground(RectangularSuite):
+    @staticmethod
+    def make(topology: Topology, **options: Any) -> Hierarchical:
+        return Hierarchical(topology, shared_memory=False, overlap=True, **options)
+
+
+@pytest.mark.ranks(4)
+class TestSharedMemoryInTheBackground(RectangularSuite):
+    @staticmethod
+    def make(topology: Topology, **options: Any) -> Hierarchical:
+        return Hierarchical(topology, overlap=True, **options)
+
+
 @pytest.mark.ranks(4)
 class TestDoublingAndPairs(RectangularSuite):
     @staticmethod

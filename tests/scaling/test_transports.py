@@ -72,7 +72,7 @@ def test_all_transports_take_a_step_between_two_nodes_of_two(tmp_path: Path) -> 
     (file,) = tmp_path.rglob("transports-tiny-2x2-block.jsonl")
     found = [json.loads(line) for line in file.read_text().splitlines()]
     steps = [row["transport"] for row in found if row["kind"] == "step"]
-    assert sorted(steps) == sorted(["flat", "hierarchical", "window"] * 2)
+    assert sorted(steps) == sorted(["flat", "hierarchical", "window", "window-inline"] * 2)
     assert "| window" in done.stdout
 
 

@@ -1,0 +1,86 @@
+"""Private gradients that a reduction in the background may still be reading when their owner is done with them.
+
+Owns: who may take the memory back, and when. Must not know: what a reduction does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hpczero.device import Buffer, Memory
+
+MOST_LENT = (
+    1  # units whose gradients may wait while the next one's are filled; ``Plan.memory`` counts them
+)
+
+
+class LentBuffer(Buffer):
+    """Released at once by its owner, in truth when the reduction has read it."""
+
+    def __init__(
+        self, numel: int, dtype: torch.dtype, *, memory: Memory, category: str, keep: bool
+    ) -> None:
+        """As ``Buffer``."""
+        super().__init__(numel, dtype, memory=memory, category=category, keep=keep)
+        self._reader: Callable[[], None] | None = None
+        self._wanted = True
+
+    def lend(self, wait: Callable[[], None]) -> None:
+        """Somebody reads it until ``wait`` returns."""
+        self._reader = wait
+
+    def get_back(self) -> None:
+        """Return when nobody reads it; gives the memory back if its owner has."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader()
+        if not self._wanted:
+            super().release()
+
+    def take(self) -> None:
+        """See ``Buffer``; waits for the reader."""
+        self._wanted = True
+        self.get_back()
+        super().take()
+
+    def release(self) -> None:
+        """See ``Buffer``."""
+        self._wanted = False
+        if self._reader is None:
+            super().release()
+
+
+class Lending:
+    """The private gradients of one transport."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, LentBuffer] = {}
+        self._lent: deque[LentBuffer] = deque()
+
+    def add(self, buffer: LentBuffer) -> None:
+        """Know ``buffer`` by its tensor."""
+        self._buffers[id(buffer.tensor)] = buffer
+
+    def lend(self, full: Tensor, wait: Callable[[], None]) -> Callable[[], None]:
+        """``full`` is read until ``wait`` returns; waits itself where too much is lent already.
+
+        Returns:
+            What to call instead of ``wait``.
+        """
+        buffer = self._buffers.get(id(full))
+        if buffer is None:
+            return wait  # its owner keeps it until then
+        buffer.lend(wait)
+        self._lent.append(buffer)
+        while len(self._lent) > MOST_LENT:
+            self._lent.popleft().get_back()
+
+        def finish() -> None:
+            wait()
+            buffer.get_back()
+
+        return finish

@@ -1,0 +1,105 @@
+"""The queue: operations that go on while the model computes, one after the other, on a thread of their own.
+
+Owns: the thread, the order, and who hears of an error. Must not know: what the operations do.
+
+One thread and one order: MPI matches the calls of a communicator by their order, so the thread is the only one that
+uses the communicators of the operations. It needs an MPI that lets two threads call it at a time.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+from mpi4py import MPI
+
+from hpczero.watchdog import Watchdog
+
+_Operation = tuple[str, Callable[[], None], "_Outcome"]
+
+
+def can_run_in_background() -> bool:
+    """Whether this MPI lets a second thread call it. Not collective, but the same on every rank of a job."""
+    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+
+class _Outcome:
+    """What became of one operation."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def settle(self, error: BaseException | None) -> None:
+        self._error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class Queue:
+    """Runs what it is given in that order; the thread starts with the first operation."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        """Not collective.
+
+        Args:
+            watchdog: looks at every operation while it runs; one that waits for its turn is not late.
+        """
+        self._watchdog = watchdog
+        self._operations: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last = _Outcome()
+        self._last.settle(None)
+
+    def start(self, what: str, operation: Callable[[], None]) -> Callable[[], None]:
+        """Run ``operation`` when its turn has come.
+
+        Args:
+            what: printed if it never ends.
+            operation: touches nothing that the caller changes before it has waited.
+
+        Returns:
+            Waits for the end. It raises what the operation raised, and so does every later one: none of them is run.
+        """
+        if self._thread is None:
+            # Daemon: a job that ends in an error must not wait for a message that never comes.
+            self._thread = threading.Thread(target=self._work, name="hpczero-comm", daemon=True)
+            self._thread.start()
+        outcome = self._last = _Outcome()
+        self._operations.put((what, operation, outcome))
+        return outcome.wait
+
+    def drain(self) -> None:
+        """Return when nothing is under way.
+
+        Raises:
+            Exception: what an operation raised.
+        """
+        self._last.wait()
+
+    def close(self) -> None:
+        """End the thread, after what was started."""
+        if self._thread is not None:
+            self._operations.put(None)
+            self._thread.join()
+            self._thread = None
+
+    @torch.no_grad()  # the mode belongs to the thread
+    def _work(self) -> None:
+        error: BaseException | None = None
+        while (item := self._operations.get()) is not None:
+            what, operation, outcome = item
+            if error is None:
+                try:
+                    with self._watchdog.watch(what):
+                        operation()
+                except BaseException as failure:
+                    error = failure
+            outcome.settle(error)
+            del item, operation, outcome  # they hold buffers
