@@ -120,6 +120,36 @@ class Buffer:
             self._held = False
 
 
+class Fresh:
+    """One flat tensor, made anew for each use; whoever still points at an old one keeps it."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, *, memory: Memory, category: str) -> None:
+        """As ``Buffer``, but not held."""
+        self._numel = numel
+        self._dtype = dtype
+        self._memory = memory
+        self._category = category
+        self._tensor: torch.Tensor | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """(numel,) of ``dtype``; only while held."""
+        assert self._tensor is not None, "held"
+        return self._tensor
+
+    def take(self) -> None:
+        """Make it, content undefined; nothing if it is there."""
+        if self._tensor is None:
+            self._tensor = torch.empty(self._numel, dtype=self._dtype)
+            self._memory.add(self._category, self._tensor.nbytes)
+
+    def drop(self) -> None:
+        """Forget it; nothing if it is not there."""
+        if self._tensor is not None:
+            self._memory.add(self._category, -self._tensor.nbytes)
+            self._tensor = None
+
+
 class Scratch:
     """Memory to receive into, kept and grown to the largest need."""
 

@@ -7,7 +7,8 @@ Must not know: modules, hooks, when to act (`schedule`), optimizers (they see `s
     master      fp32, what is optimised   this rank's shard, or the whole unit where the optimizer is replicated; in
                                           fp32 it *is* this rank's slice of the buffer where that lasts
     local       this rank's gradient      (padded_numel,) param dtype, from first use in backward to the reduction
-    reduced     mean over ranks           fp32, like master; ``shards[i].grad`` are views of it
+    reduced     mean over ranks           fp32, like master; ``shards[i].grad`` are views of it; made in backward, gone
+                                          with zero_grad
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.comm.base import Collectives, Work
-from hpczero.device import DTYPES
+from hpczero.device import DTYPES, Fresh
 from hpczero.gradient import LocalGradient
 from hpczero.plan import Stage, UnitSpec
 from hpczero.precision import Precision
@@ -72,8 +73,8 @@ class Unit:
             self._master = comm.allocate(numel, torch.float32, category=category).tensor
         else:
             self._master = self.whole.flat[owned]
-        self._reduced = comm.allocate(numel, torch.float32, category="gradients").tensor
-        self._reduced_mine = self._reduced if stage.shards_optimizer else self._reduced[self._mine]
+        # Not kept: while activations are at their most, in forward, there are no gradients yet.
+        self._fresh = Fresh(numel, torch.float32, memory=comm.memory, category="gradients")
         self._local = LocalGradient(
             layout, DTYPES[precision.param], comm=comm, keep=stage.keeps_local_gradients
         )
@@ -218,11 +219,20 @@ class Unit:
     def _prepare_reduced(self) -> bool:
         """Whether the reduced buffer holds gradients to add to; what was set to None meanwhile becomes zero."""
         if not self._has_reduced:
+            self._fresh.take()
             return False
         for shard in self.shards:
             if shard.grad is None:
                 self._gradient_view(shard).zero_()
         return True
+
+    @property
+    def _reduced(self) -> Tensor:
+        return self._fresh.tensor
+
+    @property
+    def _reduced_mine(self) -> Tensor:
+        return self._reduced if self._stage.shards_optimizer else self._reduced[self._mine]
 
     def _gradient_view(self, shard: nn.Parameter) -> Tensor:
         """The part of the reduced buffer that belongs to ``shard``, found by its place in the master."""
@@ -266,6 +276,7 @@ class Unit:
             elif shard.grad is not None:
                 shard.grad.zero_()
         if set_to_none:
+            self._fresh.drop()
             self._used = np.zeros_like(self._used)
             self._has_reduced = False
 
