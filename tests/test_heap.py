@@ -12,10 +12,10 @@ ROOT = Path(__file__).resolve().parents[1]
 STEPS = """
 import resource, torch, hpczero
 from torch import nn
-model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+model = nn.Sequential(*(nn.Linear(3000, 3000) for _ in range(2)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 hpczero.zeroify(model, optimizer, transport="flat")
-batch = torch.ones(256, 1024)
+batch = torch.ones(16, 3000)
 for _ in range(8):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     model(batch).mean().backward()
@@ -43,5 +43,5 @@ def test_a_step_takes_no_new_pages_unless_the_user_wants_his_heap_as_it_was() ->
 
 def test_settings_of_the_users_own_are_left_alone() -> None:
     # with blocks of 64 KiB and more mapped one by one, every step takes all its pages anew
-    step_pages = 8 * 4 * 1024 * 1024 // resource.getpagesize()
+    step_pages = 2 * 4 * 3000 * 3000 // resource.getpagesize()
     assert page_faults_of_a_step(MALLOC_MMAP_THRESHOLD_="65536") > step_pages
