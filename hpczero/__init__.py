@@ -76,6 +76,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "checkpoint":
+        return importlib.import_module("hpczero.checkpoint")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'hpczero' has no attribute {name!r}")

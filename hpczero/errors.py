@@ -61,9 +61,25 @@ class StepError(HpcZeroError, RuntimeError):
 
 
 class CheckpointError(HpcZeroError, RuntimeError):
-    """A checkpoint that is corrupt or cannot be written."""
+    """A checkpoint that cannot be written or read."""
 
     exit_code = EXIT_CORRUPT_CHECKPOINT
+
+
+class CorruptCheckpoint(CheckpointError):
+    """A checkpoint whose bytes are not those that were written."""
+
+
+class CheckpointMismatch(CheckpointError, ValueError):
+    """A sound checkpoint that does not belong to this model, optimizer or version."""
+
+    exit_code = EXIT_MISCONFIGURED
+
+
+class CheckpointBusy(CheckpointError):
+    """Another job writes to the same folder."""
+
+    exit_code = EXIT_MISCONFIGURED
 
 
 def launcher_rank() -> int:

@@ -6,6 +6,7 @@ so that the plan can count bytes without torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -114,6 +115,20 @@ class LossScaler:
         if self._good_steps == self.policy.growth_interval:
             self.scale *= 2.0
             self._good_steps = 0
+
+    def state(self) -> dict[str, float]:
+        """What ``restore`` needs; plain numbers."""
+        return {
+            "scaled": self.policy is not None,
+            "scale": self.scale,
+            "good_steps": self._good_steps,
+        }
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on where another scaler was; the initial scale where that one had no policy, and 1 where this has none."""
+        if self.policy is not None and state.get("scaled", True):
+            self.scale = float(state["scale"])
+            self._good_steps = int(state["good_steps"])
 
     @property
     def exhausted(self) -> bool:

@@ -50,10 +50,11 @@ class Unit:
         self.spec = spec
         self.whole = WholeParameters(spec, parameters, stage=stage, precision=precision, comm=comm)
         self.shards: list[nn.Parameter] = []
+        self._pieces: list[int] = []  # which shard of the unit each of them is a part of
         self._stage = stage
         self._comm = comm
         self._mine = self.whole.mine
-        self._shard_slots: list[int] = []
+        self.shard_slots: list[int] = []
         if spec.trainable:
             self._allocate_state(precision)
             self._rest = self._master
@@ -91,11 +92,12 @@ class Unit:
                 if part:
                     begin = slot.offset + part.start - owned.start
                     self.shards.append(nn.Parameter(self._master[begin : begin + len(part)]))
-                    self._shard_slots.append(position)
+                    self.shard_slots.append(position)
+                    self._pieces.append(piece)
 
     def shards_with_groups(self) -> Iterator[tuple[nn.Parameter, int]]:
         """Each shard with its optimizer group."""
-        for shard, position in zip(self.shards, self._shard_slots, strict=True):
+        for shard, position in zip(self.shards, self.shard_slots, strict=True):
             yield shard, self.spec.groups[position]
 
     @property
@@ -261,7 +263,7 @@ class Unit:
 
     def skip_unused(self, used_anywhere: npt.NDArray[np.bool_]) -> None:
         """Drop the gradient of parameters no rank used: the optimizer then leaves them alone, as in torch."""
-        for shard, position in zip(self.shards, self._shard_slots, strict=True):
+        for shard, position in zip(self.shards, self.shard_slots, strict=True):
             if not used_anywhere[position]:
                 shard.grad = None
 
@@ -279,6 +281,59 @@ class Unit:
             self._fresh.drop()
             self._used = np.zeros_like(self._used)
             self._has_reduced = False
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------
+
+    @property
+    def owned_values(self) -> Tensor:
+        """This rank's part of the values without padding, the same elements in every stage; a view."""
+        mine = self.spec.layout.shard_range(self._comm.topology.shard_index)
+        whole = self._rest.numel() == self.spec.layout.padded_numel
+        return (self._rest[self._mine] if whole else self._rest)[: len(mine)]
+
+    def owned_shards(self) -> Iterator[tuple[int, nn.Parameter]]:
+        """Slot and optimizer's view of each part of ``owned_values``, in order."""
+        index = self._comm.topology.shard_index
+        for piece, position, shard in zip(
+            self._pieces, self.shard_slots, self.shards, strict=True
+        ):
+            if piece == index:
+                yield position, shard
+
+    def replicated(self, owned: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Every shard that the optimizer of this rank sees, with its values. Collective where it is replicated.
+
+        Args:
+            owned: (elements of ``owned_values``,) fp32, in that order.
+        """
+        full, start = owned, self._mine.start
+        if not self._stage.shards_optimizer:
+            full, start = torch.zeros(self.spec.layout.padded_numel), 0
+            full[self._mine][: len(owned)].copy_(owned)
+            self._comm.all_gather(full, name=self.spec.name).wait()
+        for piece, position, shard in zip(
+            self._pieces, self.shard_slots, self.shards, strict=True
+        ):
+            slot = self.spec.layout.slots[position]
+            begin = slot.offset + self.spec.layout.overlap(piece, slot.name).start - start
+            yield shard, full[begin : begin + shard.numel()]
+
+    def restore(self, owned: Tensor) -> None:
+        """Set the values, masters and whole parameters alike. Collective; no model call may be under way.
+
+        Args:
+            owned: (elements of ``owned_values``,) fp32, in that order.
+        """
+        with torch.no_grad():
+            self.owned_values.copy_(owned)
+        if self.spec.trainable:
+            if not self._stage.shards_optimizer:
+                self._comm.all_gather(self._master, name=self.spec.name).wait()
+            self.refresh()
+        else:
+            self.whole.update(self._rest)
+        self.whole.wait_for_update()
+        self.whole.note_versions()
 
     # --- whole copies --------------------------------------------------------------------------------------------
 

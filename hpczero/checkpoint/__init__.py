@@ -1,0 +1,26 @@
+"""Checkpoints: sharded state in one HDF5 file that any number of ranks, at any stage, goes on from."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpczero.checkpoint.checkpoints import Checkpoints, load, save
+    from hpczero.checkpoint.reading import Loaded
+
+_HOME = {
+    "Checkpoints": "checkpoints",
+    "Loaded": "reading",
+    "load": "checkpoints",
+    "save": "checkpoints",
+}
+
+__all__ = ["Checkpoints", "Loaded", "load", "save"]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use: the command that lists and verifies starts neither MPI nor torch.
+    if name in _HOME:
+        return getattr(importlib.import_module(f"hpczero.checkpoint.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'hpczero.checkpoint' has no attribute {name!r}")

@@ -1,0 +1,278 @@
+"""The public calls: save, load, and the checkpoints of one run with saves in the background.
+
+Owns: who holds the lock, and what is in flight. Must not know: files, datasets.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hpczero.checkpoint.folder import Folder
+from hpczero.checkpoint.format import SLAB_NBYTES
+from hpczero.checkpoint.reading import Loaded, load_newest
+from hpczero.checkpoint.lock import Lock
+from hpczero.checkpoint.writing import Milestone, write
+from hpczero.checkpoint.snapshot import take
+from hpczero.comm.queue import can_run_in_background
+from hpczero.errors import CheckpointError, ConfigError
+from hpczero.sharded_model import Sharding
+from hpczero.topology import Topology
+from hpczero.zero import sharding as sharding_of
+
+
+def save(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    writer: str = "auto",
+) -> Path:
+    """Write ``directory/step-...``: a whole checkpoint, or none. Collective over the topology's world.
+
+    Args:
+        directory: of all checkpoints of a run; made if need be.
+        model: zeroified, between two steps.
+        optimizer: the one it was zeroified with; None takes that one too.
+        step: optimizer steps done.
+        extra: numbers, texts, lists and dictionaries that ``load`` gives back, e.g. ``scheduler.state_dict()`` and the
+            place in the data.
+        keep: newest checkpoints that stay; None takes none away.
+        writer: ``mpio`` (parallel HDF5), ``posix`` (the same file without MPI-IO), or ``auto``.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        ConfigError: a bad ``step`` or ``extra``.
+        CheckpointBusy: another job writes to ``directory``.
+        CheckpointError: it could not be written; on every rank, and older checkpoints are as they were.
+    """
+    with Checkpoints(directory, model, optimizer, keep=keep, writer=writer) as checkpoints:
+        return checkpoints.save(step, extra)
+
+
+def load(directory: str | Path, model: nn.Module, optimizer: Optimizer | None = None) -> Loaded:
+    """Make ``model`` and its optimizer what they were at a save. Collective over the topology's world.
+
+    The number of ranks, the stage, the units and the precision may be others than at the save. Parameters, state and
+    options of the optimizer, buffers, random streams and loss scale are restored; a scheduler is yours to restore from
+    ``extra``.
+
+    Args:
+        directory: a checkpoint, or a folder of them: then the newest sound one.
+        model: zeroified, of the same parameters.
+        optimizer: the one it was zeroified with; None takes that one too.
+
+    Raises:
+        ConfigError: there is no checkpoint.
+        CorruptCheckpoint: none is sound; says what is wrong with the newest.
+        CheckpointMismatch: of another model or optimizer, or of a later version; lists the differences.
+    """
+    state = _sharding(model, optimizer)
+    found = load_newest(Path(directory), state)
+    if found is None:
+        error = ConfigError(f"{directory}: no checkpoint there; give a folder that holds step-...")
+        error.agreed = True
+        raise error
+    return found
+
+
+class Checkpoints:
+    """The checkpoints of one run. Use it as a context manager; every method is collective over the topology's world."""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        keep: int | None = None,
+        background: bool = False,
+        writer: str = "auto",
+        slab_nbytes: int = SLAB_NBYTES,
+        at: Milestone = lambda name: None,
+    ) -> None:
+        """Not collective.
+
+        Args:
+            directory: as in ``save``.
+            model: as in ``save``.
+            optimizer: as in ``save``.
+            keep: as in ``save``.
+            background: write while training goes on; needs memory for a copy of this rank's shards, and an MPI
+                that lets two threads call it.
+            writer: as in ``save``; in the background always ``posix``.
+            slab_nbytes: bytes that one digest covers.
+            at: told of every milestone of a save, on every rank.
+
+        Raises:
+            ConfigError: no such writer, or fewer than one to keep.
+        """
+        if writer not in ("auto", "mpio", "posix"):
+            raise ConfigError(f"writer: got {writer!r}, expected auto, mpio or posix")
+        if keep is not None and keep < 1:
+            raise ConfigError(f"keep: got {keep}, expected at least 1")
+        self._folder = Folder(Path(directory))
+        self._sharding = _sharding(model, optimizer)
+        self._keep = keep
+        self._writer = writer
+        self._slab_nbytes = slab_nbytes
+        self._at = at
+        self._lock = Lock(Path(directory))
+        self._locked = False
+        self._background = (
+            _Background(self._sharding.topology) if background and can_run_in_background() else None
+        )
+
+    def save(self, step: int, extra: Mapping[str, Any] | None = None) -> Path:
+        """As ``hpczero.checkpoint.save``; with ``background`` it returns the folder of all, once the shards are copied.
+
+        An earlier save that is still being written is waited for, and its error raised.
+        """
+        topology = self._sharding.topology
+        self.wait()
+        if not self._locked:
+            with topology.agreed("lock the folder of checkpoints"):
+                if topology.is_root:
+                    self._lock.acquire()
+                    self._folder.sweep()
+            self._locked = True
+        snapshot = take(self._sharding, step=step, extra=extra or {}, slab_nbytes=self._slab_nbytes)
+        if self._background is None:
+            options: dict[str, Any] = {"writer": self._writer, "keep": self._keep, "at": self._at}
+            return write(snapshot, self._folder, topology, **options)
+        with topology.agreed("copy the shards"):
+            snapshot = snapshot.copied()
+        self._background.start(
+            lambda on: write(
+                snapshot, self._folder, on, writer="posix", keep=self._keep, at=self._at
+            )
+        )
+        return self._folder.path
+
+    def check(self) -> Path | None:
+        """Call it between steps: the checkpoint that has been finished in the background since the last call, if any.
+
+        Raises:
+            CheckpointError: it could not be written; on every rank at the same step.
+        """
+        if self._background is None or not self._background.busy:
+            return None
+        done = self._sharding.topology.gather(float(self._background.done))
+        return self.wait() if all(done) else None
+
+    def wait(self) -> Path | None:
+        """Return when nothing is being written; as ``check``."""
+        if self._background is None or not self._background.busy:
+            return None
+        topology = self._sharding.topology
+        with topology.agreed("finish the checkpoint in the background"):
+            return self._background.finish()
+
+    def load(self) -> Loaded | None:
+        """The newest sound checkpoint, or None if there is none at all; as ``hpczero.checkpoint.load``."""
+        return load_newest(self._folder.path, self._sharding)
+
+    def close(self) -> None:
+        """Wait, and let other jobs write here."""
+        try:
+            self.wait()
+        finally:
+            if self._background is not None:
+                self._background.close()
+            if self._locked and self._sharding.topology.is_root:
+                self._lock.release()
+            self._locked = False
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None or getattr(error, "agreed", False):
+            self.close()
+        elif self._locked and self._sharding.topology.is_root:
+            self._lock.release()  # the job ends; peers may not come to a collective any more
+
+
+class _Background:
+    """One write on a thread, over a communicator of its own."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._own: Topology | None = None
+        self._thread: threading.Thread | None = None
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a write has been started and not been finished."""
+        return self._thread is not None
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing left to wait for on this rank."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def start(self, work: Any) -> None:
+        """Collective over world the first time."""
+        if self._own is None:
+            self._own = replace(self._topology, world=self._topology.world.Dup())
+        own = self._own
+
+        def run() -> None:
+            try:
+                self._path = work(own)
+            except BaseException as error:
+                self._error = error
+
+        # Not a daemon: a program that ends without ``close`` still ends with a whole checkpoint.
+        self._thread = threading.Thread(target=run, name="hpczero-checkpoint")
+        self._thread.start()
+
+    def finish(self) -> Path | None:
+        """Wait for the thread of this rank. Not collective, but the thread's work is.
+
+        Raises:
+            CheckpointError: what it raised.
+        """
+        assert self._thread is not None, "busy"
+        self._thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            if isinstance(error, CheckpointError):
+                raise type(error)(str(error)) from error
+            raise error
+        return self._path
+
+    def close(self) -> None:
+        """Collective over world."""
+        if self._own is not None:
+            self._own.world.Free()
+            self._own = None
+
+
+def _sharding(model: nn.Module, optimizer: Optimizer | None) -> Sharding:
+    state = sharding_of(model)
+    if optimizer is not None and optimizer is not state.optimizer:
+        raise ConfigError(
+            "the optimizer is not the one this model was zeroified with; give that one, or leave it out"
+        )
+    return state

@@ -1,0 +1,176 @@
+"""From the shards of ranks to the slabs of a file, and back.
+
+Owns: who sends which elements to whom, in rounds of bounded size. Must not know: files, parameters, torch modules.
+
+A rank's elements of a flat dataset lie in many short runs, because every unit is cut over all ranks; a file wants few
+long pieces. So each rank is responsible for some consecutive slabs, and elements travel between the two cuts, a few
+slabs at a time. What a rank holds is one flat tensor in the order of the file, so what it sends to a slab is one slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpczero.checkpoint.format import Dataset
+from hpczero.watchdog import Watchdog
+
+ROUND_NBYTES = 32 * 2**20  # of slabs that one rank gathers at a time
+
+Runs = npt.NDArray[
+    np.int64
+]  # (n, 2): first element and the one after the last, ascending, disjoint
+
+
+class Exchange:
+    """The two cuts of one kind of datasets. Every method is collective over the communicator."""
+
+    def __init__(
+        self, comm: MPI.Intracomm, watchdog: Watchdog, mine: Sequence[tuple[int, int]]
+    ) -> None:
+        """Tell everybody what this rank holds.
+
+        Args:
+            comm: all ranks that hold elements; borrowed, and used for nothing else meanwhile.
+            watchdog: looks at every round.
+            mine: elements of the file that this rank holds, as (start, stop), ascending.
+        """
+        self._comm = comm
+        self._watchdog = watchdog
+        runs = np.array(list(mine), dtype=np.int64).reshape(-1, 2)
+        counts = np.empty(comm.size, dtype=np.int64)
+        with watchdog.watch("checkpoint: who holds what"):
+            comm.Allgather(np.array([runs.size], dtype=np.int64), counts)
+            everybody = np.empty(int(counts.sum()), dtype=np.int64)
+            comm.Allgatherv(np.ascontiguousarray(runs).reshape(-1), [everybody, counts])
+        ends = np.cumsum(counts)
+        self._runs = [
+            everybody[end - count : end].reshape(-1, 2)
+            for end, count in zip(ends, counts, strict=True)
+        ]
+        # Elements of this rank before each of its runs.
+        self._before = np.concatenate([[0], np.cumsum(runs[:, 1] - runs[:, 0])])
+
+    @property
+    def numel(self) -> int:
+        """Elements that this rank holds."""
+        return int(self._before[-1])
+
+    def rounds(self, dataset: Dataset) -> Iterator[list[range]]:
+        """For each round, the elements that each rank gathers (empty for some); equal on all ranks. Not collective."""
+        size = self._comm.size
+        per_round = max(ROUND_NBYTES // (dataset.slab_numel * dataset.itemsize), 1)
+        shares = [dataset.slabs_of(rank, size) for rank in range(size)]
+        for first in range(0, max(map(len, shares)), per_round):
+            windows = []
+            for share in shares:
+                slabs = share[first : first + per_round]
+                edges = (
+                    (dataset.slab(slabs[0]).start, dataset.slab(slabs[-1]).stop)
+                    if slabs
+                    else (0, 0)
+                )
+                windows.append(range(*edges))
+            yield windows
+
+    def to_slabs(self, held: Tensor, windows: Sequence[range]) -> Tensor:
+        """Gather one round.
+
+        Args:
+            held: (numel,) what this rank holds, in the order of the file.
+            windows: of ``rounds``.
+
+        Returns:
+            (elements of this rank's window,) complete.
+        """
+        window = windows[self._comm.rank]
+        sends = [held[slice(*self._place(range_))] for range_ in windows]
+        send = torch.cat(sends)
+        into = torch.empty(len(window), dtype=held.dtype)
+        incoming = [_within(runs, window) for runs in self._runs]
+        received = self._trade(
+            send, [len(part) for part in sends], [_count(runs) for runs in incoming]
+        )
+        begin = 0
+        for runs in incoming:
+            for start, stop in runs.tolist():
+                into[start - window.start : stop - window.start] = received[
+                    begin : begin + stop - start
+                ]
+                begin += stop - start
+        return into
+
+    def from_slabs(self, slabs: Tensor, held: Tensor, windows: Sequence[range]) -> None:
+        """Hand one round out.
+
+        Args:
+            slabs: (elements of this rank's window,).
+            held: (numel,) gets what this rank holds, in the order of the file.
+            windows: of ``rounds``.
+        """
+        window = windows[self._comm.rank]
+        outgoing = [_within(runs, window) for runs in self._runs]
+        pieces = [
+            slabs[start - window.start : stop - window.start]
+            for runs in outgoing
+            for start, stop in runs.tolist()
+        ]
+        send = torch.cat(pieces) if pieces else slabs[:0]
+        places = [self._place(range_) for range_ in windows]
+        counts = [stop - start for start, stop in places]
+        received = self._trade(send, [_count(runs) for runs in outgoing], counts)
+        begin = 0
+        for (start, stop), count in zip(places, counts, strict=True):
+            held[start:stop] = received[begin : begin + count]
+            begin += count
+
+    def _place(self, window: range) -> tuple[int, int]:
+        """Which of the elements that this rank holds lie in ``window``: one slice of them."""
+        runs = self._runs[self._comm.rank]
+        return self._rank_of(runs, window.start), self._rank_of(runs, window.stop)
+
+    def _rank_of(self, runs: Runs, element: int) -> int:
+        """How many of this rank's elements come before ``element``."""
+        index = int(np.searchsorted(runs[:, 1], element, side="right"))
+        if index == len(runs):
+            return self.numel
+        return int(self._before[index] + max(element - runs[index, 0], 0))
+
+    def _trade(self, send: Tensor, sizes: Sequence[int], counts: Sequence[int]) -> Tensor:
+        received = torch.empty(sum(counts), dtype=send.dtype)
+        item = send.element_size()
+        one = MPI.BYTE.Create_contiguous(item).Commit()  # counts of elements stay small
+        try:
+            with self._watchdog.watch("checkpoint: exchange between shards and slabs"):
+                self._comm.Alltoallv(
+                    [_bytes(send), sizes, _displacements(sizes), one],
+                    [_bytes(received), counts, _displacements(counts), one],
+                )
+        finally:
+            one.Free()
+        return received
+
+
+def _bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    found: npt.NDArray[np.uint8] = tensor.contiguous().view(torch.uint8).numpy()
+    return found
+
+
+def _displacements(counts: Sequence[int]) -> list[int]:
+    return [0, *np.cumsum(counts)[:-1].tolist()]
+
+
+def _within(runs: Runs, window: range) -> Runs:
+    """The parts of ``runs`` that lie in ``window``."""
+    first = int(np.searchsorted(runs[:, 1], window.start, side="right"))
+    last = int(np.searchsorted(runs[:, 0], window.stop, side="left"))
+    return np.clip(runs[first : max(last, first)], window.start, window.stop)
+
+
+def _count(runs: Runs) -> int:
+    return int((runs[:, 1] - runs[:, 0]).sum())

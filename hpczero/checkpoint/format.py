@@ -1,0 +1,312 @@
+"""What a checkpoint is on disk: names, the parameter table, the grid of slabs, the manifest.
+
+Owns: the format and its version (docs/checkpoint-format.md). Must not know: MPI, torch, HDF5, who writes what.
+
+    <folder>/step-000001200/state.h5         flat datasets
+                            manifest.json    what they are, where they lie, a digest of every byte; written last
+
+Nothing in it depends on the number of ranks, the stage or the units it was saved with: parameters lie end to end in
+registration order, the trainable ones first, without padding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
+
+FORMAT = "hpczero checkpoint"
+VERSION = 1
+ALGORITHM = "xxh3_64"
+SLAB_NBYTES = 16 * 2**20
+STATE_FILE = "state.h5"
+MANIFEST_FILE = "manifest.json"
+MASTER = "/state/master"
+BUFFERS = "/buffers"
+RNG = "/rng"
+NAMED = 5  # of many in a message
+
+_STEP_FOLDER = re.compile(r"step-(\d{9,})")
+
+
+def step_folder(step: int) -> str:
+    """Name of the folder of a committed checkpoint."""
+    return f"step-{step:09d}"
+
+
+def step_of_folder(name: str) -> int | None:
+    """The step a folder name means; None if it is not one of ours."""
+    found = _STEP_FOLDER.fullmatch(name)
+    return int(found[1]) if found and step_folder(int(found[1])) == name else None
+
+
+def digest(data: npt.NDArray[Any]) -> str:
+    """Of the bytes of a contiguous array, 16 hexadecimal digits."""
+    return str(xxhash.xxh3_64(data.data).hexdigest())
+
+
+@dataclass(frozen=True)
+class Row:
+    """One name in the parameter table.
+
+    Attributes:
+        name: qualified, as in ``model.named_parameters(remove_duplicate=False)``.
+        shape: of the parameter.
+        offset: of its first element in the flat datasets.
+        group: optimizer group; -1 where it is frozen.
+        tied_to: index of the row that holds it, where this is a further name of a tied parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    group: int
+    tied_to: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it has no optimizer state."""
+        return self.group < 0
+
+
+@dataclass(frozen=True)
+class Table:
+    """All parameters of a model. Rows that hold values come first, in the order of their offsets."""
+
+    rows: tuple[Row, ...]
+
+    @classmethod
+    def build(
+        cls, parameters: Iterable[tuple[str, tuple[int, ...], int]], aliases: Mapping[str, str]
+    ) -> Table:
+        """Lay parameters end to end, trainable ones first.
+
+        Args:
+            parameters: (name, shape, group) in registration order, each once.
+            aliases: further names of tied parameters, each with the name it is tied to.
+        """
+        rows: list[Row] = []
+        offset = 0
+        listed = list(parameters)
+        for name, shape, group in sorted(listed, key=lambda entry: entry[2] < 0):  # stable
+            rows.append(Row(name, tuple(shape), offset, group))
+            offset += rows[-1].numel
+        places = {row.name: index for index, row in enumerate(rows)}
+        for alias, name in aliases.items():
+            owner = rows[places[name]]
+            rows.append(Row(alias, owner.shape, owner.offset, owner.group, places[name]))
+        return cls(tuple(rows))
+
+    @property
+    def owners(self) -> tuple[Row, ...]:
+        """Rows that hold values of their own."""
+        return tuple(row for row in self.rows if row.tied_to is None)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(row.numel for row in self.owners)
+
+    @property
+    def trainable_numel(self) -> int:
+        """Elements that have optimizer state; they come first."""
+        return sum(row.numel for row in self.owners if not row.frozen)
+
+    def named(self) -> dict[str, Row]:
+        """Rows by name."""
+        return {row.name: row for row in self.rows}
+
+    def overlapping(self, start: int, stop: int) -> list[str]:
+        """Parameters with elements in [start, stop), as ``name[a:b]``."""
+        found = []
+        for row in self.owners:
+            first, last = max(start, row.offset), min(stop, row.offset + row.numel)
+            if first < last:
+                found.append(f"{row.name}[{first - row.offset}:{last - row.offset}]")
+        return found
+
+    def to_json(self) -> list[list[Any]]:
+        """Plain lists."""
+        return [[r.name, list(r.shape), r.offset, r.group, r.tied_to] for r in self.rows]
+
+    @classmethod
+    def from_json(cls, rows: Sequence[Sequence[Any]]) -> Table:
+        """The reverse of ``to_json``."""
+        return cls(
+            tuple(
+                Row(str(name), tuple(map(int, shape)), int(offset), int(group), tied_to)
+                for name, shape, offset, group, tied_to in rows
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One flat dataset, cut into slabs of fixed size from its start; the last may be short.
+
+    Attributes:
+        name: its path in the HDF5 file.
+        dtype: of NumPy, little endian, such as ``<f4``.
+        numel: elements.
+        slab_numel: elements of a slab.
+        offset: of its first byte in the file; 0 until the file is made, and where it is empty.
+        digests: of each slab; empty until it is written.
+    """
+
+    name: str
+    dtype: str
+    numel: int
+    slab_numel: int
+    offset: int = 0
+    digests: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, dtype: str, numel: int, slab_nbytes: int = SLAB_NBYTES) -> Dataset:
+        """With slabs of ``slab_nbytes``."""
+        return cls(name, dtype, numel, max(slab_nbytes // np.dtype(dtype).itemsize, 1))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return np.dtype(self.dtype).itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.numel * self.itemsize
+
+    @property
+    def num_slabs(self) -> int:
+        """Slabs."""
+        return -(-self.numel // self.slab_numel)
+
+    def slab(self, index: int) -> range:
+        """Elements of one slab."""
+        start = index * self.slab_numel
+        return range(start, min(start + self.slab_numel, self.numel))
+
+    def slabs_of(self, rank: int, size: int) -> range:
+        """Slabs that ``rank`` of ``size`` writes or reads: consecutive, as even as can be."""
+        return range(rank * self.num_slabs // size, (rank + 1) * self.num_slabs // size)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds; with it, reading needs no more than bytes at offsets.
+
+    Attributes:
+        step: optimizer steps done.
+        created: UTC, ISO 8601.
+        world_size: ranks that saved it.
+        table: the parameters.
+        datasets: all flat datasets.
+        file_nbytes: size of the HDF5 file.
+        rest: digest of all of its bytes outside of the datasets.
+        meta: optimizer, buffers, random streams, the user's extra, provenance.
+        version: of the format.
+    """
+
+    step: int
+    created: str
+    world_size: int
+    table: Table
+    datasets: tuple[Dataset, ...]
+    file_nbytes: int
+    rest: str
+    meta: dict[str, Any] = field(default_factory=dict)
+    version: int = VERSION
+
+    def dataset(self, name: str) -> Dataset | None:
+        """By its path."""
+        return next((dataset for dataset in self.datasets if dataset.name == name), None)
+
+    def damage(self, path: Path, dataset: Dataset, slab: range) -> str:
+        """Says which elements of what are not those that were written."""
+        where = ""
+        if dataset.dtype == "<f4":
+            names = self.table.overlapping(slab.start, slab.stop)
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            where = f" ({', '.join(names[:NAMED])}{more})"
+        return (
+            f"{path}: corrupt: elements {slab.start:,} to {slab.stop:,} of {dataset.name}{where} do not have the "
+            "digest they were written with"
+        )
+
+    def to_json(self) -> str:
+        """The text of ``manifest.json``: one object that ends with a digest of itself."""
+        body = {
+            "format": FORMAT,
+            "version": self.version,
+            "step": self.step,
+            "created": self.created,
+            "world_size": self.world_size,
+            "algorithm": ALGORITHM,
+            "file": {"name": STATE_FILE, "nbytes": self.file_nbytes, "rest": self.rest},
+            "datasets": [asdict(dataset) for dataset in self.datasets],
+            "parameters": self.table.to_json(),
+            "meta": self.meta,
+        }
+        return json.dumps({**body, "sha256": _sha256(body)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Read and check.
+
+        Raises:
+            CorruptCheckpoint: it is not whole, or was changed.
+            CheckpointMismatch: a later version wrote it.
+        """
+        try:
+            body = json.loads(text)
+            stated = body.pop("sha256")
+            if body["format"] != FORMAT:
+                raise CorruptCheckpoint(f"format is {body['format']!r}, expected {FORMAT!r}")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptCheckpoint(f"{MANIFEST_FILE} is not whole ({error!r})") from error
+        if _sha256(body) != stated:
+            raise CorruptCheckpoint(
+                f"{MANIFEST_FILE} was changed: it does not have the digest it states"
+            )
+        version = body["version"]
+        if version > VERSION:
+            raise CheckpointMismatch(
+                f"format version is {version}, and this hpczero reads up to {VERSION}; upgrade hpczero"
+            )
+        if body["algorithm"] != ALGORITHM:
+            raise CheckpointMismatch(
+                f"digests are {body['algorithm']!r}, expected {ALGORITHM!r}; upgrade hpczero"
+            )
+        return cls(
+            step=body["step"],
+            created=body["created"],
+            world_size=body["world_size"],
+            table=Table.from_json(body["parameters"]),
+            datasets=tuple(
+                Dataset(**{**entry, "digests": tuple(entry["digests"])})
+                for entry in body["datasets"]
+            ),
+            file_nbytes=body["file"]["nbytes"],
+            rest=body["file"]["rest"],
+            meta=body["meta"],
+            version=version,
+        )
+
+
+def _sha256(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,118 @@
+"""The HDF5 file of a checkpoint: made by one rank, filled by all.
+
+Owns: the objects in the file and where their bytes lie. Must not know: MPI, parameters' owners, the order of a save.
+
+[Note: One rank makes the file]
+Groups, attributes and small tables are written by rank 0 alone with the serial driver, datasets with all their bytes
+allocated and none filled. Then all ranks write bytes, through MPI-IO or at offsets. So collective metadata, which hangs
+and corrupts in several releases of HDF5, is never used, and both ways leave the same file to the byte.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from hpczero.checkpoint.format import FORMAT, VERSION, Dataset, Table
+
+ALIGNMENT = 2**20  # of datasets in the file: whole stripes of parallel file systems
+NAME_NBYTES = 256
+MOST_DIMS = 8
+
+Array = npt.NDArray[Any]
+
+
+def create(
+    path: Path, datasets: Sequence[Dataset], table: Table, meta: Mapping[str, Any], *, step: int
+) -> list[Dataset]:
+    """Make the file, everything in it but the content of ``datasets``. On one rank only.
+
+    Returns:
+        ``datasets`` with their places in the file.
+
+    Raises:
+        OSError: there is no room, or the folder cannot be written.
+    """
+    with h5py.File(
+        path,
+        "x",
+        libver=("v110", "v110"),  # checksums in superblock and headers
+        locking=False,
+        alignment_threshold=2**16,
+        alignment_interval=ALIGNMENT,
+    ) as file:
+        file.attrs.update({"format": FORMAT, "format_version": VERSION, "step": step})
+        file.attrs["meta"] = json.dumps(meta)
+        _write_table(file.create_group("params"), table)
+        for dataset in datasets:
+            _allocate(file, dataset)
+        file.flush()
+        placed = [
+            replace(dataset, offset=file[dataset.name].id.get_offset() or 0) for dataset in datasets
+        ]
+    _reserve(path)
+    return placed
+
+
+def _allocate(file: h5py.File, dataset: Dataset) -> None:
+    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    space = h5py.h5s.create_simple((dataset.numel,))
+    kind = h5py.h5t.py_create(np.dtype(dataset.dtype), logical=True)
+    parent, _, leaf = dataset.name.rpartition("/")
+    group = file.require_group(parent or "/")
+    h5py.h5d.create(group.id, leaf.encode(), kind, space, creation).close()
+
+
+def _write_table(group: h5py.Group, table: Table) -> None:
+    """The parameter table for readers of HDF5; fixed-length strings, one element for each row."""
+    rows = table.rows
+    shapes = np.zeros((len(rows), MOST_DIMS), dtype=np.uint64)
+    for index, row in enumerate(rows):
+        shapes[index, : min(len(row.shape), MOST_DIMS)] = row.shape[:MOST_DIMS]
+    columns: dict[str, Array] = {
+        "name": np.array(
+            [row.name.encode()[:NAME_NBYTES] for row in rows], dtype=f"S{NAME_NBYTES}"
+        ),
+        "offset": np.array([row.offset for row in rows], dtype=np.uint64),
+        "numel": np.array([row.numel for row in rows], dtype=np.uint64),
+        "ndim": np.array([len(row.shape) for row in rows], dtype=np.uint8),
+        "shape": shapes,
+        "group": np.array([row.group for row in rows], dtype=np.int16),
+        "frozen": np.array([row.frozen for row in rows], dtype=np.uint8),
+        "tied_to": np.array(
+            [-1 if row.tied_to is None else row.tied_to for row in rows], dtype=np.int64
+        ),
+    }
+    for name, column in columns.items():
+        group.create_dataset(name, data=column)
+
+
+def _reserve(path: Path) -> None:
+    """Have the file system give the blocks now, where it can: a full disk is then an error here, not in mid-write."""
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if fallocate is None:
+        return
+    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        nbytes = os.fstat(descriptor).st_size
+        if fallocate(descriptor, 0, 0, nbytes) and ctypes.get_errno() in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+        ):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(path))
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,218 @@
+"""What of a zeroified model and its optimizer goes into a checkpoint, and where.
+
+Owns: the way from this rank's shards to places in the flat datasets and back. Must not know: files, MPI, other ranks'
+shards.
+
+    parameters, fp32        master                 (numel,)            every parameter
+    optimizer, elementwise  exp_avg, momentum ...  (trainable_numel,)  fp32, whatever the optimizer keeps
+    optimizer, scalar       step ...               one number for each parameter, in the manifest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpczero.checkpoint.format import Row, Table
+from hpczero.errors import CheckpointError
+from hpczero.sharded_model import Sharding
+from hpczero.unit import Unit
+
+Scalar = int | float | bool
+
+
+class Inventory:
+    """One sharded model as a checkpoint sees it. Not collective unless a method says so.
+
+    Attributes:
+        table: parameters in the order of this model.
+        held: elements of the file whose values this rank holds, as (start, stop), ascending.
+        held_trainable: those that have optimizer state.
+    """
+
+    def __init__(self, sharding: Sharding) -> None:
+        self._sharding = sharding
+        self.table = _table(sharding)
+        self._places = self.table.named()
+        pieces = [piece for unit in sharding.units for piece in self._pieces_of(unit)]
+        self._pieces = sorted(pieces, key=lambda piece: piece[0])
+        self.held = [(start, start + count) for start, _, _, count in self._pieces]
+        limit = self.table.trainable_numel
+        self.held_trainable = [run for run in self.held if run[0] < limit]
+
+    def _pieces_of(self, unit: Unit) -> Iterator[tuple[int, Unit, int, int]]:
+        """(place in the file, unit, place in ``owned_values``, elements) of what this rank holds of ``unit``."""
+        layout = unit.spec.layout
+        index = self._sharding.topology.shard_index
+        begin = layout.shard_range(index).start
+        for slot in layout.slots:
+            part = layout.overlap(index, slot.name)
+            if part:
+                place = self._places[slot.name].offset + part.start
+                yield place, unit, slot.offset + part.start - begin, len(part)
+
+    # --- values --------------------------------------------------------------------------------------------------
+
+    def values(self) -> Tensor:
+        """(elements of ``held``,) fp32 copy, in that order."""
+        parts = [unit.owned_values[begin : begin + count] for _, unit, begin, count in self._pieces]
+        return torch.cat([part.detach().float() for part in parts]) if parts else torch.empty(0)
+
+    def set_values(self, values: Tensor) -> None:
+        """The reverse. Collective over world."""
+        for unit, owned in self._by_unit(values):
+            unit.restore(owned)
+
+    def _by_unit(self, values: Tensor, *, trainable: bool = False) -> Iterator[tuple[Unit, Tensor]]:
+        """``values``, in the order of the file, cut into each unit's ``owned_values``; units in their own order."""
+        owned = {
+            unit: torch.empty(unit.owned_values.numel())
+            for unit in self._sharding.units
+            if unit.spec.trainable or not trainable
+        }
+        start = 0
+        for _, unit, begin, count in self._pieces:
+            if unit in owned:
+                owned[unit][begin : begin + count] = values[start : start + count]
+                start += count
+        yield from owned.items()
+
+    # --- optimizer -----------------------------------------------------------------------------------------------
+
+    def state_kinds(self) -> dict[str, str]:
+        """For each key of the optimizer's state on this rank: ``elements``, or the type of its scalar.
+
+        Raises:
+            CheckpointError: a state that is neither fp32 like the parameter nor one number.
+        """
+        kinds: dict[str, str] = {}
+        for _, state, numel in self._states():
+            for key, value in state.items():
+                kind = _kind(key, value, numel)
+                if kind is not None and kinds.setdefault(key, kind) != kind:
+                    raise CheckpointError(
+                        f"optimizer state {key!r} is {kinds[key]} for some parameters and {kind} for others, expected "
+                        "one kind"
+                    )
+        return kinds
+
+    def _states(self) -> Iterator[tuple[Row, Mapping[str, Any], int]]:
+        """Row, state and elements of every part of a trainable parameter that this rank owns."""
+        optimizer = self._sharding.optimizer
+        for unit in self._sharding.units:
+            if optimizer is None or not unit.spec.trainable:
+                continue
+            for position, shard in unit.owned_shards():
+                row = self._places[unit.spec.layout.slots[position].name]
+                yield row, optimizer.state.get(shard, {}), shard.numel()
+
+    def elements(self, key: str) -> Tensor:
+        """(elements of ``held_trainable``,) fp32 copy of one elementwise state; zero where there is none yet."""
+        optimizer = self._sharding.optimizer
+        assert optimizer is not None, "it has states"
+        found: dict[int, Tensor] = {}
+        for unit in self._sharding.units:
+            if not unit.spec.trainable:
+                continue
+            layout, index = unit.spec.layout, self._sharding.topology.shard_index
+            for position, shard in unit.owned_shards():
+                slot = layout.slots[position]
+                place = self._places[slot.name].offset + layout.overlap(index, slot.name).start
+                value = optimizer.state.get(shard, {}).get(key)
+                found[place] = torch.zeros(shard.numel()) if value is None else value.detach()
+        parts = [found[place].reshape(-1) for place in sorted(found)]
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    def scalars(self, kinds: Mapping[str, str]) -> dict[str, dict[str, Scalar | None]]:
+        """For each key, what the parameters that this rank owns parts of have: the number; None for a tensor."""
+        found: dict[str, dict[str, Scalar | None]] = {key: {} for key in kinds}
+        for row, state, _ in self._states():
+            for key, kind in kinds.items():
+                if state.get(key) is not None:
+                    value = state[key]
+                    plain = (
+                        value.item() if isinstance(value, Tensor) and kind != "elements" else value
+                    )
+                    found[key][row.name] = None if kind == "elements" else plain
+        return found
+
+    def set_optimizer(
+        self,
+        elements: Mapping[str, Tensor],
+        kinds: Mapping[str, str],
+        present: Mapping[str, Mapping[str, Scalar | None]],
+    ) -> None:
+        """Give the optimizer its state. Collective over world.
+
+        Args:
+            elements: for each elementwise key, (elements of ``held_trainable``,).
+            kinds: of all keys, in the order the optimizer made them.
+            present: for each key, the parameters that have it, with the number of a scalar.
+        """
+        optimizer = self._sharding.optimizer
+        assert optimizer is not None, "asked for by the caller"
+        for unit in self._sharding.units:
+            if unit.spec.trainable:
+                for shard in unit.shards:
+                    optimizer.state.pop(shard, None)
+        for key, kind in kinds.items():
+            cuts = self._by_unit(elements[key], trainable=True) if kind == "elements" else ()
+            owned = dict(cuts)
+            for unit in self._sharding.units:
+                if not unit.spec.trainable:
+                    continue
+                names = [unit.spec.layout.slots[position].name for position in unit.shard_slots]
+                if kind == "elements":
+                    values = [value.clone() for _, value in unit.replicated(owned[unit])]
+                for place, (name, shard) in enumerate(zip(names, unit.shards, strict=True)):
+                    if name in present[key]:
+                        number = present[key][name]
+                        optimizer.state[shard][key] = (
+                            values[place] if kind == "elements" else _scalar(kind, number)
+                        )
+
+
+def _kind(key: str, value: Any, numel: int) -> str | None:
+    """``elements``, ``tensor:float32``, ``int`` ...; None for a state that is not there yet."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        if not value.dim():
+            return f"tensor:{str(value.dtype).removeprefix('torch.')}"
+        if value.numel() == numel and value.dtype == torch.float32:
+            return "elements"
+        got = f"{tuple(value.shape)} {value.dtype}"
+    else:
+        if type(value) in (bool, int, float):
+            return type(value).__name__
+        got = type(value).__name__
+    raise CheckpointError(
+        f"optimizer state {key!r} is {got}, expected fp32 of the {numel} elements of its shard, or one number; such a "
+        "state cannot be kept in a checkpoint"
+    )
+
+
+def _scalar(kind: str, number: Scalar | None) -> Any:
+    """The reverse of ``scalars`` for one value."""
+    assert number is not None, "scalars are numbers"
+    if kind.startswith("tensor:"):
+        return torch.tensor(number, dtype=getattr(torch, kind.removeprefix("tensor:")))
+    return {"bool": bool, "int": int, "float": float}[kind](number)
+
+
+def _table(sharding: Sharding) -> Table:
+    groups: dict[str, int] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for unit in sharding.units:
+        for slot, group in zip(unit.spec.layout.slots, unit.spec.groups, strict=True):
+            groups[slot.name], shapes[slot.name] = group, slot.shape
+    by_object = {id(parameter): name for name, parameter in sharding.model.named_parameters()}
+    aliases = {
+        name: by_object[id(parameter)]
+        for name, parameter in sharding.model.named_parameters(remove_duplicate=False)
+        if by_object[id(parameter)] != name
+    }
+    return Table.build([(name, shapes[name], groups[name]) for name in by_object.values()], aliases)

@@ -1,0 +1,74 @@
+"""Bytes at offsets of a file, and the digest of those that no dataset has.
+
+Owns: reading and writing whole ranges. Must not know: HDF5, MPI, what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from hpczero.checkpoint.format import Dataset
+
+COPY_NBYTES = 2**22
+
+Array = npt.NDArray[Any]
+
+
+def write_at(descriptor: int, offset: int, data: Array) -> None:
+    """All of ``data``, however little the system takes at a time."""
+    left = np.ascontiguousarray(data).data.cast("B") if data.size else memoryview(b"")
+    while left:
+        written = os.pwrite(descriptor, left[: 2**30], offset)
+        left, offset = left[written:], offset + written
+
+
+def read_at(descriptor: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """(nbytes,) from ``offset`` on.
+
+    Raises:
+        EOFError: the file ends before.
+    """
+    found = np.empty(nbytes, dtype=np.uint8)
+    left = found.data
+    while left:
+        count = os.preadv(descriptor, [left[: 2**30]], offset)
+        if not count:
+            raise EOFError(f"the file ends at byte {offset}")
+        left, offset = left[count:], offset + count
+    return found
+
+
+def rest_digest(path: Path, datasets: Sequence[Dataset]) -> str:
+    """Digest of every byte of the file that lies in none of ``datasets``: what HDF5 itself needs."""
+    state = xxhash.xxh3_64()
+    with opened(path) as descriptor:
+        for start, stop in _gaps(os.fstat(descriptor).st_size, datasets):
+            for begin in range(start, stop, COPY_NBYTES):
+                state.update(read_at(descriptor, begin, min(COPY_NBYTES, stop - begin)).data)
+    return str(state.hexdigest())
+
+
+def _gaps(nbytes: int, datasets: Sequence[Dataset]) -> Iterator[tuple[int, int]]:
+    begin = 0
+    for dataset in sorted((d for d in datasets if d.nbytes), key=lambda d: d.offset):
+        yield begin, dataset.offset
+        begin = dataset.offset + dataset.nbytes
+    yield begin, nbytes
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor to read from."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,421 @@
+"""Reading a checkpoint into a model, at any number of ranks, stage and units.
+
+Owns: the order of a load, the comparison of checkpoint and model, and the fall back to an older checkpoint. Must not
+know: how to write. Each rank reads the slabs it is responsible for, checks them, and hands elements to the ranks that
+need them; nothing of the model is touched before everything has been read and checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpczero.checkpoint import streams
+from hpczero.checkpoint.exchange import Exchange
+from hpczero.checkpoint.folder import Folder, read_manifest
+from hpczero.checkpoint.format import (
+    BUFFERS,
+    MANIFEST_FILE,
+    MASTER,
+    NAMED,
+    RNG,
+    STATE_FILE,
+    Dataset,
+    Manifest,
+    Table,
+    digest,
+)
+from hpczero.checkpoint.inventory import Inventory
+from hpczero.checkpoint.rawfile import read_at
+from hpczero.checkpoint.snapshot import STATE, expand
+from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
+from hpczero.sharded_model import Sharding
+from hpczero.topology import Topology
+
+logger = logging.getLogger("hpczero.checkpoint")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What came out of a checkpoint beside the model.
+
+    Attributes:
+        path: its folder.
+        step: optimizer steps done.
+        extra: what was given to ``save``.
+        world_size: ranks that saved it.
+    """
+
+    path: Path
+    step: int
+    extra: dict[str, Any]
+    world_size: int
+
+
+def find(path: Path, topology: Topology) -> tuple[list[Path], bool]:
+    """Checkpoints that ``path`` may mean, best first, and whether it is one itself. Collective over world."""
+    text = ""
+    with topology.agreed("look for checkpoints"):
+        if topology.is_root:
+            if (path / MANIFEST_FILE).exists() or (path / STATE_FILE).exists():
+                text = f"1\n{path}"
+            else:
+                text = "\n".join(["0", *map(str, Folder(path).candidates())])
+    first, *rest = topology.broadcast_text(text).split("\n")
+    return [Path(line) for line in rest], first == "1"
+
+
+def load_newest(path: Path, sharding: Sharding) -> Loaded | None:
+    """Load ``path``, or the newest sound checkpoint in it; None if there is none at all. Collective over world.
+
+    Raises:
+        CorruptCheckpoint: there are checkpoints, and none is sound; or ``path`` itself is one and is not.
+        CheckpointMismatch: it does not belong to this model, or a later version wrote it.
+    """
+    topology = sharding.topology
+    candidates, _ = find(path, topology)
+    failed: list[str] = []
+    for candidate in candidates:
+        try:
+            found = load_one(candidate, sharding)
+        except CorruptCheckpoint as error:
+            if topology.is_root:
+                logger.warning("%s", error)
+            failed.append(str(error))
+            continue
+        if failed and topology.is_root:
+            logger.warning("going on from the older %s", found.path)
+        return found
+    if failed:
+        agreed = CorruptCheckpoint(
+            f"{failed[0]}; "
+            + (
+                f"{len(failed) - 1} older ones are not sound either"
+                if failed[1:]
+                else "no older one is there"
+            )
+            + ". Restore one from a copy, or start anew with another --run.name"
+        )
+        agreed.agreed = True
+        raise agreed
+    return None
+
+
+def load_one(path: Path, sharding: Sharding) -> Loaded:
+    """Load this very checkpoint. Collective over world.
+
+    Raises:
+        CorruptCheckpoint: names dataset, parameters and range; the model is as it was.
+        CheckpointMismatch: lists the differences; the model is as it was.
+    """
+    topology = sharding.topology
+    manifest = _manifest(path, topology)
+    with topology.agreed("compare the checkpoint with the model"):
+        inventory = Inventory(sharding)
+        places = _match(manifest, inventory.table, path)
+        keys = _match_optimizer(manifest, sharding, path)
+        _match_buffers(manifest, sharding, path)
+    reader = _Reader(path, manifest, topology)
+    values = reader.read(MASTER, _runs(inventory.held, inventory.table, places))
+    trainable = _runs(inventory.held_trainable, inventory.table, places)
+    elements = {
+        key: reader.read(STATE + key, trainable) for key, kind in keys.items() if kind == "elements"
+    }
+    buffers, rng = reader.read_whole(BUFFERS), reader.read_whole(RNG)
+
+    inventory.set_values(values)
+    if sharding.optimizer is not None and manifest.meta["optimizer"] is not None:
+        names = [row.name for row in manifest.table.owners if not row.frozen]
+        mine = _renamed(inventory.table, manifest.table)
+        present = {
+            key: {mine.get(name, name): v for name, v in expand(values_, names).items()}
+            for key, values_ in manifest.meta["optimizer"]["present"].items()
+        }
+        inventory.set_optimizer(elements, keys, present)
+        _set_options(sharding, manifest.meta["optimizer"]["groups"])
+    _set_buffers(sharding, manifest, buffers)
+    _set_streams(topology, manifest, rng)
+    sharding.scaler.restore(manifest.meta["loss_scale"])
+    sharding.step.counts.skipped = int(manifest.meta["skipped_steps"])
+    topology.barrier()
+    return Loaded(path, manifest.step, manifest.meta["extra"], manifest.world_size)
+
+
+def _manifest(path: Path, topology: Topology) -> Manifest:
+    text = ""
+    with topology.agreed("read the manifest"):
+        if topology.is_root:
+            read_manifest(path)  # size and digest
+            text = (path / MANIFEST_FILE).read_text(encoding="utf-8")
+    return Manifest.from_json(topology.broadcast_text(text))
+
+
+# --- comparison ----------------------------------------------------------------------------------------------------
+
+
+def _match(manifest: Manifest, table: Table, path: Path) -> dict[str, int]:
+    """Place in the checkpoint of each parameter of the model.
+
+    Raises:
+        CheckpointMismatch: other parameters; lists them.
+    """
+    theirs, ours = manifest.table.named(), table.named()
+    differences = []
+    missing = [name for name in ours if name not in theirs]
+    extra = [name for name in theirs if name not in ours]
+    if missing:
+        differences.append(f"the checkpoint has no {_some(missing)}")
+    if extra:
+        differences.append(f"the model has no {_some(extra)}")
+    shapes = [
+        f"{name} is {theirs[name].shape} in the checkpoint and {row.shape} in the model"
+        for name, row in ours.items()
+        if name in theirs and theirs[name].shape != row.shape
+    ]
+    if shapes:
+        differences.append("; ".join(shapes[:NAMED]) + _more(shapes))
+    frozen = [
+        name
+        for name, row in ours.items()
+        if name in theirs and theirs[name].frozen and not row.frozen
+    ]
+    if frozen and manifest.meta["optimizer"] is not None:
+        differences.append(f"frozen in the checkpoint and trained here: {_some(frozen)}")
+    if not differences:
+        for name, row in ours.items():
+            if (
+                row.tied_to is not None
+                and theirs[name].offset != theirs[table.rows[row.tied_to].name].offset
+            ):
+                differences.append(
+                    f"{name} is tied to {table.rows[row.tied_to].name} here, and was not"
+                )
+    if differences:
+        raise CheckpointMismatch(
+            f"{path}: belongs to another model: {'; '.join(differences)}. Build the model it was saved from, or start "
+            "anew with another --run.name"
+        )
+    return {name: theirs[name].offset for name in ours}
+
+
+def _match_optimizer(manifest: Manifest, sharding: Sharding, path: Path) -> dict[str, str]:
+    """Kinds of the optimizer's state; none without an optimizer on either side.
+
+    Raises:
+        CheckpointMismatch: another optimizer, or other groups.
+    """
+    saved, optimizer = manifest.meta["optimizer"], sharding.optimizer
+    if optimizer is None or saved is None:
+        return {}
+    mine, theirs = type(optimizer).__name__, saved["class"]
+    if mine != theirs:
+        raise CheckpointMismatch(
+            f"{path}: holds the state of {theirs}, and the optimizer is {mine}; use the one it was saved from"
+        )
+    if len(saved["groups"]) != len(optimizer.param_groups):
+        raise CheckpointMismatch(
+            f"{path}: has {len(saved['groups'])} groups of parameters, and the optimizer "
+            f"{len(optimizer.param_groups)}; make the same groups"
+        )
+    return dict(saved["kinds"])
+
+
+def _match_buffers(manifest: Manifest, sharding: Sharding, path: Path) -> None:
+    """Refuse other buffers.
+
+    Raises:
+        CheckpointMismatch: names the first.
+    """
+    named = dict(sharding.model.named_buffers())
+    for name, dtype, shape in manifest.meta["buffers"]:
+        buffer = named.get(name)
+        got = (
+            None
+            if buffer is None
+            else f"{buffer.dtype} {tuple(buffer.shape)}".removeprefix("torch.")
+        )
+        expected = f"{dtype} {tuple(shape)}"
+        if got != expected:
+            raise CheckpointMismatch(
+                f"{path}: buffer {name!r} is {expected} in the checkpoint and {got or 'not'} in the model"
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMED]) + _more(names)
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+
+
+def _renamed(ours: Table, theirs: Table) -> dict[str, str]:
+    """Name here of a tied parameter that is stored under another of its names."""
+    own = {row.name for row in ours.owners}
+    named = ours.named()
+    found = {}
+    for row in theirs.owners:
+        if row.name not in own and row.name in named:
+            tied_to = named[row.name].tied_to
+            if tied_to is not None:
+                found[row.name] = ours.rows[tied_to].name
+    return found
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def _runs(
+    held: Sequence[tuple[int, int]], table: Table, places: Mapping[str, int]
+) -> list[tuple[int, int]]:
+    """The same elements, by their places in the checkpoint; the model may have another order of parameters."""
+    owners = [row for row in table.owners if row.numel]
+    starts = np.array([row.offset for row in owners], dtype=np.int64)
+    found = []
+    for start, stop in held:
+        row = owners[int(np.searchsorted(starts, start, side="right")) - 1]
+        moved = places[row.name] - row.offset
+        found.append((start + moved, stop + moved))
+    return found
+
+
+class _Reader:
+    """Reads datasets of one checkpoint, checked. Its methods are collective over world."""
+
+    def __init__(self, path: Path, manifest: Manifest, topology: Topology) -> None:
+        self._path = path
+        self._manifest = manifest
+        self._topology = topology
+
+    def read(self, name: str, runs: Sequence[tuple[int, int]]) -> Tensor:
+        """What lies at ``runs`` of dataset ``name``, one after the other.
+
+        Raises:
+            CorruptCheckpoint: on every rank.
+        """
+        topology, dataset = self._topology, self._dataset(name)
+        order = sorted(range(len(runs)), key=lambda index: runs[index])
+        exchange = Exchange(topology.world, topology.watchdog, [runs[index] for index in order])
+        kind = torch.float32 if dataset.dtype == "<f4" else torch.uint8
+        held = torch.empty(exchange.numel, dtype=kind)
+        with contextlib.ExitStack() as stack:
+            with topology.agreed("open the checkpoint"):
+                descriptor = self._open()
+                stack.callback(os.close, descriptor)
+            for windows in exchange.rounds(dataset):
+                with (
+                    topology.watchdog.watch(f"checkpoint: reading {name}"),
+                    topology.agreed(f"read {name}"),
+                ):
+                    data = self._window(descriptor, dataset, windows[topology.rank])
+                slabs = torch.from_numpy(data.view(dataset.dtype))
+                exchange.from_slabs(slabs, held, windows)
+        if order == list(range(len(runs))):
+            return held
+        ends = np.cumsum([runs[index][1] - runs[index][0] for index in order])
+        pieces = dict(zip(order, torch.tensor_split(held, ends[:-1].tolist()), strict=True))
+        return torch.cat([pieces[index] for index in range(len(runs))])
+
+    def _dataset(self, name: str) -> Dataset:
+        dataset = self._manifest.dataset(name)
+        if dataset is None:  # the manifest is the same on all ranks
+            error = CorruptCheckpoint(f"{self._path}: dataset {name} is not in it")
+            error.agreed = True
+            raise error
+        return dataset
+
+    def read_whole(self, name: str) -> Tensor:
+        """All bytes of a small dataset, on every rank; rank 0 reads them.
+
+        Raises:
+            CorruptCheckpoint: on every rank.
+        """
+        dataset = self._dataset(name)
+        data = None
+        with self._topology.agreed(f"read {dataset.name}"):
+            if self._topology.is_root:
+                descriptor = self._open()
+                try:
+                    data = self._window(descriptor, dataset, range(dataset.numel))
+                finally:
+                    os.close(descriptor)
+        with self._topology.watchdog.watch(f"checkpoint: handing {dataset.name} out"):
+            found = self._topology.world.bcast(data)
+        return torch.from_numpy(found)
+
+    def _open(self) -> int:
+        try:
+            return os.open(self._path / STATE_FILE, os.O_RDONLY)
+        except OSError as error:
+            raise CorruptCheckpoint(
+                f"{self._path / STATE_FILE}: cannot be read ({os.strerror(error.errno or 0)})"
+            ) from error
+
+    def _window(self, descriptor: int, dataset: Dataset, window: range) -> Any:
+        """Bytes of whole slabs, each held against its digest."""
+        nbytes = len(window) * dataset.itemsize
+        try:
+            data = read_at(descriptor, dataset.offset + window.start * dataset.itemsize, nbytes)
+        except (OSError, EOFError) as error:
+            raise CorruptCheckpoint(
+                f"{self._path}: {dataset.name} cannot be read: {error}"
+            ) from error
+        item = dataset.itemsize
+        for start in range(window.start, window.stop, dataset.slab_numel):
+            index = start // dataset.slab_numel
+            slab = dataset.slab(index)
+            begin = (slab.start - window.start) * item
+            if digest(data[begin : begin + len(slab) * item]) != dataset.digests[index]:
+                raise CorruptCheckpoint(self._manifest.damage(self._path, dataset, slab))
+        return data
+
+
+# --- what is not sharded -------------------------------------------------------------------------------------------
+
+
+def _set_options(sharding: Sharding, groups: Sequence[Mapping[str, Any]]) -> None:
+    optimizer = sharding.optimizer
+    assert optimizer is not None, "asked for by the caller"
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for name, value in saved.items():
+            current = group.get(name)
+            if isinstance(current, Tensor):
+                with torch.no_grad():
+                    current.fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(current, tuple) else value
+
+
+def _set_buffers(sharding: Sharding, manifest: Manifest, data: Tensor) -> None:
+    named = dict(sharding.model.named_buffers())
+    begin = 0
+    with torch.no_grad():
+        for name, dtype, shape in manifest.meta["buffers"]:
+            kind = getattr(torch, dtype)
+            nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+            named[name].copy_(data[begin : begin + nbytes].clone().view(kind).view(shape))
+            begin += nbytes
+
+
+def _set_streams(topology: Topology, manifest: Manifest, data: Tensor) -> None:
+    sizes = {name: int(size) for name, size in manifest.meta["rng"]}
+    row = sum(sizes.values())
+    rank = topology.rank
+    if rank >= manifest.world_size:
+        streams.start_anew(zlib.crc32(data[:row].numpy().tobytes()) + rank)
+        return
+    states, begin = {}, rank * row
+    for name, size in sizes.items():
+        states[name] = data[begin : begin + size].numpy().copy()
+        begin += size
+    streams.restore(states)

@@ -1,0 +1,269 @@
+"""What is to be written, as it was at one step.
+
+Owns: which datasets a checkpoint has, what is said about them, and where this rank's part comes from. Must not know:
+files.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpczero.checkpoint import streams
+from hpczero.checkpoint.format import BUFFERS, MASTER, RNG, SLAB_NBYTES, Dataset, Table
+from hpczero.checkpoint.inventory import Inventory
+from hpczero.errors import CheckpointError, ConfigError
+from hpczero.sharded_model import Sharding
+
+Run = tuple[int, int]
+STATE = "/state/"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank brings to one dataset.
+
+    Attributes:
+        dataset: of all ranks.
+        held: elements of it that this rank has, as (start, stop), ascending.
+        values: gives them, flat, in that order; a copy that nobody changes.
+    """
+
+    dataset: Dataset
+    held: Sequence[Run]
+    values: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One state of a model and its optimizer.
+
+    Attributes:
+        step: optimizer steps done.
+        world_size: ranks.
+        table: the parameters.
+        parts: in the order of the file.
+        meta: what the manifest says; complete on world rank 0 only.
+    """
+
+    step: int
+    world_size: int
+    table: Table
+    parts: tuple[Part, ...]
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all datasets."""
+        return sum(part.dataset.nbytes for part in self.parts)
+
+    def copied(self) -> Snapshot:
+        """With all values taken now: what follows may change the model. Not collective."""
+        parts = []
+        for part in self.parts:
+            values = part.values()
+            parts.append(Part(part.dataset, part.held, lambda values=values: values))  # type: ignore[misc]
+        return Snapshot(self.step, self.world_size, self.table, tuple(parts), self.meta)
+
+
+def take(
+    sharding: Sharding,
+    *,
+    step: int,
+    extra: Mapping[str, Any],
+    slab_nbytes: int = SLAB_NBYTES,
+) -> Snapshot:
+    """Look at everything that a checkpoint holds. Collective over world; values are not copied yet.
+
+    Raises:
+        ConfigError: ``extra`` cannot be written as JSON, or ranks disagree about ``step``; on every rank.
+        CheckpointError: a state of the optimizer that cannot be kept, or ranks whose optimizers differ; on every rank.
+    """
+    topology = sharding.topology
+    _check_step(sharding, step)
+    with topology.agreed("take a snapshot"):
+        inventory = Inventory(sharding)
+        kinds = inventory.state_kinds()
+        text = _plain(extra)
+    with topology.watchdog.watch("checkpoint: what the optimizers of all ranks keep"):
+        found = topology.world.allgather(kinds)
+    kinds = _merge_kinds(found)
+    with topology.watchdog.watch("checkpoint: numbers of the optimizer, random streams"):
+        scalars = topology.world.gather(inventory.scalars(kinds))
+        rng = topology.world.gather(streams.capture())
+
+    table = inventory.table
+    parts = [
+        Part(Dataset.of(MASTER, "<f4", table.numel, slab_nbytes), inventory.held, inventory.values)
+    ]
+    for key in kinds:
+        if kinds[key] == "elements":
+            dataset = Dataset.of(STATE + key, "<f4", table.trainable_numel, slab_nbytes)
+            parts.append(
+                Part(dataset, inventory.held_trainable, lambda key=key: inventory.elements(key))  # type: ignore[misc]
+            )
+    meta: dict[str, Any] = {}
+    with topology.agreed("put the snapshot together"):
+        if scalars is not None:
+            meta["optimizer"] = _optimizer(sharding, kinds, scalars, table)
+    buffers = _named_buffers(sharding)
+    parts.append(_bytes_part(topology.is_root, BUFFERS, [t for _, t in buffers], slab_nbytes))
+    row = sum(map(len, streams.capture().values()))
+    root_only: list[Run] = [(0, topology.size * row)] if topology.is_root else []
+    rng_bytes = torch.from_numpy(
+        np.concatenate([stream for rank in rng for stream in rank.values()])
+        if rng is not None
+        else np.empty(0, dtype=np.uint8)
+    )
+    parts.append(
+        Part(Dataset.of(RNG, "|u1", topology.size * row, slab_nbytes), root_only, lambda: rng_bytes)
+    )
+    if topology.is_root:
+        meta.update(
+            {
+                "buffers": [[name, _dtype(t), list(t.shape)] for name, t in buffers],
+                "rng": [[name, len(state)] for name, state in streams.capture().items()],
+                "loss_scale": sharding.scaler.state(),
+                "skipped_steps": sharding.skipped_steps,
+                "stage": int(sharding.plan.stage),
+                "precision": sharding.precision.param,
+                "extra": json.loads(text),
+                "provenance": _provenance(),
+            }
+        )
+    return Snapshot(step, topology.size, table, tuple(parts), meta)
+
+
+def _check_step(sharding: Sharding, step: int) -> None:
+    steps = sharding.topology.gather(float(step))
+    odd = [rank for rank, other in enumerate(steps) if other != steps[0]]
+    with sharding.topology.agreed("agree on the step"):
+        if odd:
+            raise ConfigError(
+                f"save: ranks {odd[:8]} are at another step than rank 0 ({steps[odd[0]]:.0f} and {steps[0]:.0f}); "
+                "every rank must save at the same step"
+            )
+        if step < 0:
+            raise ConfigError(f"save: got step {step}, expected 0 or above")
+
+
+def _plain(extra: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(extra))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"save: extra cannot be written as JSON ({error}); give numbers, texts, lists and dictionaries of them"
+        ) from error
+
+
+def _merge_kinds(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Of all ranks, in the order of the first rank that has any: a rank may own nothing."""
+    merged: dict[str, str] = {}
+    for rank, kinds in enumerate(found):
+        for key, kind in kinds.items():
+            if merged.setdefault(key, kind) != kind:
+                error = CheckpointError(
+                    f"rank {rank}: optimizer state {key!r} is {kind}, where a rank before has {merged[key]}; give "
+                    "every rank the same optimizer"
+                )
+                error.agreed = True
+                raise error
+    return merged
+
+
+def _optimizer(
+    sharding: Sharding, kinds: Mapping[str, str], scalars: Sequence[Mapping[str, Any]], table: Table
+) -> dict[str, Any] | None:
+    """Class, options and numbers; on world rank 0 only."""
+    optimizer = sharding.optimizer
+    if optimizer is None:
+        return None
+    present: dict[str, dict[str, Any]] = {key: {} for key in kinds}
+    for rank, keys in enumerate(scalars):
+        for key, values in keys.items():
+            for name, value in values.items():
+                if present[key].setdefault(name, value) != value:
+                    raise CheckpointError(
+                        f"rank {rank}: optimizer state {key!r} of {name!r} is {value!r}, where another rank has "
+                        f"{present[key][name]!r}; ranks have made different steps"
+                    )
+    return {
+        "class": type(optimizer).__name__,
+        "groups": [options_of(group) for group in optimizer.param_groups],
+        "kinds": dict(kinds),
+        "present": {key: compact(values, table) for key, values in present.items()},
+    }
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of an optimizer's group that JSON can hold."""
+    found: dict[str, Any] = {}
+    for name, value in group.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            found[name] = value.item()
+        elif isinstance(value, bool | int | float | str | list | tuple | None):
+            found[name] = value
+    found.pop("params", None)
+    return found
+
+
+def compact(values: Mapping[str, Any], table: Table) -> dict[str, Any]:
+    """One entry ``*`` where all trainable parameters have the same."""
+    trainable = sum(not row.frozen for row in table.owners if row.numel)
+    distinct = set(values.values())
+    if len(values) == trainable and len(distinct) == 1:
+        return {"*": distinct.pop()}
+    return dict(values)
+
+
+def expand(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The reverse of ``compact``."""
+    return dict.fromkeys(names, values["*"]) if set(values) == {"*"} else dict(values)
+
+
+def _named_buffers(sharding: Sharding) -> list[tuple[str, Tensor]]:
+    known = {id(buffer) for buffer in sharding.buffers}
+    return [(n, b) for n, b in sharding.model.named_buffers() if id(b) in known]
+
+
+def _bytes_part(is_root: bool, name: str, tensors: Sequence[Tensor], slab_nbytes: int) -> Part:
+    numel = sum(tensor.nbytes for tensor in tensors)
+
+    def values() -> Tensor:
+        if not is_root or not numel:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.cat([t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors])
+
+    held: list[Run] = [(0, numel)] if is_root and numel else []
+    return Part(Dataset.of(name, "|u1", numel, slab_nbytes), held, values)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _provenance() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "hdf5": h5py.version.hdf5_version,
+        "mpi": MPI.Get_library_version().split(",")[0].strip("\0 \n"),
+        "slurm": {
+            name: value for name, value in os.environ.items() if name.startswith("SLURM_JOB")
+        },
+    }

@@ -1,0 +1,57 @@
+"""The random streams of a process as bytes: torch's, NumPy's and Python's own.
+
+Owns: their form in a checkpoint. Must not know: ranks, files.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+WORDS = 624  # of a Mersenne twister
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def capture() -> dict[str, Bytes]:
+    """State of each stream; each always of the same length."""
+    version, words, gauss = random.getstate()
+    assert version == 3, "of every Python that is supported"
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002  (users' code may draw from it)
+    assert kind == "MT19937", "the global stream"
+    return {
+        "torch": torch.get_rng_state().numpy().copy(),
+        "numpy": _pack(np.append(keys, position), bool(has_gauss), float(cached)),
+        "python": _pack(np.array(words), gauss is not None, gauss or 0.0),
+    }
+
+
+def restore(states: dict[str, Bytes]) -> None:
+    """Go on where ``capture`` was called."""
+    torch.set_rng_state(torch.from_numpy(states["torch"].copy()))
+    words, has_gauss, gauss = _unpack(states["numpy"])
+    np.random.set_state(  # noqa: NPY002
+        ("MT19937", words[:WORDS].astype(np.uint32), int(words[WORDS]), int(has_gauss), gauss)
+    )
+    words, has_gauss, gauss = _unpack(states["python"])
+    random.setstate((3, tuple(map(int, words)), gauss if has_gauss else None))
+
+
+def start_anew(key: int) -> None:
+    """Streams for a rank that no stored one belongs to; the same for the same ``key``."""
+    torch.manual_seed(key)
+    np.random.seed(key % 2**32)  # noqa: NPY002
+    random.seed(key)
+
+
+def _pack(words: npt.NDArray[np.integer], has_gauss: bool, gauss: float) -> Bytes:
+    tail = np.array([float(has_gauss), gauss], dtype="<f8")
+    return np.concatenate([words.astype("<u4").view(np.uint8), tail.view(np.uint8)])
+
+
+def _unpack(state: Bytes) -> tuple[npt.NDArray[np.uint32], bool, float]:
+    tail = state[-16:].copy().view("<f8")
+    return state[:-16].copy().view("<u4"), bool(tail[0]), float(tail[1])

@@ -1,0 +1,97 @@
+"""Is a checkpoint what was written? Read by one process, without MPI and without a model.
+
+Owns: the verdict and what is said. Must not know: how a checkpoint is written or loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from hpczero.checkpoint.folder import read_manifest
+from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Manifest, digest
+from hpczero.checkpoint.rawfile import read_at, rest_digest
+from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
+
+
+class Verdict(IntEnum):
+    """What ``verify`` exits with."""
+
+    SOUND = 0
+    CORRUPT = 2
+    INCOMPLETE = 3
+    UNSUPPORTED = 4
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of one checkpoint.
+
+    Attributes:
+        path: its folder.
+        verdict: over all.
+        problems: one line each; the first is the worst.
+        manifest: None where it cannot be read.
+        read_nbytes: bytes that were held against their digests.
+    """
+
+    path: Path
+    verdict: Verdict
+    problems: tuple[str, ...] = ()
+    manifest: Manifest | None = None
+    read_nbytes: int = 0
+
+
+def verify(path: Path, *, deep: bool = True) -> Report:
+    """Examine the checkpoint ``path``. Not collective.
+
+    Args:
+        path: folder of one checkpoint.
+        deep: read every byte; otherwise manifest, size and what HDF5 itself needs.
+    """
+    if not (path / MANIFEST_FILE).exists() or not (path / STATE_FILE).exists():
+        missing = [n for n in (MANIFEST_FILE, STATE_FILE) if not (path / n).exists()]
+        return Report(path, Verdict.INCOMPLETE, (f"{path}: {' and '.join(missing)} missing",))
+    try:
+        manifest = read_manifest(path)
+    except CheckpointMismatch as error:
+        return Report(path, Verdict.UNSUPPORTED, (str(error),))
+    except CorruptCheckpoint as error:
+        return Report(path, Verdict.CORRUPT, (str(error),))
+    state = path / STATE_FILE
+    problems = list(_damaged_slabs(path, manifest)) if deep else []
+    if rest_digest(state, manifest.datasets) != manifest.rest:
+        problems.append(
+            f"{path}: corrupt: HDF5's own part of {STATE_FILE} (headers, tables, attributes) is not what was written; "
+            "hpczero can still load the checkpoint, other readers may fail"
+        )
+    data = sum(dataset.nbytes for dataset in manifest.datasets)
+    read = manifest.file_nbytes - (0 if deep else data)
+    verdict = Verdict.CORRUPT if problems else Verdict.SOUND
+    return Report(path, verdict, tuple(problems), manifest, read)
+
+
+def _damaged_slabs(path: Path, manifest: Manifest) -> Iterator[str]:
+    descriptor = os.open(path / STATE_FILE, os.O_RDONLY)
+    try:
+        for dataset in manifest.datasets:
+            if len(dataset.digests) != dataset.num_slabs:
+                yield (
+                    f"{path}: corrupt: {dataset.name} has {len(dataset.digests)} digests for {dataset.num_slabs} slabs"
+                )
+                continue
+            for index, expected in enumerate(dataset.digests):
+                slab = dataset.slab(index)
+                offset = dataset.offset + slab.start * dataset.itemsize
+                try:
+                    found = digest(read_at(descriptor, offset, len(slab) * dataset.itemsize))
+                except (OSError, EOFError) as error:
+                    yield f"{path}: {dataset.name} cannot be read: {error}"
+                    break
+                if found != expected:
+                    yield manifest.damage(path, dataset, slab)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,115 @@
+"""Two ways to fill the datasets of a checkpoint's file from all ranks.
+
+Owns: MPI-IO and its traps. Must not know: what the file has, the order of a save. See h5file.[Note: One rank makes the
+file].
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+from hpczero.checkpoint.format import Dataset
+from hpczero.checkpoint.rawfile import opened, write_at
+from hpczero.errors import CheckpointError
+
+Array = npt.NDArray[Any]
+
+
+class Writer(ABC):
+    """Fills datasets of a file that ``create`` made."""
+
+    @abstractmethod
+    def __init__(self, path: Path, comm: MPI.Intracomm) -> None:
+        """Open it. Collective over ``comm``, which is borrowed."""
+
+    @abstractmethod
+    def write(self, dataset: Dataset, start: int, data: Array) -> None:
+        """Write elements from ``start`` on; none is fine. The same number of calls on all ranks, in the same order."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Have everything on the disk. Collective."""
+
+    def abandon(self) -> None:
+        """Something failed here or elsewhere: give up without a collective call."""
+        return
+
+
+class MpioWriter(Writer):
+    """h5py's ``mpio`` driver: collective MPI-IO."""
+
+    def __init__(self, path: Path, comm: MPI.Intracomm) -> None:
+        """See ``Writer``."""
+        self._path = path
+        # Never closed after an error: HDF5 would call MPI-IO collectively, which hangs or crashes.
+        self._file = h5py.File(path, "r+", driver="mpio", comm=comm, libver=("v110", "v110"))
+        self._transfer = h5py.h5p.create(h5py.h5p.DATASET_XFER)
+        self._transfer.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
+
+    def write(self, dataset: Dataset, start: int, data: Array) -> None:
+        """See ``Writer``."""
+        found = self._file[dataset.name].id
+        there, here = found.get_space(), h5py.h5s.create_simple((max(len(data), 1),))
+        if len(data):
+            there.select_hyperslab((start,), (len(data),))
+        else:  # a rank that writes nothing takes part all the same
+            there.select_none()
+            here.select_none()
+            data = np.empty(1, dtype=dataset.dtype)
+        found.write(here, there, data, dxpl=self._transfer)
+
+    def close(self) -> None:
+        """See ``Writer``."""
+        self._file.flush()
+        self._file.close()
+        with opened(self._path) as descriptor:  # HDF5 writes again after its own sync
+            os.fsync(descriptor)
+
+
+class PosixWriter(Writer):
+    """``pwrite`` at the offsets of the datasets: no MPI-IO, and any thread may do it."""
+
+    def __init__(self, path: Path, comm: MPI.Intracomm) -> None:
+        """See ``Writer``."""
+        self._descriptor = os.open(path, os.O_RDWR)
+
+    def write(self, dataset: Dataset, start: int, data: Array) -> None:
+        """See ``Writer``."""
+        write_at(self._descriptor, dataset.offset + start * dataset.itemsize, data)
+
+    def close(self) -> None:
+        """See ``Writer``."""
+        os.fsync(self._descriptor)
+        os.close(self._descriptor)
+
+    def abandon(self) -> None:
+        """See ``Writer``."""
+        os.close(self._descriptor)
+
+
+WRITERS: dict[str, type[Writer]] = {"mpio": MpioWriter, "posix": PosixWriter}
+
+
+def writer_for(name: str) -> type[Writer]:
+    """``mpio``, ``posix``, or ``auto``: mpio where h5py has it.
+
+    Raises:
+        CheckpointError: mpio where h5py has it not.
+    """
+    parallel = bool(h5py.get_config().mpi)
+    if name == "auto":
+        name = "mpio" if parallel else "posix"
+    if name == "mpio" and not parallel:
+        raise CheckpointError(
+            "h5py was built without MPI, so there is no mpio writer; build it against parallel HDF5 (docs/install.md), "
+            "or use the posix writer, which makes the same file"
+        )
+    return WRITERS[name]

@@ -1,0 +1,174 @@
+"""Writing a checkpoint: the protocol.
+
+Owns: the order of a save, and that it ends in a whole checkpoint or in none, on all ranks alike. Must not know: models.
+
+    room? | hidden folder, file made by rank 0 | rounds: shards to slabs, digest, write | close, fsync
+          | digests to rank 0, manifest | rename | retention
+
+[Note: Errors]
+Every stage ends in an agreement: if it fails anywhere, all ranks raise the same error, and what was written is a hidden
+folder that nobody takes for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+
+from hpczero.checkpoint import h5file, writers
+from hpczero.checkpoint.exchange import Exchange
+from hpczero.checkpoint.folder import Folder
+from hpczero.checkpoint.format import STATE_FILE, Dataset, Manifest, digest
+from hpczero.checkpoint.rawfile import rest_digest
+from hpczero.checkpoint.snapshot import Part, Snapshot
+from hpczero.errors import CheckpointError
+from hpczero.topology import Topology
+
+Milestone = Callable[[str], None]
+
+
+def write(
+    snapshot: Snapshot,
+    folder: Folder,
+    topology: Topology,
+    *,
+    writer: str = "auto",
+    keep: int | None = None,
+    at: Milestone = lambda name: None,
+) -> Path:
+    """Write and commit. Collective over topology.world.
+
+    Args:
+        snapshot: of all ranks.
+        folder: equal on all ranks; locked by the caller.
+        topology: its ``world`` carries nothing else meanwhile.
+        writer: ``mpio``, ``posix`` or ``auto``.
+        keep: newest checkpoints that stay; None takes none away.
+        at: told of every milestone; for tests that end the process there.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: it could not be written; on every rank. Older checkpoints are as they were.
+    """
+    temporary: Path | None = None
+    try:
+        with _stage(topology, "prepare the checkpoint"):
+            kind = writers.writer_for(writer)
+            text = ""
+            if topology.is_root:
+                folder.check_room(snapshot.nbytes)
+                temporary = folder.begin(snapshot.step)
+                at("begun")
+                datasets = h5file.create(
+                    temporary / STATE_FILE,
+                    [part.dataset for part in snapshot.parts],
+                    snapshot.table,
+                    snapshot.meta,
+                    step=snapshot.step,
+                )
+                text = json.dumps([str(temporary), [asdict(dataset) for dataset in datasets]])
+                at("created")
+        path, entries = json.loads(topology.broadcast_text(text))
+        temporary = Path(path)
+        placed = [Dataset(**{**entry, "digests": ()}) for entry in entries]
+        parts = [replace(part, dataset=d) for part, d in zip(snapshot.parts, placed, strict=True)]
+        written = _write_parts(parts, temporary / STATE_FILE, topology, kind, at)
+        with _stage(topology, "commit the checkpoint"):
+            target = folder.path
+            if topology.is_root:
+                state = temporary / STATE_FILE
+                manifest = Manifest(
+                    step=snapshot.step,
+                    created=datetime.datetime.now(datetime.timezone.utc).isoformat(
+                        timespec="seconds"
+                    ),
+                    world_size=snapshot.world_size,
+                    table=snapshot.table,
+                    datasets=tuple(written),
+                    file_nbytes=state.stat().st_size,
+                    rest=rest_digest(state, written),
+                    meta=snapshot.meta,
+                )
+                at("digested")
+                target = folder.commit(temporary, manifest)
+                at("committed")
+        target = Path(topology.broadcast_text(str(target)))
+    except BaseException:
+        if topology.is_root and temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if topology.is_root and keep is not None:
+        folder.retain(keep)
+        at("retained")
+    return target
+
+
+def _write_parts(
+    parts: list[Part],
+    path: Path,
+    topology: Topology,
+    kind: type[writers.Writer],
+    at: Milestone,
+) -> list[Dataset]:
+    """Returns the datasets with their digests, complete on rank 0."""
+    with topology.watchdog.watch("checkpoint: opening the file"), _stage(topology, "open the file"):
+        writer = kind(path, topology.world)
+    mine: list[list[str]] = []
+    try:
+        for part in parts:
+            dataset = part.dataset
+            with _stage(topology, f"read {dataset.name} out of the model"):
+                values = part.values()
+            exchange = Exchange(topology.world, topology.watchdog, part.held)
+            digests: list[str] = []
+            for windows in exchange.rounds(dataset):
+                window = windows[topology.rank]
+                slabs = exchange.to_slabs(values, windows).numpy()
+                data = slabs if dataset.dtype != "|u1" else slabs.astype(np.uint8, copy=False)
+                with (
+                    topology.watchdog.watch(f"checkpoint: writing {dataset.name}"),
+                    _stage(topology, f"write {dataset.name}"),
+                ):
+                    for start in range(0, len(data), dataset.slab_numel):
+                        digests.append(digest(data[start : start + dataset.slab_numel]))
+                    writer.write(dataset, window.start, data)
+            mine.append(digests)
+            at(f"wrote {dataset.name}")
+        with topology.watchdog.watch("checkpoint: closing the file"), _stage(topology, "close it"):
+            writer.close()
+        at("closed")
+    except BaseException:
+        with contextlib.suppress(OSError):
+            writer.abandon()
+        raise
+    with topology.watchdog.watch("checkpoint: collecting digests"):
+        everybody = topology.world.gather(mine)
+    if everybody is None:
+        return [part.dataset for part in parts]
+    return [
+        replace(part.dataset, digests=tuple(value for rank in everybody for value in rank[place]))
+        for place, part in enumerate(parts)
+    ]
+
+
+@contextlib.contextmanager
+def _stage(topology: Topology, what: str):  # type: ignore[no-untyped-def]  # as topology.agreed
+    """``topology.agreed`` in which what the system refuses is a CheckpointError."""
+    with topology.agreed(what):
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"{error}; older checkpoints are as they were. Check space, quota and permissions"
+            ) from error

@@ -1,0 +1,144 @@
+"""What the tests of checkpoints share: a training program that any number of ranks can go on with.
+
+Must not know: what any test looks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import hpczero
+from hpczero.checkpoint import Checkpoints, Loaded
+from hpczero.checkpoint.folder import read_manifest
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+GLOBAL_BATCH = 60  # 1 to 6 ranks divide it
+SLAB_NBYTES = 1000  # many slabs, and none of them on the edge of anything
+
+
+class Net(nn.Module):
+    """Tied, frozen and zero-size parameters, buffers, a unit of each kind; sizes that divide by nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.embed = nn.Linear(7, 13, bias=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(13, 13), nn.Tanh()) for _ in range(3))
+        self.frozen = nn.Linear(13, 13)
+        self.head = nn.Linear(13, 7, bias=False)
+        self.back = nn.Linear(7, 13, bias=False)
+        self.back.weight = self.embed.weight  # tied
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(0.0, 0.3, generator=generator)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        x = self.back(self.head(self.frozen(x)))
+        if self.training:
+            self.calls += 1
+            self.mean += 0.125
+        return x.square().mean(dim=1)
+
+
+def global_batch(step: int) -> Tensor:
+    return torch.randn(GLOBAL_BATCH, 7, generator=torch.Generator().manual_seed(1000 + step))
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, centered=True),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+}
+
+
+class Program:
+    """One zeroified ``Net`` in training; the same numbers on any number of ranks, up to rounding."""
+
+    def __init__(
+        self, topology: hpczero.Topology, *, optimizer: str = "AdamW", **options: Any
+    ) -> None:
+        self.topology = topology
+        self.model = Net()
+        decayed = [p for p in self.model.parameters() if p.requires_grad and p.dim() > 1]
+        others = [p for p in self.model.parameters() if p.requires_grad and p.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = OPTIMIZERS[optimizer](groups)
+        hpczero.zeroify(self.model, self.optimizer, topology=topology, **options)
+        self.scheduler = LambdaLR(self.optimizer, lambda step: 1.0 / (1 + step))
+        self.step = 0
+
+    def train(self, steps: int) -> list[float]:
+        """Global losses of so many steps."""
+        losses = []
+        for _ in range(steps):
+            share = GLOBAL_BATCH // self.topology.size
+            mine = global_batch(self.step)[self.topology.rank * share :][:share]
+            loss = self.model(mine).mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            self.step += 1
+            losses.append(sum(self.topology.gather(loss.item())) / self.topology.size)
+        return losses
+
+    def checkpoints(self, folder: Path, **options: Any) -> Checkpoints:
+        return Checkpoints(
+            folder, self.model, self.optimizer, **{"slab_nbytes": SLAB_NBYTES, **options}
+        )
+
+    def save(self, folder: Path, **options: Any) -> Path:
+        with self.checkpoints(folder, **options) as checkpoints:
+            return checkpoints.save(self.step, self.extra())
+
+    def extra(self) -> dict[str, Any]:
+        return {"scheduler": self.scheduler.state_dict(), "sample": self.step * GLOBAL_BATCH}
+
+    def load(self, folder: Path) -> Loaded:
+        found = hpczero.checkpoint.load(folder, self.model, self.optimizer)
+        self.scheduler.load_state_dict(found.extra["scheduler"])
+        self.step = found.step
+        return found
+
+    def close(self) -> None:
+        hpczero.release(self.model)
+
+
+@contextmanager
+def first_ranks(comm: MPI.Intracomm, n: int) -> Iterator[hpczero.Topology | None]:
+    """A topology of the first ``n`` ranks; None on the others, which wait at the end. Collective over ``comm``."""
+    part = comm.Split(0 if comm.rank < n else 1, comm.rank)
+    topology = hpczero.Topology.create(part) if comm.rank < n else None
+    try:
+        yield topology
+    finally:
+        if topology is not None:
+            topology.free()
+        part.Free()
+        comm.Barrier()
+
+
+def state_digests(path: Path) -> dict[str, tuple[str, ...]]:
+    """Digests of what must not depend on who saved it."""
+    datasets = read_manifest(path).datasets
+    return {d.name: d.digests for d in datasets if d.name != "/rng"}

@@ -1,0 +1,115 @@
+"""The folder of checkpoints: what counts, what stays, what is left alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpczero.checkpoint.folder import Folder, read_manifest
+from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Manifest, Table, step_folder
+from hpczero.errors import CheckpointError, CorruptCheckpoint
+
+
+def commit(folder: Folder, step: int, content: bytes = b"state") -> Path:
+    folder.check_room(10)
+    temporary = folder.begin(step)
+    (temporary / STATE_FILE).write_bytes(content)
+    return folder.commit(
+        temporary, Manifest(step, "2026", 1, Table(()), (), len(content), "", {"content": content.hex()})
+    )
+
+
+def steps(folder: Folder) -> list[int]:
+    return [manifest.step for _, manifest in folder.valid()]
+
+
+def test_newest_comes_first_and_junk_does_not_count(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "ckpt")
+    assert steps(folder) == []
+    for step in (20, 3, 100):
+        commit(folder, step)
+    for name in ("step-xyz", "step-7", ".tmp-step-000000200-0badcafe", "notes"):
+        (folder.path / name).mkdir()
+    (folder.path / "step-000000300").write_text("a file")
+    (folder.path / "step-000000400").mkdir()  # no manifest
+    (folder.path / "LATEST").write_text("step-000000400\n")
+    assert steps(folder) == [100, 20, 3]
+
+
+def test_retention_keeps_the_newest_sound_ones(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    for step in range(1, 7):
+        commit(folder, step)
+    (tmp_path / step_folder(6) / MANIFEST_FILE).write_text("{")  # the newest is not sound
+    (tmp_path / step_folder(4) / STATE_FILE).write_bytes(b"short")
+    (tmp_path / step_folder(4) / STATE_FILE).write_bytes(b"longer than it was")
+    folder.retain(2)
+    assert steps(folder) == [5, 3]
+    # newer than the newest sound one: left for whoever wants to look at it; older and not sound: gone
+    assert {path.name for path in folder.candidates()} == {step_folder(s) for s in (6, 5, 3)}
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_retention_never_takes_the_last_good_one(tmp_path: Path, keep: int) -> None:
+    folder = Folder(tmp_path)
+    commit(folder, 1)
+    commit(folder, 2)
+    (tmp_path / step_folder(2) / STATE_FILE).unlink()
+    folder.retain(keep)
+    assert steps(folder) == [1]
+
+
+def test_what_is_not_ours_is_never_deleted(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    for name in ("step-7", "step-xyz", ".tmp-mine", ".trash", "data"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    for step in (1, 2, 3):
+        commit(folder, step)
+    folder.sweep()
+    folder.retain(1)
+    left = {entry.name for entry in tmp_path.iterdir()}
+    assert left == {"step-7", "step-xyz", ".tmp-mine", ".trash", "data", "LATEST", step_folder(3)}
+
+
+def test_unfinished_saves_go_once_they_are_old(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    commit(folder, 1)
+    young, old = folder.begin(2), folder.begin(3)
+    (old / STATE_FILE).write_bytes(b"x")
+    for path in (old / STATE_FILE, old):
+        os.utime(path, (1e9, 1e9))
+    folder.retain(1)
+    assert young.exists() and not old.exists()
+    folder.sweep()
+    assert not young.exists()
+
+
+def test_same_step_again_replaces_and_never_leaves_none(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    commit(folder, 5, b"first")
+    path = commit(folder, 5, b"second time")
+    assert read_manifest(path).meta["content"] == b"second time".hex()
+    assert steps(folder) == [5]
+    # a job that was killed between the two renames
+    path.rename(tmp_path / ".replaced-step-000000005-0badcafe")
+    assert steps(folder) == [5]
+    commit(folder, 6)
+    folder.retain(1)
+    assert steps(folder) == [6]
+    assert not list(tmp_path.glob(".replaced*"))
+
+
+def test_size_of_the_file_is_checked(tmp_path: Path) -> None:
+    path = commit(Folder(tmp_path), 1)
+    (path / STATE_FILE).write_bytes(b"stat")
+    with pytest.raises(CorruptCheckpoint, match=r"state.h5 has 4 bytes, expected 5"):
+        read_manifest(path)
+
+
+def test_full_disk_is_seen_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"MiB are free and the checkpoint needs"):
+        Folder(tmp_path).check_room(2**60)
+    assert list(tmp_path.iterdir()) == []
