@@ -10,7 +10,9 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from hpczero.errors import ConfigError
 
@@ -222,6 +224,41 @@ class EvaluationOptions:
 
 
 @dataclass(frozen=True)
+class CheckpointOptions:
+    """Checkpoints: everything a run needs to go on, in <run folder>/checkpoints.
+
+    Attributes:
+        every: steps between checkpoints, and one after the last step; 0: only when the run is asked to stop.
+        keep: newest checkpoints that stay.
+        background: write while training goes on; needs memory for a copy of each rank's shards.
+        writer: mpio (parallel HDF5), posix (the same file without MPI-IO); auto: mpio where it is safe.
+        required: end the run where a checkpoint cannot be written; otherwise it is a warning.
+    """
+
+    every: int = 500
+    keep: int = 3
+    background: bool = False
+    writer: Literal["auto", "mpio", "posix"] = "auto"
+    required: bool = False
+
+    def __post_init__(self) -> None:
+        _require_amount("checkpoint", self, "every")
+        _require_positive("checkpoint", self, "keep")
+
+
+@dataclass(frozen=True)
+class ResumeOptions:
+    """Where a run begins.
+
+    Attributes:
+        from_: auto: the newest sound checkpoint of this run, if it has one; never: from the start; or a checkpoint, or
+            a folder of them.
+    """
+
+    from_: Annotated[str, tyro.conf.arg(name="from")] = "auto"
+
+
+@dataclass(frozen=True)
 class LogOptions:
     """What a run tells about itself.
 
@@ -260,6 +297,8 @@ class RunConfig:
         train: batch, optimizer, learning rate.
         parallel: ZeRO stage, precision, nodes.
         evaluation: held-out loss.
+        checkpoint: when, and how many stay.
+        resume: where to begin.
         log: progress and records.
     """
 
@@ -269,78 +308,20 @@ class RunConfig:
     train: TrainOptions = field(default_factory=TrainOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    resume: ResumeOptions = field(default_factory=ResumeOptions)
     log: LogOptions = field(default_factory=LogOptions)
 
-    def pinned(self, batch: Batch) -> RunConfig:
+    def pinned(self, global_batch: int) -> RunConfig:
         """With the global batch spelled out, so that the same options mean the same run on any number of ranks.
 
         Of a micro batch and an accumulation the micro batch stays: it is what fits into memory.
         """
         accumulation = None if self.train.micro_batch else self.train.accumulation
         train = dataclasses.replace(
-            self.train, global_batch=batch.global_batch, accumulation=accumulation
+            self.train, global_batch=global_batch, accumulation=accumulation
         )
         return dataclasses.replace(self, train=train)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Sequences per step, and how they are spread.
-
-    Attributes:
-        global_batch: sequences per step over all ranks.
-        micro_batch: sequences per rank in one forward.
-        accumulation: forwards per step.
-    """
-
-    global_batch: int
-    micro_batch: int
-    accumulation: int
-
-    @classmethod
-    def resolve(cls, options: TrainOptions, world_size: int) -> Batch:
-        """Any two of the three sizes fix the third: ``global = micro * accumulation * world_size``.
-
-        A global batch alone goes with one forward per step. Where it is not given, and not fixed by the other two, it
-        is the default, rounded up to what divides.
-
-        Raises:
-            ConfigError: the sizes contradict each other or do not divide.
-        """
-        micro, accumulation = options.micro_batch, options.accumulation
-        whole = options.global_batch
-        if whole is None:
-            parts = world_size * (micro or 1) * (accumulation or 1)
-            fixed = micro is not None and accumulation is not None
-            whole = parts if fixed else -(-DEFAULT_GLOBAL_BATCH // parts) * parts
-        if micro is None:
-            accumulation = accumulation or 1
-            micro = cls._divide(
-                whole,
-                world_size * accumulation,
-                f"{world_size} rank(s) x accumulation {accumulation}",
-            )
-        elif accumulation is None:
-            accumulation = cls._divide(
-                whole, world_size * micro, f"{world_size} rank(s) x micro_batch {micro}"
-            )
-        if whole != micro * accumulation * world_size:
-            raise ConfigError(
-                f"train.global_batch: got {whole}, but micro_batch {micro} x accumulation {accumulation} x "
-                f"{world_size} rank(s) is {micro * accumulation * world_size}; "
-                "give two of the three and the third follows"
-            )
-        return cls(global_batch=whole, micro_batch=micro, accumulation=accumulation)
-
-    @staticmethod
-    def _divide(whole: int, parts: int, what: str) -> int:
-        if whole % parts:
-            below, above = whole // parts * parts, -(-whole // parts) * parts
-            near = f"{below} or {above}" if below else f"{above}"
-            raise ConfigError(
-                f"train.global_batch: got {whole}, expected a multiple of {what} = {parts}, such as {near}"
-            )
-        return whole // parts
 
 
 def parse_nodes(text: str, world_size: int) -> list[int]:

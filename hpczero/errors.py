@@ -66,6 +66,12 @@ class CheckpointError(HpcZeroError, RuntimeError):
     exit_code = EXIT_CORRUPT_CHECKPOINT
 
 
+class CheckpointNotWritten(CheckpointError):
+    """A save that failed; older checkpoints are as they were."""
+
+    exit_code = EXIT_FAILURE
+
+
 class CorruptCheckpoint(CheckpointError):
     """A checkpoint whose bytes are not those that were written."""
 

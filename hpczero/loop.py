@@ -19,11 +19,12 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import hpczero
-from hpczero import log
-from hpczero.config import Batch, DataOptions, RunConfig
+from hpczero import log, resume
+from hpczero.batch import Batch
+from hpczero.config import DataOptions, RunConfig, TrainOptions
 from hpczero.data import Batches, Corpus, HeldOut, TokenFile, default_token_file, prepare
 from hpczero.data.tokens import VERSION as TOKEN_FILE_VERSION
-from hpczero.errors import ConfigError
+from hpczero.errors import EXIT_REQUEUE, ConfigError
 from hpczero.launch import start_topology, use_own_cores
 from hpczero.metrics import (
     StepMetrics,
@@ -35,17 +36,22 @@ from hpczero.metrics import (
 from hpczero.models import GPT, GPTConfig, flops_per_token
 from hpczero.options import to_toml
 from hpczero.records import Records
+from hpczero.run_checkpoints import RunCheckpoints
 from hpczero.runfolder import RunFolder
+from hpczero.stops import Stops, Wish
 from hpczero.topology import Topology
 from hpczero.weights import write_weights
 
 
-def train(config: RunConfig, model_config: GPTConfig) -> None:
+def train(config: RunConfig, model_config: GPTConfig) -> int:
     """One run, from the first collective to the final weights. Collective over MPI's world.
 
     Args:
         config: equal on every rank.
         model_config: the network; its vocabulary is replaced by the tokenizer's.
+
+    Returns:
+        What to exit with: 0, or 75 if the run was asked to stop and can be taken up again.
 
     Raises:
         HpcZeroError: of any kind; what cannot work is refused on every rank before the run folder is touched.
@@ -88,15 +94,24 @@ def train(config: RunConfig, model_config: GPTConfig) -> None:
         overlap=config.parallel.overlap,
         initialize=partial(model.initialize, seed=config.run.seed),
     )
-    scheduler = LambdaLR(optimizer, config.train.learning_rate_factor)
     sharding = hpczero.sharding(model)
 
-    folder = RunFolder.of(config.run)
+    # From the start, or from a checkpoint of any number of ranks and any stage.
+    config, folder = config.pinned(batch.global_batch), RunFolder.of(config.run)
+    identity = resume.identity(config, tokens, model_config)
+    checkpoints = RunCheckpoints(config, folder, model)
+    start = checkpoints.begin(identity)
+    set_options(optimizer, config.train)
+    scheduler = LambdaLR(optimizer, config.train.learning_rate_factor, last_epoch=start - 1)
     records = None
     with topology.agreed("start the records"):
         if topology.is_root:
-            folder.create(config.run, to_toml(config.pinned(batch)))
-            records = Records(folder, config.log, num_steps=config.train.steps)
+            if start:
+                resume.tell_changes(folder, config)
+                folder.go_on(to_toml(config))
+            else:
+                folder.create(config.run, to_toml(config))
+            records = Records(folder, config.log, num_steps=config.train.steps, start=start)
     log.info("%s", topology.describe())
     log.info("transport: %s", sharding.collectives.describe())
     for line in sharding.collectives.measured():
@@ -105,8 +120,9 @@ def train(config: RunConfig, model_config: GPTConfig) -> None:
     log.info("%s", describe_data(tokens))
     log.info("%s", describe_run(config, batch, seq_len, topology.size))
 
-    with records or nullcontext():
-        for step in range(config.train.steps):
+    stopped = False
+    with records or nullcontext(), Stops(folder.path, topology) as stops, checkpoints:
+        for step in range(start, config.train.steps):
             watch = Stopwatch()
             waited_s = sharding.collectives.stats.seconds
             local_loss = 0.0
@@ -137,7 +153,14 @@ def train(config: RunConfig, model_config: GPTConfig) -> None:
             held_out_loss = None
             if held_out is not None and is_due(done, config.evaluation.every, config.train.steps):
                 held_out_loss = evaluate(model, held_out, batch.micro_batch, topology)
+            wish = stops.wish()
+            stopped = wish is Wish.STOP and done < config.train.steps
+            with watch.phase("checkpoint"):
+                position = {**identity, "samples": done * batch.global_batch}
+                checkpoints.after_step(done, position, wish)
             if records is None:
+                if stopped:
+                    break
                 continue
             tokens_per_s = batch.global_batch * seq_len / step_s
             tflops = achieved_tflops(tokens_per_s, flops_per_token(model_config), topology.size)
@@ -161,11 +184,20 @@ def train(config: RunConfig, model_config: GPTConfig) -> None:
                     backward_ms=watch.ms("backward"),
                     optimizer_ms=watch.ms("optimizer"),
                     communication_ms=watch.ms("communication") + waited_s * 1e3,
+                    checkpoint_ms=watch.ms("checkpoint"),
                     state_peak_nbytes=sum(sharding.memory.peak.values())
                     + sharding.optimizer_nbytes(),
                     process_peak_nbytes=process_peak_nbytes(),
                 )
             )
+            if stopped:
+                break
+    if stopped:
+        log.info("stopped after step %d, as asked; the same command goes on from there", done)
+        hpczero.release(model)
+        tokens.close()
+        topology.free()
+        return EXIT_REQUEUE
     log.debug(
         "peak memory %.0f MiB, %.1f s in collectives",
         process_peak_nbytes() / 2**20,
@@ -194,6 +226,15 @@ def train(config: RunConfig, model_config: GPTConfig) -> None:
     hpczero.release(model)
     tokens.close()
     topology.free()
+    return 0
+
+
+def set_options(optimizer: AdamW, options: TrainOptions) -> None:
+    """What the options say now, whatever a checkpoint said."""
+    decays = (options.weight_decay, 0.0)  # as in decay_groups
+    for group, weight_decay in zip(optimizer.param_groups, decays, strict=True):
+        rate = options.learning_rate
+        group.update(lr=rate, initial_lr=rate, betas=options.betas, weight_decay=weight_decay)
 
 
 def check_same_options(config: RunConfig, topology: Topology) -> None:

@@ -58,6 +58,7 @@ class StepMetrics:
     backward_ms: float
     optimizer_ms: float
     communication_ms: float
+    checkpoint_ms: float
     state_peak_nbytes: int
     process_peak_nbytes: int
 
@@ -80,8 +81,15 @@ class StepMetrics:
 class MetricsFile:
     """``metrics.jsonl``: one line per step, complete on disk before the next step starts."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="utf-8")
+    def __init__(self, path: Path, *, start: int = 0) -> None:
+        """Lines of steps after ``start``, of a run that was taken up again, are gone, and half a line with them."""
+        lines = []
+        if start and path.exists():
+            lines = [m.to_json() + "\n" for m in read_metrics(path) if m.step <= start]
+        temporary = path.with_suffix(".jsonl.new")
+        temporary.write_text("".join(lines), encoding="utf-8")
+        temporary.replace(path)
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, metrics: StepMetrics) -> None:
         """Append a line and hand it to the operating system."""

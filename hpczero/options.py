@@ -127,13 +127,15 @@ def to_toml(options: object) -> str:
         for option in dataclasses.fields(values):
             value = getattr(values, option.name)
             if value is not None:
-                lines.append(f"{option.name} = {_toml_value(value)}")
+                # A name that Python keeps to itself ends with an underscore there.
+                lines.append(f"{option.name.removesuffix('_')} = {_toml_value(value)}")
         lines.append("")
     return "\n".join(lines)
 
 
 def _from_table(cls: type[T], table: Mapping[str, object], prefix: str) -> T:
-    hints = typing.get_type_hints(cls)
+    fields = typing.get_type_hints(cls)
+    hints = {name.removesuffix("_"): hint for name, hint in fields.items()}
     for name in table:
         if name not in hints:
             close = difflib.get_close_matches(name, hints, n=3) or sorted(hints)
@@ -141,9 +143,10 @@ def _from_table(cls: type[T], table: Mapping[str, object], prefix: str) -> T:
             raise ConfigError(
                 f"unknown {kind} {prefix}{name}; did you mean {', '.join(prefix + c for c in close)}?"
             )
-    return cls(
-        **{name: _convert(value, hints[name], f"{prefix}{name}") for name, value in table.items()}
-    )
+    values = {
+        name: _convert(value, hints[name], f"{prefix}{name}") for name, value in table.items()
+    }
+    return cls(**{name if name in fields else f"{name}_": value for name, value in values.items()})
 
 
 def _convert(value: object, hint: Any, name: str) -> object:  # Any: a type form has no common type

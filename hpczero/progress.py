@@ -21,9 +21,10 @@ from hpczero.metrics import Interval, StepMetrics
 class Lines:
     """One plain line every ``every`` steps, and one for each evaluation."""
 
-    def __init__(self, *, num_steps: int, every: int) -> None:
+    def __init__(self, *, num_steps: int, every: int, start: int = 0) -> None:
         self._num_steps = num_steps
         self._every = every
+        self._steps_before = start
         self._interval = Interval()
         self._start = time.monotonic()
 
@@ -44,13 +45,14 @@ class Lines:
         last = metrics.step == self._num_steps
         if (
             metrics.step % self._every
-            and metrics.step != 1
+            and metrics.step != self._steps_before + 1
             and not last
             and metrics.held_out_loss is None
         ):
             return
         elapsed = time.monotonic() - self._start
-        left = elapsed / metrics.step * (self._num_steps - metrics.step)
+        done = metrics.step - self._steps_before
+        left = elapsed / done * (self._num_steps - metrics.step)
         log.info(
             "step %*d/%d  %s  left %s",
             len(str(self._num_steps)),
@@ -65,7 +67,7 @@ class Lines:
 class Bar:
     """A bar with the latest figures; evaluations scroll by above it."""
 
-    def __init__(self, *, num_steps: int, every: int) -> None:
+    def __init__(self, *, num_steps: int, every: int, start: int = 0) -> None:
         self._every = every
         self._interval = Interval()
         # The launcher's pseudo-terminal hides the width of the real one.
@@ -78,7 +80,7 @@ class Bar:
             TextColumn("{task.description}"),
             console=Console(force_terminal=True, width=width),
         )
-        self._task = self._progress.add_task("", total=num_steps)
+        self._task = self._progress.add_task("", total=num_steps, completed=start)
 
     def __enter__(self) -> Bar:
         self._progress.start()
@@ -105,7 +107,7 @@ class Bar:
 
 
 def progress_for(
-    style: Literal["auto", "bar", "lines"], *, num_steps: int, every: int
+    style: Literal["auto", "bar", "lines"], *, num_steps: int, every: int, start: int = 0
 ) -> Bar | Lines:
     """The display that fits standard output.
 
@@ -113,7 +115,7 @@ def progress_for(
     where its own output goes to a file.
     """
     bar = style == "bar" or (style == "auto" and _terminal_columns() > 0)
-    return (Bar if bar else Lines)(num_steps=num_steps, every=every)
+    return (Bar if bar else Lines)(num_steps=num_steps, every=every, start=start)
 
 
 def summary(interval: Interval) -> str:

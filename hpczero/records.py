@@ -18,9 +18,14 @@ from hpczero.runfolder import RunFolder
 class Records:
     """Context manager around the steps of a run; every record is complete on disk when ``write`` returns."""
 
-    def __init__(self, folder: RunFolder, options: LogOptions, *, num_steps: int) -> None:
-        self._progress = progress_for(options.progress, num_steps=num_steps, every=options.every)
-        self._file = MetricsFile(folder.metrics)
+    def __init__(
+        self, folder: RunFolder, options: LogOptions, *, num_steps: int, start: int = 0
+    ) -> None:
+        """``start`` steps were done before, by an earlier job of this run."""
+        self._progress = progress_for(
+            options.progress, num_steps=num_steps, every=options.every, start=start
+        )
+        self._file = MetricsFile(folder.metrics, start=start)
         self._tensorboard = None
         if options.tensorboard:
             # Here and not at the top: a fifth of a second and 20 MB that only rank 0 should pay.

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +52,27 @@ class RunFolder:
         """Final weights."""
         return self.path / "model.safetensors"
 
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether there is something that may be a checkpoint."""
+        return any(self.checkpoints.glob("step-*")) or any(self.checkpoints.glob(".replaced-*"))
+
+    def go_on(self, config: str) -> None:
+        """Write ``config`` into the folder of a run that is taken up again. On one rank only.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        with self._writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.weights.unlink(missing_ok=True)
+            self._write_config(config)
+
     def create(self, options: RunOptions, config: str) -> None:
         """Make the folder with ``config`` in it, clear of an older run's results. On one rank only.
 
@@ -61,13 +84,29 @@ class RunFolder:
                 f"{self.path}: holds an earlier run; choose another --run.name, or replace it with "
                 "--run.overwrite true"
             )
-        try:
+        with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             # Only what a run writes: the user may keep other things here.
             for file in (self.metrics, self.plot, self.weights):
                 file.unlink(missing_ok=True)
             shutil.rmtree(self.tensorboard, ignore_errors=True)
-            self.config.write_text(config, encoding="utf-8")
+            for pattern in ("step-*", ".replaced-step-*", ".tmp-step-*", "LATEST"):
+                for entry in self.checkpoints.glob(pattern):
+                    if entry.is_dir():
+                        shutil.rmtree(entry)
+                    else:
+                        entry.unlink()
+            self._write_config(config)
+
+    def _write_config(self, config: str) -> None:
+        temporary = self.config.with_suffix(".toml.new")
+        temporary.write_text(config, encoding="utf-8")
+        temporary.replace(self.config)  # a run that is killed here must still have its options
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise ConfigError(
                 f"{self.path}: cannot be written as a run folder: {os.strerror(error.errno or 0)}; "

@@ -22,8 +22,7 @@ def main() -> int:
     # Here and not at the top: this import starts torch and MPI, which --help and bad options must not do.
     from hpczero.loop import train
 
-    train(config, model)
-    return 0
+    return train(config, model)
 
 
 def model_config(options: ModelOptions) -> GPTConfig:

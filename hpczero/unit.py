@@ -294,9 +294,7 @@ class Unit:
     def owned_shards(self) -> Iterator[tuple[int, nn.Parameter]]:
         """Slot and optimizer's view of each part of ``owned_values``, in order."""
         index = self._comm.topology.shard_index
-        for piece, position, shard in zip(
-            self._pieces, self.shard_slots, self.shards, strict=True
-        ):
+        for piece, position, shard in zip(self._pieces, self.shard_slots, self.shards, strict=True):
             if piece == index:
                 yield position, shard
 
@@ -311,9 +309,7 @@ class Unit:
             full, start = torch.zeros(self.spec.layout.padded_numel), 0
             full[self._mine][: len(owned)].copy_(owned)
             self._comm.all_gather(full, name=self.spec.name).wait()
-        for piece, position, shard in zip(
-            self._pieces, self.shard_slots, self.shards, strict=True
-        ):
+        for piece, position, shard in zip(self._pieces, self.shard_slots, self.shards, strict=True):
             slot = self.spec.layout.slots[position]
             begin = slot.offset + self.spec.layout.overlap(piece, slot.name).start - start
             yield shard, full[begin : begin + shard.numel()]

@@ -45,7 +45,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("__init__",),
     ("data", "models"),
-    ("launch", "plot", "progress", "records", "runfolder", "weights"),
+    ("batch", "launch", "plot", "progress", "records", "runfolder", "stops", "weights"),
+    ("resume",),
+    ("run_checkpoints",),
     ("generation", "loop"),
     ("data.__main__", "doctor", "plan.__main__", "sample", "train"),
 )

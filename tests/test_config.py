@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpczero.config import Batch, RunConfig, RunOptions, TrainOptions, parse_nodes
+from hpczero.batch import Batch
+from hpczero.config import RunConfig, RunOptions, TrainOptions, parse_nodes
 from hpczero.environment import Environment
 from hpczero.errors import ConfigError
 from hpczero.options import load_toml, read_run_config, to_toml
@@ -30,6 +31,8 @@ SECTIONS = {
     "betas clip",
     "parallel": "stage precision nodes transport algorithms overlap",
     "evaluation": "every batches",
+    "checkpoint": "every keep background writer required",
+    "resume": "from",
     "log": "every level progress tensorboard plot peak_tflops",
 }
 OPTIONS = [f"{section}.{name}" for section, names in SECTIONS.items() for name in names.split()]
@@ -37,7 +40,7 @@ OPTIONS = [f"{section}.{name}" for section, names in SECTIONS.items() for name i
 
 def option_names(config: RunConfig) -> list[str]:
     return [
-        f"{section.name}.{option.name}"
+        f"{section.name}.{option.name.removesuffix('_')}"
         for section in dataclasses.fields(config)
         for option in dataclasses.fields(getattr(config, section.name))
     ]
@@ -314,7 +317,7 @@ def test_batch_sizes_that_contradict_name_all_factors(
 def test_pinned_options_mean_the_same_global_batch_on_other_ranks() -> None:
     options = TrainOptions(micro_batch=2, accumulation=3)
     config = dataclasses.replace(RunConfig(), train=options)
-    pinned = config.pinned(Batch.resolve(options, world_size=4))
+    pinned = config.pinned(Batch.resolve(options, world_size=4).global_batch)
     assert Batch.resolve(pinned.train, world_size=4) == Batch(24, 2, 3)
     assert Batch.resolve(pinned.train, world_size=2) == Batch(24, 2, 6)
 

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from hpczero.checkpoint.folder import Folder
 from hpczero.checkpoint.format import SLAB_NBYTES
-from hpczero.checkpoint.reading import Loaded, load_newest
 from hpczero.checkpoint.lock import Lock
-from hpczero.checkpoint.writing import Milestone, write
+from hpczero.checkpoint.reading import Loaded, load_newest
 from hpczero.checkpoint.snapshot import take
+from hpczero.checkpoint.writing import Milestone, write
 from hpczero.comm.queue import can_run_in_background
 from hpczero.errors import CheckpointError, ConfigError
 from hpczero.sharded_model import Sharding
@@ -160,6 +160,11 @@ class Checkpoints:
             )
         )
         return self._folder.path
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is being written in the background. Not collective."""
+        return self._background is not None and self._background.busy
 
     def check(self) -> Path | None:
         """Call it between steps: the checkpoint that has been finished in the background since the last call, if any.

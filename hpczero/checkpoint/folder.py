@@ -26,7 +26,13 @@ from hpczero.checkpoint.format import (
     step_folder,
     step_of_folder,
 )
-from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, CorruptCheckpoint
+from hpczero.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotWritten,
+    ConfigError,
+    CorruptCheckpoint,
+)
 
 LATEST = "LATEST"
 SPARE_NBYTES = 64 * 2**20
@@ -77,7 +83,7 @@ class Folder:
         """Refuse a save that cannot succeed, before anything is written.
 
         Raises:
-            CheckpointError: the folder cannot be written, or has no room for ``nbytes``.
+            CheckpointNotWritten: the folder cannot be written, or has no room for ``nbytes``.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -86,7 +92,7 @@ class Folder:
             probe.unlink()
             system = os.statvfs(self.path)
         except OSError as error:
-            raise CheckpointError(
+            raise CheckpointNotWritten(
                 f"{self.path}: cannot be written ({os.strerror(error.errno or 0)}); check the path, its permissions "
                 "and the quota"
             ) from error
@@ -95,7 +101,7 @@ class Folder:
             int(nbytes * 1.05) + min(nbytes, SPARE_NBYTES),
         )
         if free < needed:
-            raise CheckpointError(
+            raise CheckpointNotWritten(
                 f"{self.path}: {free / 2**20:,.0f} MiB are free and the checkpoint needs {needed / 2**20:,.0f}; free "
                 "some, keep fewer (--checkpoint.keep), or use another folder"
             )

@@ -1,7 +1,14 @@
 """One job at a time writes checkpoints into a folder.
 
-Owns: the lock file, and when one that is left behind may be taken over. Must not know: checkpoints. HDF5 and MPI-IO
-protect nothing: a second writer truncates the file of the first.
+Owns: the lock files, and which of them mean nothing any more. Must not know: checkpoints. HDF5 and MPI-IO protect
+nothing: a second writer truncates the file of the first.
+
+[Note: Publish, then look]
+Every process that wants the folder first makes a file of its own, ``.lock-<token>``, and then looks at all others. Of
+two, the one that looked last has seen the other, so both cannot go on; and nobody ever removes, renames or replaces a
+file that may have become somebody else's meanwhile, as one must with a single lock file that a dead job left behind.
+A file has one of two states. Whoever sees another that holds gives up. Whoever sees another that asks waits for it if
+its own token is the smaller one, and makes way otherwise; so of several that ask, one gets it.
 """
 
 from __future__ import annotations
@@ -9,50 +16,81 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from hpczero.errors import CheckpointBusy, CheckpointError
+from hpczero.errors import CheckpointBusy, CheckpointNotWritten
 
-NAME = ".lock"
 BEAT_S = 15.0
 DEAD_S = 120.0  # without a beat; clocks of hosts may differ by less
+ASKING_S = 10.0  # how long another may ask without holding; it takes a few calls of the file system
+LOOK_S = 0.02
+
+_NAME = re.compile(r"\.lock-([0-9a-f]{16})")
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What one lock file says."""
+
+    token: str
+    path: Path
+    said: dict[str, Any]
+
+    @property
+    def holds(self) -> bool:
+        """Whether it has what it asked for."""
+        return self.said.get("state") == "holds"
+
+    def __str__(self) -> str:
+        job = f"job {self.said['job']}, " if self.said.get("job") else ""
+        return f"{job}process {self.said.get('pid')} on {self.said.get('host')} ({self.path.name})"
 
 
 class Lock:
     """Held from ``acquire`` to ``release`` by one process; a thread shows that it is alive. Use it on one rank."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / NAME
+        self._folder = folder
         self._token = secrets.token_hex(8)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @property
+    def path(self) -> Path:
+        """Our file."""
+        return self._folder / f".lock-{self._token}"
+
     def acquire(self) -> None:
-        """Take the lock, or that of a job which has ended.
+        """Take the lock; those of jobs that have ended do not count, and go.
 
         Raises:
             CheckpointBusy: another job holds it; says which.
-            CheckpointError: the folder cannot be written.
+            CheckpointNotWritten: the folder cannot be written.
         """
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            while not self._make():
-                holder = self._read()
-                if holder is not None and _lives(holder, self.path):
-                    raise CheckpointBusy(
-                        f"{self.path}: held by {_describe(holder)}; two jobs must not write to one folder. Give this "
-                        "one another --run.name, or end that one; if it has ended, remove the file"
-                    )
-                self._take_over()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self._ask()
+                self._say("holds")
+                for claim in self._others(living=False):
+                    claim.path.unlink(missing_ok=True)
+            except BaseException:
+                self.path.unlink(missing_ok=True)
+                raise
         except OSError as error:
-            raise CheckpointError(
-                f"{self.path}: cannot be written ({os.strerror(error.errno or 0)}); check the folder's permissions"
+            raise CheckpointNotWritten(
+                f"{self._folder}: cannot be written ({os.strerror(error.errno or 0)}); check the path, its permissions "
+                "and the quota"
             ) from error
+        self._stop.clear()
         self._thread = threading.Thread(target=self._beat, name="hpczero-lock", daemon=True)
         self._thread.start()
 
@@ -63,10 +101,8 @@ class Lock:
         self._stop.set()
         self._thread.join()
         self._thread = None
-        holder = self._read()
-        if holder is not None and holder.get("token") == self._token:
-            with contextlib.suppress(OSError):
-                self.path.unlink()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
 
     def __enter__(self) -> Lock:
         self.acquire()
@@ -80,39 +116,65 @@ class Lock:
     ) -> None:
         self.release()
 
-    def _make(self) -> bool:
+    def _ask(self) -> None:
+        """Return when we may hold it: we are seen to ask, and no other asks or holds. See [Note: Publish, then look]."""
+        deadline = time.monotonic() + ASKING_S
+        self._say("asks")
+        while others := self._others():
+            holder = next((claim for claim in others if claim.holds), None)
+            if holder is not None or time.monotonic() > deadline:
+                raise CheckpointBusy(
+                    f"{self._folder}: held by {holder or others[0]}; two jobs must not write to one folder. Give this "
+                    "one another --run.name, or end that one; if it has ended, remove the file"
+                )
+            first = min(others, key=lambda claim: claim.token)
+            if first.token < self._token:
+                self.path.unlink()
+                while time.monotonic() < deadline and self._asks(first):
+                    time.sleep(LOOK_S)
+                self._say("asks")
+            else:
+                time.sleep(LOOK_S)
+
+    def _asks(self, other: _Claim) -> bool:
+        """Whether ``other`` lives and does not know yet."""
+        return any(c.token == other.token and not c.holds for c in self._others())
+
+    def _say(self, state: str) -> None:
+        """Make our file, or give it another content; its name is there throughout, and whoever reads it reads all."""
         me = {
-            "token": self._token,
+            "state": state,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started": _started(os.getpid()),
             "job": os.environ.get("SLURM_JOB_ID", ""),
             "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
         }
-        # Written aside and linked, so that whoever reads it reads all of it.
-        aside = self.path.with_name(f"{NAME}.{self._token}")
-        aside.write_text(json.dumps(me), encoding="utf-8")
+        aside = self.path.with_name(f".aside{self.path.name}")
         try:
-            os.link(aside, self.path)
-        except FileExistsError:
-            return False
-        finally:
-            aside.unlink()
-        return True
+            aside.write_text(json.dumps(me), encoding="utf-8")
+            aside.replace(self.path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
 
-    def _take_over(self) -> None:
-        # By a rename: of two that find the same stale lock, one gets it and the other looks again.
-        with contextlib.suppress(FileNotFoundError):
-            gone = self.path.with_name(f"{NAME}.{self._token}")
-            self.path.rename(gone)
-            gone.unlink()
-
-    def _read(self) -> dict[str, object] | None:
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return found if isinstance(found, dict) else None
+    def _others(self, *, living: bool = True) -> list[_Claim]:
+        """Claims of other processes that live, or of those that do not."""
+        found = []
+        for path in self._folder.iterdir():
+            name = _NAME.fullmatch(path.name)
+            if name is None or name[1] == self._token:
+                continue
+            try:
+                said = json.loads(path.read_text(encoding="utf-8"))
+            except FileNotFoundError:
+                continue  # gone since
+            except ValueError:
+                said = None
+            claim = _Claim(name[1], path, said if isinstance(said, dict) else {})
+            if _lives(claim) is living:
+                found.append(claim)
+        return found
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_S):
@@ -120,19 +182,17 @@ class Lock:
                 os.utime(self.path)
 
 
-def _lives(holder: dict[str, object], path: Path) -> bool:
+def _lives(claim: _Claim) -> bool:
+    said = claim.said
     job = os.environ.get("SLURM_JOB_ID", "")
-    if (
-        job
-        and holder.get("job") == job
-        and holder.get("restart") != os.environ.get("SLURM_RESTART_COUNT", "0")
-    ):
+    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+    if job and said.get("job") == job and said.get("restart") != restart:
         return False  # this very job, before it was requeued
-    if holder.get("host") == socket.gethostname():
-        pid = holder.get("pid")
-        return isinstance(pid, int) and _started(pid) == holder.get("started") != ""
+    if said.get("host") == socket.gethostname():
+        pid = said.get("pid")
+        return isinstance(pid, int) and _started(pid) == said.get("started") != ""
     try:
-        return time.time() - path.stat().st_mtime < DEAD_S
+        return time.time() - claim.path.stat().st_mtime < DEAD_S
     except OSError:
         return False
 
@@ -144,8 +204,3 @@ def _started(pid: int) -> str:
     except OSError:
         return ""
     return text.rpartition(")")[2].split()[19]
-
-
-def _describe(holder: dict[str, object]) -> str:
-    job = f"job {holder['job']}, " if holder.get("job") else ""
-    return f"{job}process {holder.get('pid')} on {holder.get('host')}"

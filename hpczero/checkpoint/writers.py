@@ -95,18 +95,30 @@ class PosixWriter(Writer):
         os.close(self._descriptor)
 
 
+def _writes_wrong_bytes() -> bool:
+    """Whether MPI-IO is the OMPIO of an Open MPI that can corrupt what parallel HDF5 writes, silently.
+
+    open-mpi/ompi#12718; repaired in 4.1.7 and 5.0.6.
+    """
+    vendor, version = MPI.get_vendor()
+    if vendor != "Open MPI" or version >= (5, 0, 6) or (4, 1, 7) <= version < (5, 0, 0):
+        return False
+    choice = os.environ.get("OMPI_MCA_io", "")  # noqa: SIM112  (its name)
+    return not (choice.startswith("romio") or (choice.startswith("^") and "ompio" in choice))
+
+
 WRITERS: dict[str, type[Writer]] = {"mpio": MpioWriter, "posix": PosixWriter}
 
 
 def writer_for(name: str) -> type[Writer]:
-    """``mpio``, ``posix``, or ``auto``: mpio where h5py has it.
+    """``mpio``, ``posix``, or ``auto``: mpio where h5py has it and MPI-IO is safe.
 
     Raises:
         CheckpointError: mpio where h5py has it not.
     """
     parallel = bool(h5py.get_config().mpi)
     if name == "auto":
-        name = "mpio" if parallel else "posix"
+        name = "mpio" if parallel and not _writes_wrong_bytes() else "posix"
     if name == "mpio" and not parallel:
         raise CheckpointError(
             "h5py was built without MPI, so there is no mpio writer; build it against parallel HDF5 (docs/install.md), "

@@ -28,7 +28,7 @@ from hpczero.checkpoint.folder import Folder
 from hpczero.checkpoint.format import STATE_FILE, Dataset, Manifest, digest
 from hpczero.checkpoint.rawfile import rest_digest
 from hpczero.checkpoint.snapshot import Part, Snapshot
-from hpczero.errors import CheckpointError
+from hpczero.errors import CheckpointError, CheckpointNotWritten
 from hpczero.topology import Topology
 
 Milestone = Callable[[str], None]
@@ -57,7 +57,7 @@ def write(
         The folder of the checkpoint.
 
     Raises:
-        CheckpointError: it could not be written; on every rank. Older checkpoints are as they were.
+        CheckpointNotWritten: on every rank. Older checkpoints are as they were.
     """
     temporary: Path | None = None
     try:
@@ -162,13 +162,13 @@ def _write_parts(
 
 @contextlib.contextmanager
 def _stage(topology: Topology, what: str):  # type: ignore[no-untyped-def]  # as topology.agreed
-    """``topology.agreed`` in which what the system refuses is a CheckpointError."""
+    """``topology.agreed`` in which what the system refuses is a CheckpointNotWritten."""
     with topology.agreed(what):
         try:
             yield
         except (OSError, RuntimeError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(
+            raise CheckpointNotWritten(
                 f"{error}; older checkpoints are as they were. Check space, quota and permissions"
             ) from error

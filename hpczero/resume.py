@@ -1,0 +1,141 @@
+"""Where a run begins: anew, or from a checkpoint.
+
+Owns: the decision, and the comparison of the options then and now. Must not know: what a checkpoint is made of.
+
+    --resume.from auto   this run's newest sound checkpoint; of a finished run, only if more steps are asked for
+                  never  from the start
+                  PATH   that checkpoint, or the newest sound one in that folder, also of another run
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpczero.config import DEFAULT_RUN, RunConfig
+from hpczero.errors import ConfigError
+from hpczero.options import load_toml
+from hpczero.runfolder import RunFolder
+
+if TYPE_CHECKING:
+    from hpczero.checkpoint import Loaded
+    from hpczero.data import TokenFile
+    from hpczero.models import GPTConfig
+
+logger = logging.getLogger("hpczero.resume")
+
+# Another one of these is another model, other data, or another order of them.
+FIXED = {
+    "run": ("seed",),
+    "model": ("preset", "layers", "hidden", "heads", "context", "positions"),
+    "train": ("global_batch",),
+}
+# A different one of these gives different losses from here on, which may be what is wanted.
+TELLING = {
+    "train": (
+        "steps",
+        "learning_rate",
+        "min_learning_rate",
+        "warmup",
+        "weight_decay",
+        "betas",
+        "clip",
+    ),
+    "parallel": ("precision",),
+}
+
+
+def choose(config: RunConfig, folder: RunFolder) -> Path | None:
+    """What to load, if anything. On one rank only.
+
+    Args:
+        config: with the batch spelled out.
+        folder: of this run.
+
+    Raises:
+        ConfigError: this run has checkpoints made with other options; or PATH does not exist.
+    """
+    source = config.resume.from_
+    if source == "never" or (source == "auto" and config.run.overwrite):
+        return None
+    if source != "auto":
+        path = Path(source)
+        if not path.exists():
+            raise ConfigError(
+                f"resume.from: {source} does not exist; give a checkpoint, a folder of them, auto or never"
+            )
+        return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if not folder.config.exists() or not folder.has_checkpoints:
+        return None
+    earlier = load_toml(folder.config, RunConfig)
+    changed = differences(earlier, config, FIXED)
+    more = config.train.steps > earlier.train.steps
+    if config.run.name == DEFAULT_RUN and (changed or (folder.weights.exists() and not more)):
+        return None  # this name is for trying things out: a finished or different run is replaced
+    if changed:
+        raise ConfigError(
+            f"{folder.path}: has checkpoints of a run with other options ({'; '.join(changed)}); give the same ones to "
+            "go on, choose another --run.name, or start anew with --run.overwrite true"
+        )
+    if folder.weights.exists() and not more:
+        raise ConfigError(
+            f"{folder.path}: holds a finished run of {earlier.train.steps} steps; ask for more --train.steps to go on, "
+            "choose another --run.name, or replace it with --run.overwrite true"
+        )
+    return folder.checkpoints
+
+
+def differences(
+    earlier: RunConfig, now: RunConfig, sections: dict[str, tuple[str, ...]]
+) -> list[str]:
+    """Options of ``sections`` that differ, as ``train.clip was 1.0 and is 0.5``."""
+    found = []
+    for section, names in sections.items():
+        for name in names:
+            before = getattr(getattr(earlier, section), name)
+            after = getattr(getattr(now, section), name)
+            if before != after:
+                found.append(f"{section}.{name} was {before} and is {after}")
+    return found
+
+
+def identity(config: RunConfig, tokens: TokenFile, model: GPTConfig) -> dict[str, Any]:
+    """What a checkpoint of the training command says beside the model, for ``check`` and for readers."""
+    return {
+        "data": f"{tokens.source_sha256} {len(tokens.train)} tokens of {tokens.vocab_size}",
+        "global_batch": config.train.global_batch,
+        "seed": config.run.seed,
+        "model": dataclasses.asdict(model),
+    }
+
+
+def check(found: Loaded, identity: Mapping[str, Any], steps: int) -> None:
+    """Hold a loaded checkpoint against this run. The same on every rank.
+
+    Raises:
+        ConfigError: other data, batch or seed: the next sample would not be the next; or nothing is left to do.
+    """
+    problems = [
+        f"{name} was {found.extra.get(name)!r} and is {now!r}"
+        for name, now in identity.items()
+        if name != "model" and found.extra.get(name) != now
+    ]
+    if problems:
+        raise ConfigError(
+            f"{found.path}: belongs to a run that saw other samples: {'; '.join(problems)}. Use the data and options "
+            "of that run, or start anew with another --run.name"
+        )
+    if found.step >= steps:
+        raise ConfigError(
+            f"{found.path}: has {found.step} steps behind it, and train.steps is {steps}; ask for more"
+        )
+
+
+def tell_changes(folder: RunFolder, config: RunConfig) -> None:
+    """Warn of options that change what comes next. On one rank only."""
+    if folder.config.exists():
+        for change in differences(load_toml(folder.config, RunConfig), config, TELLING):
+            logger.warning("going on with another option: %s", change)

@@ -1,0 +1,126 @@
+"""The checkpoints of a training run: where it begins, when it saves, what a failed save means.
+
+Owns: those decisions. Must not know: what a checkpoint is made of, the training loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+import hpczero
+from hpczero import resume
+from hpczero.checkpoint import Checkpoints, load
+from hpczero.config import RunConfig
+from hpczero.errors import CheckpointNotWritten
+from hpczero.runfolder import RunFolder
+from hpczero.stops import Wish
+
+logger = logging.getLogger("hpczero.checkpoints")
+
+
+class RunCheckpoints:
+    """Of one run; a context manager around its steps. Every method is collective over the topology's world."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, model: nn.Module) -> None:
+        """Not collective.
+
+        Args:
+            config: with the batch spelled out.
+            folder: of the run.
+            model: zeroified with its optimizer.
+        """
+        self._config = config
+        self._folder = folder
+        self._model = model
+        self._topology = hpczero.sharding(model).topology
+        options = config.checkpoint
+        self._checkpoints = Checkpoints(
+            folder.checkpoints,
+            model,
+            keep=options.keep,
+            background=options.background,
+            writer=options.writer,
+        )
+
+    def __enter__(self) -> RunCheckpoints:
+        self._checkpoints.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._checkpoints.__exit__(kind, error, trace)
+
+    def begin(self, identity: Mapping[str, Any]) -> int:
+        """Load the checkpoint that the run goes on from, if there is one.
+
+        Args:
+            identity: of the run; see ``resume.identity``.
+
+        Returns:
+            Steps done.
+
+        Raises:
+            ConfigError: it belongs to another run, or has as many steps as are asked for.
+            CheckpointError: it cannot be loaded.
+        """
+        topology = self._topology
+        source = ""
+        with topology.agreed("choose where to begin"):
+            if topology.is_root:
+                source = str(resume.choose(self._config, self._folder) or "")
+        source = topology.broadcast_text(source)
+        if not source:
+            return 0
+        found = load(source, self._model)
+        with topology.agreed("compare the checkpoint with the run"):
+            resume.check(found, identity, self._config.train.steps)
+        self._tell(
+            f"going on from {found.path}: step {found.step}, saved by {found.world_size} rank(s)"
+        )
+        return found.step
+
+    def after_step(self, done: int, position: Mapping[str, Any], wish: Wish) -> None:
+        """Save if it is time, or wished for; hear of a save in the background.
+
+        Args:
+            done: steps done.
+            position: what ``begin`` will need, and where the data is.
+            wish: agreed by all ranks.
+
+        Raises:
+            CheckpointNotWritten: a save failed that is required, or that the run stops with.
+        """
+        every, last = self._config.checkpoint.every, done == self._config.train.steps
+        self._attempt(done, self._checkpoints.check, required=False)
+        if wish is Wish.NOTHING and not (every and (last or done % every == 0)):
+            return
+        self._attempt(
+            done, lambda: self._checkpoints.save(done, position), required=wish is Wish.STOP
+        )
+        if wish is Wish.STOP or last:
+            self._attempt(done, self._checkpoints.wait, required=wish is Wish.STOP)
+
+    def _attempt(self, done: int, act: Any, *, required: bool) -> None:
+        try:
+            path = act()
+        except CheckpointNotWritten as error:
+            if required or self._config.checkpoint.required:
+                raise
+            if self._topology.is_root:
+                logger.warning("step %d: no checkpoint: %s", done, error)
+            return
+        if path is not None and not self._checkpoints.busy:
+            self._tell(f"saved {path}")
+
+    def _tell(self, what: str) -> None:
+        if self._topology.is_root:
+            logger.info("%s", what)
