@@ -1,12 +1,11 @@
 """Stop, and go on later on another number of ranks.
 
-    mpirun -n 2 python examples/resume_later.py --state runs/resume.safetensors
-    mpirun -n 3 python examples/resume_later.py --state runs/resume.safetensors
+    mpirun -n 2 python examples/resume_later.py --folder runs/resume
+    mpirun -n 3 python examples/resume_later.py --folder runs/resume
 
-Each job does 40 steps and saves the weights in fp32, with the number of steps done, from which the position in the data
-follows. It does not save the optimizer: sharded checkpoints of its state are not built yet. AdamW forgets its moments
-at each start, so the learning rate warms up again, and the steps that follow are not those of one long run. The weights
-are the same to the last bit on any number of ranks: the first held-out loss of a job is the last one of the job before.
+Each job does 40 steps and saves a checkpoint: weights, optimizer state, and what it is told to remember. Any number of
+ranks goes on from there, at any stage, with the next sample. The first held-out loss of a job is the last one of the job
+before, to the last bit.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ import zlib
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import hpczero
@@ -51,7 +48,7 @@ def held_out_loss(model: nn.Module) -> float:
     return nn.functional.mse_loss(model(x), y).item()
 
 
-def main(state: Path) -> None:
+def main(folder: Path) -> None:
     """Start or go on, do STEPS steps, save."""
     topology = hpczero.Topology.of_world()
     torch.set_num_threads(1)
@@ -62,52 +59,38 @@ def main(state: Path) -> None:
             nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
         )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-
-    done = 0
-    with topology.agreed("open the saved state"):  # an error on one rank is an error on all
-        if state.exists():
-            file = safe_open(state, framework="pt")
-            card = file.metadata()
-            done = int(card["steps"])
-
-    def read(name: str, tensor: Tensor) -> None:
-        tensor.copy_(file.get_tensor(name))
-
-    hpczero.zeroify(model, optimizer, topology=topology, initialize=read if done else initial_value)
+    hpczero.zeroify(model, optimizer, topology=topology, initialize=initial_value)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARMUP)
     )
 
-    first = held_out_loss(model)
-    if topology.is_root:
-        was = (
-            f"; it was {card['held_out_loss']} when saved on {card['ranks']} rank(s)"
-            if done
-            else ""
-        )
-        print(f"step {done}, {topology.size} rank(s): held-out loss {first}{was}")
-    share = GLOBAL_BATCH // topology.size
-    for step in range(done, done + STEPS):
-        x, y = samples(step * GLOBAL_BATCH + topology.rank * share, share)
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-    last = held_out_loss(model)
+    with hpczero.checkpoint.Checkpoints(folder, model, optimizer, keep=2) as checkpoints:
+        found = checkpoints.load()  # the newest sound one; None in an empty folder
+        done = 0 if found is None else found.step
+        if found is not None:
+            scheduler.load_state_dict(found.extra["scheduler"])
 
-    weights = hpczero.full_state_dict(model)  # rank 0 gets them
-    with topology.agreed("save the state"):
-        if weights is not None:
-            card = {
-                "steps": str(done + STEPS),
-                "held_out_loss": str(last),
-                "ranks": str(topology.size),
-            }
-            state.parent.mkdir(parents=True, exist_ok=True)
-            temporary = state.with_suffix(".tmp")
-            save_file(weights, temporary, metadata=card)
-            temporary.replace(state)  # whole or not at all
-            print(f"loss fell from {first} to {last}; saved after step {done + STEPS}")
+        first = held_out_loss(model)
+        if topology.is_root:
+            was = (
+                f"; it was {found.extra['held_out_loss']} when saved on {found.world_size} rank(s)"
+                if found is not None
+                else ""
+            )
+            print(f"step {done}, {topology.size} rank(s): held-out loss {first}{was}")
+        share = GLOBAL_BATCH // topology.size
+        for step in range(done, done + STEPS):
+            x, y = samples(step * GLOBAL_BATCH + topology.rank * share, share)
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        last = held_out_loss(model)
+
+        extra = {"scheduler": scheduler.state_dict(), "held_out_loss": last}
+        path = checkpoints.save(done + STEPS, extra)  # whole or not at all
+        if topology.is_root:
+            print(f"loss fell from {first} to {last}; saved {path}")
     hpczero.release(model)
     topology.free()
 
@@ -117,6 +100,6 @@ if __name__ == "__main__":
         description="Train 40 steps, save, and go on from there next time."
     )
     parser.add_argument(
-        "--state", type=Path, default=Path("runs/resume.safetensors"), help="the file to keep"
+        "--folder", type=Path, default=Path("runs/resume"), help="the checkpoints to keep"
     )
-    main(parser.parse_args().state)
+    main(parser.parse_args().folder)

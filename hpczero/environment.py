@@ -35,6 +35,9 @@ class Environment:
         overlap: HPCZERO_OVERLAP=0: nothing moves between nodes while the model computes.
         keep_heap: HPCZERO_KEEP_HEAP=0: leave the C library's heap as it is; see ``heap``.
         tunes_malloc: whether the user has set malloc himself (MALLOC_*_, GLIBC_TUNABLES).
+        job: SLURM_JOB_ID, as text; empty outside of SLURM.
+        restart: SLURM_RESTART_COUNT, as text: how often the job was requeued.
+        mpi_io: OMPI_MCA_io: which MPI-IO an Open MPI is told to take, as text.
         cache: folder for what is worth remembering between jobs: XDG_CACHE_HOME/hpczero, else ~/.cache/hpczero.
     """
 
@@ -47,6 +50,9 @@ class Environment:
     keep_heap: bool = True
     tunes_malloc: bool = False
     cache: Path = Path("~/.cache/hpczero")
+    job: str = ""
+    restart: str = "0"
+    mpi_io: str = ""
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -81,6 +87,9 @@ class Environment:
             keep_heap != "0",
             any(value and name in MALLOC_VARIABLES for name, value in values.items()),
             Path(values.get("XDG_CACHE_HOME") or "~/.cache") / "hpczero",
+            values.get("SLURM_JOB_ID", ""),
+            values.get("SLURM_RESTART_COUNT") or "0",
+            values.get("OMPI_MCA_io", ""),
         )
 
 

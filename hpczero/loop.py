@@ -74,6 +74,8 @@ def train(config: RunConfig, model_config: GPTConfig) -> int:
             max_samples = config.evaluation.batches * batch.global_batch
             held_out = HeldOut(tokens.validation, seq_len, max_samples)
 
+    # Weights and samples have generators of their own; this is for whatever else a model draws.
+    torch.manual_seed(zlib.crc32(f"{config.run.seed} {topology.rank}".encode()))
     # A model on the meta device holds nothing; zeroify fills the shards of this rank.
     with torch.device("meta"):
         model = GPT(model_config)

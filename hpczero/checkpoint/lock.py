@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hpczero.environment import Environment
 from hpczero.errors import CheckpointBusy, CheckpointNotWritten
 
 BEAT_S = 15.0
@@ -46,8 +47,8 @@ class _Claim:
 
     @property
     def holds(self) -> bool:
-        """Whether it has what it asked for."""
-        return self.said.get("state") == "holds"
+        """Whether it has what it asked for, as far as one can tell."""
+        return self.said.get("state") != "asks"
 
     def __str__(self) -> str:
         job = f"job {self.said['job']}, " if self.said.get("job") else ""
@@ -117,7 +118,7 @@ class Lock:
         self.release()
 
     def _ask(self) -> None:
-        """Return when we may hold it: we are seen to ask, and no other asks or holds. See [Note: Publish, then look]."""
+        """Return when we are seen to ask, and no other asks or holds. See [Note: Publish, then look]."""
         deadline = time.monotonic() + ASKING_S
         self._say("asks")
         while others := self._others():
@@ -147,8 +148,8 @@ class Lock:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started": _started(os.getpid()),
-            "job": os.environ.get("SLURM_JOB_ID", ""),
-            "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
+            "job": Environment.read().job,
+            "restart": Environment.read().restart,
         }
         aside = self.path.with_name(f".aside{self.path.name}")
         try:
@@ -184,8 +185,8 @@ class Lock:
 
 def _lives(claim: _Claim) -> bool:
     said = claim.said
-    job = os.environ.get("SLURM_JOB_ID", "")
-    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+    job = Environment.read().job
+    restart = Environment.read().restart
     if job and said.get("job") == job and said.get("restart") != restart:
         return False  # this very job, before it was requeued
     if said.get("host") == socket.gethostname():

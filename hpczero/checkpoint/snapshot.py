@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import platform
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from torch import Tensor
 from hpczero.checkpoint import streams
 from hpczero.checkpoint.format import BUFFERS, MASTER, RNG, SLAB_NBYTES, Dataset, Table
 from hpczero.checkpoint.inventory import Inventory
+from hpczero.environment import Environment
 from hpczero.errors import CheckpointError, ConfigError
 from hpczero.sharded_model import Sharding
 
@@ -263,7 +263,5 @@ def _provenance() -> dict[str, Any]:
         "numpy": np.__version__,
         "hdf5": h5py.version.hdf5_version,
         "mpi": MPI.Get_library_version().split(",")[0].strip("\0 \n"),
-        "slurm": {
-            name: value for name, value in os.environ.items() if name.startswith("SLURM_JOB")
-        },
+        "slurm_job": Environment.read().job,
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from hpczero.checkpoint.format import Dataset
-from hpczero.checkpoint.rawfile import opened, write_at
+from hpczero.checkpoint.rawfile import opened, start_writeback, write_at
+from hpczero.environment import Environment
 from hpczero.errors import CheckpointError
 
 Array = npt.NDArray[Any]
@@ -32,7 +34,10 @@ class Writer(ABC):
 
     @abstractmethod
     def write(self, dataset: Dataset, start: int, data: Array) -> None:
-        """Write elements from ``start`` on; none is fine. The same number of calls on all ranks, in the same order."""
+        """Write elements from ``start`` on; none is fine. The same number of calls on all ranks, in the same order.
+
+        ``data`` is the writer's from then on.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -75,23 +80,43 @@ class MpioWriter(Writer):
 
 
 class PosixWriter(Writer):
-    """``pwrite`` at the offsets of the datasets: no MPI-IO, and any thread may do it."""
+    """``pwrite`` at the offsets of the datasets: no MPI-IO, and any thread may do it.
+
+    It writes on a thread of its own, one piece at a time, while the caller makes the next piece: file systems let one
+    rank at a time write to a file, and the others need not wait. An error is raised by the next call.
+    """
 
     def __init__(self, path: Path, comm: MPI.Intracomm) -> None:
         """See ``Writer``."""
         self._descriptor = os.open(path, os.O_RDWR)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hpczero-pwrite")
+        self._last: Future[None] | None = None
 
     def write(self, dataset: Dataset, start: int, data: Array) -> None:
         """See ``Writer``."""
-        write_at(self._descriptor, dataset.offset + start * dataset.itemsize, data)
+        self._wait()
+        offset = dataset.offset + start * dataset.itemsize
+        self._last = self._thread.submit(self._write, offset, data)
+
+    def _write(self, offset: int, data: Array) -> None:
+        write_at(self._descriptor, offset, data)
+        start_writeback(self._descriptor, offset, data.nbytes)
+
+    def _wait(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
 
     def close(self) -> None:
         """See ``Writer``."""
+        self._wait()
         os.fsync(self._descriptor)
+        self._thread.shutdown()
         os.close(self._descriptor)
 
     def abandon(self) -> None:
         """See ``Writer``."""
+        self._thread.shutdown()
         os.close(self._descriptor)
 
 
@@ -103,7 +128,7 @@ def _writes_wrong_bytes() -> bool:
     vendor, version = MPI.get_vendor()
     if vendor != "Open MPI" or version >= (5, 0, 6) or (4, 1, 7) <= version < (5, 0, 0):
         return False
-    choice = os.environ.get("OMPI_MCA_io", "")  # noqa: SIM112  (its name)
+    choice = Environment.read().mpi_io
     return not (choice.startswith("romio") or (choice.startswith("^") and "ompio" in choice))
 
 

@@ -132,15 +132,16 @@ def run_job(
         *arguments,
     ]
     begun = len(notes(folder))
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=(folder / "stderr").open("w"),
-        env=launch_environment(PYTHONPATH=os.fspath(ROOT), OMP_NUM_THREADS="1"),
-        cwd=ROOT,
-        start_new_session=True,
-    )
+    with (folder / "stderr").open("w") as errors:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=launch_environment(PYTHONPATH=os.fspath(ROOT), OMP_NUM_THREADS="1"),
+            cwd=ROOT,
+            start_new_session=True,
+        )
 
     def kill() -> None:
         deadline = time.monotonic() + 60
