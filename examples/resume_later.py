@@ -4,8 +4,8 @@
     mpirun -n 3 python examples/resume_later.py --folder runs/resume
 
 Each job does 40 steps and saves a checkpoint: weights, optimizer state, and what it is told to remember. Any number of
-ranks goes on from there, at any stage, with the next sample. The first held-out loss of a job is the last one of the job
-before, to the last bit.
+ranks goes on from there, at any stage, with the next sample. The first held-out loss of a job is the last one of the
+job before, to the last bit.
 """
 
 from __future__ import annotations

@@ -42,10 +42,13 @@ class Crew:
         baseline_nbytes: PSS of each rank when its libraries are loaded and the ranks connected.
     """
 
-    def __init__(self, entry: Entry, workload: Workload, *, size: int) -> None:
+    def __init__(
+        self, entry: Entry, workload: Workload, *, size: int, program: str = "scaling.rank"
+    ) -> None:
         self.entry = entry
         self._workload = workload
         self._size = size
+        self._program = program
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lines: list[Any] = []  # Any: typeshed has no public name for what makefile returns
         self.pids: list[int] = []
@@ -79,7 +82,7 @@ class Crew:
         finally:
             self._stack.close()
 
-    def ask(self, do: str, **arguments: int) -> list[Answer]:
+    def ask(self, do: str, **arguments: int | str) -> list[Answer]:
         """Give an order to every rank and return the answers, in rank order.
 
         Raises:
@@ -104,7 +107,7 @@ class Crew:
             "workload": dataclasses.asdict(self._workload),
             "address": address,
         }
-        command = ["-m", "scaling.rank", json.dumps(order)]
+        command = ["-m", self._program, json.dumps(order)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if self.entry.start == "mpi":
             launcher = [str(ROOT / "install" / "launch.sh"), str(self._size)]

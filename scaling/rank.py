@@ -83,15 +83,15 @@ def _load_libraries() -> None:
     optimizer.step()
 
 
-def main() -> int:
-    """Connect, say hello, answer until told to end."""
+def main(kind: type[Rank] = Rank) -> int:
+    """Connect, say hello, answer until told to end; ``kind`` says to what."""
     order = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     module = importlib.import_module(f"scaling.contenders.{order['module']}")
     contender: Contender = module.Contender(**order["arguments"])
     contender.connect()
     _load_libraries()
-    rank = Rank(contender, Workload(**order["workload"]))
+    rank = kind(contender, Workload(**order["workload"]))
     with socket.socket(socket.AF_UNIX) as crew:
         crew.connect(order["address"])
         with crew.makefile("rw", encoding="utf-8") as lines:

@@ -10,16 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpczero.errors import ConfigError, run
-from scaling import collectives_report, peers_report, transports_report
+from scaling import checkpoint_report, collectives_report, peers_report, transports_report
 from scaling.record import ROOT, Row, read_rows
 
 # By the beginning of a file's name.
 TEXT: dict[str, Callable[[list[Row]], str]] = {
+    "checkpoint": checkpoint_report.text,
     "collectives": collectives_report.text,
     "peers": peers_report.text,
     "transports": transports_report.text,
 }
 DRAW: dict[str, Callable[[list[Row], Path], None]] = {
+    "checkpoint": checkpoint_report.draw,
     "collectives": collectives_report.draw,
     "peers": peers_report.draw,
     "transports": transports_report.draw,

@@ -31,7 +31,9 @@ README = ROOT / "README.md"
 RUNNING = ROOT / "docs" / "running.md"
 GUIDES = [README, ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = [*GUIDES, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
-COMMANDS = {f"hpczero.{name}" for name in ("train", "sample", "checkpoint", "plan", "doctor", "data")}
+COMMANDS = {
+    f"hpczero.{name}" for name in ("train", "sample", "checkpoint", "plan", "doctor", "data")
+}
 INSTALL = ROOT / "docs" / "install.md"  # names options of pip and of launchers
 MEASURING = {f"scaling.{name}" for name in ("peers", "collectives", "transports")}
 NOT_OURS = {"--oversubscribe", "--section.key", "--signal"}  # of a launcher; a placeholder
@@ -211,7 +213,7 @@ def test_every_option_that_is_named_exists(document: Path) -> None:
         commands = re.findall(r" -m ((?:hpczero|scaling|tests)[\w.]*)", line) or sorted(COMMANDS)
         helps = [help_of("-m", command) for command in commands]
         helps += [help_of("-m", "hpczero.data", "prepare"), help_of("examples/resume_later.py")]
-        helps += [help_of("-m", "hpczero.checkpoint", "verify")]
+        helps += [help_of("-m", "hpczero.checkpoint", verb) for verb in ("verify", "export")]
         for option in re.findall(r"(?<![\w-])--[a-z][\w.-]*", line):
             name = option.replace("-", "_").replace("__", "--", 1)
             spellings = {option, name}  # argparse has hyphens
@@ -228,7 +230,9 @@ def test_options_of_train_are_listed_with_their_defaults() -> None:
     for section in dataclasses.fields(RunConfig):
         options = getattr(RunConfig(), section.name)
         for option in dataclasses.fields(options):
-            defaults[f"--{section.name}.{option.name.removesuffix('_')}"] = getattr(options, option.name)
+            defaults[f"--{section.name}.{option.name.removesuffix('_')}"] = getattr(
+                options, option.name
+            )
     assert list(table) == list(defaults)
     for name, default in defaults.items():
         if default is None:

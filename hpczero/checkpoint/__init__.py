@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpczero.checkpoint.checkpoints import Checkpoints, load, save
+    from hpczero.checkpoint.importing import import_weights
     from hpczero.checkpoint.reading import Loaded
 
 _HOME = {
     "Checkpoints": "checkpoints",
     "Loaded": "reading",
+    "import_weights": "importing",
     "load": "checkpoints",
     "save": "checkpoints",
 }
 
-__all__ = ["Checkpoints", "Loaded", "load", "save"]
+__all__ = ["Checkpoints", "Loaded", "import_weights", "load", "save"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,7 @@
 """The command for checkpoints on disk: ``python -m hpczero.checkpoint ls|verify|export|import PATH``.
 
 Owns: the command line and what it prints. Must not know: how anything is done. One process; no MPI is started.
+Weights go into a model that trains already by ``hpczero.checkpoint.import_weights``, without a checkpoint between.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
-from hpczero.checkpoint.folder import Folder, read_manifest
-from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE
+from hpczero.checkpoint.exporting import Form, export
+from hpczero.checkpoint.folder import read_manifest
+from hpczero.checkpoint.stored import checkpoints_at
 from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.errors import CheckpointError, ConfigError, run
 
@@ -44,8 +46,46 @@ class Verify:
     quick: tyro.conf.UseCounterAction[int] = 0
 
 
+@dataclass(frozen=True)
+class Export:
+    """Write the weights of a checkpoint for other programs.
+
+    Attributes:
+        checkpoint: one checkpoint, or a folder of them: then the newest sound one.
+        out: folder of safetensors files, or torch file, that is made; it must not be there yet.
+    """
+
+    checkpoint: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="CHECKPOINT")]]
+    out: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
+    form: Annotated[Form, tyro.conf.arg(name="")] = Form()  # noqa: RUF009  (frozen)
+
+
+@dataclass(frozen=True)
+class Import:
+    """Make a checkpoint, without an optimizer, of weights that another program wrote.
+
+    Attributes:
+        weights: safetensors file, file of torch.save, index of several, or a folder that holds one of these.
+        out: folder of checkpoints that holds none yet.
+        layout: names and shapes: those of the model, or Hugging Face's GPT-2 for hpczero.models.GPT.
+        step: optimizer steps done.
+        tied: further names of tied parameters, each as FURTHER=NAME, where the weights do not tell.
+        buffers: patterns of names of buffers, as '*.running_mean', where the weights do not tell.
+    """
+
+    weights: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="WEIGHTS")]]
+    out: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
+    layout: Literal["hpczero", "gpt2"] = "hpczero"
+    step: int = 0
+    tied: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+
+
 Command = (
-    Annotated[Ls, tyro.conf.subcommand("ls")] | Annotated[Verify, tyro.conf.subcommand("verify")]
+    Annotated[Ls, tyro.conf.subcommand("ls")]
+    | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[Export, tyro.conf.subcommand("export")]
+    | Annotated[Import, tyro.conf.subcommand("import")]
 )
 
 
@@ -54,23 +94,14 @@ def main() -> int:
     command = tyro.cli(Command, prog="python -m hpczero.checkpoint", description=__doc__)
     if isinstance(command, Ls):
         return _ls(command)
-    return _verify(command)
-
-
-def _checkpoints(path: Path) -> list[Path]:
-    if (path / MANIFEST_FILE).exists() or (path / STATE_FILE).exists():
-        return [path]
-    found = Folder(path).candidates()
-    if not found:
-        raise ConfigError(
-            f"{path}: no checkpoint there; give a folder that holds step-..., or one of those"
-        )
-    return found
+    if isinstance(command, Verify):
+        return _verify(command)
+    return _export(command) if isinstance(command, Export) else _import(command)
 
 
 def _ls(command: Ls) -> int:
     lines = [f"{'step':>12} {'MiB':>10} {'parameters':>14} {'ranks':>6}  {'saved (UTC)':<20} path"]
-    for path in _checkpoints(command.path):
+    for path in checkpoints_at(command.path):
         try:
             m = read_manifest(path)
         except CheckpointError as error:
@@ -88,7 +119,7 @@ def _ls(command: Ls) -> int:
 
 def _verify(command: Verify) -> int:
     worst = Verdict.SOUND
-    for path in _checkpoints(command.path):
+    for path in checkpoints_at(command.path):
         report = verify(path, deep=not command.quick)
         worst = max(worst, report.verdict)
         for problem in report.problems:
@@ -97,6 +128,34 @@ def _verify(command: Verify) -> int:
             f"{path}: {report.verdict.name.lower()}, {report.read_nbytes:,} bytes read\n"
         )
     return int(worst)
+
+
+def _export(command: Export) -> int:
+    found = export(command.checkpoint, command.out, command.form)
+    sys.stdout.write(
+        f"{command.out}: {found.num_tensors:,} tensors, {found.nbytes:,} bytes, of step {found.step:,} in "
+        f"{found.checkpoint}\n"
+    )
+    return 0
+
+
+def _import(command: Import) -> int:
+    tied = dict(entry.partition("=")[::2] for entry in command.tied)
+    if not all(tied.values()):
+        raise ConfigError(f"tied: got {' '.join(command.tied)}, expected FURTHER=NAME for each")
+    # Not at the top: torch and HDF5 are of no use to the other commands.
+    from hpczero.checkpoint.converting import convert
+
+    path = convert(
+        command.weights,
+        command.out,
+        layout=command.layout,
+        step=command.step,
+        tied=tied,
+        buffers=command.buffers,
+    )
+    sys.stdout.write(f"{path}: imported from {command.weights}\n")
+    return 0
 
 
 if __name__ == "__main__":

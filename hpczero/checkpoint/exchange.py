@@ -9,7 +9,7 @@ slabs at a time. What a rank holds is one flat tensor in the order of the file, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -88,21 +88,15 @@ class Exchange:
         Returns:
             (elements of this rank's window,) complete.
         """
-        window = windows[self._comm.rank]
-        sends = [held[slice(*self._place(range_))] for range_ in windows]
-        send = torch.cat(sends)
+        rank = self._comm.rank
+        window = windows[rank]
+        places = [self._place(range_) for range_ in windows]
         into = torch.empty(len(window), dtype=held.dtype)
         incoming = [_within(runs, window) for runs in self._runs]
-        received = self._trade(
-            send, [len(part) for part in sends], [_count(runs) for runs in incoming]
-        )
-        begin = 0
-        for runs in incoming:
-            for start, stop in runs.tolist():
-                into[start - window.start : stop - window.start] = received[
-                    begin : begin + stop - start
-                ]
-                begin += stop - start
+        _scatter(held[slice(*places[rank])], incoming[rank], window.start, into)
+        counts = [_count(runs) for runs in incoming]
+        for peer, values in self._trade(lambda peer: held[slice(*places[peer])], counts):
+            _scatter(values, incoming[peer], window.start, into)
         return into
 
     def from_slabs(self, slabs: Tensor, held: Tensor, windows: Sequence[range]) -> None:
@@ -113,21 +107,19 @@ class Exchange:
             held: (numel,) gets what this rank holds, in the order of the file.
             windows: of ``rounds``.
         """
-        window = windows[self._comm.rank]
-        outgoing = [_within(runs, window) for runs in self._runs]
-        pieces = [
-            slabs[start - window.start : stop - window.start]
-            for runs in outgoing
-            for start, stop in runs.tolist()
-        ]
-        send = torch.cat(pieces) if pieces else slabs[:0]
+        rank = self._comm.rank
+        window = windows[rank]
         places = [self._place(range_) for range_ in windows]
-        counts = [stop - start for start, stop in places]
-        received = self._trade(send, [_count(runs) for runs in outgoing], counts)
-        begin = 0
-        for (start, stop), count in zip(places, counts, strict=True):
-            held[start:stop] = received[begin : begin + count]
-            begin += count
+        outgoing = [_within(runs, window) for runs in self._runs]
+        _gather(slabs, outgoing[rank], window.start, held[slice(*places[rank])])
+
+        def part(peer: int) -> Tensor:
+            found = torch.empty(_count(outgoing[peer]), dtype=slabs.dtype)
+            _gather(slabs, outgoing[peer], window.start, found)
+            return found
+
+        for peer, values in self._trade(part, [stop - start for start, stop in places]):
+            held[slice(*places[peer])] = values
 
     def _place(self, window: range) -> tuple[int, int]:
         """Which of the elements that this rank holds lie in ``window``: one slice of them."""
@@ -141,28 +133,51 @@ class Exchange:
             return self.numel
         return int(self._before[index] + max(element - runs[index, 0], 0))
 
-    def _trade(self, send: Tensor, sizes: Sequence[int], counts: Sequence[int]) -> Tensor:
-        received = torch.empty(sum(counts), dtype=send.dtype)
-        item = send.element_size()
-        one = MPI.BYTE.Create_contiguous(item).Commit()  # counts of elements stay small
-        try:
+    def _trade(
+        self, part: Callable[[int], Tensor], counts: Sequence[int]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Each other rank with what comes from it, one after the other; to be used up.
+
+        Not one Alltoallv: what is sent lies in several places, and a rank's own part needs no message.
+
+        Args:
+            part: what goes to a rank.
+            counts: elements that come from each rank.
+        """
+        comm, size = self._comm, self._comm.size
+        for distance in range(1, size):
+            to, source = (comm.rank + distance) % size, (comm.rank - distance) % size
+            send = part(to)
+            received = torch.empty(counts[source], dtype=send.dtype)
             with self._watchdog.watch("checkpoint: exchange between shards and slabs"):
-                self._comm.Alltoallv(
-                    [_bytes(send), sizes, _displacements(sizes), one],
-                    [_bytes(received), counts, _displacements(counts), one],
+                comm.Sendrecv(
+                    _bytes(send),
+                    to if len(send) else MPI.PROC_NULL,
+                    recvbuf=_bytes(received),
+                    source=source if len(received) else MPI.PROC_NULL,
                 )
-        finally:
-            one.Free()
-        return received
+            yield source, received
 
 
 def _bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    found: npt.NDArray[np.uint8] = tensor.contiguous().view(torch.uint8).numpy()
+    found: npt.NDArray[np.uint8] = tensor.numpy().view(np.uint8)  # torch refuses some empty ones
     return found
 
 
-def _displacements(counts: Sequence[int]) -> list[int]:
-    return [0, *np.cumsum(counts)[:-1].tolist()]
+def _scatter(values: Tensor, runs: Runs, start: int, window: Tensor) -> None:
+    """``values``, one after the other, to their ``runs`` of the ``window`` that begins at element ``start``."""
+    source, target, begin = values.numpy(), window.numpy(), 0
+    for first, last in (runs - start).tolist():
+        target[first:last] = source[begin : begin + last - first]
+        begin += last - first
+
+
+def _gather(window: Tensor, runs: Runs, start: int, values: Tensor) -> None:
+    """The reverse."""
+    source, target, begin = window.numpy(), values.numpy(), 0
+    for first, last in (runs - start).tolist():
+        target[begin : begin + last - first] = source[first:last]
+        begin += last - first
 
 
 def _within(runs: Runs, window: range) -> Runs:

@@ -37,6 +37,7 @@ BUFFERS = "/buffers"
 RNG = "/rng"
 NAMED = 5  # of many in a message
 
+_LAST_FIELD = ', "sha256": '
 _STEP_FOLDER = re.compile(r"step-(\d{9,})")
 
 
@@ -249,7 +250,7 @@ class Manifest:
         )
 
     def to_json(self) -> str:
-        """The text of ``manifest.json``: one object that ends with a digest of itself."""
+        """The text of ``manifest.json``: one object; its last field, ``sha256``, is of all text before that field."""
         body = {
             "format": FORMAT,
             "version": self.version,
@@ -262,7 +263,8 @@ class Manifest:
             "parameters": self.table.to_json(),
             "meta": self.meta,
         }
-        return json.dumps({**body, "sha256": _sha256(body)})
+        head = json.dumps(body)[:-1]
+        return f'{head}{_LAST_FIELD}"{_sha256(head)}"}}'
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -274,12 +276,13 @@ class Manifest:
         """
         try:
             body = json.loads(text)
-            stated = body.pop("sha256")
             if body["format"] != FORMAT:
                 raise CorruptCheckpoint(f"format is {body['format']!r}, expected {FORMAT!r}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptCheckpoint(f"{MANIFEST_FILE} is not whole ({error!r})") from error
-        if _sha256(body) != stated:
+        # Of the text itself: a flipped bit may leave the meaning as it was, as in 1e-8 and 1E-8.
+        head = text.rpartition(_LAST_FIELD)[0]
+        if text != f'{head}{_LAST_FIELD}"{_sha256(head)}"}}':
             raise CorruptCheckpoint(
                 f"{MANIFEST_FILE} was changed: it does not have the digest it states"
             )
@@ -308,5 +311,5 @@ class Manifest:
         )
 
 
-def _sha256(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

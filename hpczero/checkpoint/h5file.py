@@ -6,6 +6,10 @@ Owns: the objects in the file and where their bytes lie. Must not know: MPI, par
 Groups, attributes and small tables are written by rank 0 alone with the serial driver, datasets with all their bytes
 allocated and none filled. Then all ranks write bytes, through MPI-IO or at offsets. So collective metadata, which hangs
 and corrupts in several releases of HDF5, is never used, and both ways leave the same file to the byte.
+
+[Note: Made in memory]
+HDF5 1.10 crashes the process in the close of a file that it could not write, as on a full disk. So it writes to memory,
+where content of datasets takes none, and we copy: that fails as any write does.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpczero.checkpoint.format import FORMAT, VERSION, Dataset, Table
+from hpczero.checkpoint.rawfile import read_at, write_at
 
 ALIGNMENT = 2**20  # of datasets in the file: whole stripes of parallel file systems
 NAME_NBYTES = 256
@@ -43,25 +48,48 @@ def create(
     Raises:
         OSError: there is no room, or the folder cannot be written.
     """
-    with h5py.File(
-        path,
-        "x",
-        libver=("v110", "v110"),  # checksums in superblock and headers
-        locking=False,
-        alignment_threshold=2**16,
-        alignment_interval=ALIGNMENT,
-    ) as file:
-        file.attrs.update({"format": FORMAT, "format_version": VERSION, "step": step})
-        file.attrs["meta"] = json.dumps(meta)
-        _write_table(file.create_group("params"), table)
-        for dataset in datasets:
-            _allocate(file, dataset)
-        file.flush()
-        placed = [
-            replace(dataset, offset=file[dataset.name].id.get_offset() or 0) for dataset in datasets
-        ]
+    # See [Note: Made in memory].
+    with open(os.memfd_create(path.name), "w+b", buffering=0) as image:
+        with h5py.File(
+            image,
+            "w",
+            libver=("v110", "v110"),  # checksums in superblock and headers
+            alignment_threshold=ALIGNMENT,  # not of small ones: a file of a tiny model stays tiny
+            alignment_interval=ALIGNMENT,
+        ) as file:
+            file.attrs.update({"format": FORMAT, "format_version": VERSION, "step": step})
+            file.attrs["meta"] = json.dumps(meta)
+            _write_table(file.create_group("params"), table)
+            for dataset in datasets:
+                _allocate(file, dataset)
+            file.flush()
+            placed = [
+                replace(dataset, offset=file[dataset.name].id.get_offset() or 0)
+                for dataset in datasets
+            ]
+        _copy(image.fileno(), path)
     _reserve(path)
     return placed
+
+
+def _copy(image: int, path: Path) -> None:
+    """Make ``path`` what is in ``image``; where there is nothing, nothing is written."""
+    nbytes = os.fstat(image).st_size
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        stop = 0
+        while stop < nbytes:
+            try:
+                start = os.lseek(image, stop, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # nothing up to the end
+                    break
+                raise
+            stop = os.lseek(image, start, os.SEEK_HOLE)
+            write_at(descriptor, start, read_at(image, start, stop - start))
+    finally:
+        os.close(descriptor)
 
 
 def _allocate(file: h5py.File, dataset: Dataset) -> None:

@@ -1,8 +1,8 @@
 """Reading a checkpoint into a model, at any number of ranks, stage and units.
 
-Owns: the order of a load, the comparison of checkpoint and model, and the fall back to an older checkpoint. Must not
-know: how to write. Each rank reads the slabs it is responsible for, checks them, and hands elements to the ranks that
-need them; nothing of the model is touched before everything has been read and checked.
+Owns: the order of a load, and the fall back to an older checkpoint. Must not know: how to write. Each rank reads the
+slabs it is responsible for, checks them, and hands elements to the ranks that need them; nothing of the model is
+touched before everything has been read and checked.
 """
 
 from __future__ import annotations
@@ -21,13 +21,18 @@ import torch
 from torch import Tensor
 
 from hpczero.checkpoint import streams
+from hpczero.checkpoint.comparison import (
+    match_buffers,
+    match_optimizer,
+    match_parameters,
+    renamed,
+)
 from hpczero.checkpoint.exchange import Exchange
 from hpczero.checkpoint.folder import Folder, read_manifest
 from hpczero.checkpoint.format import (
     BUFFERS,
     MANIFEST_FILE,
     MASTER,
-    NAMED,
     RNG,
     STATE_FILE,
     Dataset,
@@ -38,7 +43,7 @@ from hpczero.checkpoint.format import (
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.rawfile import read_at
 from hpczero.checkpoint.snapshot import STATE, expand
-from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
+from hpczero.errors import CorruptCheckpoint
 from hpczero.sharded_model import Sharding
 from hpczero.topology import Topology
 
@@ -83,7 +88,7 @@ def load_newest(path: Path, sharding: Sharding) -> Loaded | None:
         CheckpointMismatch: it does not belong to this model, or a later version wrote it.
     """
     topology = sharding.topology
-    candidates, _ = find(path, topology)
+    candidates, is_one = find(path, topology)
     failed: list[str] = []
     for candidate in candidates:
         try:
@@ -97,14 +102,14 @@ def load_newest(path: Path, sharding: Sharding) -> Loaded | None:
             logger.warning("going on from the older %s", found.path)
         return found
     if failed:
+        if is_one:
+            others = "no other was looked at, because this one was asked for"
+        elif failed[1:]:
+            others = f"{len(failed) - 1} older ones are not sound either"
+        else:
+            others = "no older one is there"
         agreed = CorruptCheckpoint(
-            f"{failed[0]}; "
-            + (
-                f"{len(failed) - 1} older ones are not sound either"
-                if failed[1:]
-                else "no older one is there"
-            )
-            + ". Restore one from a copy, or start anew with another --run.name"
+            f"{failed[0]}; {others}. Restore one from a copy, or start anew with another --run.name"
         )
         agreed.agreed = True
         raise agreed
@@ -122,9 +127,9 @@ def load_one(path: Path, sharding: Sharding) -> Loaded:
     manifest = _manifest(path, topology)
     with topology.agreed("compare the checkpoint with the model"):
         inventory = Inventory(sharding)
-        places = _match(manifest, inventory.table, path)
-        keys = _match_optimizer(manifest, sharding, path)
-        _match_buffers(manifest, sharding, path)
+        places = match_parameters(manifest, inventory.table, path)
+        keys = match_optimizer(manifest, sharding, path)
+        match_buffers(manifest, sharding, path)
     reader = _Reader(path, manifest, topology)
     values = reader.read(MASTER, _runs(inventory.held, inventory.table, places))
     trainable = _runs(inventory.held_trainable, inventory.table, places)
@@ -134,9 +139,10 @@ def load_one(path: Path, sharding: Sharding) -> Loaded:
     buffers, rng = reader.read_whole(BUFFERS), reader.read_whole(RNG)
 
     inventory.set_values(values)
+    del values  # room for the optimizer's
     if sharding.optimizer is not None and manifest.meta["optimizer"] is not None:
         names = [row.name for row in manifest.table.owners if not row.frozen]
-        mine = _renamed(inventory.table, manifest.table)
+        mine = renamed(inventory.table, manifest.table)
         present = {
             key: {mine.get(name, name): v for name, v in expand(values_, names).items()}
             for key, values_ in manifest.meta["optimizer"]["present"].items()
@@ -158,118 +164,6 @@ def _manifest(path: Path, topology: Topology) -> Manifest:
             read_manifest(path)  # size and digest
             text = (path / MANIFEST_FILE).read_text(encoding="utf-8")
     return Manifest.from_json(topology.broadcast_text(text))
-
-
-# --- comparison ----------------------------------------------------------------------------------------------------
-
-
-def _match(manifest: Manifest, table: Table, path: Path) -> dict[str, int]:
-    """Place in the checkpoint of each parameter of the model.
-
-    Raises:
-        CheckpointMismatch: other parameters; lists them.
-    """
-    theirs, ours = manifest.table.named(), table.named()
-    differences = []
-    missing = [name for name in ours if name not in theirs]
-    extra = [name for name in theirs if name not in ours]
-    if missing:
-        differences.append(f"the checkpoint has no {_some(missing)}")
-    if extra:
-        differences.append(f"the model has no {_some(extra)}")
-    shapes = [
-        f"{name} is {theirs[name].shape} in the checkpoint and {row.shape} in the model"
-        for name, row in ours.items()
-        if name in theirs and theirs[name].shape != row.shape
-    ]
-    if shapes:
-        differences.append("; ".join(shapes[:NAMED]) + _more(shapes))
-    frozen = [
-        name
-        for name, row in ours.items()
-        if name in theirs and theirs[name].frozen and not row.frozen
-    ]
-    if frozen and manifest.meta["optimizer"] is not None:
-        differences.append(f"frozen in the checkpoint and trained here: {_some(frozen)}")
-    if not differences:
-        for name, row in ours.items():
-            if (
-                row.tied_to is not None
-                and theirs[name].offset != theirs[table.rows[row.tied_to].name].offset
-            ):
-                differences.append(
-                    f"{name} is tied to {table.rows[row.tied_to].name} here, and was not"
-                )
-    if differences:
-        raise CheckpointMismatch(
-            f"{path}: belongs to another model: {'; '.join(differences)}. Build the model it was saved from, or start "
-            "anew with another --run.name"
-        )
-    return {name: theirs[name].offset for name in ours}
-
-
-def _match_optimizer(manifest: Manifest, sharding: Sharding, path: Path) -> dict[str, str]:
-    """Kinds of the optimizer's state; none without an optimizer on either side.
-
-    Raises:
-        CheckpointMismatch: another optimizer, or other groups.
-    """
-    saved, optimizer = manifest.meta["optimizer"], sharding.optimizer
-    if optimizer is None or saved is None:
-        return {}
-    mine, theirs = type(optimizer).__name__, saved["class"]
-    if mine != theirs:
-        raise CheckpointMismatch(
-            f"{path}: holds the state of {theirs}, and the optimizer is {mine}; use the one it was saved from"
-        )
-    if len(saved["groups"]) != len(optimizer.param_groups):
-        raise CheckpointMismatch(
-            f"{path}: has {len(saved['groups'])} groups of parameters, and the optimizer "
-            f"{len(optimizer.param_groups)}; make the same groups"
-        )
-    return dict(saved["kinds"])
-
-
-def _match_buffers(manifest: Manifest, sharding: Sharding, path: Path) -> None:
-    """Refuse other buffers.
-
-    Raises:
-        CheckpointMismatch: names the first.
-    """
-    named = dict(sharding.model.named_buffers())
-    for name, dtype, shape in manifest.meta["buffers"]:
-        buffer = named.get(name)
-        got = (
-            None
-            if buffer is None
-            else f"{buffer.dtype} {tuple(buffer.shape)}".removeprefix("torch.")
-        )
-        expected = f"{dtype} {tuple(shape)}"
-        if got != expected:
-            raise CheckpointMismatch(
-                f"{path}: buffer {name!r} is {expected} in the checkpoint and {got or 'not'} in the model"
-            )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:NAMED]) + _more(names)
-
-
-def _more(names: Sequence[str]) -> str:
-    return f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-
-
-def _renamed(ours: Table, theirs: Table) -> dict[str, str]:
-    """Name here of a tied parameter that is stored under another of its names."""
-    own = {row.name for row in ours.owners}
-    named = ours.named()
-    found = {}
-    for row in theirs.owners:
-        if row.name not in own and row.name in named:
-            tied_to = named[row.name].tied_to
-            if tied_to is not None:
-                found[row.name] = ours.rows[tied_to].name
-    return found
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -312,12 +206,15 @@ class _Reader:
             with topology.agreed("open the checkpoint"):
                 descriptor = self._open()
                 stack.callback(os.close, descriptor)
-            for windows in exchange.rounds(dataset):
+            rounds = list(exchange.rounds(dataset))
+            for windows, following in zip(rounds, [*rounds[1:], None], strict=True):
                 with (
                     topology.watchdog.watch(f"checkpoint: reading {name}"),
                     topology.agreed(f"read {name}"),
                 ):
                     data = self._window(descriptor, dataset, windows[topology.rank])
+                    if following is not None:
+                        self._announce(descriptor, dataset, following[topology.rank])
                 slabs = torch.from_numpy(data.view(dataset.dtype))
                 exchange.from_slabs(slabs, held, windows)
         if order == list(range(len(runs))):
@@ -360,6 +257,12 @@ class _Reader:
             raise CorruptCheckpoint(
                 f"{self._path / STATE_FILE}: cannot be read ({os.strerror(error.errno or 0)})"
             ) from error
+
+    @staticmethod
+    def _announce(descriptor: int, dataset: Dataset, window: range) -> None:
+        """Have the kernel begin to read what is asked for next."""
+        offset = dataset.offset + window.start * dataset.itemsize
+        os.posix_fadvise(descriptor, offset, len(window) * dataset.itemsize, os.POSIX_FADV_WILLNEED)
 
     def _window(self, descriptor: int, dataset: Dataset, window: range) -> Any:
         """Bytes of whole slabs, each held against its digest."""
@@ -411,6 +314,8 @@ def _set_streams(topology: Topology, manifest: Manifest, data: Tensor) -> None:
     sizes = {name: int(size) for name, size in manifest.meta["rng"]}
     row = sum(sizes.values())
     rank = topology.rank
+    if not manifest.world_size:
+        return  # made of another program's weights: the caller's streams are the caller's
     if rank >= manifest.world_size:
         streams.start_anew(zlib.crc32(data[:row].numpy().tobytes()) + rank)
         return

@@ -147,6 +147,9 @@ def take(
 
 
 def _check_step(sharding: Sharding, step: int) -> None:
+    with sharding.topology.agreed("look at the step"):
+        if type(step) is not int or step < 0:
+            raise ConfigError(f"save: got step {step!r}, expected a whole number, 0 or above")
     steps = sharding.topology.gather(float(step))
     odd = [rank for rank, other in enumerate(steps) if other != steps[0]]
     with sharding.topology.agreed("agree on the step"):
@@ -155,8 +158,6 @@ def _check_step(sharding: Sharding, step: int) -> None:
                 f"save: ranks {odd[:8]} are at another step than rank 0 ({steps[odd[0]]:.0f} and {steps[0]:.0f}); "
                 "every rank must save at the same step"
             )
-        if step < 0:
-            raise ConfigError(f"save: got step {step}, expected 0 or above")
 
 
 def _plain(extra: Mapping[str, Any]) -> str:

@@ -111,13 +111,15 @@ class PosixWriter(Writer):
         """See ``Writer``."""
         self._wait()
         os.fsync(self._descriptor)
-        self._thread.shutdown()
-        os.close(self._descriptor)
+        self.abandon()
 
     def abandon(self) -> None:
         """See ``Writer``."""
         self._thread.shutdown()
-        os.close(self._descriptor)
+        # Once: the number may be that of another thread's file by now.
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _writes_wrong_bytes() -> bool:

@@ -141,6 +141,7 @@ def _write_parts(
                     for start in range(0, len(data), dataset.slab_numel):
                         digests.append(digest(data[start : start + dataset.slab_numel]))
                     writer.write(dataset, window.start, data)
+            del values  # before those of the next are copied
             mine.append(digests)
             at(f"wrote {dataset.name}")
         with topology.watchdog.watch("checkpoint: closing the file"), _stage(topology, "close it"):

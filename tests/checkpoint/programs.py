@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ class Net(nn.Module):
         self.back = nn.Linear(7, 13, bias=False)
         self.back.weight = self.embed.weight  # tied
         self.nothing = nn.Parameter(torch.empty(0))
+        self.calls: Tensor
+        self.mean: Tensor
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
         with torch.no_grad():
@@ -128,7 +130,7 @@ class Program:
 def first_ranks(comm: MPI.Intracomm, n: int) -> Iterator[hpczero.Topology | None]:
     """A topology of the first ``n`` ranks; None on the others, which wait at the end. Collective over ``comm``."""
     part = comm.Split(0 if comm.rank < n else 1, comm.rank)
-    topology = hpczero.Topology.create(part) if comm.rank < n else None
+    topology = hpczero.Topology.create(cast("MPI.Intracomm", part)) if comm.rank < n else None
     try:
         yield topology
     finally:

@@ -53,11 +53,13 @@ class Options:
         kills: jobs that are killed.
         seed: of where and when.
         background: save in the background.
+        at_milestones: share of the jobs that are killed at a milestone of a save.
     """
 
     kills: int = 200
     seed: int = 0
     background: bool = False
+    at_milestones: float = 0.6
 
 
 def rank_program(
@@ -225,7 +227,7 @@ def soak(options: Options, *, steps_per_kill: int = 30) -> str:
             newest = check(folder)
             until = newest + steps_per_kill
             milestone, after = "never", 0.0
-            if dice.random() < 0.6:
+            if dice.random() < options.at_milestones:
                 milestone = MILESTONES[number % len(MILESTONES)]
                 at_milestones += 1
             else:

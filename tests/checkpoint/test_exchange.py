@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,9 +25,13 @@ def cut(numel: int, size: int, seed: int) -> list[list[tuple[int, int]]]:
     """Runs of each rank: random places, dealt at random; some ranks may get none."""
     random = np.random.default_rng(seed)
     count = int(random.integers(0, min(numel, 40) + 1))
-    edges = [0, *sorted(random.choice(numel, count, replace=False).tolist()), numel] if numel else [0, 0]
+    edges = (
+        [0, *sorted(random.choice(numel, count, replace=False).tolist()), numel]
+        if numel
+        else [0, 0]
+    )
     runs: list[list[tuple[int, int]]] = [[] for _ in range(size)]
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in pairwise(edges):
         if stop > start:
             runs[int(random.integers(size))].append((start, stop))
     return runs

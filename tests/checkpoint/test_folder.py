@@ -17,7 +17,8 @@ def commit(folder: Folder, step: int, content: bytes = b"state") -> Path:
     temporary = folder.begin(step)
     (temporary / STATE_FILE).write_bytes(content)
     return folder.commit(
-        temporary, Manifest(step, "2026", 1, Table(()), (), len(content), "", {"content": content.hex()})
+        temporary,
+        Manifest(step, "2026", 1, Table(()), (), len(content), "", {"content": content.hex()}),
     )
 
 
@@ -82,7 +83,8 @@ def test_unfinished_saves_go_once_they_are_old(tmp_path: Path) -> None:
     for path in (old / STATE_FILE, old):
         os.utime(path, (1e9, 1e9))
     folder.retain(1)
-    assert young.exists() and not old.exists()
+    assert young.exists()
+    assert not old.exists()
     folder.sweep()
     assert not young.exists()
 

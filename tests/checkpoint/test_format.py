@@ -27,7 +27,9 @@ def table() -> Table:
 
 def manifest() -> Manifest:
     dataset = Dataset("/state/master", "<f4", 11, 4, 2048, ("0" * 16, "1" * 16, "2" * 16))
-    return Manifest(7, "2026-01-01T00:00:00+00:00", 3, table(), (dataset,), 4096, "f" * 16, {"x": 1.5})
+    return Manifest(
+        7, "2026-01-01T00:00:00+00:00", 3, table(), (dataset,), 4096, "f" * 16, {"x": 1.5}
+    )
 
 
 def test_parameters_lie_end_to_end_trainable_ones_first() -> None:
@@ -36,7 +38,8 @@ def test_parameters_lie_end_to_end_trainable_ones_first() -> None:
     assert [rows[name].offset for name in ("a", "b", "empty", "cold")] == [0, 6, 7, 7]
     assert (table().numel, table().trainable_numel) == (11, 7)
     assert rows["again"] == Row("again", (3, 2), 0, 0, tied_to=0)
-    assert rows["cold"].frozen and not rows["a"].frozen
+    assert rows["cold"].frozen
+    assert not rows["a"].frozen
 
 
 def test_range_is_named_by_its_parameters() -> None:
@@ -78,7 +81,7 @@ def test_any_change_of_the_manifest_is_found() -> None:
 
 def test_later_version_asks_for_an_upgrade() -> None:
     later = Manifest(**{**manifest().__dict__, "version": 2})
-    with pytest.raises(CheckpointMismatch, match="format version is 2.*upgrade hpczero"):
+    with pytest.raises(CheckpointMismatch, match=r"format version is 2.*upgrade hpczero"):
         Manifest.from_json(later.to_json())
 
 
@@ -93,6 +96,8 @@ def test_step_names_its_folder(step: int) -> None:
     assert step_of_folder(step_folder(step)) == step
 
 
-@pytest.mark.parametrize("name", ["step-7", "step-xyz", ".tmp-step-000000007", "step-0000000007", "step-000000007.bak"])
+@pytest.mark.parametrize(
+    "name", ["step-7", "step-xyz", ".tmp-step-000000007", "step-0000000007", "step-000000007.bak"]
+)
 def test_other_names_are_not_ours(name: str) -> None:
     assert step_of_folder(name) is None

@@ -109,9 +109,7 @@ def test_any_stage_goes_on_from_any_other(
 def test_whatever_an_optimizer_keeps_comes_back(
     comm: MPI.Intracomm, folder: Path, optimizer: str
 ) -> None:
-    save_and_load(
-        comm, folder, (comm.size, {"stage": 3}), (comm.size - 1, {"stage": 0}), optimizer
-    )
+    save_and_load(comm, folder, (comm.size, {"stage": 3}), (comm.size - 1, {"stage": 0}), optimizer)
 
 
 @pytest.mark.ranks(4)
@@ -246,9 +244,7 @@ def test_tied_frozen_and_buffers_survive(comm: MPI.Intracomm, folder: Path) -> N
 
 
 @pytest.mark.ranks(2)
-def test_inference_takes_the_values_without_an_optimizer(
-    comm: MPI.Intracomm, folder: Path
-) -> None:
+def test_inference_takes_the_values_without_an_optimizer(comm: MPI.Intracomm, folder: Path) -> None:
     with first_ranks(comm, 2) as topology:
         assert topology is not None
         program = Program(topology)

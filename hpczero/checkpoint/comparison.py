@@ -1,0 +1,147 @@
+"""Is a checkpoint one of this model and this optimizer? If not, how do they differ?
+
+Owns: what must be equal, and the message that lists what is not. Must not know: files, ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpczero.checkpoint.format import NAMED, Manifest, Table
+from hpczero.errors import CheckpointMismatch
+from hpczero.sharded_model import Sharding
+
+
+def match_parameters(manifest: Manifest, table: Table, path: Path) -> dict[str, int]:
+    """Place in the checkpoint of each parameter of the model.
+
+    Raises:
+        CheckpointMismatch: other parameters; lists them.
+    """
+    theirs, ours = manifest.table.named(), table.named()
+    differences = []
+    missing = [name for name in ours if name not in theirs]
+    extra = [name for name in theirs if name not in ours]
+    if missing:
+        differences.append(f"the checkpoint has no {_some(missing)}")
+    if extra:
+        differences.append(f"the model has no {_some(extra)}")
+    shapes = [
+        f"{name} is {theirs[name].shape} in the checkpoint and {row.shape} in the model"
+        for name, row in ours.items()
+        if name in theirs and theirs[name].shape != row.shape
+    ]
+    if shapes:
+        differences.append("; ".join(shapes[:NAMED]) + _more(shapes))
+    frozen = [
+        name
+        for name, row in ours.items()
+        if name in theirs and theirs[name].frozen and not row.frozen
+    ]
+    if frozen and manifest.meta["optimizer"] is not None:
+        differences.append(f"frozen in the checkpoint and trained here: {_some(frozen)}")
+    if not differences:
+        differences = _ties(table, manifest.table)[:NAMED]
+    if differences:
+        raise CheckpointMismatch(
+            f"{path}: belongs to another model: {'; '.join(differences)}. Build the model it was saved from, or start "
+            "anew with another --run.name"
+        )
+    return {name: theirs[name].offset for name in ours}
+
+
+def _ties(ours: Table, theirs: Table) -> list[str]:
+    """Parameters that are one in one of two tables, and two in the other."""
+    found = []
+    for table, other, where, elsewhere in (
+        (ours, theirs, "here", "in the checkpoint"),
+        (theirs, ours, "in the checkpoint", "here"),
+    ):
+        owners = _owners(other)
+        for row in table.rows:
+            if row.tied_to is not None:
+                name = table.rows[row.tied_to].name
+                if owners[row.name] != owners[name]:
+                    found.append(f"{row.name} is tied to {name} {where} and not {elsewhere}")
+    return found
+
+
+def _owners(table: Table) -> dict[str, str]:
+    return {
+        row.name: table.rows[row.tied_to].name if row.tied_to is not None else row.name
+        for row in table.rows
+    }
+
+
+def match_optimizer(manifest: Manifest, sharding: Sharding, path: Path) -> dict[str, str]:
+    """Kinds of the optimizer's state; none without an optimizer on either side.
+
+    Raises:
+        CheckpointMismatch: another optimizer, or other groups.
+    """
+    saved, optimizer = manifest.meta["optimizer"], sharding.optimizer
+    if optimizer is None or saved is None:
+        return {}
+    mine, theirs = type(optimizer).__name__, saved["class"]
+    if mine != theirs:
+        raise CheckpointMismatch(
+            f"{path}: holds the state of {theirs}, and the optimizer is {mine}; use the one it was saved from"
+        )
+    if len(saved["groups"]) != len(optimizer.param_groups):
+        raise CheckpointMismatch(
+            f"{path}: has {len(saved['groups'])} groups of parameters, and the optimizer "
+            f"{len(optimizer.param_groups)}; make the same groups"
+        )
+    return dict(saved["kinds"])
+
+
+def match_buffers(manifest: Manifest, sharding: Sharding, path: Path) -> None:
+    """Refuse other buffers.
+
+    Raises:
+        CheckpointMismatch: names the first.
+    """
+    named = dict(sharding.model.named_buffers())
+    persistent = {id(buffer) for buffer in sharding.buffers}
+    saved = {name for name, _, _ in manifest.meta["buffers"]}
+    for name, dtype, shape in manifest.meta["buffers"]:
+        buffer = named.get(name)
+        got = (
+            None
+            if buffer is None
+            else f"{buffer.dtype} {tuple(buffer.shape)}".removeprefix("torch.")
+        )
+        expected = f"{dtype} {tuple(shape)}"
+        if got != expected:
+            raise CheckpointMismatch(
+                f"{path}: buffer {name!r} is {expected} in the checkpoint and {got or 'not'} in the model"
+            )
+    more = [
+        name for name, buffer in named.items() if id(buffer) in persistent and name not in saved
+    ]
+    if more:
+        raise CheckpointMismatch(
+            f"{path}: the checkpoint has no buffer {_some(more)}; build the model it was saved from"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMED]) + _more(names)
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+
+
+def renamed(ours: Table, theirs: Table) -> dict[str, str]:
+    """Name here of a tied parameter that is stored under another of its names."""
+    own = {row.name for row in ours.owners}
+    named = ours.named()
+    found = {}
+    for row in theirs.owners:
+        if row.name not in own and row.name in named:
+            tied_to = named[row.name].tied_to
+            if tied_to is not None:
+                found[row.name] = ours.rows[tied_to].name
+    return found

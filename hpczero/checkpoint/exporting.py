@@ -1,0 +1,331 @@
+"""Weights out of a checkpoint, for other programs: safetensors files or one torch file.
+
+Owns: which tensors are exported, under which names, in which dtype, and that the target appears whole or not at all.
+Must not know: MPI, HDF5; torch only where a torch file is written. One process.
+
+    slabs, each held against its digest -> pieces of tensors, cast -> files under a hidden name -> fsync -> rename
+
+Parameters are exported from their fp32 masters in the dtype asked for, persistent buffers in their own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from hpczero.checkpoint import gpt2, safefile
+from hpczero.checkpoint.folder import sync
+from hpczero.checkpoint.format import BUFFERS, MASTER, Row
+from hpczero.checkpoint.safefile import DTYPES, Entry
+from hpczero.checkpoint.stored import Stored, checkpoints_at
+from hpczero.errors import CheckpointNotWritten, ConfigError, CorruptCheckpoint
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("hpczero.checkpoint")
+
+CHUNK_NUMEL = 2**20  # cast or transposed at a time
+TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# The least fp32 magnitude that rounds to infinity.
+OVERFLOW = {"fp32": np.inf, "bf16": float.fromhex("0x1.ffp127"), "fp16": 65520.0}
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What exported weights look like.
+
+    Attributes:
+        format: ``safetensors`` makes a folder of files and an index, one tensor at a time; ``torch`` makes one file for
+            ``torch.load``, with the whole model in memory.
+        dtype: of the parameters; buffers keep their own.
+        layout: names and shapes of ``hpczero``, or those of Hugging Face's ``gpt2``, with a config.json.
+        shard_mib: most MiB of one safetensors file; a larger tensor has a file of its own.
+        heads: attention heads, for the layout gpt2 where the checkpoint does not say.
+    """
+
+    format: Literal["safetensors", "torch"] = "safetensors"
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    layout: Literal["hpczero", "gpt2"] = "hpczero"
+    shard_mib: int = 5120
+    heads: int | None = None
+
+    def __post_init__(self) -> None:
+        choices = {
+            "format": ("safetensors", "torch"),
+            "dtype": tuple(TORCH_NAMES),
+            "layout": ("hpczero", "gpt2"),
+        }
+        for name, values in choices.items():
+            if getattr(self, name) not in values:
+                expected = ", ".join(values)
+                raise ConfigError(
+                    f"{name}: got {getattr(self, name)!r}, expected one of {expected}"
+                )
+        if self.shard_mib < 1:
+            raise ConfigError(f"shard_mib: got {self.shard_mib}, expected at least 1")
+        if self.layout == "gpt2" and self.format != "safetensors":
+            raise ConfigError("the layout gpt2 is a folder of safetensors; leave --format out")
+        if self.layout != "gpt2" and self.heads is not None:
+            raise ConfigError("heads belong to the layout gpt2; leave --heads out, or give it")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was exported.
+
+    Attributes:
+        checkpoint: where from.
+        step: optimizer steps done.
+        num_tensors: each tied one once.
+        nbytes: of the tensors.
+    """
+
+    checkpoint: Path
+    step: int
+    num_tensors: int
+    nbytes: int
+
+
+def export(path: Path, out: Path, form: Form | None = None) -> Exported:
+    """Write the weights of a checkpoint to ``out``. Not collective.
+
+    Args:
+        path: a checkpoint, or a folder of them: then the newest sound one.
+        out: a folder that is made, or a torch file; it must not be there yet.
+        form: what they look like.
+
+    Raises:
+        ConfigError: no checkpoint, ``out`` exists, or the checkpoint does not fit ``form``.
+        CorruptCheckpoint: none is sound; says what is wrong with the newest.
+        CheckpointMismatch: a later version wrote it.
+        CheckpointNotWritten: ``out`` cannot be written.
+    """
+    form, out = form or Form(), out.resolve()
+    candidates = checkpoints_at(path)
+    empty_folder = form.format == "safetensors" and out.is_dir() and not any(out.iterdir())
+    if out.exists() and not empty_folder:
+        raise ConfigError(f"{out}: is there already; give another name, or take it away")
+    failed: list[str] = []
+    for candidate in candidates:
+        try:
+            with Stored(candidate) as stored:
+                found = _write(stored, out, form)
+        except CorruptCheckpoint as error:
+            logger.warning("%s", error)
+            failed.append(str(error))
+            continue
+        if failed:
+            logger.warning("exported the older %s", candidate)
+        return found
+    older = f"; {len(failed) - 1} older ones are not sound either" if failed[1:] else ""
+    raise CorruptCheckpoint(f"{failed[0]}{older}. Restore one from a copy")
+
+
+def _write(stored: Stored, out: Path, form: Form) -> Exported:
+    names = _Names(stored, form)
+    entries = [*_parameters(stored, form), *_buffers(stored)]
+    nbytes = sum(entry.nbytes for entry in entries)
+    temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _check_room(out.parent, nbytes)
+        if form.format == "torch":
+            _write_torch(temporary, entries, names.tied)
+        else:
+            temporary.mkdir()
+            if names.config is not None:
+                safefile.write_json(temporary / "config.json", names.config)
+            safefile.write_all(temporary, entries, names.metadata(), form.shard_mib * 2**20)
+            sync(temporary)
+        temporary.rename(out)
+        sync(out.parent)
+    except OSError as error:
+        raise CheckpointNotWritten(
+            f"{out}: cannot be written ({os.strerror(error.errno or 0)}); check the path, space and permissions"
+        ) from error
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+    return Exported(stored.path, stored.manifest.step, len(entries), nbytes)
+
+
+def _check_room(folder: Path, nbytes: int) -> None:
+    system = os.statvfs(folder)
+    free = system.f_bavail * system.f_frsize
+    if free < nbytes:
+        raise CheckpointNotWritten(
+            f"{folder}: {free / 2**20:,.0f} MiB are free and the weights need {nbytes / 2**20:,.0f}; free some, export "
+            "to another folder, or with --dtype bf16"
+        )
+
+
+class _Names:
+    """What is said about the tensors beside their values.
+
+    Attributes:
+        tied: further names of parameters, each with the name its tensor has.
+        config: content of config.json, for the layout gpt2.
+    """
+
+    def __init__(self, stored: Stored, form: Form) -> None:
+        """Raises ConfigError where the checkpoint does not fit the layout."""
+        manifest = stored.manifest
+        self._manifest, self._layout = manifest, form.layout
+        rows = manifest.table.rows
+        self.tied = {row.name: rows[row.tied_to].name for row in rows if row.tied_to is not None}
+        extra = manifest.meta.get("extra", {}).get("model")
+        self._model: dict[str, Any] = extra if isinstance(extra, dict) else {}
+        self.config: dict[str, Any] | None = None
+        if form.layout == "gpt2":
+            shapes = {row.name: row.shape for row in rows}
+            buffers = {name: tuple(shape) for name, _, shape in manifest.meta["buffers"]}
+            try:
+                gpt2.check(shapes | buffers, self.tied, self._model)
+                self.config = gpt2.their_config(
+                    shapes, self._model, heads=form.heads, tied=bool(self.tied)
+                )
+            except ConfigError as error:
+                raise ConfigError(f"{stored.path}: {error}") from error
+            self.config["dtype"] = TORCH_NAMES[form.dtype]
+
+    def metadata(self) -> dict[str, str]:
+        """Of the safetensors files; with it our own import knows ties and buffers again."""
+        said: dict[str, Any] = {"step": self._manifest.step, "model": self._model}
+        if self._layout == "hpczero":
+            said["tied"] = self.tied
+            said["buffers"] = [name for name, _, _ in self._manifest.meta["buffers"]]
+        return {"format": "pt", safefile.KEY: json.dumps(said)}
+
+
+# --- tensors -------------------------------------------------------------------------------------------------------
+
+
+def _parameters(stored: Stored, form: Form) -> Iterator[Entry]:
+    dtype = TORCH_NAMES[form.dtype]
+    for row in stored.manifest.table.owners:
+        pieces = partial(_cast_row, stored, row, form.dtype)
+        if form.layout == "hpczero":
+            yield Entry(row.name, dtype, row.shape, pieces)
+        elif gpt2.is_transposed(row.name):
+            out, into = row.shape
+            turned = partial(_transposed, pieces, out, into)
+            yield Entry(gpt2.their_name(row.name), dtype, (into, out), turned)
+        else:
+            yield Entry(gpt2.their_name(row.name), dtype, row.shape, pieces)
+
+
+def _buffers(stored: Stored) -> Iterator[Entry]:
+    """A buffer that modules share comes once; the checkpoint does not keep its further names."""
+    begin = 0
+    for name, dtype, shape in stored.manifest.meta["buffers"]:
+        if dtype not in DTYPES:
+            raise ConfigError(
+                f"{stored.path}: buffer {name!r} is {dtype}, expected one of {', '.join(DTYPES)}; such a model "
+                "cannot be exported"
+            )
+        end = begin + prod(shape) * DTYPES[dtype][1]
+        yield Entry(name, dtype, tuple(shape), partial(stored.read, BUFFERS, begin, end))
+        begin = end
+
+
+def _cast_row(stored: Stored, row: Row, dtype: str) -> Iterator[Array]:
+    for slab in stored.read(MASTER, row.offset, row.offset + row.numel):
+        for begin in range(0, len(slab), CHUNK_NUMEL):
+            yield cast(slab[begin : begin + CHUNK_NUMEL], dtype, row.name)
+
+
+def cast(values: Array, dtype: str, name: str) -> Array:
+    """Round fp32 to the nearest, ties to even.
+
+    Args:
+        values: (n,) fp32.
+        dtype: fp32, bf16 or fp16.
+        name: of the parameter.
+
+    Returns:
+        (n,) of the dtype; bf16 as its bits.
+
+    Raises:
+        ConfigError: a finite value would become infinite.
+    """
+    if dtype == "fp32":
+        return values
+    largest = max(np.fmax.reduce(values), -np.fmin.reduce(values)) if len(values) else 0.0
+    if OVERFLOW[dtype] <= largest < np.inf:
+        raise ConfigError(
+            f"{name}: holds values as large as {largest:.4g}, which {dtype} cannot; export as fp32"
+            + (" or bf16" if dtype == "fp16" and largest < OVERFLOW["bf16"] else "")
+        )
+    if dtype == "fp16":
+        return values.astype("<f2")
+    bits = values.view("<u4")
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    found = rounded.astype("<u2")
+    found[np.isnan(values)] = 0x7FC0
+    return found
+
+
+def _transposed(pieces: Any, rows: int, columns: int) -> Iterator[Array]:
+    """A matrix the other way round; it is in memory whole, in its final dtype."""
+    whole: Array | None = None
+    begin = 0
+    for piece in pieces():
+        if whole is None:
+            whole = np.empty(rows * columns, dtype=piece.dtype)
+        whole[begin : begin + len(piece)] = piece
+        begin += len(piece)
+    if whole is None:
+        return
+    matrix = whole.reshape(rows, columns)
+    step = max(CHUNK_NUMEL // rows, 1)
+    for begin in range(0, columns, step):
+        yield np.ascontiguousarray(matrix[:, begin : begin + step].T).reshape(-1)
+
+
+# --- one torch file ------------------------------------------------------------------------------------------------
+
+
+def _write_torch(path: Path, entries: list[Entry], tied: dict[str, str]) -> None:
+    """A plain dictionary of tensors, as ``state_dict`` has it: every name is there, tied ones with the same tensor."""
+    import torch  # not at the top: the other exports do without
+
+    state = {entry.name: _tensor(entry, getattr(torch, entry.dtype)) for entry in entries}
+    state |= {alias: state[name] for alias, name in tied.items()}
+    with path.open("xb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _tensor(entry: Entry, dtype: torch.dtype) -> torch.Tensor:
+    import torch
+
+    data = np.empty(entry.nbytes, dtype=np.uint8)
+    begin = 0
+    for piece in entry.pieces():
+        data[begin : begin + piece.nbytes] = piece.view(np.uint8)
+        begin += piece.nbytes
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=dtype)
+    return torch.from_numpy(data).view(dtype).view(entry.shape)

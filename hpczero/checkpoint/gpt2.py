@@ -1,0 +1,238 @@
+"""The names and shapes that Hugging Face's GPT-2 has for the parameters of ``hpczero.models.GPT``.
+
+Owns: both layouts and what ``config.json`` must say. Must not know: files, torch, the model's class. Our linear layers
+keep (out, in); theirs in the blocks, ``Conv1D``, keep (in, out).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from hpczero.checkpoint.format import NAMED
+from hpczero.errors import CheckpointMismatch, ConfigError
+
+OURS = {
+    "wte": "wte",
+    "wpe": "wpe",
+    "ln_f": "final_norm",
+    "lm_head": "lm_head",
+}
+OURS_IN_BLOCK = {
+    "ln_1": "attention_norm",
+    "attn.c_attn": "attention.qkv",
+    "attn.c_proj": "attention.projection",
+    "ln_2": "mlp_norm",
+    "mlp.c_fc": "mlp.expansion",
+    "mlp.c_proj": "mlp.projection",
+}
+THEIRS = {ours: theirs for theirs, ours in OURS.items()}
+THEIRS_IN_BLOCK = {ours: theirs for theirs, ours in OURS_IN_BLOCK.items()}
+HEAD, TABLE, PREFIX = "lm_head.weight", "wte.weight", "transformer."
+
+# What must stand in a config.json for the two models to give the same logits; absent means the first.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+}
+
+_OURS = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")
+_THEIRS = re.compile(r"h\.(\d+)\.(.+)\.(weight|bias)")
+_MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+
+Shape = tuple[int, ...]
+
+
+def is_transposed(name: str) -> bool:
+    """Whether the parameter ``name`` of ours is stored the other way round there."""
+    found = _OURS.fullmatch(name)
+    return found is not None and found[3] == "weight" and not found[2].endswith("_norm")
+
+
+def their_name(name: str) -> str:
+    """Of a parameter of ours, one of those ``check`` has let through."""
+    found = _OURS.fullmatch(name)
+    if found:
+        return f"{PREFIX}h.{found[1]}.{THEIRS_IN_BLOCK[found[2]]}.{found[3]}"
+    module, _, leaf = name.rpartition(".")
+    return f"{'' if name == HEAD else PREFIX}{THEIRS[module]}.{leaf}"
+
+
+def our_name(key: str) -> str | None:
+    """Of their tensor ``key``; None for a mask, which is no weight; a key of something else stays as it is."""
+    plain = key.removeprefix(PREFIX)
+    if _MASK.fullmatch(plain):
+        return None
+    found = _THEIRS.fullmatch(plain)
+    if found:
+        ours = OURS_IN_BLOCK.get(found[2])
+        return f"blocks.{found[1]}.{ours}.{found[3]}" if ours else key
+    module, _, leaf = plain.rpartition(".")
+    return f"{OURS[module]}.{leaf}" if module in OURS else key
+
+
+def looks_like(names: Mapping[str, Any]) -> bool:
+    """Whether keys are theirs."""
+    return any(_THEIRS.fullmatch(name.removeprefix(PREFIX)) for name in names)
+
+
+def expected_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Of all parameters of the GPT that ``shapes`` come nearest to, in our layout, its own head included."""
+    vocab_size, hidden = _pair(shapes.get(TABLE))
+    context, _ = _pair(shapes.get("wpe.weight"))
+    ffn, _ = _pair(shapes.get("blocks.0.mlp.expansion.weight"))
+    layers = 1 + max(
+        (int(found[1]) for name in shapes if (found := _OURS.fullmatch(name))), default=-1
+    )
+    norm: dict[str, Shape] = {"weight": (hidden,), "bias": (hidden,)}
+    modules: dict[str, dict[str, Shape]] = {
+        "wte": {"weight": (vocab_size, hidden)},
+        "wpe": {"weight": (context, hidden)},
+    }
+    for layer in range(layers):
+        modules |= {
+            f"blocks.{layer}.attention_norm": norm,
+            f"blocks.{layer}.attention.qkv": _linear(3 * hidden, hidden),
+            f"blocks.{layer}.attention.projection": _linear(hidden, hidden),
+            f"blocks.{layer}.mlp_norm": norm,
+            f"blocks.{layer}.mlp.expansion": _linear(ffn, hidden),
+            f"blocks.{layer}.mlp.projection": _linear(hidden, ffn),
+        }
+    modules |= {"final_norm": norm, "lm_head": {"weight": (vocab_size, hidden)}}
+    return {
+        f"{module}.{leaf}": s for module, leaves in modules.items() for leaf, s in leaves.items()
+    }
+
+
+def _pair(shape: Shape | None) -> tuple[int, int]:
+    return (shape[0], shape[1]) if shape is not None and len(shape) == 2 else (0, 0)
+
+
+def _linear(out: int, into: int) -> dict[str, Shape]:
+    return {"weight": (out, into), "bias": (out,)}
+
+
+def check(shapes: Mapping[str, Shape], tied: Mapping[str, str], model: Mapping[str, Any]) -> None:
+    """Refuse what GPT-2 has no place for.
+
+    Args:
+        shapes: of all parameters and buffers, in our layout; a tied head under its own name too.
+        tied: further names of parameters, each with the name it is tied to.
+        model: fields of ``GPTConfig``, as far as they are known.
+
+    Raises:
+        ConfigError: names what does not fit.
+    """
+    positions = model.get("positions", "learned")
+    faults = [f"positions are {positions!r}, expected 'learned'"] if positions != "learned" else []
+    expected = expected_shapes(shapes)
+    missing = [name for name in expected if name not in shapes]
+    if missing:
+        faults.append(f"there is no {_some(missing)}")
+    foreign = [name for name in shapes if name not in expected]
+    if foreign:
+        faults.append(f"GPT-2 has no {_some(foreign)}")
+    faults += [
+        f"{name} is {shapes[name]}, expected {shape}"
+        for name, shape in expected.items()
+        if name in shapes and shapes[name] != shape
+    ][:NAMED]
+    faults += [
+        f"{alias} is tied to {name}"
+        for alias, name in tied.items()
+        if (alias, name) != (HEAD, TABLE)
+    ]
+    if faults:
+        raise ConfigError(
+            f"the model is not a GPT-2 ({'; '.join(faults)}); export it with --layout hpczero"
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+def their_config(
+    shapes: Mapping[str, Shape], model: Mapping[str, Any], *, heads: int | None, tied: bool
+) -> dict[str, Any]:
+    """What ``config.json`` says of a model that ``check`` has let through.
+
+    Args:
+        shapes: as in ``check``.
+        model: as in ``check``.
+        heads: attention heads, where ``model`` does not have them: shapes do not tell.
+        tied: the head is the table of tokens.
+
+    Raises:
+        ConfigError: the number of heads is unknown, two are given, or it cannot be.
+    """
+    vocab_size, hidden = shapes[TABLE]
+    known = model.get("heads")
+    if known is None and heads is None:
+        raise ConfigError(
+            "the checkpoint does not say how many attention heads the model has, and shapes do not tell; give --heads"
+        )
+    if known is not None and heads not in (None, known):
+        raise ConfigError(f"heads: got {heads}, and the checkpoint says {known}; leave --heads out")
+    count = int(heads if known is None else known)  # type: ignore[arg-type]  # one of them is there
+    if count < 1 or hidden % count:
+        raise ConfigError(f"heads: got {count}, expected a divisor of the hidden size {hidden}")
+    layers = sum(name.endswith(".attention.qkv.weight") for name in shapes)
+    dropout = float(model.get("dropout", 0.0))
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": vocab_size,
+        "n_positions": shapes["wpe.weight"][0],
+        "n_embd": hidden,
+        "n_layer": layers,
+        "n_head": count,
+        "n_inner": shapes["blocks.0.mlp.expansion.weight"][0] if layers else None,
+        **{name: values[0] for name, values in FIXED.items()},
+        "embd_pdrop": dropout,
+        "attn_pdrop": dropout,
+        "resid_pdrop": dropout,
+        "tie_word_embeddings": tied,
+        # The tokenizer's business; the defaults of GPT-2 may lie beyond this vocabulary.
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def our_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ``GPTConfig`` from a ``config.json`` of theirs.
+
+    Raises:
+        CheckpointMismatch: a GPT-2 that ours cannot compute, or not one at all.
+    """
+    faults = [
+        f"{name} is {config[name]!r}, expected {values[0]!r}"
+        for name, values in FIXED.items()
+        if name in config and config[name] not in values
+    ]
+    hidden = int(config.get("n_embd", 768))
+    inner = int(config.get("n_inner") or 4 * hidden)
+    if config.get("model_type") != "gpt2":
+        faults.insert(0, f"model_type is {config.get('model_type')!r}, expected 'gpt2'")
+    if inner % hidden:
+        faults.append(f"n_inner is {inner}, expected a multiple of n_embd, which is {hidden}")
+    if faults:
+        raise CheckpointMismatch(
+            f"hpczero.models.GPT would not give the same logits: {'; '.join(faults)}"
+        )
+    return {
+        "vocab_size": int(config.get("vocab_size", 50257)),
+        "context": int(config.get("n_positions", 1024)),
+        "layers": int(config.get("n_layer", 12)),
+        "hidden": hidden,
+        "heads": int(config.get("n_head", 12)),
+        "ffn_multiple": inner // hidden,
+        "positions": "learned",
+        "tie_embeddings": bool(config.get("tie_word_embeddings", True)),
+        "dropout": float(config.get("resid_pdrop", 0.1)),
+    }

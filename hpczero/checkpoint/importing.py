@@ -1,0 +1,188 @@
+"""Weights of other programs into a zeroified model.
+
+Owns: the comparison of weights and model, and which elements each rank reads. Must not know: formats of files, units.
+Every rank opens the files and reads its own elements alone, so nothing is sent; the model is touched once all have all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpczero.checkpoint import gpt2
+from hpczero.checkpoint.format import NAMED, Table
+from hpczero.checkpoint.inventory import Inventory
+from hpczero.checkpoint.weightfiles import Held, WeightFiles
+from hpczero.errors import CheckpointMismatch
+from hpczero.sharded_model import Sharding
+from hpczero.zero import sharding as sharding_of
+
+
+def import_weights(path: str | Path, model: nn.Module, *, layout: str = "hpczero") -> None:
+    """Give ``model`` the parameters and buffers of another program. Collective over the topology's world.
+
+    Args:
+        path: a safetensors file, a ``state_dict`` that ``torch.save`` wrote, an index of several such files, or a
+            folder that holds one of these; in any floating dtype, cast to the fp32 masters (frozen parameters: to the
+            precision of the model). All ranks must see it.
+        model: zeroified, between two steps. The state of its optimizer stays as it is.
+        layout: ``hpczero``: names and shapes are those of the model. ``gpt2``: Hugging Face's GPT-2, into
+            ``hpczero.models.GPT``.
+
+    Raises:
+        ConfigError: there are no weights at ``path``.
+        CheckpointError: they cannot be read.
+        CheckpointMismatch: they are of another model; lists the differences. The model is as it was.
+    """
+    state = sharding_of(model)
+    topology = state.topology
+    with topology.agreed("compare the weights with the model"):
+        inventory = Inventory(state)
+        weights = WeightFiles(Path(path), layout=layout)
+        if layout == "gpt2":
+            _match_config(weights, model)
+        _match(weights, inventory.table, _buffers(state))
+    with topology.agreed("read the weights"):
+        values = _read(weights, inventory)
+        buffers = [
+            (buffer, _first(weights, names).whole().clone()) for names, buffer in _buffers(state)
+        ]
+    inventory.set_values(values)
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    topology.barrier()
+
+
+# --- comparison ----------------------------------------------------------------------------------------------------
+
+
+def _names(table: Table) -> dict[str, list[str]]:
+    """All names of each parameter, its own first."""
+    found = {row.name: [row.name] for row in table.owners}
+    for row in table.rows:
+        if row.tied_to is not None:
+            found[table.rows[row.tied_to].name].append(row.name)
+    return found
+
+
+def _buffers(sharding: Sharding) -> list[tuple[list[str], Tensor]]:
+    """Persistent buffers, each once, with all of their names."""
+    names: dict[int, list[str]] = {id(buffer): [] for buffer in sharding.buffers}
+    for name, buffer in sharding.model.named_buffers(remove_duplicate=False):
+        if id(buffer) in names:
+            names[id(buffer)].append(name)
+    return [(names[id(buffer)], buffer) for buffer in sharding.buffers]
+
+
+def _first(weights: WeightFiles, names: Sequence[str]) -> Held:
+    return next(weights[name] for name in names if name in weights)
+
+
+def _match(weights: WeightFiles, table: Table, buffers: Sequence[tuple[list[str], Tensor]]) -> None:
+    """Refuse weights of another model.
+
+    Raises:
+        CheckpointMismatch: lists the differences.
+    """
+    wanted = [*_names(table).values(), *(names for names, _ in buffers)]
+    shapes = {row.name: row.shape for row in table.rows}
+    shapes |= {name: tuple(buffer.shape) for names, buffer in buffers for name in names}
+    differences = []
+    missing = [names[0] for names in wanted if not any(name in weights for name in names)]
+    if missing:
+        differences.append(f"they have no {_some(missing)}")
+    foreign = [name for name in weights if name not in shapes]
+    if foreign:
+        differences.append(f"the model has no {_some(foreign)}")
+    others = [
+        f"{name} is {weights[name].shape} in the file and {shape} in the model"
+        for name, shape in shapes.items()
+        if name in weights and weights[name].shape != shape
+    ]
+    others += [
+        f"{row.name} is {weights[row.name].dtype} in the file, expected floating point"
+        for row in table.rows
+        if row.name in weights and not weights[row.name].dtype.is_floating_point
+    ]
+    if others:
+        more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
+        differences.append("; ".join(others[:NAMED]) + more)
+    if differences:
+        raise CheckpointMismatch(
+            f"{weights.path}: weights of another model: {'; '.join(differences)}. Build the model they belong to"
+            + (", or give layout='gpt2'" if gpt2.looks_like(weights) else "")
+        )
+
+
+def _match_config(weights: WeightFiles, model: nn.Module) -> None:
+    """Refuse what shapes do not tell, where a config.json is there: other logits would come out in silence.
+
+    Raises:
+        CheckpointMismatch: says what is different.
+    """
+    heads = getattr(getattr(model, "config", None), "heads", None)
+    known = weights.model.get("heads", heads)
+    if heads is not None and heads != known:
+        raise CheckpointMismatch(
+            f"{weights.path}: weights of another model: {known} attention heads, and the model has {heads}. "
+            "Build the model they belong to"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def _read(weights: WeightFiles, inventory: Inventory) -> Tensor:
+    """(elements of ``inventory.held``,) fp32, in that order.
+
+    Raises:
+        CheckpointMismatch: a tied parameter has two values.
+    """
+    names = _names(inventory.table)
+    values = torch.empty(sum(stop - start for start, stop in inventory.held))
+    begin = 0
+    for name, start, stop in _ranges(inventory.held, inventory.table):
+        present = [other for other in names[name] if other in weights]
+        for piece in weights[present[0]].pieces(start, stop):
+            values[begin : begin + len(piece)] = piece
+            begin += len(piece)
+        own = values[begin - (stop - start) : begin]
+        for other in present[1:]:
+            if not _is_same(weights, present[0], other) and not _equal(weights[other], start, own):
+                raise CheckpointMismatch(
+                    f"{weights.path}: {present[0]} and {other} are tied in the model and differ in the file; build the "
+                    "model with both, or take one out of the file"
+                )
+    return values
+
+
+def _is_same(weights: Mapping[str, Held], name: str, other: str) -> bool:
+    return weights[name].storage is not None and weights[name].storage == weights[other].storage
+
+
+def _equal(held: Held, start: int, values: Tensor) -> bool:
+    begin = 0
+    for piece in held.pieces(start, start + len(values)):
+        if not torch.equal(piece, values[begin : begin + len(piece)]):
+            return False
+        begin += len(piece)
+    return True
+
+
+def _ranges(held: Sequence[tuple[int, int]], table: Table) -> Iterator[tuple[str, int, int]]:
+    """Each run of ``held`` as (parameter, start, stop) within it; no run crosses parameters."""
+    owners = [row for row in table.owners if row.numel]
+    starts = np.array([row.offset for row in owners], dtype=np.int64)
+    for start, stop in held:
+        row = owners[int(np.searchsorted(starts, start, side="right")) - 1]
+        yield row.name, start - row.offset, stop - row.offset

@@ -1,0 +1,145 @@
+"""Safetensors files written tensor by tensor.
+
+Owns: the header, the order of tensors in a file, the division into several files. Must not know: checkpoints, torch.
+(The library itself writes only what is whole in memory.)
+
+    8 bytes: size of the header | header: JSON, padded with spaces | tensors, end to end
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+INDEX_FILE = "model.safetensors.index.json"
+KEY = "hpczero.checkpoint"  # of what our own files say about their tensors
+ALIGNMENT = 8
+
+# dtype of torch: its name in the file, bytes of an element
+DTYPES = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "uint16": ("U16", 2),
+    "int16": ("I16", 2),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "uint32": ("U32", 4),
+    "int32": ("I32", 4),
+    "float32": ("F32", 4),
+    "uint64": ("U64", 8),
+    "int64": ("I64", 8),
+    "float64": ("F64", 8),
+}
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file.
+
+    Attributes:
+        name: its key.
+        dtype: of torch, a key of ``DTYPES``.
+        shape: in the file.
+        pieces: gives its bytes from first to last as contiguous arrays; each lives until the next one.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterator[Array]]
+
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        return prod(self.shape) * DTYPES[self.dtype][1]
+
+
+def split(entries: Sequence[Entry], shard_nbytes: int) -> list[list[Entry]]:
+    """Into files of at most ``shard_nbytes``, in order; a larger tensor has a file of its own."""
+    files: list[list[Entry]] = [[]]
+    room = shard_nbytes
+    for entry in entries:
+        if files[-1] and entry.nbytes > room:
+            files.append([])
+            room = shard_nbytes
+        files[-1].append(entry)
+        room -= entry.nbytes
+    return files
+
+
+def write_all(
+    folder: Path, entries: Sequence[Entry], metadata: Mapping[str, str], shard_nbytes: int
+) -> None:
+    """Write ``model-00001-of-0000N.safetensors`` and so on, then the index that says what is where.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    files = split(entries, shard_nbytes)
+    places = {}
+    for number, part in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        write(folder / name, part, metadata)
+        places.update({entry.name: name for entry in part})
+    index = {
+        "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
+        "weight_map": {entry.name: places[entry.name] for entry in entries},
+    }
+    write_json(folder / INDEX_FILE, index)
+
+
+def write(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
+    """Write one file, as far as the disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    # Wide elements first, so that each tensor lies on a multiple of its element.
+    ordered = sorted(entries, key=lambda entry: -DTYPES[entry.dtype][1])
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    begin = 0
+    for entry in ordered:
+        end = begin + entry.nbytes
+        header[entry.name] = {
+            "dtype": DTYPES[entry.dtype][0],
+            "shape": list(entry.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for entry in ordered:
+            written = 0
+            for piece in entry.pieces():
+                file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+                written += piece.nbytes
+            assert written == entry.nbytes, f"{entry.name}: {written} of {entry.nbytes} bytes"
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write one small file, as far as the disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("x", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,111 @@
+"""One checkpoint as one process reads it: elements in order, every slab held against its digest.
+
+Owns: which checkpoint a path means, and reading without MPI, HDF5 or torch. Must not know: models, who wants
+the values. Two slabs at most are in memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hpczero.checkpoint.folder import Folder, read_manifest
+from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Dataset, digest
+from hpczero.checkpoint.rawfile import read_at
+from hpczero.errors import ConfigError, CorruptCheckpoint
+
+Array = npt.NDArray[Any]
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """Folders of the checkpoints that ``path`` may mean, best first: itself, or those in it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (path / MANIFEST_FILE).exists() or (path / STATE_FILE).exists():
+        return [path]
+    found = Folder(path).candidates()
+    if not found:
+        raise ConfigError(
+            f"{path}: no checkpoint there; give a folder that holds step-..., or one of those"
+        )
+    return found
+
+
+class Stored:
+    """A checkpoint, open for reading. Use it as a context manager.
+
+    Attributes:
+        path: its folder.
+        manifest: what it holds.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open it; data are not read yet.
+
+        Raises:
+            CorruptCheckpoint: its manifest or the size of its file is wrong, or it cannot be read.
+            CheckpointMismatch: a later version wrote it.
+        """
+        self.path = path
+        self.manifest = read_manifest(path)
+        self._slab: tuple[str, int, Array] | None = (
+            None  # the last one read: small tensors share it
+        )
+        try:
+            self._descriptor = os.open(path / STATE_FILE, os.O_RDONLY)
+        except OSError as error:
+            raise CorruptCheckpoint(
+                f"{path}: {STATE_FILE} cannot be read ({os.strerror(error.errno or 0)})"
+            ) from error
+
+    def read(self, name: str, start: int, stop: int) -> Iterator[Array]:
+        """Elements [start, stop) of dataset ``name`` in pieces, in order; a piece lives until the next one.
+
+        Raises:
+            CorruptCheckpoint: names dataset, parameters and range.
+        """
+        dataset = self.manifest.dataset(name)
+        if dataset is None:
+            raise CorruptCheckpoint(f"{self.path}: dataset {name} is not in it")
+        while start < stop:
+            index = start // dataset.slab_numel
+            slab = dataset.slab(index)
+            end = min(stop, slab.stop)
+            yield self._read_slab(dataset, index)[start - slab.start : end - slab.start]
+            start = end
+
+    def _read_slab(self, dataset: Dataset, index: int) -> Array:
+        if self._slab is not None and self._slab[:2] == (dataset.name, index):
+            return self._slab[2]
+        self._slab = None  # first: two slabs need not fit
+        slab = dataset.slab(index)
+        offset = dataset.offset + slab.start * dataset.itemsize
+        try:
+            data = read_at(self._descriptor, offset, len(slab) * dataset.itemsize)
+        except (OSError, EOFError) as error:
+            raise CorruptCheckpoint(
+                f"{self.path}: {dataset.name} cannot be read: {error}"
+            ) from error
+        if digest(data) != dataset.digests[index]:
+            raise CorruptCheckpoint(self.manifest.damage(self.path, dataset, slab))
+        self._slab = dataset.name, index, data.view(np.dtype(dataset.dtype))
+        return self._slab[2]
+
+    def __enter__(self) -> Stored:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        os.close(self._descriptor)

@@ -1,0 +1,262 @@
+"""Weights that other programs wrote: tensors by name, of which any range of elements can be read.
+
+Owns: which files a path means, what is in them, and reading no more than is asked for. Must not know: MPI, HDF5,
+models, checkpoints. Formats: safetensors and files of ``torch.save`` (read with ``weights_only``), one or many with an
+index.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hpczero.checkpoint import gpt2
+from hpczero.checkpoint.safefile import DTYPES
+from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
+
+LAYOUTS = ("hpczero", "gpt2")
+CHUNK_NUMEL = 2**22  # read at a time
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+INDEX_SUFFIX = ".index.json"
+
+_DTYPES = {code: getattr(torch, name) for name, (code, _) in DTYPES.items()}
+
+Box = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Held:
+    """One tensor in a file, as the model has it.
+
+    Attributes:
+        shape: of the model's parameter.
+        dtype: in the file.
+        transposed: whether the file has it the other way round.
+        read: gives a box of the tensor in the file; () is all of it.
+        storage: equal for tensors that are the same memory; None where that is unknown.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    transposed: bool
+    read: Callable[[Box], Tensor]
+    storage: tuple[Any, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    def whole(self) -> Tensor:
+        """The tensor in its own dtype."""
+        return self.read(()).T if self.transposed else self.read(())
+
+    def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Elements [start, stop), flat, fp32, in pieces."""
+        for begin in range(start, stop, CHUNK_NUMEL):
+            end = min(begin + CHUNK_NUMEL, stop)
+            box, skip = smallest_box(self.shape, begin, end)
+            if self.transposed:
+                rows, columns = (*box, slice(None))[:2]
+                part = self.read((columns, rows)).T
+            else:
+                part = self.read(box)
+            yield part.reshape(-1)[skip : skip + end - begin].float()
+
+
+def smallest_box(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, int]:
+    """Slices of leading dimensions that hold the flat elements [start, stop), and elements in them before it."""
+    box: list[slice] = []
+    for dim in range(len(shape)):
+        row = prod(shape[dim + 1 :])
+        first, last = start // row, -(-stop // row)
+        box.append(slice(first, last))
+        start, stop = start - first * row, stop - first * row
+        if last - first > 1:
+            break
+    return tuple(box), start
+
+
+class WeightFiles(Mapping[str, Held]):
+    """Tensors of one set of weights, by the names of the model. Files stay open, mapped, as long as it lives.
+
+    Attributes:
+        path: as given.
+        metadata: texts that safetensors files hold beside tensors.
+        model: fields of GPTConfig by a config.json beside them, for the layout gpt2; empty if there is none.
+    """
+
+    def __init__(self, path: Path, *, layout: str = "hpczero") -> None:
+        """Open them; values are not read yet.
+
+        Args:
+            path: a file, an index, or a folder that holds one of them.
+            layout: of names and shapes: ``hpczero`` for those of the model, or Hugging Face's ``gpt2``.
+
+        Raises:
+            ConfigError: there are none, or no such layout.
+            CheckpointError: they cannot be read.
+            CheckpointMismatch: a GPT-2 that hpczero.models.GPT cannot compute.
+        """
+        if layout not in LAYOUTS:
+            raise ConfigError(f"layout: got {layout!r}, expected one of {', '.join(LAYOUTS)}")
+        self.path = path
+        self.metadata: dict[str, str] = {}
+        self._tensors: dict[str, Held] = {}
+        files, expected = _files(path)
+        found: dict[str, Held] = {}
+        for file in files:
+            tensors, metadata = _open(file)
+            self.metadata |= metadata
+            twice = sorted(tensors.keys() & found.keys())
+            if twice:
+                raise CheckpointError(
+                    f"{file}: has {twice[0]!r}, and so has another file; expected once"
+                )
+            found |= tensors
+        lost = [key for key in expected if key not in found]
+        if lost:
+            more = f" and {len(lost) - 1} more" if lost[1:] else ""
+            raise CheckpointError(
+                f"{path}: {lost[0]!r}{more} in the index and in no file; bring all files of the set"
+            )
+        for key, held in found.items():
+            name = gpt2.our_name(key) if layout == "gpt2" else key
+            if name is not None:
+                turned = layout == "gpt2" and gpt2.is_transposed(name) and len(held.shape) == 2
+                self._tensors[name] = (
+                    replace(held, shape=held.shape[::-1], transposed=True) if turned else held
+                )
+        config = files[0].parent / "config.json"
+        known = layout == "gpt2" and config.is_file()
+        self.model: dict[str, Any] = _gpt2_model(config) if known else {}
+
+    def __getitem__(self, name: str) -> Held:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def _files(path: Path) -> tuple[list[Path], list[str]]:
+    """Files that ``path`` means, and the keys that must be in them where an index says so."""
+    if path.is_dir():
+        path = _main_file(path)
+    if not path.is_file():
+        raise ConfigError(
+            f"{path}: no such file; give a safetensors file, a file of torch.save, or a folder that holds one"
+        )
+    if not path.name.endswith(INDEX_SUFFIX):
+        return [path], []
+    places = _json(path).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise CheckpointError(f"{path}: has no 'weight_map', so it is no index of weights")
+    names = sorted(set(map(str, places.values())))
+    foreign = [name for name in names if Path(name).name != name]
+    if foreign:
+        raise CheckpointError(f"{path}: names {foreign[0]!r}, expected files in its own folder")
+    lost = [name for name in names if not (path.parent / name).is_file()]
+    if lost:
+        raise CheckpointError(
+            f"{path}: {len(lost)} of its {len(names)} files are not there, the first is {lost[0]}; bring all of them"
+        )
+    return [path.parent / name for name in names], list(places)
+
+
+def _main_file(folder: Path) -> Path:
+    """Safetensors before others, an index before single files."""
+    entries = sorted(entry for entry in folder.iterdir() if entry.is_file())
+    for suffix in SUFFIXES:
+        for kind in (suffix + INDEX_SUFFIX, suffix):
+            found = [entry for entry in entries if entry.name.endswith(kind)]
+            if len(found) > 1:
+                names = ", ".join(entry.name for entry in found[:3])
+                raise ConfigError(f"{folder}: holds several sets of weights ({names}); name a file")
+            if found:
+                return found[0]
+    raise ConfigError(
+        f"{folder}: no weights there; expected a file that ends with {' or '.join(SUFFIXES)}, or an index of such files"
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a {type(content).__name__}, expected an object")
+    return content
+
+
+def _gpt2_model(config: Path) -> dict[str, Any]:
+    try:
+        return gpt2.our_config(_json(config))
+    except CheckpointMismatch as error:
+        raise CheckpointMismatch(f"{config}: {error}") from error
+
+
+def _open(file: Path) -> tuple[dict[str, Held], dict[str, str]]:
+    return _open_safetensors(file) if file.suffix == ".safetensors" else (_open_torch(file), {})
+
+
+def _open_safetensors(file: Path) -> tuple[dict[str, Held], dict[str, str]]:
+    try:
+        opened: Any = safe_open(
+            file, framework="pt", device="cpu"
+        )  # Any: the library ships no types
+        found = {}
+        for key in opened.keys():  # noqa: SIM118  (it is no dictionary)
+            part = opened.get_slice(key)
+            code = part.get_dtype()
+            if code not in _DTYPES:
+                raise CheckpointError(
+                    f"{file}: {key!r} is {code}, expected one of {', '.join(_DTYPES)}; convert it"
+                )
+            found[key] = Held(tuple(part.get_shape()), _DTYPES[code], False, part.__getitem__)
+        return found, dict(opened.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{file}: no safetensors file, or damaged: {error}; fetch it again"
+        ) from error
+
+
+def _open_torch(file: Path) -> dict[str, Held]:
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"{file}: torch.load cannot read it with weights_only=True and mmap=True: {reason}; write the state_dict "
+            "anew with torch.save of a recent torch"
+        ) from error
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{file}: holds a {type(content).__name__}, expected a state_dict")
+    found = {}
+    for key, value in content.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"{file}: {key!r} is a {type(value).__name__}, expected tensors only; save the state_dict of the model "
+                "alone, as torch.save(model.state_dict(), path)"
+            )
+        tensor = value.detach()
+        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), *tensor.stride())
+        storage = (*place, *tensor.shape) if tensor.numel() else None
+        shape = tuple(tensor.shape)
+        found[str(key)] = Held(shape, tensor.dtype, False, tensor.__getitem__, storage)
+    return found

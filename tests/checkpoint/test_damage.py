@@ -1,0 +1,212 @@
+"""Harm that comes to a checkpoint: always found, never loaded, and an older one is gone on from."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import hpczero
+from hpczero.checkpoint.folder import read_manifest
+from hpczero.checkpoint.format import MANIFEST_FILE, MASTER, STATE_FILE
+from hpczero.checkpoint.verify import Verdict, verify
+from hpczero.errors import EXIT_CORRUPT_CHECKPOINT, CorruptCheckpoint
+from tests.checkpoint.damage import (
+    DAMAGES,
+    datasets,
+    fingerprint,
+    flip,
+    flip_in,
+    golden_copy,
+    repaired_after,
+)
+from tests.checkpoint.programs import Program
+from tests.helpers.parallel import parallel_assert
+from tests.small_models import raises_on_all
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+FLIPS = 300
+
+
+# --- found by verify -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [STATE_FILE, MANIFEST_FILE])
+def test_any_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
+    path = golden_copy(tmp_path)
+    draw = random.Random(5)
+    nbits = 8 * (path / name).stat().st_size
+    for place, bit in (divmod(where, 8) for where in draw.sample(range(nbits), FLIPS)):
+        flip(path / name, place, bit)
+        report = verify(path)
+        assert report.verdict is not Verdict.SOUND, f"bit {bit} of byte {place}"
+        assert report.problems
+        flip(path / name, place, bit)
+    assert verify(path).verdict is Verdict.SOUND
+
+
+def test_a_flip_that_changes_no_meaning_is_found_too(tmp_path: Path) -> None:
+    path = golden_copy(tmp_path)
+    file = path / MANIFEST_FILE
+    place = file.read_bytes().index(b"1e-08") + 1
+    flip(file, place, 5)
+    assert b"1E-08" in file.read_bytes()
+    assert verify(path).verdict is Verdict.CORRUPT
+
+
+def test_a_flip_in_any_dataset_is_named(tmp_path: Path) -> None:
+    path = golden_copy(tmp_path)
+    draw = random.Random(6)
+    assert len(datasets(path)) == 5
+    for dataset in datasets(path):
+        for element in {0, dataset.numel - 1, *draw.choices(range(dataset.numel), k=8)}:
+            flip_in(path, dataset, element)
+            (problem,) = verify(path).problems
+            slab = dataset.slab(element // dataset.slab_numel)
+            assert f"elements {slab.start:,} to {slab.stop:,} of {dataset.name} " in problem
+            flip_in(path, dataset, element)
+
+
+# --- never loaded ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_flip_in_any_dataset_is_refused_and_named_and_the_model_stays(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, stage: int
+) -> None:
+    program = Program(topology, stage=stage)
+    program.train(2)
+    path = program.save(folder)
+    program.train(1)
+    before = fingerprint(program)
+    table = read_manifest(path).table
+    draw = random.Random(7)
+    for dataset in datasets(path):
+        element = draw.randrange(dataset.numel)
+        slab = dataset.slab(element // dataset.slab_numel)
+        damage(comm, path, dataset.name, element)
+        pattern = f"elements {slab.start:,} to {slab.stop:,} of {dataset.name} "
+        message = raises_on_all(comm, CorruptCheckpoint, pattern, lambda: program.load(folder))
+        names = table.overlapping(slab.start, slab.stop)[:5] if dataset.dtype == "<f4" else []
+        parallel_assert(comm, ", ".join(names) in message, message)
+        parallel_assert(comm, fingerprint(program) == before, dataset.name)
+        damage(comm, path, dataset.name, element)
+    parallel_assert(comm, program.load(folder).path == path)
+    parallel_assert(comm, fingerprint(program) != before)
+    program.close()
+
+
+def damage(comm: MPI.Intracomm, path: Path, name: str, element: int) -> None:
+    """Flip a bit, once for all ranks, when all have done with the file."""
+    comm.Barrier()
+    if comm.rank == 0:
+        flip_in(path, next(d for d in datasets(path) if d.name == name), element)
+    comm.Barrier()
+
+
+@contextmanager
+def damaged(comm: MPI.Intracomm, path: Path, name: str) -> Iterator[None]:
+    """The checkpoint ``path`` has come to harm ``name`` inside, on all ranks."""
+    with repaired_after(path) if comm.rank == 0 else nullcontext():
+        if comm.rank == 0:
+            DAMAGES[name](path)
+        comm.Barrier()
+        yield
+        comm.Barrier()
+    comm.Barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 3)
+def test_an_older_one_is_gone_on_from_with_a_warning(
+    comm: MPI.Intracomm,
+    topology: hpczero.Topology,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    program = Program(topology)
+    program.train(1)
+    older = program.save(folder)
+    expected = fingerprint(program)
+    program.train(1)
+    newer = program.save(folder)
+    program.train(1)
+    for name in DAMAGES:
+        caplog.clear()
+        with damaged(comm, newer, name), caplog.at_level(logging.WARNING):
+            loaded = program.load(folder)
+        parallel_assert(comm, (loaded.path, loaded.step) == (older, 1), name)
+        parallel_assert(comm, fingerprint(program) == expected, name)
+        warned = [record.getMessage() for record in caplog.records if "hpczero" in record.name]
+        parallel_assert(comm, len(warned) == (2 if comm.rank == 0 else 0), f"{name}: {warned}")
+        if comm.rank == 0:
+            assert str(newer) in warned[0]
+            assert f"going on from the older {older}" in warned[1]
+    program.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_where_none_is_sound_the_job_ends_with_its_exit_code(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    program = Program(topology)
+    path = program.save(folder)
+    before = fingerprint(program)
+    for name in DAMAGES:
+        with damaged(comm, path, name):
+            message = raises_on_all(
+                comm, CorruptCheckpoint, "no older one is there", lambda: program.load(folder)
+            )
+        parallel_assert(comm, str(path) in message, message)
+    parallel_assert(comm, fingerprint(program) == before)
+    parallel_assert(comm, CorruptCheckpoint.exit_code == EXIT_CORRUPT_CHECKPOINT)
+    program.step = 1
+    with damaged(comm, path, "half"), damaged(comm, program.save(folder), "half a manifest"):
+        said = raises_on_all(
+            comm, CorruptCheckpoint, "1 older .* not sound either", lambda: program.load(folder)
+        )
+    parallel_assert(comm, "step-000000001: manifest.json is not whole" in said, said)
+    program.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2)
+def test_a_checkpoint_that_was_asked_for_by_name_is_loaded_or_nothing(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    program = Program(topology)
+    older = program.save(folder)
+    program.train(1)
+    newer = program.save(folder)
+    before = fingerprint(program)
+    damage(comm, newer, MASTER, 5)
+    said = raises_on_all(comm, CorruptCheckpoint, "elements", lambda: program.load(newer))
+    parallel_assert(comm, "no older one" not in said, said)  # there is one, but nobody looked
+    parallel_assert(comm, fingerprint(program) == before)
+    parallel_assert(comm, program.load(older).step == 0)
+    program.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_damage_of_what_only_hdf5_needs_does_not_stop_a_load(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    program = Program(topology)
+    path = program.save(folder)
+    if comm.rank == 0:
+        flip(path / STATE_FILE, 20, 3)
+        assert verify(path).verdict is Verdict.CORRUPT
+    comm.Barrier()
+    parallel_assert(comm, program.load(folder).path == path)
+    program.close()

@@ -1,0 +1,352 @@
+"""Export: what other programs read is what was in the checkpoint, and a bad one is never exported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import hpczero
+from hpczero.checkpoint.exporting import Exported, Form, cast, export
+from hpczero.checkpoint.folder import read_manifest
+from hpczero.checkpoint.format import STATE_FILE
+from hpczero.errors import ConfigError, CorruptCheckpoint
+from tests.checkpoint.foreign import checkpoint, gpt_checkpoint, on_root, read_all, same, state
+from tests.checkpoint.programs import Program, first_ranks
+from tests.small_models import tiny_gpt, tiny_tokens
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+MIB = 2**20
+
+
+# --- one process -----------------------------------------------------------------------------------------------------
+
+
+def test_safetensors_hold_each_tensor_once(tmp_path: Path) -> None:
+    expected = state()
+    path = checkpoint(tmp_path / "run", expected)
+    found = export(path, tmp_path / "out", Form(shard_mib=1))
+    del expected["again.weight"]
+    assert same(read_all(tmp_path / "out"), expected)
+    nbytes = sum(tensor.nbytes for tensor in expected.values())
+    assert found == Exported(path, 3, len(expected), nbytes)
+    names = sorted(entry.name for entry in (tmp_path / "out").iterdir())
+    assert names == [
+        *(f"model-0000{n}-of-00004.safetensors" for n in (1, 2, 3, 4)),
+        "model.safetensors.index.json",
+    ]
+    index = json.loads((tmp_path / "out" / names[-1]).read_text())
+    assert index["metadata"]["total_size"] == nbytes
+
+
+def test_torch_file_holds_every_name(tmp_path: Path) -> None:
+    expected = state()
+    checkpoint(tmp_path / "run", expected)
+    export(tmp_path / "run", tmp_path / "out.pt", Form(format="torch"))
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert same(found, expected)
+    assert found["again.weight"].data_ptr() == found["first.weight"].data_ptr()
+    assert (tmp_path / "out.pt").stat().st_size < sum(
+        t.nbytes for t in expected.values()
+    ) + MIB / 16
+
+
+@pytest.mark.parametrize("name", ["safetensors", "torch"])
+@pytest.mark.parametrize(("dtype", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_parameters_are_cast_and_buffers_are_not(
+    tmp_path: Path, name: Any, dtype: Any, kind: Any
+) -> None:
+    expected = state()
+    buffers = ("calls", "mask", "mean")
+    checkpoint(tmp_path / "run", expected)
+    export(tmp_path / "run", tmp_path / "out", Form(format=name, dtype=dtype))
+    cast = {key: value if key in buffers else value.to(kind) for key, value in expected.items()}
+    if name == "torch":
+        assert same(torch.load(tmp_path / "out", weights_only=True), cast)
+    else:
+        del cast["again.weight"]
+        assert same(read_all(tmp_path / "out"), cast)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_rounding_is_that_of_torch(dtype: str, kind: torch.dtype) -> None:
+    """Any bits: subnormals, ties, both zeros; then what is not finite."""
+    bits = np.random.default_rng(1).integers(0, 2**32, 200_000, dtype=np.uint32)
+    bits[:8] = [0, 1 << 31, 0x3F808000, 0x3F818000, 0x3F808001, 1, 0x80000001, 0x33000000]
+    values = bits.view(np.float32)
+    highest = 65519.9 if dtype == "fp16" else 3.39e38
+    values = values[np.abs(values) < highest]
+    special = np.array([np.inf, -np.inf, np.nan, -np.nan], dtype=np.float32)
+    for part in (values, special):
+        found = torch.from_numpy(cast(part, dtype, "x").view(np.int16).copy()).view(kind)
+        expected = torch.from_numpy(part).to(kind)
+        nan = expected.isnan()
+        assert torch.equal(found.isnan(), nan)
+        assert torch.equal(found[~nan].view(torch.int16), expected[~nan].view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "advice"),
+    [("fp16", 65520.0, "fp32 or bf16"), ("fp16", -1e30, "fp32 or bf16"), ("bf16", 3.4e38, "fp32")],
+)
+def test_what_the_dtype_cannot_hold_is_refused(
+    tmp_path: Path, dtype: Any, value: float, advice: str
+) -> None:
+    checkpoint(tmp_path / "run", {"fine": torch.ones(3), "big": torch.tensor([1.0, value])})
+    with pytest.raises(ConfigError, match=rf"big: holds values as large as .*export as {advice}"):
+        export(tmp_path / "run", tmp_path / "out", Form(dtype=dtype))
+    assert not (tmp_path / "out").exists()
+
+
+def damage(path: Path) -> None:
+    dataset = read_manifest(path).datasets[0]
+    with (path / STATE_FILE).open("r+b") as file:
+        file.seek(dataset.offset + 4 * 100)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("name", ["safetensors", "torch"])
+def test_damaged_checkpoint_is_not_exported(tmp_path: Path, name: Any) -> None:
+    path = checkpoint(tmp_path / "run", state())
+    damage(path)
+    with pytest.raises(
+        CorruptCheckpoint, match=r"/state/master \(first.weight\[0:91\], large.weight"
+    ):
+        export(path, tmp_path / "exported" / "out", Form(format=name))
+    assert list((tmp_path / "exported").iterdir()) == []
+
+
+def test_newest_sound_one_is_exported(tmp_path: Path) -> None:
+    old, new = state(1), state(2)
+    checkpoint(tmp_path / "run", old)
+    newer = checkpoint(tmp_path / "other", new, step=4).rename(tmp_path / "run" / "step-000000004")
+    assert export(tmp_path / "run", tmp_path / "new", Form(format="torch")).checkpoint == newer
+    assert same(torch.load(tmp_path / "new", weights_only=True), new)
+    damage(newer)
+    assert export(tmp_path / "run", tmp_path / "old", Form(format="torch")).step == 3
+    assert same(torch.load(tmp_path / "old", weights_only=True), old)
+    damage(tmp_path / "run" / "step-000000003")
+    with pytest.raises(CorruptCheckpoint, match=r"step-000000004.*1 older ones are not sound"):
+        export(tmp_path / "run", tmp_path / "none")
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "run", state())
+    (tmp_path / "out").mkdir()
+    export(path, tmp_path / "out")
+    for form in (Form(), Form(format="torch")):
+        with pytest.raises(ConfigError, match="out: is there already; give another name"):
+            export(path, tmp_path / "out", form)
+    with pytest.raises(ConfigError, match="no checkpoint there"):
+        export(tmp_path / "out", tmp_path / "more")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, "dtype: got 'int8', expected one of fp32, bf16, fp16"),
+        ({"shard_mib": 0}, "shard_mib: got 0, expected at least 1"),
+        ({"layout": "gpt2", "format": "torch"}, "the layout gpt2 is a folder of safetensors"),
+        ({"heads": 3}, "heads belong to the layout gpt2"),
+    ],
+)
+def test_form_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Form(**options)
+
+
+@pytest.mark.parametrize("layout", ["hpczero", "gpt2"])
+def test_memory_is_that_of_one_tensor(tmp_path: Path, layout: Any) -> None:
+    """Of more than 200 MiB; a tensor that is turned round is whole in memory, others are not."""
+    sizes = {"vocab_size": 30_011, "hidden": 1024, "ffn_multiple": 10}
+    model = tiny_gpt(layers=1, heads=4, **sizes)
+    path = gpt_checkpoint(tmp_path / "run", model, heads=4)
+    assert sum(parameter.nbytes for parameter in model.parameters()) > 200 * MIB
+    largest = 40 * MIB if layout == "gpt2" else 0  # 10,240 x 1024 of fp32
+    tracemalloc.start()
+    export(path, tmp_path / "out", Form(layout=layout))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < largest + 56 * MIB  # two slabs of 16, pieces of 4
+
+
+# --- Hugging Face's GPT-2 --------------------------------------------------------------------------------------------
+
+
+def test_gpt2_layout_has_their_names_and_shapes(tmp_path: Path) -> None:
+    model = tiny_gpt(dropout=0.25, ffn_multiple=3)
+    config = model.config
+    path = gpt_checkpoint(tmp_path / "run", model, heads=config.heads, dropout=0.25)
+    export(path, tmp_path / "out", Form(layout="gpt2"))
+    found = read_all(tmp_path / "out")
+    ours = dict(model.named_parameters())
+    expected = {
+        "transformer.wte.weight": ours["wte.weight"],
+        "transformer.wpe.weight": ours["wpe.weight"],
+        "transformer.h.1.ln_1.weight": ours["blocks.1.attention_norm.weight"],
+        "transformer.h.1.attn.c_attn.weight": ours["blocks.1.attention.qkv.weight"].T,
+        "transformer.h.1.attn.c_attn.bias": ours["blocks.1.attention.qkv.bias"],
+        "transformer.h.1.attn.c_proj.weight": ours["blocks.1.attention.projection.weight"].T,
+        "transformer.h.1.ln_2.bias": ours["blocks.1.mlp_norm.bias"],
+        "transformer.h.1.mlp.c_fc.weight": ours["blocks.1.mlp.expansion.weight"].T,
+        "transformer.h.1.mlp.c_proj.weight": ours["blocks.1.mlp.projection.weight"].T,
+        "transformer.ln_f.bias": ours["final_norm.bias"],
+    }
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert len(found) == len(list(model.parameters()))
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said["activation_function"] == "gelu_new"
+    assert said["tie_word_embeddings"] is True
+    assert (said["n_head"], said["n_inner"]) == (config.heads, 3 * config.hidden)
+    assert (said["n_positions"], said["resid_pdrop"]) == (config.context, 0.25)
+
+
+def test_heads_are_asked_for_where_nothing_tells(tmp_path: Path) -> None:
+    model = tiny_gpt()
+    unknown, known = (
+        gpt_checkpoint(tmp_path / "a", model),
+        gpt_checkpoint(tmp_path / "b", model, heads=2),
+    )
+    with pytest.raises(ConfigError, match=r"does not say how many attention heads.*give --heads"):
+        export(unknown, tmp_path / "out", Form(layout="gpt2"))
+    with pytest.raises(ConfigError, match="heads: got 5, expected a divisor of the hidden size"):
+        export(unknown, tmp_path / "out", Form(layout="gpt2", heads=5))
+    with pytest.raises(ConfigError, match="heads: got 3, and the checkpoint says 2"):
+        export(known, tmp_path / "out", Form(layout="gpt2", heads=3))
+    export(unknown, tmp_path / "out", Form(layout="gpt2", heads=2))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["n_head"] == 2
+
+
+def test_other_models_are_no_gpt2(tmp_path: Path) -> None:
+    rotary = gpt_checkpoint(
+        tmp_path / "a", tiny_gpt(positions="rotary", hidden=20), heads=2, positions="rotary"
+    )
+    with pytest.raises(ConfigError, match=r"'rotary', expected 'learned'; there is no wpe.weight"):
+        export(rotary, tmp_path / "out", Form(layout="gpt2"))
+    other = checkpoint(
+        tmp_path / "b", {**dict(tiny_gpt().named_parameters()), "calls": torch.tensor(1)}
+    )
+    with pytest.raises(ConfigError, match=r"GPT-2 has no calls.*export it with --layout hpczero"):
+        export(other, tmp_path / "out", Form(layout="gpt2", heads=2))
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 0.05)])
+def test_transformers_gives_the_same_logits(
+    tmp_path: Path, tie: bool, dtype: Any, tolerance: float
+) -> None:
+    """Tolerance: logits are of order 1; sums of 24 to 72 products in another order, weights rounded to bf16."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    model = tiny_gpt(tie_embeddings=tie).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    path = gpt_checkpoint(tmp_path / "run", model, heads=model.config.heads)
+    export(path, tmp_path / "out", Form(layout="gpt2", dtype=dtype))
+    theirs, said = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(said[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = tiny_tokens(0)
+    with torch.no_grad():
+        found, expected = theirs.eval()(tokens).logits, model(tokens)
+    print(f"tied {tie} {dtype}: largest difference {float((found - expected).abs().max()):.2e}")
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=tolerance * float(expected.abs().max())
+    )
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: object) -> tuple[subprocess.CompletedProcess[str], set[str]]:
+    """Run it; also says which of torch and MPI it has loaded."""
+    program = (
+        "import atexit, runpy, sys\n"
+        "heavy = {'torch', 'mpi4py.MPI', 'h5py'}\n"
+        "atexit.register(lambda: print(*(heavy & set(sys.modules)), file=sys.stderr))\n"
+        "runpy.run_module('hpczero.checkpoint', run_name='__main__', alter_sys=True)\n"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    lines = finished.stderr.splitlines()
+    return finished, set(lines[-1].split()) if lines else set()
+
+
+def test_command_exports_without_torch_and_mpi(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "run", state())
+    finished, loaded = command(
+        "export", path, tmp_path / "out", "--dtype", "bf16", "--shard_mib", "1"
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert loaded == set()
+    assert "9 tensors" in finished.stdout
+    assert read_all(tmp_path / "out")["scale"].dtype == torch.bfloat16
+
+
+def test_command_imports_without_mpi(tmp_path: Path) -> None:
+    save_file({"a": torch.randn(3), "x.mean": torch.ones(2)}, tmp_path / "w.safetensors")
+    finished, loaded = command(
+        "import",
+        tmp_path / "w.safetensors",
+        tmp_path / "run",
+        "--tied",
+        "b=a",
+        "--buffers",
+        "*.mean",
+        "--step",
+        7,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "mpi4py.MPI" not in loaded
+    manifest = read_manifest(tmp_path / "run" / "step-000000007")
+    assert [row.name for row in manifest.table.rows] == ["a", "b"]
+    assert manifest.meta["buffers"] == [["x.mean", "float32", [2]]]
+    finished, _ = command("import", tmp_path / "w.safetensors", tmp_path / "run2", "--tied", "b")
+    assert finished.returncode == 78
+    assert "expected FURTHER=NAME" in finished.stderr
+
+
+# --- what ranks have saved -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_export_of_a_training_is_its_full_state(comm: MPI.Intracomm, folder: Path) -> None:
+    with first_ranks(comm, comm.size) as topology:
+        assert topology is not None
+        program = Program(topology, stage=3)
+        program.train(2)
+        expected = hpczero.full_state_dict(program.model)
+        program.save(folder / "run")
+        program.close()
+
+    def judge() -> None:
+        assert expected is not None
+        export(folder / "run", folder / "out.pt", Form(format="torch"))
+        assert same(torch.load(folder / "out.pt", weights_only=True), expected)
+        export(folder / "run", folder / "out")
+        assert same(
+            read_all(folder / "out"), {k: v for k, v in expected.items() if k != "back.weight"}
+        )
+
+    on_root(comm, judge)

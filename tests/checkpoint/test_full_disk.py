@@ -1,0 +1,195 @@
+"""Folders that cannot be written and disks that are full: an error on all ranks, and training can go on."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+import hpczero
+from hpczero.checkpoint import h5file
+from hpczero.checkpoint.folder import Folder
+from hpczero.checkpoint.verify import Verdict, verify
+from hpczero.errors import CheckpointNotWritten
+from tests.checkpoint.programs import Program
+from tests.helpers.parallel import parallel_assert
+from tests.small_models import raises_on_all
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
+
+DISK_NBYTES = 3 * 2**20
+LONG_S = 30.0
+WRITERS = ["mpio", "posix"]
+
+
+@pytest.fixture
+def small_disk(comm: MPI.Intracomm, folder: Path) -> Iterator[Path]:
+    """A file system of ``DISK_NBYTES``, the same on all ranks."""
+    mounted = False
+    if comm.rank == 0:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_NBYTES}", "tmpfs", str(folder)]
+        mounted = not subprocess.run(command, capture_output=True, check=False).returncode
+    if not comm.bcast(mounted):
+        pytest.skip("cannot mount a file system: needs root")
+    yield folder
+    comm.Barrier()
+    if comm.rank == 0:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fill(comm: MPI.Intracomm, disk: Path, free_nbytes: int) -> None:
+    """Leave ``free_nbytes``. Collective."""
+    comm.Barrier()
+    if comm.rank == 0:
+        system = os.statvfs(disk)
+        (disk / "filler").write_bytes(bytes(system.f_bavail * system.f_frsize - free_nbytes))
+    comm.Barrier()
+
+
+def empty(comm: MPI.Intracomm, disk: Path) -> None:
+    """Undo ``fill``. Collective."""
+    comm.Barrier()
+    if comm.rank == 0:
+        (disk / "filler").unlink()
+    comm.Barrier()
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/hpczero"])
+def test_folder_that_cannot_be_written(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, place: str, writer: str
+) -> None:
+    if comm.rank == 0:
+        (folder / "file").write_text("")
+    comm.Barrier()
+    program = Program(topology)
+    said = raises_on_all(
+        comm,
+        CheckpointNotWritten,
+        r"cannot be written \(",
+        lambda: program.save(folder / place, writer=writer),
+    )
+    parallel_assert(comm, str(folder / place) in said, said)
+    program.train(1)
+    program.close()
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("free_nbytes", [0, 2**15])
+def test_disk_that_is_full_before_the_save(
+    comm: MPI.Intracomm, topology: hpczero.Topology, small_disk: Path, free_nbytes: int, writer: str
+) -> None:
+    program = Program(topology)
+    program.train(1)
+    first = program.save(small_disk / "ckpt", writer=writer)
+    fill(comm, small_disk, free_nbytes)
+    pattern = "MiB are free and the checkpoint needs" if free_nbytes else "No space left"
+    raises_on_all(
+        comm,
+        CheckpointNotWritten,
+        pattern,
+        lambda: program.save(small_disk / "ckpt", writer=writer),
+    )
+    program.train(1)
+    parallel_assert(comm, left(small_disk / "ckpt") == ["LATEST", first.name])
+    empty(comm, small_disk)
+    second = program.save(small_disk / "ckpt", writer=writer)
+    parallel_assert(comm, all(verify(p).verdict is Verdict.SOUND for p in (first, second)))
+    program.close()
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def large_model(topology: hpczero.Topology) -> nn.Module:
+    """800 kB of parameters."""
+    model = nn.Sequential(nn.Linear(400, 400), nn.Linear(100, 400))
+    hpczero.zeroify(model, torch.optim.SGD(model.parameters(), lr=0.1), topology=topology)
+    return model
+
+
+# Where the disk is full only once the save has begun: somebody else fills it too, or a quota is not seen by statvfs.
+@pytest.mark.parametrize(
+    ("free_nbytes", "reserved", "writer"),
+    [
+        (3 * 2**12, True, "mpio"),  # the headers do not fit
+        (3 * 2**12, True, "posix"),
+        (2**18, True, "mpio"),  # the data do not, and the file system says so at once
+        (2**18, True, "posix"),
+        (2**18, False, "posix"),  # it can not, as on NFS: in mid-write
+    ],
+)
+def test_disk_that_runs_full_during_the_save(
+    comm: MPI.Intracomm,
+    topology: hpczero.Topology,
+    small_disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    free_nbytes: int,
+    reserved: bool,
+    writer: str,
+) -> None:
+    model = large_model(topology)
+    folder = small_disk / "ckpt"
+    first = hpczero.checkpoint.save(folder, model, step=1, writer=writer)
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "check_room", lambda *_: None)
+        if not reserved:
+            patch.setattr(h5file, "_reserve", lambda _: None)
+        fill(comm, small_disk, free_nbytes)
+        start = time.monotonic()
+        for _ in range(3):
+            raises_on_all(
+                comm,
+                CheckpointNotWritten,
+                "older checkpoints are as they were",
+                lambda: hpczero.checkpoint.save(folder, model, step=2, writer=writer),
+            )
+        parallel_assert(comm, time.monotonic() - start < LONG_S)
+        parallel_assert(comm, left(folder) == ["LATEST", first.name], str(left(folder)))
+        empty(comm, small_disk)
+    parallel_assert(comm, hpczero.checkpoint.load(folder, model).step == 1)
+    second = hpczero.checkpoint.save(folder, model, step=2, writer=writer)
+    parallel_assert(comm, all(verify(p).verdict is Verdict.SOUND for p in (first, second)))
+    hpczero.release(model)
+
+
+@pytest.mark.parametrize("reserved", [True, False])
+def test_failed_saves_leave_no_open_files(
+    comm: MPI.Intracomm,
+    topology: hpczero.Topology,
+    small_disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reserved: bool,
+) -> None:
+    model = large_model(topology)
+    monkeypatch.setattr(Folder, "check_room", lambda *_: None)
+    if not reserved:
+        monkeypatch.setattr(h5file, "_reserve", lambda _: None)
+    fill(comm, small_disk, 2**18)
+
+    def fail() -> None:
+        hpczero.checkpoint.save(small_disk / "ckpt", model, step=1, writer="posix")
+
+    raises_on_all(comm, CheckpointNotWritten, "", fail)
+    before = open_files()
+    for _ in range(3):
+        raises_on_all(comm, CheckpointNotWritten, "", fail)
+    parallel_assert(comm, open_files() <= before, f"{open_files()} {before}")
+    hpczero.release(model)
+
+
+def open_files() -> int:
+    gc.collect()  # what earlier tests have left
+    return len(list(Path("/proc/self/fd").iterdir()))

@@ -1,0 +1,291 @@
+"""What a load or a save refuses: the same error on all ranks, saying what differs, and nothing changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import hpczero
+from hpczero.checkpoint.folder import read_manifest
+from hpczero.checkpoint.format import MANIFEST_FILE
+from hpczero.errors import EXIT_MISCONFIGURED, CheckpointError, CheckpointMismatch, ConfigError
+from tests.checkpoint.damage import fingerprint
+from tests.checkpoint.programs import Program
+from tests.helpers.parallel import parallel_assert
+from tests.small_models import raises_on_all
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
+
+
+class Small(nn.Module):
+    """Two layers, a tie and a buffer; each option makes it another model."""
+
+    def __init__(
+        self,
+        *,
+        width: int = 5,
+        first: str = "first",
+        tied: bool = False,
+        depth: int = 2,
+        frozen: bool = False,
+        buffers: tuple[str, ...] = ("seen",),
+        dtype: torch.dtype = torch.int64,
+    ) -> None:
+        super().__init__()
+        self.add_module(first, nn.Linear(4, width))
+        self.second = nn.Linear(4, width)
+        if tied:
+            self.second.weight = self.get_parameter(f"{first}.weight")
+        for extra in range(depth - 2):
+            self.add_module(f"more{extra}", nn.Linear(2, 2))
+        self.get_submodule(first).requires_grad_(not frozen)
+        for name in buffers:
+            self.register_buffer(name, torch.zeros(2, dtype=dtype))
+
+
+def sharded(
+    topology: hpczero.Topology,
+    kind: Callable[..., torch.optim.Optimizer],
+    groups: int,
+    **options: Any,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Small(**options)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = kind([{"params": trained[i::groups]} for i in range(groups)], lr=0.1)
+    hpczero.zeroify(model, optimizer, topology=topology)
+    return model, optimizer
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    """Of this rank, copied."""
+    return [unit.owned_values.clone() for unit in hpczero.sharding(model).units]
+
+
+AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "parameters missing": (
+        {},
+        {"depth": 4},
+        r"has no more0.weight, more0.bias, more1.weight, more1.bias",
+    ),
+    "parameters of its own": ({"depth": 3}, {}, r"the model has no more0.weight, more0.bias"),
+    "too many to list": (
+        {"depth": 9},
+        {},
+        r"the model has no (more\d\.\w+, ){4}more\d\.\w+ and 9 more",
+    ),
+    "other shapes": (
+        {},
+        {"width": 6},
+        r"first.weight is \(5, 4\) in the checkpoint and \(6, 4\) in the model; first",
+    ),
+    "a parameter renamed": (
+        {},
+        {"first": "uno"},
+        r"has no uno.weight, uno.bias; the model has no first.weight, first",
+    ),
+    "frozen there": (
+        {"frozen": True},
+        {},
+        r"frozen in the checkpoint and trained here: first.weight, first.bias",
+    ),
+    "tied here only": (
+        {},
+        {"tied": True},
+        r"second.weight is tied to first.weight here and not in the checkpoint",
+    ),
+    "tied there only": (
+        {"tied": True},
+        {},
+        r"second.weight is tied to first.weight in the checkpoint and not here",
+    ),
+    "other optimizer": ({}, {"kind": SGD}, r"holds the state of AdamW, and the optimizer is SGD"),
+    "other groups": ({}, {"groups": 2}, r"has 1 groups of parameters, and the optimizer 2"),
+    "a buffer missing": ({"buffers": ()}, {}, r"the checkpoint has no buffer seen"),
+    "a buffer of its own": (
+        {"buffers": ("a", "seen")},
+        {},
+        r"buffer 'a' is int64 \(2,\) in the checkpoint and not in",
+    ),
+    "other buffers": (
+        {},
+        {"dtype": torch.int32},
+        r"buffer 'seen' is int64 \(2,\) .* and int32 \(2,\) in the model",
+    ),
+}
+
+
+@pytest.mark.parametrize("difference", OTHERS)
+def test_another_model_is_refused_with_a_list_of_differences(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, difference: str
+) -> None:
+    theirs, ours, pattern = OTHERS[difference]
+    ours = dict(ours)
+    kind, groups = ours.pop("kind", AdamW), ours.pop("groups", 1)
+    model, _ = sharded(topology, AdamW, 1, **theirs)
+    hpczero.checkpoint.save(folder, model, step=1)
+    hpczero.checkpoint.save(folder, model, step=2)
+    hpczero.release(model)
+    model, optimizer = sharded(topology, kind, groups, **ours)
+    before = values(model)
+    said = raises_on_all(
+        comm, CheckpointMismatch, pattern, lambda: hpczero.checkpoint.load(folder, model, optimizer)
+    )
+    parallel_assert(comm, "step-000000002" in said, said)  # and did not fall back to step 1
+    parallel_assert(comm, all(map(torch.equal, before, values(model))))
+    parallel_assert(comm, not optimizer.state)
+    parallel_assert(comm, CheckpointMismatch.exit_code == EXIT_MISCONFIGURED)
+    hpczero.release(model)
+
+
+def test_what_was_trained_may_be_frozen_now(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    model, _ = sharded(topology, AdamW, 1)
+    hpczero.checkpoint.save(folder, model, step=1)
+    expected = hpczero.full_state_dict(model)
+    hpczero.release(model)
+    model, _ = sharded(topology, AdamW, 1, frozen=True)
+    hpczero.checkpoint.load(folder, model)
+    found = hpczero.full_state_dict(model)
+    hpczero.release(model)
+    if found is not None and expected is not None:
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_later_version_asks_for_an_upgrade_and_nothing_older_is_taken(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    program = Program(topology)
+    program.save(folder)
+    program.train(1)
+    path = program.save(folder)
+    if comm.rank == 0:
+        manifest = read_manifest(path)
+        later = type(manifest)(**{**manifest.__dict__, "version": 2})
+        (path / MANIFEST_FILE).write_text(later.to_json())
+    comm.Barrier()
+    before = fingerprint(program)
+    raises_on_all(comm, CheckpointMismatch, "upgrade hpczero", lambda: program.load(folder))
+    parallel_assert(comm, fingerprint(program) == before)
+    program.close()
+
+
+def test_an_empty_folder_has_nothing_to_load(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    program = Program(topology)
+    for path in (folder, folder / "missing"):
+        pattern = f"{path}: no checkpoint there"
+        raises_on_all(comm, ConfigError, pattern, partial(program.load, path))
+        with program.checkpoints(path) as checkpoints:
+            parallel_assert(comm, checkpoints.load() is None)
+    parallel_assert(comm, not (folder / "missing").exists())
+    program.close()
+
+
+def test_bad_calls_of_save_are_refused_and_write_nothing(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    program = Program(topology)
+
+    def save(step: Any, extra: Any = None) -> None:
+        hpczero.checkpoint.save(folder, program.model, step=step, extra=extra)
+
+    circle: dict[str, Any] = {}
+    circle["self"] = circle
+    raises_on_all(
+        comm, ConfigError, r"ranks \[1\] are at another step", lambda: save(3 + comm.rank)
+    )
+    raises_on_all(comm, ConfigError, "got step -1, expected a whole number", lambda: save(-1))
+    for step in (1.5, "7", None, True):
+        pattern = f"got step {step!r}, expected a whole number"
+        raises_on_all(comm, ConfigError, pattern, partial(save, step))
+    for extra in ({"a": object()}, {"a": torch.zeros(1)}, circle, {(1, 2): 3}, 7):
+        pattern = "extra cannot be written as JSON"
+        raises_on_all(comm, ConfigError, pattern, partial(save, 1, extra))
+    mine = {"bad": object()} if comm.rank == 1 else {}
+    raises_on_all(comm, ConfigError, "extra cannot", lambda: save(1, mine))
+    comm.Barrier()
+    parallel_assert(comm, list(folder.iterdir()) == [])
+    program.close()
+
+
+def test_nan_and_long_extra_come_back(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    """An attribute of HDF5 is at most 64 KiB in its old form."""
+    program = Program(topology)
+    extra = {"best": math.inf, "history": list(range(40_000)), "name": "größer \0 \N{SNOWMAN}"}
+    path = hpczero.checkpoint.save(folder, program.model, step=1, extra=extra)
+    found = hpczero.checkpoint.load(path, program.model).extra
+    parallel_assert(comm, found == extra)
+    program.close()
+
+
+class Keeps(torch.optim.Optimizer):
+    """An elementwise optimizer that keeps something odd of every parameter."""
+
+    hpczero_elementwise = True
+    odd: Any = None
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["odd"] = type(self).odd(p)
+
+
+ODD: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "bf16": (lambda p: p.bfloat16(), "bfloat16"),
+    "other shape": (lambda p: torch.zeros(p.numel() + 1), "torch.float32"),
+    "fp64": (lambda p: p.double(), "float64"),
+    "a list": (lambda p: [1, 2], "list"),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_state_that_cannot_be_kept_is_refused(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, odd: str
+) -> None:
+    Keeps.odd, got = staticmethod(ODD[odd][0]), ODD[odd][1]
+    model = Small()
+    optimizer = Keeps(model.parameters())
+    hpczero.zeroify(model, optimizer, topology=topology)
+    optimizer.step()
+    pattern = rf"optimizer state 'odd' is .*{got}.*cannot be kept"
+    raises_on_all(
+        comm, CheckpointError, pattern, lambda: hpczero.checkpoint.save(folder, model, step=1)
+    )
+    comm.Barrier()
+    parallel_assert(comm, list(folder.iterdir()) == [])
+    hpczero.release(model)
+
+
+def test_a_second_job_is_refused_on_all_ranks(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    program = Program(topology)
+    with program.checkpoints(folder) as checkpoints:
+        checkpoints.save(1)
+        error = hpczero.errors.CheckpointBusy
+        raises_on_all(comm, error, "held by process", lambda: program.save(folder))
+        checkpoints.save(2)
+    program.save(folder)
+    comm.Barrier()
+    left = sorted(entry.name for entry in folder.iterdir())
+    parallel_assert(comm, [name for name in left if name.startswith(".")] == [], str(left))
+    program.close()

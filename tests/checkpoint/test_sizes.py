@@ -1,0 +1,39 @@
+"""Many ranks, more than there are elements, and numbers of them at which MPI-IO has hung (ompi#7109, ompi#7809)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpczero.checkpoint.folder import read_manifest
+from hpczero.checkpoint.format import BUFFERS, MASTER
+from hpczero.checkpoint.verify import Verdict, verify
+from tests.checkpoint.driver import MODELS, WRITERS
+from tests.checkpoint.programs import state_digests
+from tests.helpers.mpirun import run_ranks
+
+TIMEOUT_S = 200.0
+
+
+@pytest.mark.limit(240)
+@pytest.mark.parametrize(
+    ("mpi_io", "sizes"),
+    [("^ompio", [16, 8, 7, 1, 16]), ("ompio", [7, 5, 7])],
+    ids=["romio", "ompio"],
+)
+def test_from_many_ranks_to_few_and_back(tmp_path: Path, mpi_io: str, sizes: list[int]) -> None:
+    arguments = ["-m", "tests.checkpoint.driver", str(tmp_path), *map(str, sizes[1:])]
+    done = run_ranks(sizes[0], arguments, TIMEOUT_S, env={"OMPI_MCA_io": mpi_io})
+    assert done.returncode == 0, done
+    for model in MODELS:
+        found = {}
+        for size in set(sizes):
+            for writer in WRITERS:
+                path = tmp_path / str(size) / model / writer / "step-000000000"
+                assert verify(path).verdict is Verdict.SOUND
+                assert read_manifest(path).world_size == size
+                found[path] = state_digests(path)
+        first, *others = found.values()
+        assert set(first) == {MASTER, BUFFERS}
+        assert all(other == first for other in others), found

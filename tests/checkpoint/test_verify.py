@@ -1,0 +1,164 @@
+"""``python -m hpczero.checkpoint verify`` and ``ls``: what they find, say and exit with."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpczero.checkpoint import __main__ as command
+from hpczero.checkpoint.folder import read_manifest
+from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE
+from hpczero.checkpoint.verify import Verdict, verify
+from hpczero.errors import ConfigError
+from tests.checkpoint.damage import DAMAGES, datasets, flip, flip_in, golden_copy
+
+
+def later_version(path: Path) -> None:
+    """As a later release would write it."""
+    manifest = read_manifest(path)
+    (path / MANIFEST_FILE).write_text(
+        type(manifest)(**{**manifest.__dict__, "version": 2}).to_json()
+    )
+
+
+def said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: object
+) -> tuple[int, str]:
+    """Exit code and output of the command, in this process."""
+    monkeypatch.setattr(sys, "argv", ["checkpoint", *map(str, args)])
+    code = command.main()
+    return code, capsys.readouterr().out
+
+
+def test_the_command_exits_with_the_verdict_and_starts_neither_mpi_nor_torch(
+    tmp_path: Path,
+) -> None:
+    path = golden_copy(tmp_path)
+    command_line = [sys.executable, "-X", "importtime", "-m", "hpczero.checkpoint", "verify"]
+    for code in (Verdict.SOUND, Verdict.CORRUPT):
+        done = subprocess.run(
+            [*command_line, tmp_path], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == code
+        assert done.stdout.endswith("bytes read\n")
+        imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+        assert "hpczero.checkpoint.verify" in imported
+        assert not {"torch", "mpi4py", "h5py"} & imported
+        flip_in(path, datasets(path)[0], 0)
+
+
+def test_damage_is_named_by_dataset_parameter_and_range(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = golden_copy(tmp_path)
+    flip_in(path, datasets(path)[0], 17)  # scale, embed.weight (15), hidden.weight ...
+    code, text = said(capsys, monkeypatch, "verify", path)
+    assert code == Verdict.CORRUPT
+    assert text.count("corrupt: elements") == 1  # nothing else is
+    found = re.search(r"elements 0 to 32 of /state/master \(([^)]*)\) do not have", text)
+    assert found, text
+    table = read_manifest(path).table
+    assert found[1].split(", ") == table.overlapping(0, 32)
+    assert f"{path}: corrupt, {read_manifest(path).file_nbytes:,} bytes read" in text
+
+
+def test_every_damaged_slab_is_listed(tmp_path: Path) -> None:
+    path = golden_copy(tmp_path)
+    for dataset in datasets(path):
+        flip_in(path, dataset, dataset.numel - 1)
+    problems = verify(path).problems
+    assert len(problems) == len(datasets(path))
+    for dataset, problem in zip(datasets(path), problems, strict=True):
+        assert f"to {dataset.numel:,} of {dataset.name}" in problem
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_any_harm_has_its_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    path = golden_copy(tmp_path)
+    DAMAGES[damage](path)
+    code, text = said(capsys, monkeypatch, "verify", tmp_path)
+    incomplete = damage in ("no manifest", "no state", "nothing")
+    assert code == (Verdict.INCOMPLETE if incomplete else Verdict.CORRUPT), text
+    assert str(path) in text
+
+
+def test_later_version_is_not_called_corrupt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = golden_copy(tmp_path)
+    later_version(path)
+    code, text = said(capsys, monkeypatch, "verify", path)
+    assert code == Verdict.UNSUPPORTED
+    assert "upgrade hpczero" in text
+
+
+def test_a_folder_is_as_bad_as_the_worst_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    golden_copy(tmp_path, 3)
+    assert said(capsys, monkeypatch, "verify", tmp_path)[0] == Verdict.SOUND
+    shortened = golden_copy(tmp_path, 4)
+    DAMAGES["half"](shortened)
+    DAMAGES["no manifest"](golden_copy(tmp_path, 5))
+    code, text = said(capsys, monkeypatch, "verify", tmp_path)
+    assert code == Verdict.INCOMPLETE
+    ends = re.findall(r"step-0*(\d): (sound|corrupt|incomplete), ", text)
+    assert ends == [("5", "incomplete"), ("4", "corrupt"), ("3", "sound")]
+
+
+def test_quick_looks_at_size_manifest_and_headers_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = golden_copy(tmp_path)
+    master = datasets(path)[0]
+    flip_in(path, master, 3)
+    assert said(capsys, monkeypatch, "verify", "--quick", path)[0] == Verdict.SOUND
+    assert said(capsys, monkeypatch, "verify", path)[0] == Verdict.CORRUPT
+    flip_in(path, master, 3)
+    flip(path / STATE_FILE, 20, 3)  # HDF5's superblock
+    code, text = said(capsys, monkeypatch, "verify", "--quick", path)
+    assert code == Verdict.CORRUPT
+    assert "HDF5's own part" in text
+
+
+def test_headers_that_are_damaged_still_load(tmp_path: Path) -> None:
+    """Only other readers need them; ``verify`` says so."""
+    path = golden_copy(tmp_path)
+    flip(path / STATE_FILE, 20, 3)
+    (problem,) = verify(path).problems
+    assert "hpczero can still load the checkpoint" in problem
+    read_manifest(path)
+
+
+def test_ls_shows_the_newest_first_and_what_is_broken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    golden_copy(tmp_path, 3)
+    DAMAGES["half"](golden_copy(tmp_path, 12))
+    later_version(golden_copy(tmp_path, 7))
+    code, text = said(capsys, monkeypatch, "ls", tmp_path)
+    assert code == 0
+    heading, *lines = text.splitlines()
+    assert heading.split() == ["step", "MiB", "parameters", "ranks", "saved", "(UTC)", "path"]
+    assert [line.split()[0] for line in lines] == ["-", "-", "3"]
+    assert "CorruptCheckpoint" in lines[0]
+    assert lines[0].endswith("step-000000012")
+    assert "CheckpointMismatch" in lines[1]
+    manifest = read_manifest(tmp_path / "step-000000003")
+    assert lines[2].split()[1:4] == ["0.0", str(manifest.table.numel), "2"]
+    assert json.loads((tmp_path / "step-000000003" / MANIFEST_FILE).read_text())["step"] == 3
+
+
+@pytest.mark.parametrize("name", ["verify", "ls"])
+def test_no_checkpoint_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        monkeypatch.setattr(sys, "argv", ["checkpoint", name, str(path)])
+        with pytest.raises(ConfigError, match="no checkpoint there"):
+            command.main()
