@@ -142,6 +142,7 @@ fi
 if [[ "$mpi" == apt ]]; then
     packages+=(openmpi-bin libopenmpi-dev libhdf5-openmpi-dev)
     if ! command -v tc >/dev/null; then packages+=(iproute2); fi # for the tests on emulated hosts
+    if ! command -v h5dump >/dev/null; then packages+=(hdf5-tools); fi # a test reads checkpoints with it
     if ! command -v cc >/dev/null; then packages+=(build-essential); fi
     headers='import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
     if ! "${base:-false}" -c "$headers" 2>/dev/null; then packages+=(python3-dev); fi
