@@ -10,7 +10,7 @@ shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -67,18 +67,20 @@ class Inventory:
             unit.restore(owned)
 
     def _by_unit(self, values: Tensor, *, trainable: bool = False) -> Iterator[tuple[Unit, Tensor]]:
-        """``values``, in the order of the file, cut into each unit's ``owned_values``; units in their own order."""
-        owned = {
-            unit: torch.empty(unit.owned_values.numel())
-            for unit in self._sharding.units
-            if unit.spec.trainable or not trainable
+        """``values``, in the order of the file, cut into each unit's ``owned_values``; one unit's copy at a time."""
+        cuts: dict[Unit, list[tuple[int, int, int]]] = {
+            unit: [] for unit in self._sharding.units if unit.spec.trainable or not trainable
         }
         start = 0
         for _, unit, begin, count in self._pieces:
-            if unit in owned:
-                owned[unit][begin : begin + count] = values[start : start + count]
+            if unit in cuts:
+                cuts[unit].append((begin, start, count))
                 start += count
-        yield from owned.items()
+        for unit, pieces in cuts.items():
+            owned = torch.empty(unit.owned_values.numel())
+            for begin, start, count in pieces:
+                owned[begin : begin + count] = values[start : start + count]
+            yield unit, owned
 
     # --- optimizer -----------------------------------------------------------------------------------------------
 
@@ -141,14 +143,14 @@ class Inventory:
 
     def set_optimizer(
         self,
-        elements: Mapping[str, Tensor],
+        elements: MutableMapping[str, Tensor],
         kinds: Mapping[str, str],
         present: Mapping[str, Mapping[str, Scalar | None]],
     ) -> None:
         """Give the optimizer its state. Collective over world.
 
         Args:
-            elements: for each elementwise key, (elements of ``held_trainable``,).
+            elements: for each elementwise key, (elements of ``held_trainable``,); empty afterwards.
             kinds: of all keys, in the order the optimizer made them.
             present: for each key, the parameters that have it, with the number of a scalar.
         """
@@ -159,20 +161,21 @@ class Inventory:
                 for shard in unit.shards:
                     optimizer.state.pop(shard, None)
         for key, kind in kinds.items():
-            cuts = self._by_unit(elements[key], trainable=True) if kind == "elements" else ()
-            owned = dict(cuts)
+            if kind == "elements":
+                # Gone with the last unit, so that no more than one key is there twice.
+                for unit, owned in self._by_unit(elements.pop(key), trainable=True):
+                    names = [unit.spec.layout.slots[position].name for position in unit.shard_slots]
+                    replicated = unit.replicated(owned)
+                    for name, (shard, value) in zip(names, replicated, strict=True):
+                        if name in present[key]:
+                            optimizer.state[shard][key] = value.clone()
+                continue
             for unit in self._sharding.units:
-                if not unit.spec.trainable:
-                    continue
-                names = [unit.spec.layout.slots[position].name for position in unit.shard_slots]
-                if kind == "elements":
-                    values = [value.clone() for _, value in unit.replicated(owned[unit])]
-                for place, (name, shard) in enumerate(zip(names, unit.shards, strict=True)):
-                    if name in present[key]:
-                        number = present[key][name]
-                        optimizer.state[shard][key] = (
-                            values[place] if kind == "elements" else _scalar(kind, number)
-                        )
+                if unit.spec.trainable:
+                    for position, shard in zip(unit.shard_slots, unit.shards, strict=True):
+                        name = unit.spec.layout.slots[position].name
+                        if name in present[key]:
+                            optimizer.state[shard][key] = _scalar(kind, present[key][name])
 
 
 def _kind(key: str, value: Any, numel: int) -> str | None:
