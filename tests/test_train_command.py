@@ -69,6 +69,7 @@ def steps_of(folder: Path, name: str) -> list[StepMetrics]:
 def test_run_folder_holds_every_result_and_nothing_temporary(folder: Path) -> None:
     files = {file.name for file in (folder / "two").iterdir()}
     assert files == {
+        "checkpoints",
         "config.toml",
         "loss.png",
         "metrics.jsonl",
@@ -197,6 +198,7 @@ def test_bf16_checkpointing_bpe_and_mfu_train_and_unwanted_files_stay_away(
     )
     assert done.returncode == 0, done
     assert {file.name for file in (folder / "bf16").iterdir()} == {
+        "checkpoints",
         "config.toml",
         "metrics.jsonl",
         "model.safetensors",
@@ -212,7 +214,7 @@ def test_run_is_not_overwritten_unless_asked(folder: Path) -> None:
     before = (folder / "two" / "metrics.jsonl").read_text()
     done = train(2, folder, run__name="two")
     assert done.returncode == 78, done
-    assert "holds an earlier run" in done.stderr
+    assert "holds a finished run" in done.stderr
     assert "--run.overwrite true" in done.stderr
     assert (folder / "two" / "metrics.jsonl").read_text() == before
 

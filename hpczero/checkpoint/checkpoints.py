@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from hpczero.checkpoint.folder import Folder
 from hpczero.checkpoint.format import SLAB_NBYTES
+from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.lock import Lock
 from hpczero.checkpoint.reading import Loaded, load_newest
 from hpczero.checkpoint.snapshot import take
@@ -129,6 +130,7 @@ class Checkpoints:
         self._writer = writer
         self._slab_nbytes = slab_nbytes
         self._at = at
+        self._inventory: Inventory | None = None  # the same for every save
         self._lock = Lock(Path(directory))
         self._locked = False
         self._background = (
@@ -148,7 +150,14 @@ class Checkpoints:
                     self._lock.acquire()
                     self._folder.sweep()
             self._locked = True
-        snapshot = take(self._sharding, step=step, extra=extra or {}, slab_nbytes=self._slab_nbytes)
+        self._inventory = self._inventory or Inventory(self._sharding)
+        snapshot = take(
+            self._sharding,
+            step=step,
+            extra=extra or {},
+            slab_nbytes=self._slab_nbytes,
+            inventory=self._inventory,
+        )
         if self._background is None:
             options: dict[str, Any] = {"writer": self._writer, "keep": self._keep, "at": self._at}
             return write(snapshot, self._folder, topology, **options)

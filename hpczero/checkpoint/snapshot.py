@@ -84,6 +84,7 @@ def take(
     step: int,
     extra: Mapping[str, Any],
     slab_nbytes: int = SLAB_NBYTES,
+    inventory: Inventory | None = None,
 ) -> Snapshot:
     """Look at everything that a checkpoint holds. Collective over world; values are not copied yet.
 
@@ -94,7 +95,7 @@ def take(
     topology = sharding.topology
     _check_step(sharding, step)
     with topology.agreed("take a snapshot"):
-        inventory = Inventory(sharding)
+        inventory = inventory or Inventory(sharding)
         kinds = inventory.state_kinds()
         text = _plain(extra)
     with topology.watchdog.watch("checkpoint: what the optimizers of all ranks keep"):
