@@ -20,7 +20,7 @@ from torch import Tensor
 from hpczero.checkpoint.format import Dataset
 from hpczero.watchdog import Watchdog
 
-ROUND_NBYTES = 32 * 2**20  # of slabs that one rank gathers at a time
+ROUND_NBYTES = 16 * 2**20  # of slabs that one rank gathers at a time
 
 Runs = npt.NDArray[
     np.int64

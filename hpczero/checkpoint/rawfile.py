@@ -47,13 +47,22 @@ def read_at(descriptor: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         EOFError: the file ends before.
     """
     found = np.empty(nbytes, dtype=np.uint8)
-    left = found.data
+    read_into(descriptor, offset, found)
+    return found
+
+
+def read_into(descriptor: int, offset: int, into: npt.NDArray[np.uint8]) -> None:
+    """As many bytes from ``offset`` on as ``into`` has.
+
+    Raises:
+        EOFError: the file ends before.
+    """
+    left = into.data
     while left:
         count = os.preadv(descriptor, [left[: 2**30]], offset)
         if not count:
             raise EOFError(f"the file ends at byte {offset}")
         left, offset = left[count:], offset + count
-    return found
 
 
 def rest_digest(path: Path, datasets: Sequence[Dataset]) -> str:

@@ -7,9 +7,7 @@ touched before everything has been read and checked.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +25,6 @@ from hpczero.checkpoint.comparison import (
     match_parameters,
     renamed,
 )
-from hpczero.checkpoint.exchange import Exchange
 from hpczero.checkpoint.folder import Folder, read_manifest
 from hpczero.checkpoint.format import (
     BUFFERS,
@@ -35,13 +32,11 @@ from hpczero.checkpoint.format import (
     MASTER,
     RNG,
     STATE_FILE,
-    Dataset,
     Manifest,
     Table,
-    digest,
 )
 from hpczero.checkpoint.inventory import Inventory
-from hpczero.checkpoint.rawfile import read_at
+from hpczero.checkpoint.slabreader import SlabReader
 from hpczero.checkpoint.snapshot import STATE, expand
 from hpczero.errors import CorruptCheckpoint
 from hpczero.sharded_model import Sharding
@@ -130,12 +125,15 @@ def load_one(path: Path, sharding: Sharding) -> Loaded:
         places = match_parameters(manifest, inventory.table, path)
         keys = match_optimizer(manifest, sharding, path)
         match_buffers(manifest, sharding, path)
-    reader = _Reader(path, manifest, topology)
-    values = reader.read(MASTER, _runs(inventory.held, inventory.table, places))
+    reader = SlabReader(path, manifest, topology)
+    held = _runs(inventory.held, inventory.table, places)
     trainable = _runs(inventory.held_trainable, inventory.table, places)
-    elements = {
-        key: reader.read(STATE + key, trainable) for key, kind in keys.items() if kind == "elements"
-    }
+    elementwise = [key for key, kind in keys.items() if kind == "elements"]
+    values, *states = reader.read(
+        [(MASTER, held), *((STATE + key, trainable) for key in elementwise)]
+    )
+    elements = dict(zip(elementwise, states, strict=True))
+    del states
     buffers, rng = reader.read_whole(BUFFERS), reader.read_whole(RNG)
 
     inventory.set_values(values)
@@ -181,106 +179,6 @@ def _runs(
         moved = places[row.name] - row.offset
         found.append((start + moved, stop + moved))
     return found
-
-
-class _Reader:
-    """Reads datasets of one checkpoint, checked. Its methods are collective over world."""
-
-    def __init__(self, path: Path, manifest: Manifest, topology: Topology) -> None:
-        self._path = path
-        self._manifest = manifest
-        self._topology = topology
-
-    def read(self, name: str, runs: Sequence[tuple[int, int]]) -> Tensor:
-        """What lies at ``runs`` of dataset ``name``, one after the other.
-
-        Raises:
-            CorruptCheckpoint: on every rank.
-        """
-        topology, dataset = self._topology, self._dataset(name)
-        order = sorted(range(len(runs)), key=lambda index: runs[index])
-        exchange = Exchange(topology.world, topology.watchdog, [runs[index] for index in order])
-        kind = torch.float32 if dataset.dtype == "<f4" else torch.uint8
-        held = torch.empty(exchange.numel, dtype=kind)
-        with contextlib.ExitStack() as stack:
-            with topology.agreed("open the checkpoint"):
-                descriptor = self._open()
-                stack.callback(os.close, descriptor)
-            rounds = list(exchange.rounds(dataset))
-            for windows, following in zip(rounds, [*rounds[1:], None], strict=True):
-                with (
-                    topology.watchdog.watch(f"checkpoint: reading {name}"),
-                    topology.agreed(f"read {name}"),
-                ):
-                    data = self._window(descriptor, dataset, windows[topology.rank])
-                    if following is not None:
-                        self._announce(descriptor, dataset, following[topology.rank])
-                slabs = torch.from_numpy(data.view(dataset.dtype))
-                exchange.from_slabs(slabs, held, windows)
-        if order == list(range(len(runs))):
-            return held
-        ends = np.cumsum([runs[index][1] - runs[index][0] for index in order])
-        pieces = dict(zip(order, torch.tensor_split(held, ends[:-1].tolist()), strict=True))
-        return torch.cat([pieces[index] for index in range(len(runs))])
-
-    def _dataset(self, name: str) -> Dataset:
-        dataset = self._manifest.dataset(name)
-        if dataset is None:  # the manifest is the same on all ranks
-            error = CorruptCheckpoint(f"{self._path}: dataset {name} is not in it")
-            error.agreed = True
-            raise error
-        return dataset
-
-    def read_whole(self, name: str) -> Tensor:
-        """All bytes of a small dataset, on every rank; rank 0 reads them.
-
-        Raises:
-            CorruptCheckpoint: on every rank.
-        """
-        dataset = self._dataset(name)
-        data = None
-        with self._topology.agreed(f"read {dataset.name}"):
-            if self._topology.is_root:
-                descriptor = self._open()
-                try:
-                    data = self._window(descriptor, dataset, range(dataset.numel))
-                finally:
-                    os.close(descriptor)
-        with self._topology.watchdog.watch(f"checkpoint: handing {dataset.name} out"):
-            found = self._topology.world.bcast(data)
-        return torch.from_numpy(found)
-
-    def _open(self) -> int:
-        try:
-            return os.open(self._path / STATE_FILE, os.O_RDONLY)
-        except OSError as error:
-            raise CorruptCheckpoint(
-                f"{self._path / STATE_FILE}: cannot be read ({os.strerror(error.errno or 0)})"
-            ) from error
-
-    @staticmethod
-    def _announce(descriptor: int, dataset: Dataset, window: range) -> None:
-        """Have the kernel begin to read what is asked for next."""
-        offset = dataset.offset + window.start * dataset.itemsize
-        os.posix_fadvise(descriptor, offset, len(window) * dataset.itemsize, os.POSIX_FADV_WILLNEED)
-
-    def _window(self, descriptor: int, dataset: Dataset, window: range) -> Any:
-        """Bytes of whole slabs, each held against its digest."""
-        nbytes = len(window) * dataset.itemsize
-        try:
-            data = read_at(descriptor, dataset.offset + window.start * dataset.itemsize, nbytes)
-        except (OSError, EOFError) as error:
-            raise CorruptCheckpoint(
-                f"{self._path}: {dataset.name} cannot be read: {error}"
-            ) from error
-        item = dataset.itemsize
-        for start in range(window.start, window.stop, dataset.slab_numel):
-            index = start // dataset.slab_numel
-            slab = dataset.slab(index)
-            begin = (slab.start - window.start) * item
-            if digest(data[begin : begin + len(slab) * item]) != dataset.digests[index]:
-                raise CorruptCheckpoint(self._manifest.damage(self._path, dataset, slab))
-        return data
 
 
 # --- what is not sharded -------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from hpczero.checkpoint.format import Dataset
-from hpczero.checkpoint.rawfile import opened, start_writeback, write_at
+from hpczero.checkpoint.rawfile import start_writeback, write_at
 from hpczero.environment import Environment
 from hpczero.errors import CheckpointError
 
@@ -53,7 +53,7 @@ class MpioWriter(Writer):
 
     def __init__(self, path: Path, comm: MPI.Intracomm) -> None:
         """See ``Writer``."""
-        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY)  # of this node's cache of the file
         # Never closed after an error: HDF5 would call MPI-IO collectively, which hangs or crashes.
         self._file = h5py.File(path, "r+", driver="mpio", comm=comm, libver=("v110", "v110"))
         self._transfer = h5py.h5p.create(h5py.h5p.DATASET_XFER)
@@ -68,15 +68,23 @@ class MpioWriter(Writer):
         else:  # a rank that writes nothing takes part all the same
             there.select_none()
             here.select_none()
-            data = np.empty(1, dtype=dataset.dtype)
-        found.write(here, there, data, dxpl=self._transfer)
+        source = data if len(data) else np.empty(1, dtype=dataset.dtype)
+        found.write(here, there, source, dxpl=self._transfer)
+        offset = dataset.offset + start * dataset.itemsize
+        start_writeback(self._descriptor, offset, data.nbytes)
 
     def close(self) -> None:
         """See ``Writer``."""
         self._file.flush()
         self._file.close()
-        with opened(self._path) as descriptor:  # HDF5 writes again after its own sync
-            os.fsync(descriptor)
+        os.fsync(self._descriptor)  # HDF5 writes again after its own sync
+        self.abandon()
+
+    def abandon(self) -> None:
+        """See ``Writer``."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class PosixWriter(Writer):

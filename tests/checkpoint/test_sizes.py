@@ -37,3 +37,14 @@ def test_from_many_ranks_to_few_and_back(tmp_path: Path, mpi_io: str, sizes: lis
         first, *others = found.values()
         assert set(first) == {MASTER, BUFFERS}
         assert all(other == first for other in others), found
+
+
+@pytest.mark.limit(240)
+def test_a_training_passed_on_among_up_to_8_ranks_keeps_every_bit(tmp_path: Path) -> None:
+    legs = ["4-3", "8-3", "5-1", "8-2", "3-0", "8-0", "2-2", "1-3"]
+    arguments = ["-m", "tests.checkpoint.sizes_program", str(tmp_path), *legs]
+    done = run_ranks(8, arguments, TIMEOUT_S)
+    assert done.returncode == 0, done
+    first, *others = (state_digests(tmp_path / leg / "step-000000003") for leg in legs)
+    assert set(first) == {MASTER, BUFFERS, "/state/exp_avg", "/state/exp_avg_sq"}
+    assert all(other == first for other in others), others

@@ -1,0 +1,198 @@
+"""Datasets of one checkpoint, read by all ranks together and checked on the way.
+
+Owns: which rank reads what, reading ahead, the check of every slab. Must not know: what the elements mean, the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hpczero.checkpoint.exchange import Exchange
+from hpczero.checkpoint.format import STATE_FILE, Dataset, Manifest, digest
+from hpczero.checkpoint.rawfile import read_into
+from hpczero.errors import CorruptCheckpoint
+from hpczero.topology import Topology
+from hpczero.watchdog import Watchdog
+
+Runs = Sequence[tuple[int, int]]  # (first element, the one after the last) of a dataset
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """One dataset, and what this rank needs of it."""
+
+    dataset: Dataset
+    runs: Runs
+    order: list[int]  # of the runs, ascending in the file
+    exchange: Exchange
+
+    def arranged(self, held: Tensor) -> Tensor:
+        """``held``, which is in the order of the file, in the order of the runs."""
+        if self.order == sorted(self.order):
+            return held
+        ends = np.cumsum([self.runs[index][1] - self.runs[index][0] for index in self.order])
+        pieces = torch.tensor_split(held, ends[:-1].tolist())
+        by_index = dict(zip(self.order, pieces, strict=True))
+        return torch.cat([by_index[index] for index in range(len(self.runs))])
+
+
+class SlabReader:
+    """Reads datasets, each slab by one rank. Its methods are collective over world."""
+
+    def __init__(self, path: Path, manifest: Manifest, topology: Topology) -> None:
+        self._path = path
+        self._manifest = manifest
+        self._topology = topology
+
+    def read(self, wanted: Sequence[tuple[str, Runs]]) -> list[Tensor]:
+        """For each dataset, what lies at the runs of it, one after the other.
+
+        While one window is handed out, the next is read and checked, across the edges of datasets.
+
+        Raises:
+            CorruptCheckpoint: on every rank; names dataset, parameters and range.
+        """
+        topology = self._topology
+        plans = [self._plan(name, runs) for name, runs in wanted]
+        pieces = [
+            (plan, windows) for plan in plans for windows in plan.exchange.rounds(plan.dataset)
+        ]
+        own = [(plan.dataset, windows[topology.rank]) for plan, windows in pieces]
+        found = {}
+        with self._opened() as descriptor, _Ahead(topology.watchdog) as ahead:
+            if own:
+                ahead.start(self, descriptor, *own[0])
+            for place, (plan, windows) in enumerate(pieces):
+                name = plan.dataset.name
+                with (
+                    topology.watchdog.watch(f"checkpoint: reading {name}"),
+                    topology.agreed(f"read {name}"),
+                ):
+                    data = ahead.take()
+                    if place + 1 < len(own):
+                        ahead.start(self, descriptor, *own[place + 1])
+                slabs = torch.from_numpy(data.view(plan.dataset.dtype))
+                if name not in found:
+                    found[name] = torch.empty(plan.exchange.numel, dtype=slabs.dtype)
+                plan.exchange.from_slabs(slabs, found[name], windows)
+        # no element, no round
+        return [plan.arranged(found.get(plan.dataset.name, torch.empty(0))) for plan in plans]
+
+    def read_whole(self, name: str) -> Tensor:
+        """All bytes of a small dataset, on every rank; rank 0 reads them.
+
+        Raises:
+            CorruptCheckpoint: on every rank.
+        """
+        topology, dataset = self._topology, self._dataset(name)
+        data = None
+        with self._opened() as descriptor, topology.agreed(f"read {dataset.name}"):
+            if topology.is_root:
+                data = np.empty(dataset.nbytes, dtype=np.uint8)
+                self.fill(descriptor, dataset, range(dataset.numel), data)
+        with topology.watchdog.watch(f"checkpoint: handing {dataset.name} out"):
+            return torch.from_numpy(topology.world.bcast(data))
+
+    def fill(self, descriptor: int, dataset: Dataset, window: range, into: Bytes) -> None:
+        """Read whole slabs, each held against its digest. Not collective; any thread.
+
+        Raises:
+            CorruptCheckpoint: on this rank.
+        """
+        try:
+            read_into(descriptor, dataset.offset + window.start * dataset.itemsize, into)
+        except (OSError, EOFError) as error:
+            raise CorruptCheckpoint(
+                f"{self._path}: {dataset.name} cannot be read: {error}"
+            ) from error
+        item = dataset.itemsize
+        for start in range(window.start, window.stop, dataset.slab_numel):
+            index = start // dataset.slab_numel
+            slab = dataset.slab(index)
+            begin = (slab.start - window.start) * item
+            if digest(into[begin : begin + len(slab) * item]) != dataset.digests[index]:
+                raise CorruptCheckpoint(self._manifest.damage(self._path, dataset, slab))
+
+    def _plan(self, name: str, runs: Runs) -> _Wanted:
+        topology = self._topology
+        order = sorted(range(len(runs)), key=lambda index: runs[index])
+        ascending = [runs[index] for index in order]
+        exchange = Exchange(topology.world, topology.watchdog, ascending)
+        return _Wanted(self._dataset(name), runs, order, exchange)
+
+    def _dataset(self, name: str) -> Dataset:
+        dataset = self._manifest.dataset(name)
+        if dataset is None:  # the manifest is the same on all ranks
+            error = CorruptCheckpoint(f"{self._path}: dataset {name} is not in it")
+            error.agreed = True
+            raise error
+        return dataset
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        path = self._path / STATE_FILE
+        with contextlib.ExitStack() as stack:
+            with self._topology.agreed("open the checkpoint"):
+                try:
+                    descriptor = os.open(path, os.O_RDONLY)
+                except OSError as error:
+                    raise CorruptCheckpoint(
+                        f"{path}: cannot be read ({os.strerror(error.errno or 0)})"
+                    ) from error
+                stack.callback(os.close, descriptor)
+            yield descriptor
+
+
+class _Ahead:
+    """Reads the next window on a thread, into two buffers in turn.
+
+    The buffers stay: touching fresh memory costs more than reading into it (docs/performance.md).
+    """
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hpczero-read")
+        self._buffers = [np.empty(0, dtype=np.uint8), np.empty(0, dtype=np.uint8)]
+        self._pending: Future[Bytes] | None = None
+
+    def __enter__(self) -> _Ahead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._watchdog.watch("checkpoint: the last read to end"):
+            self._thread.shutdown()
+
+    def start(self, reader: SlabReader, descriptor: int, dataset: Dataset, window: range) -> None:
+        """Begin to read; what was taken last stays as it is meanwhile."""
+        self._buffers.reverse()
+        nbytes = len(window) * dataset.itemsize
+        if self._buffers[0].size < nbytes:
+            self._buffers[0] = np.empty(nbytes, dtype=np.uint8)
+        into = self._buffers[0][:nbytes]
+
+        def read() -> Bytes:
+            reader.fill(descriptor, dataset, window, into)
+            return into
+
+        self._pending = self._thread.submit(read)
+
+    def take(self) -> Bytes:
+        """What was begun.
+
+        Raises:
+            CorruptCheckpoint: as ``SlabReader.fill``.
+        """
+        pending, self._pending = self._pending, None
+        assert pending is not None, "start comes before take"
+        return pending.result()
