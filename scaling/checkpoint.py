@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ class Options:
         ranks: of each crew, one thread each, bound to no core.
         rounds: measured saves and loads of each way; from 6 on there is a 95 % interval of the median.
         warm_up: rounds before.
+        rest_s: seconds without a write before each save; disks of rented machines are fast only after some.
         steps: of training before each save in the background.
         folder: where the files go for a while; left out, runs.
         seed: of the order in the rounds.
@@ -52,6 +54,7 @@ class Options:
     workload: Literal["gpt-8x512", "gpt-12x768", "tiny"] = "gpt-8x512"
     ranks: int = 2
     rounds: int = 9
+    rest_s: float = 0.0
     warm_up: int = 2
     steps: int = 3
     folder: str | None = None
@@ -117,6 +120,7 @@ def measure(options: Options) -> Iterator[Row]:
             "ranks": options.ranks,
             "rounds": options.rounds,
             "warm_up": options.warm_up,
+            "rest_s": options.rest_s,
             "seed": options.seed,
             "workload": options.what.name,
             "description": options.what.describe(),
@@ -140,6 +144,7 @@ def measure(options: Options) -> Iterator[Row]:
         for number in range(-options.warm_up, options.rounds):
             tasks = [*crews, "background"] if said["background"] else list(crews)
             for task in order.sample(tasks, len(tasks)):
+                time.sleep(options.rest_s)
                 row = hold(own, disk, options) if task == "background" else move(task, crews, disk)
                 if number >= 0:
                     yield {**row, "round": number}

@@ -20,7 +20,7 @@ from hpczero.checkpoint.format import SLAB_NBYTES
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.lock import Lock
 from hpczero.checkpoint.reading import Loaded, load_newest
-from hpczero.checkpoint.snapshot import take
+from hpczero.checkpoint.snapshot import Snapshot, take
 from hpczero.checkpoint.writing import Milestone, write
 from hpczero.comm.queue import can_run_in_background
 from hpczero.errors import CheckpointError, ConfigError
@@ -49,7 +49,8 @@ def save(
         extra: numbers, texts, lists and dictionaries that ``load`` gives back, e.g. ``scheduler.state_dict()`` and the
             place in the data.
         keep: newest checkpoints that stay; None takes none away.
-        writer: ``mpio`` (parallel HDF5), ``posix`` (the same file without MPI-IO), or ``auto``.
+        writer: ``mpio`` (parallel HDF5), ``posix`` (the same file without MPI-IO), or ``auto``: ``mpio``
+            where it is safe.
 
     Returns:
         The folder of the checkpoint.
@@ -159,16 +160,22 @@ class Checkpoints:
             inventory=self._inventory,
         )
         if self._background is None:
-            options: dict[str, Any] = {"writer": self._writer, "keep": self._keep, "at": self._at}
-            return write(snapshot, self._folder, topology, **options)
+            return self._write(snapshot, topology, self._writer)
         with topology.agreed("copy the shards"):
             snapshot = snapshot.copied()
-        self._background.start(
-            lambda on: write(
-                snapshot, self._folder, on, writer="posix", keep=self._keep, at=self._at
-            )
-        )
+        self._background.start(lambda on: self._write(snapshot, on, "posix"))
         return self._folder.path
+
+    def _write(self, snapshot: Snapshot, topology: Topology, writer: str) -> Path:
+        return write(
+            snapshot,
+            self._folder,
+            topology,
+            writer=writer,
+            keep=self._keep,
+            at=self._at,
+            still_ours=self._lock.check,
+        )
 
     @property
     def busy(self) -> bool:

@@ -121,7 +121,7 @@ def _write(
     try:
         temporary = folder.begin(step)
         state = temporary / STATE_FILE
-        placed = h5file.create(state, datasets, table, meta, step=step)
+        placed, _ = h5file.create(state, datasets, table, meta, step=step)
         descriptor = os.open(state, os.O_RDWR)
         try:
             written = [_fill(descriptor, dataset, content[dataset.name]) for dataset in placed]

@@ -39,11 +39,11 @@ Array = npt.NDArray[Any]
 
 def create(
     path: Path, datasets: Sequence[Dataset], table: Table, meta: Mapping[str, Any], *, step: int
-) -> list[Dataset]:
+) -> tuple[list[Dataset], bool]:
     """Make the file, everything in it but the content of ``datasets``. On one rank only.
 
     Returns:
-        ``datasets`` with their places in the file.
+        ``datasets`` with their places in the file, and whether the file system keeps room for all of it.
 
     Raises:
         OSError: there is no room, or the folder cannot be written.
@@ -68,8 +68,7 @@ def create(
                 for dataset in datasets
             ]
         _copy(image.fileno(), path)
-    _reserve(path)
-    return placed
+    return placed, _reserve(path)
 
 
 def _copy(image: int, path: Path) -> None:
@@ -127,20 +126,24 @@ def _write_table(group: h5py.Group, table: Table) -> None:
         group.create_dataset(name, data=column)
 
 
-def _reserve(path: Path) -> None:
-    """Have the file system give the blocks now, where it can: a full disk is then an error here, not in mid-write."""
+def _reserve(path: Path) -> bool:
+    """Have the file system give the blocks now: a full disk is then an error here, not in mid-write.
+
+    Returns:
+        Whether it could; some file systems cannot.
+    """
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if fallocate is None:
-        return
+        return False
     fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     descriptor = os.open(path, os.O_RDWR)
     try:
         nbytes = os.fstat(descriptor).st_size
-        if fallocate(descriptor, 0, 0, nbytes) and ctypes.get_errno() in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-        ):
-            code = ctypes.get_errno()
+        if not fallocate(descriptor, 0, 0, nbytes):
+            return True
+        code = ctypes.get_errno()
+        if code in (errno.ENOSPC, errno.EDQUOT):
             raise OSError(code, os.strerror(code), str(path))
+        return False
     finally:
         os.close(descriptor)

@@ -95,6 +95,21 @@ class Lock:
         self._thread = threading.Thread(target=self._beat, name="hpczero-lock", daemon=True)
         self._thread.start()
 
+    def check(self) -> None:
+        """See that it is still ours: a job that stood still for long is taken for dead by those on other hosts.
+
+        Raises:
+            CheckpointBusy: another job has the folder now, or had it meanwhile.
+        """
+        others = [claim for claim in self._others() if claim.holds]
+        if self.path.exists() and not others:
+            return
+        now = f"is held by {others[0]}" if others else "was taken over"
+        raise CheckpointBusy(
+            f"{self._folder}: this job has shown no life for more than {DEAD_S:.0f} s, and the folder {now}; two jobs "
+            "must not write to one folder, so end one of them"
+        )
+
     def release(self) -> None:
         """Let others in; nothing if it is not held."""
         if self._thread is None:

@@ -146,7 +146,7 @@ WRITERS: dict[str, type[Writer]] = {"mpio": MpioWriter, "posix": PosixWriter}
 
 
 def writer_for(name: str) -> type[Writer]:
-    """``mpio``, ``posix``, or ``auto``: mpio where h5py has it and MPI-IO is safe.
+    """``mpio``, ``posix``, or ``auto``: mpio where h5py has it and MPI-IO writes right bytes.
 
     Raises:
         CheckpointError: mpio where h5py has it not.

@@ -42,6 +42,7 @@ def write(
     writer: str = "auto",
     keep: int | None = None,
     at: Milestone = lambda name: None,
+    still_ours: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write and commit. Collective over topology.world.
 
@@ -52,6 +53,7 @@ def write(
         writer: ``mpio``, ``posix`` or ``auto``.
         keep: newest checkpoints that stay; None takes none away.
         at: told of every milestone; for tests that end the process there.
+        still_ours: raises where the lock on the folder was lost; called on rank 0 before the commit.
 
     Returns:
         The folder of the checkpoint.
@@ -62,26 +64,31 @@ def write(
     temporary: Path | None = None
     try:
         with _stage(topology, "prepare the checkpoint"):
-            kind = writers.writer_for(writer)
+            writers.writer_for(writer)  # refuses what cannot be
             text = ""
             if topology.is_root:
                 folder.check_room(snapshot.nbytes)
                 temporary = folder.begin(snapshot.step)
                 at("begun")
-                datasets = h5file.create(
+                datasets, reserved = h5file.create(
                     temporary / STATE_FILE,
                     [part.dataset for part in snapshot.parts],
                     snapshot.table,
                     snapshot.meta,
                     step=snapshot.step,
                 )
-                text = json.dumps([str(temporary), [asdict(dataset) for dataset in datasets]])
+                if writer == "auto" and not reserved:
+                    writer = "posix"  # MPI-IO may hang on a disk that fills up in mid-write
+                places = [asdict(dataset) for dataset in datasets]
+                text = json.dumps([str(temporary), writer, places])
                 at("created")
-        path, entries = json.loads(topology.broadcast_text(text))
+        path, writer, entries = json.loads(topology.broadcast_text(text))
         temporary = Path(path)
         placed = [Dataset(**{**entry, "digests": ()}) for entry in entries]
         parts = [replace(part, dataset=d) for part, d in zip(snapshot.parts, placed, strict=True)]
-        written = _write_parts(parts, temporary / STATE_FILE, topology, kind, at)
+        written = _write_parts(
+            parts, temporary / STATE_FILE, topology, writers.writer_for(writer), at
+        )
         with _stage(topology, "commit the checkpoint"):
             target = folder.path
             if topology.is_root:
@@ -99,6 +106,7 @@ def write(
                     meta=snapshot.meta,
                 )
                 at("digested")
+                still_ours()
                 target = folder.commit(temporary, manifest)
                 at("committed")
         target = Path(topology.broadcast_text(str(target)))

@@ -68,8 +68,11 @@ def test_large_datasets_lie_on_whole_stripes_and_cost_nothing_to_make(tmp_path: 
     table = Table.build([("w", (numel,), 0)], {})
     wanted = [Dataset.of("/state/master", "<f4", numel), Dataset.of("/rng", "|u1", 50_000)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(h5file, "_reserve", lambda _: None)
-        master, rng = h5file.create(file, wanted, table, {"note": "x" * 100_000}, step=1)
+        patch.setattr(h5file, "_reserve", lambda _: False)
+        (master, rng), reserved = h5file.create(
+            file, wanted, table, {"note": "x" * 100_000}, step=1
+        )
+    assert not reserved
     assert master.offset % h5file.ALIGNMENT == 0
     assert rng.offset % h5file.ALIGNMENT
     stat = file.stat()

@@ -216,3 +216,22 @@ def test_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     for folder in (tmp_path / "file", tmp_path / "file" / "ckpt", Path("/proc/hpczero")):
         with pytest.raises(CheckpointNotWritten, match=r"cannot be written \("):
             Lock(folder).acquire()
+
+
+def taken_for_dead(lock: Lock) -> None:
+    """To others it looks like a job on another host that has not been heard of for long."""
+    edit(lock.path, host="elsewhere")
+    os.utime(lock.path, (0, time.time() - 2 * DEAD_S))
+
+
+def test_a_holder_that_was_taken_for_dead_learns_it(tmp_path: Path) -> None:
+    with Lock(tmp_path) as lost:
+        lost.check()
+        taken_for_dead(lost)
+        with Lock(tmp_path) as other:
+            other.check()
+            with pytest.raises(CheckpointBusy, match=r"no life .* is held by process \d+ on"):
+                lost.check()
+        with pytest.raises(CheckpointBusy, match="was taken over"):
+            lost.check()
+    assert is_free(tmp_path)

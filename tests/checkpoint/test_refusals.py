@@ -13,9 +13,16 @@ import torch
 from torch import nn
 
 import hpczero
+from hpczero.checkpoint import Checkpoints
 from hpczero.checkpoint.folder import read_manifest
 from hpczero.checkpoint.format import MANIFEST_FILE
-from hpczero.errors import EXIT_MISCONFIGURED, CheckpointError, CheckpointMismatch, ConfigError
+from hpczero.errors import (
+    EXIT_MISCONFIGURED,
+    CheckpointBusy,
+    CheckpointError,
+    CheckpointMismatch,
+    ConfigError,
+)
 from tests.checkpoint.damage import fingerprint
 from tests.checkpoint.programs import Program
 from tests.helpers.parallel import parallel_assert
@@ -288,4 +295,18 @@ def test_a_second_job_is_refused_on_all_ranks(
     comm.Barrier()
     left = sorted(entry.name for entry in folder.iterdir())
     parallel_assert(comm, [name for name in left if name.startswith(".")] == [], str(left))
+    program.close()
+
+
+def test_a_job_whose_folder_was_taken_over_commits_nothing(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    program = Program(topology)
+    with Checkpoints(folder, program.model) as checkpoints:
+        checkpoints.save(1)
+        if comm.rank == 0:
+            (lock,) = folder.glob(".lock-*")
+            lock.unlink()  # as a job on another host does with that of a dead one
+        raises_on_all(comm, CheckpointBusy, "was taken over", lambda: checkpoints.save(2))
+        parallel_assert(comm, [p.name for p in folder.glob("step-*")] == ["step-000000001"])
     program.close()
