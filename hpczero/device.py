@@ -1,6 +1,6 @@
 """Device memory: flat buffers that can be given back and taken again, and the ledger of what is held.
 
-Owns: allocation and its accounts. Must not know: MPI, units, stages. The CPU twin; storage comes from torch, so that
+Owns: allocation and its accounts. Must not know: MPI, units, stages. Storage comes from torch on every device, so that
 autograd's saved tensors keep pointing at it while it is resized.
 
 [Note: Refilling freed parameters]
@@ -22,6 +22,7 @@ from enum import Enum, auto
 import torch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CPU = torch.device("cpu")
 
 
 class Memory:
@@ -60,7 +61,7 @@ class Use(Enum):
 
 
 class Buffer:
-    """One flat buffer of fixed size that is either held or released; the CPU twin, memory of this rank alone.
+    """One flat buffer of fixed size that is either held or released; memory of this rank alone.
 
     Attributes:
         tensor: (numel,) of ``dtype``, valid while held; the same object, with an empty storage, while released.
@@ -72,7 +73,14 @@ class Buffer:
     lasts = False
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, *, memory: Memory, category: str, keep: bool = False
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        memory: Memory,
+        category: str,
+        keep: bool = False,
+        device: torch.device = CPU,
     ) -> None:
         """Held from the start.
 
@@ -82,8 +90,9 @@ class Buffer:
             memory: ledger.
             category: of the ledger.
             keep: ``release`` keeps the memory.
+            device: where.
         """
-        self.tensor = torch.empty(numel, dtype=dtype)
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._keep = keep
         self._nbytes = numel * self.tensor.element_size()
         self._memory = memory
@@ -123,8 +132,17 @@ class Buffer:
 class Fresh:
     """One flat tensor, made anew for each use; whoever still points at an old one keeps it."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, *, memory: Memory, category: str) -> None:
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        memory: Memory,
+        category: str,
+        device: torch.device = CPU,
+    ) -> None:
         """As ``Buffer``, but not held."""
+        self._device = device
         self._numel = numel
         self._dtype = dtype
         self._memory = memory
@@ -140,7 +158,7 @@ class Fresh:
     def take(self) -> None:
         """Make it, content undefined; nothing if it is there."""
         if self._tensor is None:
-            self._tensor = torch.empty(self._numel, dtype=self._dtype)
+            self._tensor = torch.empty(self._numel, dtype=self._dtype, device=self._device)
             self._memory.add(self._category, self._tensor.nbytes)
 
     def drop(self) -> None:
@@ -153,7 +171,8 @@ class Fresh:
 class Scratch:
     """Memory to receive into, kept and grown to the largest need."""
 
-    def __init__(self, memory: Memory, *, category: str) -> None:
+    def __init__(self, memory: Memory, *, category: str, device: torch.device = CPU) -> None:
+        self._device = device
         self._memory = memory
         self._category = category
         self._buffer: Buffer | None = None
@@ -165,7 +184,11 @@ class Scratch:
             self.release()
             words = -(-nbytes // torch.float32.itemsize)
             self._buffer = Buffer(
-                words, torch.float32, memory=self._memory, category=self._category
+                words,
+                torch.float32,
+                memory=self._memory,
+                category=self._category,
+                device=self._device,
             )
         return self._buffer.tensor.view(dtype)[:numel]
 

@@ -21,6 +21,16 @@ MALLOC_VARIABLES = (
     "MALLOC_TRIM_THRESHOLD_",
 )
 
+# Of Open MPI, MPICH (hydra), Cray PALS, MVAPICH and SLURM.
+LOCAL_RANK_VARIABLES = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "PMI_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "SLURM_LOCALID",
+)
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -38,6 +48,9 @@ class Environment:
         job: SLURM_JOB_ID, as text; empty outside of SLURM.
         restart: SLURM_RESTART_COUNT, as text: how often the job was requeued.
         mpi_io: OMPI_MCA_io: which MPI-IO an Open MPI is told to take, as text.
+        gpu_aware: HPCZERO_GPU_AWARE=0|1: whether MPI is given device memory; None finds out.
+        local_rank: place of this rank on its node, as the launcher says before MPI starts; None where it does not.
+        cuda_allocator: PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF, as text.
         cache: folder for what is worth remembering between jobs: XDG_CACHE_HOME/hpczero, else ~/.cache/hpczero.
     """
 
@@ -53,6 +66,9 @@ class Environment:
     job: str = ""
     restart: str = "0"
     mpi_io: str = ""
+    gpu_aware: bool | None = None
+    local_rank: int | None = None
+    cuda_allocator: str = ""
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -90,7 +106,18 @@ class Environment:
             values.get("SLURM_JOB_ID", ""),
             values.get("SLURM_RESTART_COUNT") or "0",
             values.get("OMPI_MCA_io", ""),
+            {"0": False, "1": True, "": None}[_switch(values, "HPCZERO_GPU_AWARE")],
+            _local_rank(values),
+            values.get("PYTORCH_CUDA_ALLOC_CONF") or values.get("PYTORCH_ALLOC_CONF") or "",
         )
+
+
+def _local_rank(values: Mapping[str, str]) -> int | None:
+    # mpirun inside an sbatch script leaves SLURM_LOCALID at 0 for all ranks, so it comes last.
+    for name in LOCAL_RANK_VARIABLES:
+        if values.get(name, "").isdecimal():
+            return int(values[name])
+    return None
 
 
 def _switch(values: Mapping[str, str], name: str) -> str:

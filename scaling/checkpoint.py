@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hpczero.checkpoint.rawfile import filesystem_of
 from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.models.config import parameter_count
 from hpczero.options import parse_command_line
@@ -165,9 +166,7 @@ class Disk:
     @property
     def filesystem(self) -> str:
         """Its type, such as ``ext4``."""
-        mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
-        around = [(len(at), kind) for at, kind in mounts if self._path.is_relative_to(at)]
-        return max(around, default=(0, "unknown"))[1]
+        return filesystem_of(self._path) or "unknown"
 
     def next_step(self) -> int:
         """A number for the next save."""

@@ -50,7 +50,7 @@ def save(
             place in the data.
         keep: newest checkpoints that stay; None takes none away.
         writer: ``mpio`` (parallel HDF5), ``posix`` (the same file without MPI-IO), or ``auto``: ``mpio``
-            where it is safe.
+            on parallel file systems where it is safe.
 
     Returns:
         The folder of the checkpoint.

@@ -9,6 +9,7 @@ slabs at a time. What a rank holds is one flat tensor in the order of the file, 
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -91,7 +92,7 @@ class Exchange:
         rank = self._comm.rank
         window = windows[rank]
         places = [self._place(range_) for range_ in windows]
-        into = torch.empty(len(window), dtype=held.dtype)
+        into = _on_page(len(window), held.dtype)
         incoming = [_within(runs, window) for runs in self._runs]
         _scatter(held[slice(*places[rank])], incoming[rank], window.start, into)
         counts = [_count(runs) for runs in incoming]
@@ -157,6 +158,13 @@ class Exchange:
                     source=source if len(received) else MPI.PROC_NULL,
                 )
             yield source, received
+
+
+def _on_page(numel: int, dtype: torch.dtype) -> Tensor:
+    """(numel,), content undefined, at the begin of a page: files take such memory without a copy in between."""
+    found = torch.empty(numel + mmap.PAGESIZE // dtype.itemsize, dtype=dtype)
+    skip = -found.data_ptr() % mmap.PAGESIZE // dtype.itemsize
+    return found[skip : skip + numel]
 
 
 def _bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:

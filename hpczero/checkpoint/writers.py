@@ -18,7 +18,13 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from hpczero.checkpoint.format import Dataset
-from hpczero.checkpoint.rawfile import start_writeback, write_at
+from hpczero.checkpoint.rawfile import (
+    filesystem_of,
+    open_direct,
+    start_writeback,
+    write_at,
+    write_direct,
+)
 from hpczero.environment import Environment
 from hpczero.errors import CheckpointError
 
@@ -91,12 +97,14 @@ class PosixWriter(Writer):
     """``pwrite`` at the offsets of the datasets: no MPI-IO, and any thread may do it.
 
     It writes on a thread of its own, one piece at a time, while the caller makes the next piece: file systems let one
-    rank at a time write to a file, and the others need not wait. An error is raised by the next call.
+    rank at a time write to a file, and the others need not wait. An error is raised by the next call. Whole pages go
+    past the kernel's cache where the file system lets them (docs/performance.md has what that is worth).
     """
 
     def __init__(self, path: Path, comm: MPI.Intracomm) -> None:
         """See ``Writer``."""
         self._descriptor = os.open(path, os.O_RDWR)
+        self._direct = open_direct(path)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hpczero-pwrite")
         self._last: Future[None] | None = None
 
@@ -107,8 +115,11 @@ class PosixWriter(Writer):
         self._last = self._thread.submit(self._write, offset, data)
 
     def _write(self, offset: int, data: Array) -> None:
-        write_at(self._descriptor, offset, data)
-        start_writeback(self._descriptor, offset, data.nbytes)
+        done = 0 if self._direct is None else write_direct(self._direct, offset, data)
+        if done < data.nbytes:
+            rest = data.view(np.uint8)[done:]
+            write_at(self._descriptor, offset + done, rest)
+            start_writeback(self._descriptor, offset + done, rest.nbytes)
 
     def _wait(self) -> None:
         last, self._last = self._last, None
@@ -125,9 +136,10 @@ class PosixWriter(Writer):
         """See ``Writer``."""
         self._thread.shutdown()
         # Once: the number may be that of another thread's file by now.
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        descriptors, self._descriptor, self._direct = [self._descriptor, self._direct], -1, None
+        for descriptor in descriptors:
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
 
 
 def _writes_wrong_bytes() -> bool:
@@ -142,19 +154,47 @@ def _writes_wrong_bytes() -> bool:
     return not (choice.startswith("romio") or (choice.startswith("^") and "ompio" in choice))
 
 
+# File systems that serve many nodes, by their names in /proc/mounts.
+PARALLEL = frozenset(
+    {
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "panfs",
+        "pvfs2",
+        "orangefs",
+        "daos",
+        "fuse.daos",
+        "wekafs",
+        "ceph",
+    }
+)
+
 WRITERS: dict[str, type[Writer]] = {"mpio": MpioWriter, "posix": PosixWriter}
 
 
+def automatic(file: Path, *, reserved: bool) -> str:
+    """What ``auto`` means for ``file``; asked on one rank.
+
+    MPI-IO where it knows the file system (it then locks and cuts by the file system's own stripes), and is safe there:
+    it may hang on a disk that fills up in mid-write. On others it does what ``posix`` does, through the kernel's cache,
+    and takes several times as long (docs/performance.md).
+
+    Args:
+        file: is there.
+        reserved: whether the file system keeps room for all of it.
+    """
+    fits = bool(h5py.get_config().mpi) and reserved and filesystem_of(file) in PARALLEL
+    return "mpio" if fits and not _writes_wrong_bytes() else "posix"
+
+
 def writer_for(name: str) -> type[Writer]:
-    """``mpio``, ``posix``, or ``auto``: mpio where h5py has it and MPI-IO writes right bytes.
+    """``mpio`` or ``posix``.
 
     Raises:
         CheckpointError: mpio where h5py has it not.
     """
-    parallel = bool(h5py.get_config().mpi)
-    if name == "auto":
-        name = "mpio" if parallel and not _writes_wrong_bytes() else "posix"
-    if name == "mpio" and not parallel:
+    if name == "mpio" and not h5py.get_config().mpi:
         raise CheckpointError(
             "h5py was built without MPI, so there is no mpio writer; build it against parallel HDF5 (docs/install.md), "
             "or use the posix writer, which makes the same file"

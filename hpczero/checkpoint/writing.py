@@ -64,7 +64,8 @@ def write(
     temporary: Path | None = None
     try:
         with _stage(topology, "prepare the checkpoint"):
-            writers.writer_for(writer)  # refuses what cannot be
+            if writer != "auto":
+                writers.writer_for(writer)  # refuses what cannot be
             text = ""
             if topology.is_root:
                 folder.check_room(snapshot.nbytes)
@@ -77,8 +78,8 @@ def write(
                     snapshot.meta,
                     step=snapshot.step,
                 )
-                if writer == "auto" and not reserved:
-                    writer = "posix"  # MPI-IO may hang on a disk that fills up in mid-write
+                if writer == "auto":
+                    writer = writers.automatic(temporary / STATE_FILE, reserved=reserved)
                 places = [asdict(dataset) for dataset in datasets]
                 text = json.dumps([str(temporary), writer, places])
                 at("created")

@@ -24,8 +24,9 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpczero.comm.blocks import CHUNK_BYTES, Blocks
+from hpczero.comm.blocks import Blocks
 from hpczero.comm.order import OrderCheck
+from hpczero.comm.reach import HostReach, Reach
 from hpczero.device import Buffer, Memory, Use
 from hpczero.errors import CommError
 from hpczero.layout import Sharing
@@ -85,6 +86,7 @@ class Collectives(ABC):
         strict: bool = False,
         memory: Memory | None = None,
         node_dtype: torch.dtype = torch.float32,
+        reach: Reach | None = None,
     ) -> None:
         """Collective when ``strict`` (a communicator is duplicated for the order check).
 
@@ -93,8 +95,10 @@ class Collectives(ABC):
             strict: agree on (step, unit, operation, bytes) before every call and name the odd rank.
             memory: ledger to count buffers in; None makes a new one.
             node_dtype: dtype each node's partial sum is rounded to (``Precision.reduce``), whatever the transport.
+            reach: where the buffers are, and how MPI gets at them; None for the host's memory.
         """
         self.topology = topology
+        self.reach = reach or HostReach()
         self.node_dtype = node_dtype
         self.memory = memory or Memory()
         self.stats = CommStats()
@@ -128,7 +132,14 @@ class Collectives(ABC):
         Raises:
             CommError: there is not enough memory to share; on every rank.
         """
-        return Buffer(numel, dtype, memory=self.memory, category=category, keep=keep)
+        return Buffer(
+            numel, dtype, memory=self.memory, category=category, keep=keep, device=self.device
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers are."""
+        return self.reach.accelerator.device
 
     @abstractmethod
     def describe(self) -> str:
@@ -274,8 +285,7 @@ class Collectives(ABC):
 
     def _broadcast(self, full: Tensor, root: int, name: str) -> Work:
         whole = Blocks.of(full, 0, full.numel(), full.numel(), 1)
-        for piece in whole.pieces(CHUNK_BYTES):
-            self.topology.world.Bcast([piece.block(0), MPI.BYTE], root=root)
+        self.reach.broadcast(self.topology.world, whole, root)
         return Work(name)
 
     def _check(self, full: Tensor, name: str) -> int:

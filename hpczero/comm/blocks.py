@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from mpi4py import MPI
 from torch import Tensor
 
@@ -45,6 +46,11 @@ class Blocks:
         return MPI.buffer.fromaddress(
             self.tensor.data_ptr() + self.start + index * self.stride, self.nbytes
         )
+
+    def view(self, index: int) -> Tensor:
+        """(nbytes,) uint8 of one block; no copy."""
+        start = self.start + index * self.stride
+        return self.tensor.view(torch.uint8)[start : start + self.nbytes]
 
     def from_block(self, index: int) -> MPI.buffer:
         """Memory from one block to the end of the tensor, for a datatype that strides."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from hpczero.comm.algorithms import Exchange, Gather, LibraryExchange, LibraryGather
 from hpczero.comm.base import Collectives, Work
 from hpczero.comm.blocks import CHUNK_BYTES, Blocks
+from hpczero.comm.reach import Reach
 from hpczero.device import Memory, Scratch
 from hpczero.kernels.tree_sum import tree_sum
 from hpczero.layout import exchange_chunk
@@ -34,6 +35,7 @@ class Flat(Collectives):
         gather: type[Gather] = LibraryGather,
         exchange: type[Exchange] = LibraryExchange,
         chunk_nbytes: int = CHUNK_BYTES,
+        reach: Reach | None = None,
     ) -> None:
         """Collective when ``strict``.
 
@@ -45,11 +47,13 @@ class Flat(Collectives):
             gather: algorithm of all-gathers.
             exchange: algorithm of the exchange in reduce-scatters.
             chunk_nbytes: most bytes of one shard that a single MPI call moves.
+            reach: as in Collectives.
         """
-        super().__init__(topology, strict=strict, memory=memory, node_dtype=node_dtype)
-        self._gather = gather(topology.shard, chunk_nbytes=chunk_nbytes)
-        self._exchange = exchange(topology.shard, chunk_nbytes=chunk_nbytes)
-        self._received = Scratch(self.memory, category="exchange")
+        super().__init__(topology, strict=strict, memory=memory, node_dtype=node_dtype, reach=reach)
+        over = self.reach
+        self._gather = over.gather(gather, topology.shard, chunk_nbytes=chunk_nbytes)
+        self._exchange = over.exchange(exchange, topology.shard, chunk_nbytes=chunk_nbytes)
+        self._received = Scratch(self.memory, category="exchange", device=self.device)
 
     def describe(self) -> str:
         """See ``Collectives``."""

@@ -26,6 +26,7 @@ from hpczero.comm.lent import Lending, LentBuffer
 from hpczero.comm.node import Messages, NodeLevel, Parts
 from hpczero.comm.queue import Queue
 from hpczero.comm.rails import Rails
+from hpczero.comm.reach import Reach
 from hpczero.comm.selection import DEFAULT, Selection
 from hpczero.comm.window import Window
 from hpczero.device import Buffer, Memory, Use
@@ -52,6 +53,7 @@ class Hierarchical(Collectives):
         shared_memory: bool = True,
         overlap: bool = False,
         chunk_nbytes: int = CHUNK_BYTES,
+        reach: Reach | None = None,
     ) -> None:
         """Collective.
 
@@ -65,6 +67,7 @@ class Hierarchical(Collectives):
             overlap: where there are several nodes, move bytes on a thread of its own while the caller computes; the MPI
                 must let two threads call it (``queue.can_run_in_background``).
             chunk_nbytes: most bytes of one shard that a single MPI call moves.
+            reach: as in Collectives.
 
         Raises:
             TopologyError: nodes with different numbers of ranks.
@@ -78,7 +81,7 @@ class Hierarchical(Collectives):
             )
             error.agreed = True
             raise error
-        super().__init__(topology, strict=strict, memory=memory, node_dtype=node_dtype)
+        super().__init__(topology, strict=strict, memory=memory, node_dtype=node_dtype, reach=reach)
         self._nodes = topology.num_nodes
         self._chunk_nbytes = chunk_nbytes
         self._rails = Rails(
@@ -88,8 +91,9 @@ class Hierarchical(Collectives):
             node_dtype=node_dtype,
             selection=selection,
             chunk_nbytes=chunk_nbytes,
+            reach=self.reach,
         )
-        messages = Messages(topology.node, self.memory, chunk_nbytes=chunk_nbytes)
+        messages = Messages(topology.node, self.memory, chunk_nbytes=chunk_nbytes, reach=self.reach)
         shares = shared_memory and topology.node.size > 1
         self._put_off: deque[Work] = deque()
         self._queue = Queue(topology.watchdog) if overlap and self._nodes > 1 else None

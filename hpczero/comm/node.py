@@ -19,7 +19,8 @@ from torch import Tensor
 
 from hpczero.comm.algorithms import LibraryExchange, LibraryGather
 from hpczero.comm.blocks import Blocks
-from hpczero.device import Buffer, Memory, Scratch, Use
+from hpczero.comm.reach import Reach
+from hpczero.device import CPU, Buffer, Memory, Scratch, Use
 from hpczero.layout import EXCHANGE_BYTES
 
 # Elements [start, start + count) of this rank's part, as every local rank has them, in local order.
@@ -35,16 +36,19 @@ class NodeLevel(ABC):
 
     most_nbytes: ClassVar[int]
 
-    def __init__(self, node: MPI.Intracomm, memory: Memory) -> None:
-        """Not collective; the communicator is borrowed."""
+    def __init__(self, node: MPI.Intracomm, memory: Memory, *, device: torch.device = CPU) -> None:
+        """Not collective; the communicator is borrowed. ``device``: where private buffers are."""
         self.comm = node
         self.memory = memory
+        self.device = device
 
     def allocate(
         self, numel: int, dtype: torch.dtype, *, category: str, use: Use, keep: bool
     ) -> Buffer:
         """As ``Collectives.allocate``; private memory on this base."""
-        return Buffer(numel, dtype, memory=self.memory, category=category, keep=keep)
+        return Buffer(
+            numel, dtype, memory=self.memory, category=category, keep=keep, device=self.device
+        )
 
     def settle(self) -> None:
         """All buffers with a use have been asked for."""
@@ -80,12 +84,14 @@ class Messages(NodeLevel):
 
     most_nbytes = EXCHANGE_BYTES
 
-    def __init__(self, node: MPI.Intracomm, memory: Memory, *, chunk_nbytes: int) -> None:
+    def __init__(
+        self, node: MPI.Intracomm, memory: Memory, *, chunk_nbytes: int, reach: Reach
+    ) -> None:
         """Not collective."""
-        super().__init__(node, memory)
-        self._gather = LibraryGather(node, chunk_nbytes=chunk_nbytes)
-        self._exchange = LibraryExchange(node)
-        self._received = Scratch(memory, category="exchange")
+        super().__init__(node, memory, device=reach.accelerator.device)
+        self._gather = reach.gather(LibraryGather, node, chunk_nbytes=chunk_nbytes)
+        self._exchange = reach.exchange(LibraryExchange, node)
+        self._received = Scratch(memory, category="exchange", device=self.device)
 
     def spread(self, full: Tensor) -> Callable[[], None] | None:
         """See ``NodeLevel``."""

@@ -16,10 +16,11 @@ from torch import Tensor
 from hpczero.comm.algorithms import EXCHANGES, GATHERS, Exchange, Gather
 from hpczero.comm.blocks import CHUNK_BYTES, Blocks
 from hpczero.comm.node import Parts
+from hpczero.comm.reach import HostReach, Reach
 from hpczero.comm.selection import DEFAULT, Choice, Selection
 from hpczero.device import Memory, Scratch
 from hpczero.errors import ConfigError
-from hpczero.kernels.tree_sum import PIECE_NUMEL, tree_sum
+from hpczero.kernels.tree_sum import piece_numel, tree_sum
 from hpczero.layout import rail_chunk
 
 
@@ -40,6 +41,7 @@ class Rails:
         node_dtype: torch.dtype,
         selection: Selection = DEFAULT,
         chunk_nbytes: int = CHUNK_BYTES,
+        reach: Reach | None = None,
     ) -> None:
         """Not collective.
 
@@ -50,6 +52,7 @@ class Rails:
             node_dtype: each node's partial sum is rounded to.
             selection: equal on all ranks.
             chunk_nbytes: most bytes of one shard that a single MPI call moves.
+            reach: as in Collectives.
 
         Raises:
             ConfigError: an algorithm that does not work on this number of nodes.
@@ -58,7 +61,9 @@ class Rails:
         self._local_size = local_size
         self._node_dtype = node_dtype
         self._chunk_nbytes = chunk_nbytes
-        self._scratch = Scratch(memory, category="exchange")
+        self._reach = reach or HostReach()
+        self._device = self._reach.accelerator.device
+        self._scratch = Scratch(memory, category="exchange", device=self._device)
         self._gathers: dict[tuple[str, int], Gather] = {}
         self._exchanges: dict[str, Exchange] = {}
         self.select(selection)
@@ -117,7 +122,8 @@ class Rails:
         most = min(self._chunk_nbytes, choice.chunk_nbytes)
         chunk = rail_chunk(shard_numel, nodes, wire.itemsize, most)
         buffers = self._scratch.get(2 * 2 * nodes * chunk, wire).view(2, 2, nodes * chunk)
-        sums = torch.empty(PIECE_NUMEL)
+        most_summed = piece_numel(self._device)
+        sums = torch.empty(min(most_summed, chunk), device=self._device)
         left: Callable[[], None] = lambda: None  # noqa: E731  (what the chunk before still needs)
 
         for turn, start in enumerate(range(0, shard_numel, chunk)):
@@ -129,8 +135,8 @@ class Rails:
             ) -> None:
                 blocks = parts(node * shard_numel + start, count)
                 into = send[node * count : (node + 1) * count]
-                for begin in range(0, count, PIECE_NUMEL):
-                    piece = slice(begin, min(begin + PIECE_NUMEL, count))
+                for begin in range(0, count, most_summed):
+                    piece = slice(begin, min(begin + most_summed, count))
                     total = into[piece]
                     if wire is not torch.float32:
                         total = sums[: piece.stop - piece.start]
@@ -173,13 +179,15 @@ class Rails:
             min(self._chunk_nbytes, choice.chunk_nbytes) if kind.in_rounds else self._chunk_nbytes
         )
         if (kind.name, most) not in self._gathers:
-            self._gathers[kind.name, most] = kind(self.comm, chunk_nbytes=most)
+            self._gathers[kind.name, most] = self._reach.gather(kind, self.comm, chunk_nbytes=most)
         return self._gathers[kind.name, most]
 
     def _exchange_called(self, name: str) -> Exchange:
         if name not in self._exchanges:
             kind = next(kind for kind in EXCHANGES if kind.name == name)
-            self._exchanges[name] = kind(self.comm, chunk_nbytes=self._chunk_nbytes)
+            self._exchanges[name] = self._reach.exchange(
+                kind, self.comm, chunk_nbytes=self._chunk_nbytes
+            )
         return self._exchanges[name]
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 
 import hpczero
-from hpczero.checkpoint import h5file
+from hpczero.checkpoint import h5file, writers
 from hpczero.checkpoint.folder import LATEST, read_manifest
 from hpczero.checkpoint.format import STATE_FILE, Dataset, Table
+from hpczero.checkpoint.rawfile import PAGE, filesystem_of, open_direct, write_direct
 from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.checkpoint.writers import PosixWriter
 from tests.checkpoint.damage import golden_copy
@@ -184,3 +186,54 @@ def test_both_writers_make_the_same_file(
     same = (mpio / STATE_FILE).read_bytes() == (posix / STATE_FILE).read_bytes()
     parallel_assert(comm, same)
     parallel_assert(comm, verify(mpio).verdict is verify(posix).verdict is Verdict.SOUND)
+
+
+MOUNTS = """\
+/dev/a / ext4 rw 0 0
+fs@tcp:/one /scratch lustre rw 0 0
+tmpfs /scratch/ram tmpfs rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/home/x", "ext4"),
+        ("/scratch/x/y", "lustre"),
+        ("/scratch/ram/x", "tmpfs"),
+        ("/scratchy", "ext4"),
+    ],
+)
+def test_file_system_is_that_of_the_innermost_mount(path: str, kind: str) -> None:
+    assert filesystem_of(Path(path), MOUNTS) == kind
+
+
+def test_mpi_io_is_taken_on_parallel_file_systems_that_keep_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_MCA_io", "^ompio")
+    assert writers.automatic(tmp_path, reserved=True) == "posix"
+    monkeypatch.setattr(writers, "filesystem_of", lambda _: "lustre")
+    parallel = "mpio" if h5py.get_config().mpi else "posix"
+    assert writers.automatic(tmp_path, reserved=True) == parallel
+    assert writers.automatic(tmp_path, reserved=False) == "posix"
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, 3 * PAGE + 5])
+@pytest.mark.parametrize("skew", [0, 4])
+def test_writes_past_the_cache_leave_the_same_file(tmp_path: Path, nbytes: int, skew: int) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(8 * PAGE))
+    whole = np.frombuffer(mmap.mmap(-1, 8 * PAGE), dtype=np.uint8)
+    data = whole[skew : skew + nbytes]
+    data[:] = np.arange(nbytes) % 251 + 1
+    descriptor = open_direct(path)
+    if descriptor is None:
+        pytest.skip("this file system has no writes past the cache")
+    done = write_direct(descriptor, PAGE, data)
+    os.close(descriptor)
+    assert done == (0 if skew else nbytes // PAGE * PAGE)
+    found = np.frombuffer(path.read_bytes(), dtype=np.uint8)
+    assert np.array_equal(found[PAGE : PAGE + done], data[:done])
+    assert not found[:PAGE].any()
+    assert not found[PAGE + done :].any()

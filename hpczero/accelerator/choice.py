@@ -1,0 +1,98 @@
+"""Which device this rank uses, decided before MPI is started.
+
+Owns: the rank's place on its node as the launcher tells it, and the refusal of settings that break shared memory. Must
+not know: MPI. UCX and Open MPI bind to the current device when they start (pytorch#31528), so nobody can be asked.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hpczero.accelerator.base import Accelerator
+from hpczero.accelerator.host import HostAccelerator
+from hpczero.environment import LOCAL_RANK_VARIABLES, Environment
+from hpczero.errors import ConfigError
+
+KINDS = ("auto", "cpu", "cuda")
+
+
+def choose_accelerator(kind: str = "auto", environment: Environment | None = None) -> Accelerator:
+    """The device of this rank. Not collective: it comes before MPI.
+
+    Args:
+        kind: ``cpu``, ``cuda``, or ``auto``: cuda where torch sees a device.
+        environment: of this process; None reads it.
+
+    Raises:
+        ConfigError: cuda where there is none; an allocator whose memory no other process can map.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"device: got {kind!r}, expected one of {', '.join(KINDS)}")
+    if kind == "cpu" or (kind == "auto" and not _has_cuda()):
+        return HostAccelerator()
+    environment = environment or Environment.read()
+    if not _has_cuda():
+        raise ConfigError(
+            "device: cuda was asked for, and torch sees none: this is a CPU build of torch, no GPU was given to the "
+            "job (--gpus-per-node), or the driver is not loaded (nvidia-smi)"
+        )
+    check_allocator(environment.cuda_allocator)
+    from hpczero.accelerator.cuda import CudaAccelerator
+
+    return CudaAccelerator(device_index(environment.local_rank, torch.cuda.device_count()))
+
+
+def accelerator_of(device: torch.device) -> Accelerator:
+    """The accelerator whose memory ``device`` is: for models that lie there already.
+
+    Raises:
+        ConfigError: a device that is neither cpu nor cuda.
+    """
+    if device.type in ("cpu", "meta"):
+        return HostAccelerator()
+    if device.type != "cuda":
+        raise ConfigError(f"device: got {device}, expected cpu or cuda")
+    from hpczero.accelerator.cuda import CudaAccelerator
+
+    check_allocator(Environment.read().cuda_allocator)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return CudaAccelerator(index)
+
+
+def device_index(local_rank: int | None, count: int) -> int:
+    """Which of ``count`` visible devices a rank takes. Several ranks may share one, in turn.
+
+    Args:
+        local_rank: place of the rank on its node; None where the launcher does not say.
+        count: devices that this process sees, at least 1.
+    """
+    if count == 1:
+        return 0  # the only one, or the launcher has given each rank its own
+    if local_rank is None:
+        raise ConfigError(
+            f"device: this process sees {count} GPUs and the launcher does not say which rank of the node it is "
+            f"({', '.join(LOCAL_RANK_VARIABLES)}); start it with mpirun or srun, or set CUDA_VISIBLE_DEVICES to one "
+            "device for each rank"
+        )
+    return local_rank % count
+
+
+def check_allocator(settings: str) -> None:
+    """Refuse allocators whose memory cannot be given to MPI or to other ranks.
+
+    Args:
+        settings: of PYTORCH_CUDA_ALLOC_CONF.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    for bad in ("expandable_segments:true", "backend:cudamallocasync"):
+        if bad in settings.replace(" ", "").lower():
+            raise ConfigError(
+                f"PYTORCH_CUDA_ALLOC_CONF={settings}: memory of this kind cannot be shared by CUDA IPC, and CUDA-aware "
+                "MPI libraries have been slow, wrong or crashed on it (ucx#11548, ucx#7110); leave that setting out"
+            )
+
+
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()

@@ -1,0 +1,203 @@
+"""CUDA devices: streams and events of torch, exported memory of CuPy.
+
+Owns: the CUDA calls, and which allocators make memory that cannot be shared. Must not know: MPI, collectives. Nothing
+here touches CUDA before a ``CudaAccelerator`` is made, which a rank does before it starts MPI (see ``choice``).
+
+[Note: One exported block]
+A CUDA IPC handle names a whole ``cudaMalloc`` block, whatever pointer into it was given (cupy#9436), and memory of
+pools (cudaMallocAsync, expandable segments) has none. So what others may see is one block of its own, from
+``cudaMalloc`` itself, cut up by offsets that we know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpczero.accelerator.base import Accelerator, Attached, Export, Lane, Mark
+from hpczero.errors import CommError, ConfigError
+
+LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag there is
+
+
+class _Event(Mark):
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class _Stream(Lane):
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def after(self, mark: Mark) -> None:
+        assert isinstance(mark, _Event), "marks of one kind of device"
+        self._stream.wait_event(mark.event)
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            into.copy_(source, non_blocking=True)
+
+    def mark(self) -> Mark:
+        return _Event(self._stream)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+class _Block(Export):
+    """See [Note: One exported block]."""
+
+    def __init__(self, cupy: ModuleType, device: torch.device, nbytes: int) -> None:
+        self._runtime = cupy.cuda.runtime
+        try:
+            self._address = int(self._runtime.malloc(max(nbytes, 1)))
+        except self._runtime.CUDARuntimeError as error:
+            free, total = torch.cuda.mem_get_info(device)
+            raise CommError(
+                f"{device}: no {nbytes:,} bytes for buffers that other ranks read ({error}); {free:,} of {total:,} "
+                "bytes are free. Use more ranks, smaller units, or --parallel.transport flat"
+            ) from error
+        self.ticket = bytes(self._runtime.ipcGetMemHandle(self._address))
+        self.memory = _tensor_at(cupy, device, self._address, nbytes, self)
+
+    def close(self) -> None:
+        address, self._address = self._address, 0
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        if address:
+            self._runtime.free(address)
+
+
+class _Peer(Attached):
+    def __init__(self, cupy: ModuleType, device: torch.device, ticket: bytes, nbytes: int) -> None:
+        self._runtime = cupy.cuda.runtime
+        try:
+            self._address = int(self._runtime.ipcOpenMemHandle(ticket, LAZY_PEER_ACCESS))
+        except self._runtime.CUDARuntimeError as error:
+            raise CommError(
+                f"{device}: the memory of another rank of this node cannot be mapped ({error}). Its device is hidden "
+                "from this process or cannot be reached: ask for GPUs per node, not per task (--gpus-per-node, "
+                "--gpu-bind=none), and keep containers in one IPC namespace; or use --parallel.transport hierarchical"
+            ) from error
+        self.memory = _tensor_at(cupy, device, self._address, nbytes, self)
+
+    def close(self) -> None:
+        address, self._address = self._address, 0
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        if address:
+            self._runtime.ipcCloseMemHandle(address)
+
+
+def _tensor_at(
+    cupy: ModuleType, device: torch.device, address: int, nbytes: int, owner: object
+) -> Tensor:
+    """(nbytes,) uint8 at an address that ``owner`` keeps valid; no copy."""
+    memory = cupy.cuda.UnownedMemory(address, max(nbytes, 1), owner, device.index)
+    array = cupy.ndarray(nbytes, dtype=cupy.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0))
+    return torch.as_tensor(array, device=device)
+
+
+class CudaAccelerator(Accelerator):
+    """One CUDA device."""
+
+    def __init__(self, index: int) -> None:
+        """Starts CUDA on device ``index`` for this thread.
+
+        Raises:
+            ConfigError: there is no such device, or CuPy is missing.
+        """
+        count = torch.cuda.device_count()
+        if index >= count:
+            raise ConfigError(
+                f"device cuda:{index}: this process sees {count} CUDA device(s); ask for as many GPUs per node as "
+                "ranks (--gpus-per-node), or use --parallel.device cpu"
+            )
+        self.device = torch.device("cuda", index)
+        self._cupy = load_cupy()
+        torch.cuda.set_device(self.device)
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        self._cupy.cuda.Device(index).use()
+        torch.empty(
+            1, device=self.device
+        )  # the context is there before MPI asks for it (mpi4jax#106)
+
+    def mark(self) -> Mark:
+        """See ``Accelerator``."""
+        return _Event(torch.cuda.current_stream(self.device))
+
+    def finish(self) -> None:
+        """See ``Accelerator``."""
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def lane(self) -> Lane:
+        """See ``Accelerator``."""
+        return _Stream(self.device)
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """See ``Accelerator``."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def export(self, nbytes: int) -> Export:
+        """See ``Accelerator``."""
+        return _Block(self._cupy, self.device, nbytes)
+
+    def attach(self, ticket: bytes, nbytes: int) -> Attached:
+        """See ``Accelerator``."""
+        return _Peer(self._cupy, self.device, ticket, nbytes)
+
+    def describe(self) -> str:
+        """See ``Accelerator``."""
+        found = torch.cuda.get_device_properties(self.device)
+        return f"{found.name}, {found.total_memory / 2**30:.0f} GiB, as {self.device}"
+
+    def usage(self) -> Mapping[str, int]:
+        """See ``Accelerator``."""
+        stats: dict[str, Any] = torch.cuda.memory_stats(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        return {
+            "allocated": int(stats.get("allocated_bytes.all.current", 0)),
+            "allocated_peak": int(stats.get("allocated_bytes.all.peak", 0)),
+            "reserved": int(stats.get("reserved_bytes.all.current", 0)),
+            "reserved_peak": int(stats.get("reserved_bytes.all.peak", 0)),
+            "inactive_split": int(stats.get("inactive_split_bytes.all.current", 0)),
+            "retries": int(stats.get("num_alloc_retries", 0)),
+            "used_by_all": total - free,
+            "total": total,
+        }
+
+    def reset_peak(self) -> None:
+        """See ``Accelerator``."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def on_device(self, work: Callable[[], None]) -> None:
+        """See ``Accelerator``."""
+        torch.cuda.set_device(self.device)
+        self._cupy.cuda.Device(self.device.index).use()
+        work()
+
+
+def load_cupy() -> ModuleType:
+    """CuPy.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise ConfigError(
+            f"CuPy cannot be imported ({error}); install hpczero[cuda12] or hpczero[cuda13] to match the CUDA of the "
+            "driver, or use --parallel.device cpu"
+        ) from error
+    module: ModuleType = cupy
+    return module

@@ -1,0 +1,142 @@
+"""The host as an accelerator: nothing is late, and what is exported lies in shared memory. The CPU twin.
+
+Owns: exports as files in /dev/shm. Must not know: MPI, collectives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hpczero.accelerator.base import Accelerator, Attached, Export, Lane, Mark
+from hpczero.errors import CommError
+
+FOLDER = Path("/dev/shm")
+
+
+class _Passed(Mark):
+    def wait(self) -> None:
+        return
+
+
+class _Now(Lane):
+    """Does everything at once."""
+
+    def after(self, mark: Mark) -> None:
+        mark.wait()
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        into.copy_(source)
+
+    def mark(self) -> Mark:
+        return _Passed()
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        yield
+
+
+class _SharedFile(Export):
+    """A file without a name once it is sealed; mapped by all who attached it."""
+
+    def __init__(self, nbytes: int) -> None:
+        name = f"hpczero-export-{os.getpid()}-{secrets.token_hex(8)}"
+        self._path: Path | None = FOLDER / name
+        self.ticket = name.encode()
+        try:
+            descriptor = os.open(FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                # Touching a page that a full tmpfs cannot give kills the process; this is an error instead.
+                os.posix_fallocate(descriptor, 0, max(nbytes, 1))
+                self.memory = _mapped(descriptor, nbytes)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            self.seal()
+            raise CommError(
+                f"no {nbytes:,} bytes of shared memory in {FOLDER}: {error.strerror}; free some of it, enlarge it "
+                "(mount -o remount,size=...), or use transport flat"
+            ) from error
+
+    def seal(self) -> None:
+        path, self._path = self._path, None
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self.seal()
+        self.memory = torch.empty(0, dtype=torch.uint8)  # the map goes with the last tensor on it
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.seal()
+
+
+class _MappedFile(Attached):
+    def __init__(self, ticket: bytes, nbytes: int) -> None:
+        path = FOLDER / ticket.decode()
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise CommError(
+                f"{path}: {os.strerror(error.errno or errno.EIO)}; ranks of a node must see the same {FOLDER} (one "
+                "container for the node, or --ipc=host)"
+            ) from error
+        try:
+            self.memory = _mapped(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+
+def _mapped(descriptor: int, nbytes: int) -> Tensor:
+    memory = mmap.mmap(descriptor, max(nbytes, 1))
+    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+
+
+class HostAccelerator(Accelerator):
+    """The CPU and its memory."""
+
+    is_host = True
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def mark(self) -> Mark:
+        """See ``Accelerator``."""
+        return _Passed()
+
+    def lane(self) -> Lane:
+        """See ``Accelerator``."""
+        return _Now()
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """See ``Accelerator``."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def export(self, nbytes: int) -> Export:
+        """See ``Accelerator``."""
+        return _SharedFile(nbytes)
+
+    def attach(self, ticket: bytes, nbytes: int) -> Attached:
+        """See ``Accelerator``."""
+        return _MappedFile(ticket, nbytes)
+
+    def describe(self) -> str:
+        """See ``Accelerator``."""
+        return "cpu"
+
+    def usage(self) -> Mapping[str, int]:
+        """See ``Accelerator``."""
+        return {}

@@ -1,0 +1,158 @@
+"""How MPI gets at the bytes of device memory: not at all, by their addresses, or through pinned memory of the host.
+
+Owns: the waits before MPI is called (accelerator/base.py: [Note: Two clocks]) and the choice of the wrapper around each
+algorithm. Must not know: which algorithm, units, nodes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from mpi4py import MPI
+
+from hpczero.accelerator import Accelerator, HostAccelerator
+from hpczero.comm.algorithms import Exchange, Gather
+from hpczero.comm.blocks import CHUNK_BYTES, Blocks
+from hpczero.comm.staged import StagedExchange, StagedGather
+
+
+class Reach(ABC):
+    """Makes algorithms that work on the memory of ``accelerator``."""
+
+    name: str
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+
+    @abstractmethod
+    def gather(
+        self, kind: type[Gather], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
+    ) -> Gather:
+        """``kind`` on ``comm``. Not collective."""
+
+    @abstractmethod
+    def exchange(
+        self, kind: type[Exchange], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
+    ) -> Exchange:
+        """``kind`` on ``comm``. Not collective."""
+
+    def broadcast(self, comm: MPI.Intracomm, blocks: Blocks, root: int) -> None:
+        """Give everybody ``root``'s block 0. Collective over ``comm``. Rare: through memory of the host, in pieces."""
+        for piece in blocks.pieces(CHUNK_BYTES):
+            device = piece.view(0)
+            host = device.cpu()
+            comm.Bcast([MPI.buffer.fromaddress(host.data_ptr(), len(host)), MPI.BYTE], root=root)
+            if comm.rank != root and host.data_ptr() != device.data_ptr():
+                device.copy_(host)
+
+
+class HostReach(Reach):
+    """The memory is the host's: MPI sees it as it is."""
+
+    name = "host memory"
+
+    def __init__(self) -> None:
+        super().__init__(HostAccelerator())
+
+    def gather(
+        self, kind: type[Gather], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
+    ) -> Gather:
+        """See ``Reach``."""
+        return kind(comm, chunk_nbytes=chunk_nbytes)
+
+    def exchange(
+        self, kind: type[Exchange], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
+    ) -> Exchange:
+        """See ``Reach``."""
+        return kind(comm, chunk_nbytes=chunk_nbytes)
+
+
+class DirectReach(Reach):
+    """This MPI takes addresses of device memory (CUDA-aware)."""
+
+    name = "device memory given to MPI"
+
+    def gather(
+        self, kind: type[Gather], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
+    ) -> Gather:
+        """See ``Reach``."""
+        return _DirectGather(kind(comm, chunk_nbytes=chunk_nbytes), self.accelerator)
+
+    def exchange(
+        self, kind: type[Exchange], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
+    ) -> Exchange:
+        """See ``Reach``."""
+        return _DirectExchange(kind(comm, chunk_nbytes=chunk_nbytes), self.accelerator)
+
+
+class StagedReach(Reach):
+    """This MPI knows the host's memory only: everything goes through pinned memory, in pieces that overlap."""
+
+    name = "device memory through the host"
+
+    def gather(
+        self, kind: type[Gather], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
+    ) -> Gather:
+        """See ``Reach``."""
+        return StagedGather(kind(comm, chunk_nbytes=chunk_nbytes), self.accelerator)
+
+    def exchange(
+        self, kind: type[Exchange], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
+    ) -> Exchange:
+        """See ``Reach``."""
+        return StagedExchange(kind(comm, chunk_nbytes=chunk_nbytes), self.accelerator)
+
+
+class _DirectGather(Gather):
+    """Waits for the device, then lets the inner algorithm work on its memory."""
+
+    def __init__(self, inner: Gather, accelerator: Accelerator) -> None:
+        super().__init__(inner.comm, chunk_nbytes=inner.chunk_nbytes)
+        self.name = inner.name  # type: ignore[misc]  # of this one object
+        self._inner = inner
+        self._accelerator = accelerator
+
+    def __call__(self, blocks: Blocks) -> None:
+        """See ``Gather``."""
+        self._accelerator.finish()
+        self._inner(blocks)
+
+    def _gather(self, blocks: Blocks) -> None:
+        raise AssertionError("the inner one does it")
+
+    def free(self) -> None:
+        """See ``Gather``."""
+        self._inner.free()
+
+
+class _DirectExchange(Exchange):
+    """Waits for the device before each block leaves."""
+
+    def __init__(self, inner: Exchange, accelerator: Accelerator) -> None:
+        super().__init__(inner.comm, chunk_nbytes=inner.chunk_nbytes)
+        self.name = inner.name  # type: ignore[misc]  # of this one object
+        self._inner = inner
+        self._accelerator = accelerator
+
+    def _exchange(
+        self,
+        send: Blocks,
+        receive: Blocks,
+        prepare: Callable[[int], None],
+        meanwhile: Callable[[], None],
+    ) -> None:
+        def prepared(index: int) -> None:
+            prepare(index)
+            self._accelerator.finish()
+
+        self._accelerator.finish()  # what was read from ``receive`` before must have been read
+        self._inner(send, receive, prepare=prepared, meanwhile=meanwhile)
+
+    def finish(self) -> None:
+        """See ``Exchange``."""
+        self._inner.finish()
+
+    def free(self) -> None:
+        """See ``Exchange``."""
+        self._inner.free()

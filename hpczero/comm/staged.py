@@ -1,0 +1,175 @@
+"""Device memory through pinned memory of the host, for an MPI that cannot see it.
+
+Owns: the pinned slots, and the order of copies down, messages and copies up. Must not know: which algorithm moves the
+host's bytes, units, sums.
+
+    gather     down k+1 | messages k | up k-1        a few slots in turn, so that all three go on at once
+    exchange   prepare, down, send: block by block; up when the inner algorithm says that the call before is complete
+
+Source: the ring of slots is that of every staging MPI; see docs/decisions/0013-accelerators.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hpczero.accelerator import Accelerator, Mark
+from hpczero.comm.algorithms import Exchange, Gather
+from hpczero.comm.blocks import Blocks
+
+SLOTS = 3
+SLOT_NBYTES = 16 * 2**20  # of all blocks together
+LEAST_NBYTES = 64 * 2**10  # of one block: below that a copy costs its start, not its bytes
+
+
+class StagedGather(Gather):
+    """Another gather, on the host's copy of each piece."""
+
+    def __init__(self, inner: Gather, accelerator: Accelerator) -> None:
+        """Not collective.
+
+        Args:
+            inner: moves bytes of the host; this owns it.
+            accelerator: whose memory the blocks are.
+        """
+        super().__init__(inner.comm, chunk_nbytes=inner.chunk_nbytes)
+        self.name = f"{inner.name}, staged"  # type: ignore[misc]  # of this one object
+        self._inner = inner
+        self._accelerator = accelerator
+        self._down, self._up = accelerator.lane(), accelerator.lane()
+        self._slots = _Slots(accelerator, SLOTS)
+
+    def __call__(self, blocks: Blocks) -> None:
+        """See ``Gather``."""
+        if blocks.count <= 1 or not blocks.nbytes:
+            return
+        me, count = self.comm.rank, blocks.count
+        begin = self._accelerator.mark()  # what was written to or read from the blocks before
+        self._down.after(begin)
+        self._up.after(begin)
+        most = min(max(SLOT_NBYTES // count, LEAST_NBYTES), self.chunk_nbytes)
+        pieces = list(blocks.pieces(most))
+        hosts = [self._slots.blocks(turn % SLOTS, piece) for turn, piece in enumerate(pieces)]
+        down: list[Mark] = []
+
+        def start_down(turn: int) -> None:
+            self._slots.wait(turn % SLOTS)
+            self._down.copy(hosts[turn].view(me), pieces[turn].view(me))
+            down.append(self._down.mark())
+
+        start_down(0)
+        for turn, (piece, host) in enumerate(zip(pieces, hosts, strict=True)):
+            if turn + 1 < len(pieces):
+                start_down(turn + 1)
+            down[turn].wait()
+            self._inner(host)
+            for index in range(count):
+                if index != me:
+                    self._up.copy(piece.view(index), host.view(index))
+            self._slots.in_use(turn % SLOTS, self._up.mark())
+        self._up.finish()
+
+    def _gather(self, blocks: Blocks) -> None:
+        raise AssertionError("the inner one does it")
+
+    def free(self) -> None:
+        """See ``Gather``."""
+        self._inner.free()
+        self._slots.free()
+
+
+class StagedExchange(Exchange):
+    """Another exchange, on the host's copy of each block."""
+
+    def __init__(self, inner: Exchange, accelerator: Accelerator) -> None:
+        """As ``StagedGather``."""
+        super().__init__(inner.comm, chunk_nbytes=inner.chunk_nbytes)
+        self.name = f"{inner.name}, staged"  # type: ignore[misc]  # of this one object
+        self._inner = inner
+        self._accelerator = accelerator
+        self._down, self._up = accelerator.lane(), accelerator.lane()
+        # Of two calls in turn: the one before is not complete when the next begins.
+        self._sent, self._received = _Slots(accelerator, 2), _Slots(accelerator, 2)
+        self._turn = 0
+        self._complete: Callable[[], None] = lambda: None
+
+    def _exchange(
+        self,
+        send: Blocks,
+        receive: Blocks,
+        prepare: Callable[[int], None],
+        meanwhile: Callable[[], None],
+    ) -> None:
+        me, slot = self.comm.rank, self._turn % 2
+        self._turn += 1
+        sent, received = self._sent.blocks(slot, send), self._received.blocks(slot, receive)
+        earlier, begin = self._complete, self._accelerator.mark()
+
+        def prepared(index: int) -> None:
+            prepare(index)
+            if index != me:
+                self._down.after(self._accelerator.mark())
+                self._down.copy(sent.view(index), send.view(index))
+                self._down.finish()
+
+        def complete() -> None:
+            self._up.after(begin)  # whoever read ``receive`` before has done so
+            for index in range(receive.count):
+                if index != me:
+                    self._up.copy(receive.view(index), received.view(index))
+            self._up.finish()
+
+        def then() -> None:
+            earlier()
+            meanwhile()
+
+        self._inner(sent, received, prepare=prepared, meanwhile=then)
+        self._complete = complete
+
+    def finish(self) -> None:
+        """See ``Exchange``."""
+        self._inner.finish()
+        complete, self._complete = self._complete, lambda: None
+        complete()
+
+    def free(self) -> None:
+        """See ``Exchange``."""
+        self._inner.free()
+        self._sent.free()
+        self._received.free()
+
+
+class _Slots:
+    """Pinned buffers, each with the mark behind its last reader; grown to the largest need."""
+
+    def __init__(self, accelerator: Accelerator, count: int) -> None:
+        self._accelerator = accelerator
+        self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * count
+        self._readers: list[Mark | None] = [None] * count
+
+    def blocks(self, slot: int, like: Blocks) -> Blocks:
+        """Blocks of the same number and size, one after the other, in ``slot``."""
+        nbytes = like.count * like.nbytes
+        if len(self._buffers[slot]) < nbytes:
+            self.wait(slot)
+            self._buffers[slot] = self._accelerator.pinned(nbytes)
+        return Blocks(self._buffers[slot], 0, like.nbytes, like.nbytes, like.count)
+
+    def in_use(self, slot: int, until: Mark) -> None:
+        """A lane reads ``slot`` up to a mark."""
+        self._readers[slot] = until
+
+    def wait(self, slot: int) -> None:
+        """Return when ``slot`` may be written."""
+        reader, self._readers[slot] = self._readers[slot], None
+        if reader is not None:
+            reader.wait()
+
+    def free(self) -> None:
+        """Give the memory back; nothing may be under way."""
+        for slot in range(len(self._buffers)):
+            self.wait(slot)
+            self._buffers[slot] = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,67 @@
+"""The k-way sum on a CUDA device: one launch that reads every block once. The twin of ``tree_sum``'s torch operations.
+
+Owns: compiled kernels, one for each shape of the tree, and the launch. Must not know: MPI, whose memory the blocks are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpczero.kernels.source import MOST_BLOCKS, VECTOR_NBYTES, tree_sum_source
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+THREADS = 256
+BLOCKS_PER_SM = 8
+
+
+def device_tree_sum(
+    blocks: Sequence[Tensor],
+    out: Tensor,
+    *,
+    groups: Sequence[Sequence[int]],
+    scale: float,
+    accumulate: bool,
+    node_dtype: torch.dtype,
+) -> None:
+    """As ``tree_sum``, on torch's current stream of ``out``'s device; blocks may be mapped from other processes."""
+    import cupy
+
+    aligned = all(t.data_ptr() % VECTOR_NBYTES == 0 for t in (*blocks, out))
+    shape = tuple(tuple(group) for group in groups)
+    kernel = _kernel(shape, NAMES[blocks[0].dtype], NAMES[node_dtype], aligned, out.device.index)
+    most = torch.cuda.get_device_properties(out.device).multi_processor_count * BLOCKS_PER_SM
+    grid = min(max(-(-out.numel() // THREADS), 1), most)
+    stream = torch.cuda.current_stream(out.device).cuda_stream
+    with cupy.cuda.Device(out.device.index), cupy.cuda.ExternalStream(stream):
+        kernel(
+            (grid,),
+            (THREADS,),
+            (
+                *(block.data_ptr() for block in blocks),
+                out.data_ptr(),
+                out.numel(),
+                cupy.float32(scale),
+                cupy.int32(accumulate),
+            ),
+        )
+
+
+def can_launch(blocks: Sequence[Tensor]) -> bool:
+    """Whether there are few enough for one launch."""
+    return len(blocks) <= MOST_BLOCKS
+
+
+@cache
+def _kernel(
+    groups: tuple[tuple[int, ...], ...], dtype: str, node_dtype: str, aligned: bool, device: int
+) -> Any:
+    import cupy
+
+    source = tree_sum_source(groups, dtype, node_dtype, aligned=aligned, cuda=True)
+    with cupy.cuda.Device(device):
+        return cupy.RawKernel(source, "tree_sum", options=("--std=c++14",))

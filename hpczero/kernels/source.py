@@ -1,0 +1,142 @@
+"""Source text of the k-way sum, for CUDA's run-time compiler, and for the host's, which is how it is tested anywhere.
+
+Owns: the text. Must not know: CuPy, torch's tensors, streams.
+
+The order and the rounding places are those of ``tree_sum``. Every addition is written out, because a library's sum
+fixes no order, and by intrinsics that no compiler fuses into a multiply-add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+VECTOR_NBYTES = 16  # the widest load of a thread
+MOST_BLOCKS = 256  # pointers of a launch, well below 4 KiB of arguments
+
+_ELEMENTS = {
+    "fp32": ("float", "{}"),
+    "bf16": ("uint16_t", "from_bf16({})"),
+    "fp16": ("uint16_t", "from_fp16({})"),
+}
+_ROUNDED = {"fp32": "{}", "bf16": "from_bf16(to_bf16({}))", "fp16": "from_fp16(to_fp16({}))"}
+
+_SHARED = """
+INLINE float from_bf16(uint16_t bits) { return from_bits((uint32_t)bits << 16); }
+INLINE uint16_t to_bf16(float value) {
+    const uint32_t bits = to_bits(value);
+    if (value != value) return 0x7fc0;
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+template <typename T, int N> struct alignas(sizeof(T) * N) Pack { T at[N]; };
+"""
+
+_CUDA = """
+#include <cuda_fp16.h>
+typedef unsigned short uint16_t; typedef unsigned int uint32_t;
+#define INLINE __device__ __forceinline__
+#define ADD(a, b) __fadd_rn(a, b)
+#define MUL(a, b) __fmul_rn(a, b)
+INLINE float from_bits(uint32_t bits) { return __uint_as_float(bits); }
+INLINE uint32_t to_bits(float value) { return __float_as_uint(value); }
+INLINE float from_fp16(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
+INLINE uint16_t to_fp16(float value) { return __half_as_ushort(__float2half_rn(value)); }
+"""
+
+# For a compiler of the host with -ffp-contract=off.
+_HOST = """
+#include <cstdint>
+#include <cstring>
+#define INLINE static inline
+#define ADD(a, b) ((a) + (b))
+#define MUL(a, b) ((a) * (b))
+INLINE float from_bits(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
+INLINE uint32_t to_bits(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
+INLINE float from_fp16(uint16_t bits) { _Float16 half; memcpy(&half, &bits, 2); return (float)half; }
+INLINE uint16_t to_fp16(float value) {
+    const _Float16 half = (_Float16)value;
+    uint16_t bits;
+    memcpy(&bits, &half, 2);
+    return bits;
+}
+"""
+
+_BODY = """
+INLINE float sum({arguments}) {{ return {expression}; }}
+
+extern "C" {entry} void tree_sum({pointers}, float* out, long long numel, float scale, int accumulate) {{
+    {loop_vectors} {{
+{loads}
+        Pack<float, {width}> into = accumulate ? ((const Pack<float, {width}>*)out)[i] : Pack<float, {width}>();
+        for (int j = 0; j < {width}; ++j) {{
+            const float scaled = MUL(sum({elements}), scale);
+            into.at[j] = accumulate ? ADD(into.at[j], scaled) : scaled;
+        }}
+        ((Pack<float, {width}>*)out)[i] = into;
+    }}
+    {loop_rest} {{
+        const float scaled = MUL(sum({scalars}), scale);
+        out[i] = accumulate ? ADD(out[i], scaled) : scaled;
+    }}
+}}
+"""
+
+_LOOPS = {
+    True: (
+        "const long long first = blockIdx.x * (long long)blockDim.x + threadIdx.x, step = (long long)gridDim.x * "
+        "blockDim.x;\n    for (long long i = first; i < numel / {width}; i += step)",
+        "for (long long i = numel / {width} * {width} + first; i < numel; i += step)",
+    ),
+    False: (
+        "for (long long i = 0; i < numel / {width}; ++i)",
+        "for (long long i = numel / {width} * {width}; i < numel; ++i)",
+    ),
+}
+
+
+def tree_sum_source(
+    groups: Sequence[Sequence[int]], dtype: str, node_dtype: str, *, aligned: bool, cuda: bool
+) -> str:
+    """C++ with one function ``tree_sum(block pointers, out, numel, scale, accumulate)``.
+
+    Args:
+        groups: as in ``tree_sum``.
+        dtype: of the blocks: fp32, bf16, fp16.
+        node_dtype: as in ``tree_sum``.
+        aligned: every pointer is a multiple of ``VECTOR_NBYTES``.
+        cuda: for CUDA's compiler; otherwise for the host's.
+    """
+    element, load = _ELEMENTS[dtype]
+    width = vector_width(dtype) if aligned else 1
+    blocks = range(sum(map(len, groups)))
+    several = len(groups) > 1
+    terms = [_tree([f"a{i}" for i in group]) for group in groups]
+    rounded = [_ROUNDED[node_dtype].format(term) if several else term for term in terms]
+    vectors, rest = (loop.format(width=width) for loop in _LOOPS[cuda])
+    body = _BODY.format(
+        arguments=", ".join(f"float a{i}" for i in blocks),
+        expression=_tree(rounded),
+        entry="__global__" if cuda else "",
+        pointers=", ".join(f"const {element}* b{i}" for i in blocks),
+        width=width,
+        loop_vectors=vectors,
+        loop_rest=rest,
+        loads="\n".join(
+            f"        const Pack<{element}, {width}> p{i} = ((const Pack<{element}, {width}>*)b{i})[i];"
+            for i in blocks
+        ),
+        elements=", ".join(load.format(f"p{i}.at[j]") for i in blocks),
+        scalars=", ".join(load.format(f"b{i}[i]") for i in blocks),
+    )
+    return (_CUDA if cuda else _HOST) + _SHARED + body
+
+
+def vector_width(dtype: str) -> int:
+    """Elements of the widest load."""
+    return VECTOR_NBYTES // (4 if dtype == "fp32" else 2)
+
+
+def _tree(terms: Sequence[str]) -> str:
+    if len(terms) == 1:
+        return terms[0]
+    middle = (len(terms) + 1) // 2
+    return f"ADD({_tree(terms[:middle])}, {_tree(terms[middle:])})"

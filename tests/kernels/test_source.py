@@ -1,0 +1,119 @@
+"""The text of the device's sum, compiled for the host, against the torch twin: every bit."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpczero.kernels.device_sum import NAMES
+from hpczero.kernels.source import VECTOR_NBYTES, tree_sum_source
+from hpczero.kernels.tree_sum import tree_sum
+
+GROUPS = [[[0]], [[0, 1]], [[2, 0, 1]], [[0, 1], [2, 3]], [[0, 2, 4], [1, 3, 5]], [[0], [1], [2]]]
+NUMELS = [0, 1, 7, 8, 1003]
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> str:
+    found = shutil.which("g++")
+    if found is None:
+        pytest.skip("no g++ to compile the device's sum for the host")
+    return found
+
+
+def compiled(compiler: str, source: str, folder: Path) -> ctypes.CDLL:
+    (folder / "sum.cpp").write_text(source)
+    command = [compiler, "-O2", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-o"]
+    done = subprocess.run(
+        [*command, folder / "sum.so", folder / "sum.cpp"], capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return ctypes.CDLL(str(folder / "sum.so"))
+
+
+def blocks_of(count: int, numel: int, dtype: torch.dtype, *, aligned: bool) -> list[Tensor]:
+    """Hard ones: of very different sizes, negative zero, subnormal, infinite and not a number."""
+    generator = torch.Generator().manual_seed(count + numel)
+    found = []
+    for _ in range(count):
+        scales = 10.0 ** torch.randint(-6, 5, (numel + 1,), generator=generator)
+        values = (torch.randn(numel + 1, generator=generator) * scales).to(dtype)
+        values[: numel // 8 * 2 : 2] = -0.0
+        if numel > 100:
+            values[100:102] = torch.tensor([float("inf"), float("nan")])
+            values[102] = torch.finfo(dtype).tiny / 4
+        found.append(values[:numel] if aligned else values[1:])
+    return found
+
+
+def addresses(tensors: Sequence[Tensor]) -> list[ctypes.c_void_p]:
+    return [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "node_dtype"),
+    [("fp32", "fp32"), ("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "bf16"), ("bf16", "fp16")],
+)
+def test_every_bit_is_that_of_the_torch_twin(
+    compiler: str, tmp_path: Path, dtype: str, node_dtype: str, aligned: bool
+) -> None:
+    for number, groups in enumerate(GROUPS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        source = tree_sum_source(groups, dtype, node_dtype, aligned=aligned, cuda=False)
+        library = compiled(compiler, source, folder)
+        for numel in NUMELS:
+            count = sum(map(len, groups))
+            blocks = blocks_of(count, numel, DTYPES[dtype], aligned=aligned)
+            pointers = addresses(blocks)
+            if aligned:
+                assert all((p.value or 0) % VECTOR_NBYTES == 0 for p in pointers)
+            for scale, accumulate in ((1.0, False), (0.3, True)):
+                expected = torch.full((numel,), 0.7)
+                found = expected.clone()
+                tree_sum(
+                    blocks,
+                    expected,
+                    groups=groups,
+                    scale=scale,
+                    accumulate=accumulate,
+                    node_dtype=DTYPES[node_dtype],
+                )
+                library.tree_sum(
+                    *pointers,
+                    *addresses([found]),
+                    ctypes.c_longlong(numel),
+                    ctypes.c_float(scale),
+                    ctypes.c_int(accumulate),
+                )
+                nan = expected.isnan()
+                assert torch.equal(nan, found.isnan())
+                same = expected.view(torch.int32) == found.view(torch.int32)
+                assert bool((same | nan).all()), (groups, numel, scale)
+
+
+def test_cuda_text_differs_from_the_tested_one_in_loops_and_intrinsics_alone() -> None:
+    """What is summed, in which order, and what is loaded and stored, is the same text."""
+    for aligned in (True, False):
+        cuda, host = (
+            tree_sum_source([[0, 1], [2, 3]], "bf16", "fp32", aligned=aligned, cuda=kind)
+            for kind in (True, False)
+        )
+        assert body_of(cuda) == body_of(host)
+        assert "sum(" in "".join(body_of(cuda))
+
+
+def body_of(source: str) -> list[str]:
+    """From the first function both have, without the lines that say which thread does what."""
+    lines = source[source.index("INLINE float from_bf16") :].splitlines()
+    marks = ("const long long first", "for (long long i", 'extern "C"')
+    return [line for line in lines if not line.strip().startswith(marks)]
