@@ -177,7 +177,7 @@ class TrainOptions:
         return floor + (1 - floor) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
 
 
-Transport = Literal["auto", "flat", "hierarchical", "window"]
+Transport = Literal["auto", "flat", "hierarchical", "window", "ipc"]
 
 
 @dataclass(frozen=True)

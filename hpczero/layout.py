@@ -123,16 +123,23 @@ class ShardLayout:
         return range(start, max(min(mine.stop - slot.offset, slot.numel), start))
 
 
+PULLED_IN_TURN = (
+    2  # places that serve all whole parameters where ranks of a node pull them from each other
+)
+PLACE_ALIGNMENT = 256  # bytes
+
+
 @dataclass(frozen=True)
 class Sharing:
     """What the ranks of a node hold together; the default is nothing.
 
     Attributes:
-        ranks: ranks that share one copy of whole parameters and read each other's gradients.
+        ranks: ranks that share one copy of whole parameters (unless it ``pulls``) and read each other's gradients.
         lasting: whole parameters stay where they are while sharded: the node holds all of them anyway.
         nodes: nodes between which partial sums travel.
         round_nbytes: most bytes of one partial sum that travel in one round between nodes.
         overlap: collectives go on while the model computes: the next unit is made whole meanwhile.
+        pulls: whole parameters are each rank's own: ranks of a node only read out of each other's memory.
     """
 
     ranks: int = 1
@@ -140,6 +147,12 @@ class Sharing:
     nodes: int = 1
     round_nbytes: int = ROUND_BYTES
     overlap: bool = False
+    pulls: bool = False
+
+    @property
+    def copies(self) -> int:
+        """Ranks that share one copy of whole parameters."""
+        return 1 if self.pulls else self.ranks
 
 
 def rail_chunk(shard_numel: int, nodes: int, itemsize: int, round_nbytes: int = ROUND_BYTES) -> int:
@@ -150,6 +163,11 @@ def rail_chunk(shard_numel: int, nodes: int, itemsize: int, round_nbytes: int = 
     return max(
         min(shard_numel, EXCHANGE_BYTES // (4 * nodes * itemsize), round_nbytes // itemsize), 1
     )
+
+
+def pulled_nbytes(parts: Sequence[int]) -> int:
+    """Bytes of the places through which parts of whole parameters of these sizes are handed on inside a node."""
+    return PULLED_IN_TURN * (-(-max(parts, default=0) // PLACE_ALIGNMENT) * PLACE_ALIGNMENT)
 
 
 def places_in_turn(sizes: Sequence[int]) -> list[int]:

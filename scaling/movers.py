@@ -61,7 +61,7 @@ def movers(topology: Topology, shard_nbytes: int, auto: Selection) -> Iterator[l
             flat = stack.enter_context(_closing(Flat(topology, exchange=exchange)))
             found.append(_reduce(f"flat, {exchange.name}", flat, whole, out))
         if topology.is_rectangular:
-            messages = stack.enter_context(_closing(Hierarchical(topology, shared_memory=False)))
+            messages = stack.enter_context(_closing(Hierarchical(topology, inside="messages")))
             found.append(_gather("hierarchical", messages, whole))
             found.append(_reduce("hierarchical", messages, whole, out))
         if topology.is_rectangular and topology.node.size > 1:

@@ -1,7 +1,7 @@
 """Where a rank's gradients lie so that its node can read them.
 
-Owns: the rank's part of the shared segment, its places and who holds them. Must not know: other ranks' progress beyond
-the one question it is given, reductions, units.
+Owns: this rank's part of the ground, its places and who holds them. Must not know: what kind of memory the ground is,
+other ranks' progress beyond the one question it is given, reductions, units.
 
 [Note: Places]
 Most gradients live from a unit's backward to its reduction, so two places serve all units in turn. The buffer that was
@@ -13,22 +13,39 @@ a place each. ``Plan.memory`` counts by the same rule.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from hpczero.comm.segment import PAGE, Segment
-from hpczero.device import Buffer, Memory
+from hpczero.comm.segment import PAGE
+from hpczero.device import CPU, Buffer, Memory
 
 IN_TURN = 2
+
+
+class Ground(ABC):
+    """Memory that every rank of a node has a part of, and in which every rank reads all parts."""
+
+    @abstractmethod
+    def part(self, rank: int) -> Tensor:
+        """(nbytes,) uint8 of local rank ``rank``."""
+
+    def claim(self, start: int, stop: int) -> None:
+        """Have the memory behind these bytes of this rank's part.
+
+        Raises:
+            CommError: there is none left.
+        """
+        return
 
 
 class Place:
     """Some bytes of the arena that one gradient at a time may hold.
 
     Attributes:
-        start: first byte in the segment.
+        start: first byte in this rank's part of the ground.
         nbytes: how many.
         claimed: of these, how many have memory behind them.
         is_kept: whether it belongs to a gradient that is kept, and counted there.
@@ -58,7 +75,7 @@ class GradientBuffer(Buffer):
         category: str,
         keep: bool,
     ) -> None:
-        self.tensor = torch.empty(0, dtype=dtype)
+        self.tensor = torch.empty(0, dtype=dtype, device=arena.device)
         self.place: Place | None = None
         self.keeps = keep
         self._arena = arena
@@ -82,7 +99,7 @@ class GradientBuffer(Buffer):
             self._arena.take(self.place, self._nbytes)
             self.tensor = self._arena.view(self.place, self._numel, self._dtype)
         else:
-            self.tensor = torch.empty(self._numel, dtype=self._dtype)
+            self.tensor = torch.empty(self._numel, dtype=self._dtype, device=self._arena.device)
             self._memory.add(self._category, self._nbytes)
         self._held = True
 
@@ -96,19 +113,24 @@ class GradientBuffer(Buffer):
             self.place.taken = False
         else:
             self._memory.add(self._category, -self._nbytes)
-        self.tensor = torch.empty(0, dtype=self._dtype)
+        self.tensor = torch.empty(0, dtype=self._dtype, device=self._arena.device)
 
 
 class Arena:
-    """This rank's part of one segment, laid out once all gradient buffers are known.
+    """This rank's part of one ground, laid out once all gradient buffers are known.
 
     Attributes:
-        segment: of the whole node; None without gradients.
         nbytes: of each rank's part.
+        device: where gradients go that have no place.
     """
 
     def __init__(
-        self, rank: int, memory: Memory, *, wait_until_read: Callable[[int], None]
+        self,
+        rank: int,
+        memory: Memory,
+        *,
+        wait_until_read: Callable[[int], None],
+        device: torch.device = CPU,
     ) -> None:
         """Not collective.
 
@@ -116,9 +138,11 @@ class Arena:
             rank: local rank.
             memory: ledger; places that are not kept count as ``exchange`` from their first use.
             wait_until_read: returns when all ranks of the node have read what they want of a reduction.
+            device: of the ground.
         """
-        self.segment: Segment | None = None
         self.nbytes = 0
+        self.device = device
+        self._ground: Ground | None = None
         self._rank = rank
         self._memory = memory
         self._wait_until_read = wait_until_read
@@ -158,11 +182,17 @@ class Arena:
         self.nbytes += place.nbytes
         return place
 
-    def open(self, segment: Segment) -> None:
-        """Use ``segment``, which has ``nbytes`` for each rank of the node."""
-        self.segment = segment
-        start = segment.bytes.data_ptr() + self._rank * self.nbytes
+    def open(self, ground: Ground) -> None:
+        """Use ``ground``, which has ``nbytes`` for each rank of the node, at the begin of its part."""
+        self._ground = ground
+        start = ground.part(self._rank).data_ptr()
         self._by_address = {start + place.start: place for place in self._places if place.nbytes}
+
+    def close(self) -> None:
+        """Point into the ground no more."""
+        self._ground = None
+        for buffer in self._buffers:
+            buffer.tensor = torch.empty(0, dtype=buffer.tensor.dtype, device=self.device)
 
     def view(self, place: Place, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) of this rank's ``place``."""
@@ -170,16 +200,14 @@ class Arena:
 
     def view_of(self, rank: int, start: int, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) of the part of local rank ``rank``, from byte ``start`` of it on."""
-        assert self.segment is not None, "laid out"
-        begin = rank * self.nbytes + start
-        return self.segment.bytes[begin : begin + numel * dtype.itemsize].view(dtype)
+        assert self._ground is not None, "laid out"
+        return self._ground.part(rank)[start : start + numel * dtype.itemsize].view(dtype)
 
     def take(self, place: Place, nbytes: int) -> None:
         """Hold ``place`` and have its memory at hand; its last readers are through on return."""
-        assert self.segment is not None, "laid out"
+        assert self._ground is not None, "laid out"
         if place.claimed < nbytes:
-            start = self._rank * self.nbytes + place.start
-            self.segment.claim(start, start + nbytes)
+            self._ground.claim(place.start, place.start + nbytes)
             if not place.is_kept:
                 self._memory.add("exchange", nbytes - place.claimed)
             place.claimed = nbytes

@@ -10,9 +10,11 @@ from typing import get_args
 
 import torch
 
+from hpczero.accelerator import Accelerator, Attached, Export, HostAccelerator
+from hpczero.comm.awareness import reach_of
 from hpczero.comm.base import Collectives
 from hpczero.comm.flat import Flat
-from hpczero.comm.hierarchical import Hierarchical
+from hpczero.comm.hierarchical import Hierarchical, Inside
 from hpczero.comm.queue import can_run_in_background
 from hpczero.comm.segment import Segment
 from hpczero.comm.selection import DEFAULT, Selection
@@ -32,18 +34,21 @@ def choose(
     node_dtype: torch.dtype = torch.float32,
     algorithms: str = "auto",
     overlap: bool = True,
+    accelerator: Accelerator | None = None,
 ) -> Collectives:
     """A transport over ``topology``. Collective over its world.
 
     Args:
         topology: the ranks.
         transport: ``flat`` for any nodes; ``hierarchical`` sends messages between nodes and inside them; ``window``
-            shares memory inside nodes; ``auto`` takes the fastest that works.
+            shares memory inside nodes; ``ipc`` lets ranks of a node read each other's device memory; ``auto`` takes the
+            fastest that works.
         strict: as in Collectives.
         node_dtype: as in Collectives.
         algorithms: between nodes: ``auto`` measures or takes what was measured before, ``measure`` measures anew,
             ``default`` does neither; or by name, as in ``all_gather=ring,reduce_scatter=pairwise``.
-        overlap: between nodes, move bytes while the model computes, if the MPI lets two threads call it.
+        overlap: between nodes, and on devices, move bytes while the model computes, if MPI lets two threads call it.
+        accelerator: where the buffers are; None for the host.
 
     Raises:
         ConfigError: an unknown name, or an algorithm that does not work between so many nodes.
@@ -52,27 +57,37 @@ def choose(
     """
     check_transport_name(transport)
     check_algorithms(algorithms)
+    reach = reach_of(accelerator or HostAccelerator(), topology)
     if transport == "auto":
-        transport = _automatic(topology)
+        transport = _automatic(topology, reach.accelerator)
+    if transport == "window" and not reach.accelerator.is_host:
+        raise ConfigError(
+            "transport: window shares memory of the host, and the model is on a device; use ipc, or leave it to auto"
+        )
     if transport == "flat":
-        return Flat(topology, strict=strict, node_dtype=node_dtype)
+        return Flat(topology, strict=strict, node_dtype=node_dtype, reach=reach)
+    inside: Inside = "messages"
+    if transport in ("window", "ipc"):
+        inside = "window" if transport == "window" else "ipc"
     return Hierarchical(
         topology,
         strict=strict,
         node_dtype=node_dtype,
         selection=_selection(topology, algorithms, node_dtype),
-        shared_memory=transport == "window",
-        overlap=overlap and _can_overlap(topology),
+        inside=inside,
+        overlap=overlap and _can_overlap(topology, reach.accelerator),
+        reach=reach,
     )
 
 
-def _can_overlap(topology: Topology) -> bool:
-    if topology.num_nodes == 1 or can_run_in_background():
-        return topology.num_nodes > 1
+def _can_overlap(topology: Topology, accelerator: Accelerator) -> bool:
+    wanted = topology.num_nodes > 1 or not accelerator.is_host
+    if not wanted or can_run_in_background():
+        return wanted
     if topology.is_root:
         logger.warning(
             "this MPI does not let two threads call it (thread level below MPI_THREAD_MULTIPLE), so nothing moves "
-            "between nodes while the model computes; build or configure MPI with thread support"
+            "while the model computes; build or configure MPI with thread support"
         )
     return False
 
@@ -113,18 +128,47 @@ def _selection(topology: Topology, algorithms: str, node_dtype: torch.dtype) -> 
     return tune(topology, node_dtype, fresh=algorithms == "measure")
 
 
-def _automatic(topology: Topology) -> str:
+def _automatic(topology: Topology, accelerator: Accelerator) -> str:
     if not topology.is_rectangular:
         if topology.is_root:
             logger.info("nodes have different numbers of ranks: flat transport")
         return "flat"
-    if topology.node.size > 1:
+    if topology.node.size > 1 and not accelerator.is_host:
+        problem = _export_problem(topology, accelerator)
+        if not problem:
+            return "ipc"
+        if topology.is_root:
+            logger.warning("ranks of a node do not see each other's device memory: %s", problem)
+    elif topology.node.size > 1:
         problem = _sharing_problem(topology)
         if not problem:
             return "window"
         if topology.is_root:
             logger.warning("ranks of a node share no memory: %s", problem)
     return "hierarchical" if topology.num_nodes > 1 else "flat"
+
+
+def _export_problem(topology: Topology, accelerator: Accelerator) -> str:
+    """Why ranks of some node cannot read each other's device memory; empty if they can. Collective over world."""
+    block: Export | None = None
+    attached: list[Attached] = []
+    try:
+        with topology.agreed("export device memory"):
+            block = accelerator.export(1)
+        tickets = topology.node.allgather(block.ticket if block is not None else b"")
+        with topology.agreed("map device memory of peers"):
+            for rank, ticket in enumerate(tickets):
+                if rank != topology.node.rank:
+                    attached.append(accelerator.attach(ticket, 1))
+    except CommError as error:
+        return str(error)
+    finally:
+        for peer in attached:
+            peer.close()
+        topology.node.Barrier()
+        if block is not None:
+            block.close()
+    return ""
 
 
 def _sharing_problem(topology: Topology) -> str:

@@ -15,6 +15,7 @@ docs/performance.md has the bounds.
 from __future__ import annotations
 
 from collections import deque
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch import Tensor
 from hpczero.comm.arena import IN_TURN
 from hpczero.comm.base import Collectives, Work
 from hpczero.comm.blocks import CHUNK_BYTES
+from hpczero.comm.ipc import Ipc
 from hpczero.comm.lent import Lending, LentBuffer
 from hpczero.comm.node import Messages, NodeLevel, Parts
 from hpczero.comm.queue import Queue
@@ -38,6 +40,8 @@ from hpczero.topology import Topology
 # Sums in shared memory that a rank may put off: it need not wait for peers that are this many units behind.
 PUT_OFF = IN_TURN - 1
 
+Inside = Literal["window", "ipc", "messages"]
+
 
 class Hierarchical(Collectives):
     """All-gather between nodes first, reduce-scatter inside nodes first; one node or one rank per node will do."""
@@ -50,7 +54,7 @@ class Hierarchical(Collectives):
         memory: Memory | None = None,
         node_dtype: torch.dtype = torch.float32,
         selection: Selection = DEFAULT,
-        shared_memory: bool = True,
+        inside: Inside = "window",
         overlap: bool = False,
         chunk_nbytes: int = CHUNK_BYTES,
         reach: Reach | None = None,
@@ -63,7 +67,8 @@ class Hierarchical(Collectives):
             memory: as in Collectives.
             node_dtype: as in Collectives.
             selection: algorithms between nodes; equal on all ranks.
-            shared_memory: ranks of a node share a window; False: they send messages.
+            inside: how ranks of a node meet: ``window`` shares memory of the host, ``ipc`` lets them read each other's
+                device memory, ``messages`` does neither.
             overlap: where there are several nodes, move bytes on a thread of its own while the caller computes; the MPI
                 must let two threads call it (``queue.can_run_in_background``).
             chunk_nbytes: most bytes of one shard that a single MPI call moves.
@@ -94,18 +99,30 @@ class Hierarchical(Collectives):
             reach=self.reach,
         )
         messages = Messages(topology.node, self.memory, chunk_nbytes=chunk_nbytes, reach=self.reach)
-        shares = shared_memory and topology.node.size > 1
+        accelerator = self.reach.accelerator
+        # On one host nothing is gained by overlap: the ranks fill the cores. A device computes by itself.
+        runs_beside = overlap and (self._nodes > 1 or not accelerator.is_host)
         self._put_off: deque[Work] = deque()
-        self._queue = Queue(topology.watchdog) if overlap and self._nodes > 1 else None
+        self._queue = Queue(topology.watchdog, accelerator) if runs_beside else None
         self._lending = Lending()
         self._node: NodeLevel = messages
-        if shares:
+        beside = self._queue is not None
+        if topology.node.size > 1 and inside == "window":
             self._node = Window(
                 topology,
                 self.memory,
                 messages,
                 drain=lambda: self._finish_until(None),
-                overlap=self._queue is not None,
+                overlap=beside,
+            )
+        elif topology.node.size > 1 and inside == "ipc":
+            self._node = Ipc(
+                topology,
+                self.memory,
+                accelerator,
+                messages,
+                drain=lambda: self._finish_until(None),
+                overlap=beside,
             )
 
     def allocate(
@@ -118,8 +135,15 @@ class Hierarchical(Collectives):
         keep: bool = False,
     ) -> Buffer:
         """See ``Collectives``."""
-        if self._queue is not None and use is Use.REDUCE and not isinstance(self._node, Window):
-            lent = LentBuffer(numel, dtype, memory=self.memory, category=category, keep=keep)
+        if self._queue is not None and use is Use.REDUCE and isinstance(self._node, Messages):
+            lent = LentBuffer(
+                numel,
+                dtype,
+                memory=self.memory,
+                category=category,
+                keep=keep,
+                device=self.device,
+            )
             self._lending.add(lent)
             return lent
         return self._node.allocate(numel, dtype, category=category, use=use, keep=keep)
@@ -127,10 +151,9 @@ class Hierarchical(Collectives):
     @property
     def sharing(self) -> Sharing:
         """See ``Collectives``."""
-        if isinstance(self._node, Window):
-            local, lasting = self._node.comm.size, self._nodes == 1
-        else:
-            local, lasting = 1, False
+        local = 1 if isinstance(self._node, Messages) else self._node.comm.size
+        pulls = isinstance(self._node, Ipc)
+        lasting = isinstance(self._node, Window) and self._nodes == 1
         rounds = max(choice.chunk_nbytes for choice in self._rails.selection.exchanges)
         return Sharing(
             local,
@@ -138,13 +161,17 @@ class Hierarchical(Collectives):
             nodes=self._nodes,
             round_nbytes=rounds,
             overlap=self._queue is not None,
+            pulls=pulls,
         )
 
     def describe(self) -> str:
         """See ``Collectives``."""
-        inside = "shared memory" if isinstance(self._node, Window) else "messages"
+        names = {Window: "shared memory", Ipc: "peers' memory", Messages: "messages"}
+        inside = names[type(self._node)]
+        if not self.reach.accelerator.is_host:
+            inside += f" ({self.reach.name})" if isinstance(self._node, Messages) else " of devices"
         if self._nodes == 1:
-            return f"{inside} on one node"
+            return f"{inside} on one node" + (", while the model computes" if self._queue else "")
         between = f"between nodes {self._rails.selection.describe()}"
         when = ", while the model computes" if self._queue is not None else ""
         return f"{inside} inside nodes; {between}{when}"

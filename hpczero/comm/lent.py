@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hpczero.device import Buffer, Memory
+from hpczero.device import CPU, Buffer, Memory
 
 MOST_LENT = (
     1  # units whose gradients may wait while the next one's are filled; ``Plan.memory`` counts them
@@ -22,10 +22,17 @@ class LentBuffer(Buffer):
     """Released at once by its owner, in truth when the reduction has read it."""
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, *, memory: Memory, category: str, keep: bool
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        memory: Memory,
+        category: str,
+        keep: bool,
+        device: torch.device = CPU,
     ) -> None:
         """As ``Buffer``."""
-        super().__init__(numel, dtype, memory=memory, category=category, keep=keep)
+        super().__init__(numel, dtype, memory=memory, category=category, keep=keep, device=device)
         self._reader: Callable[[], None] | None = None
         self._wanted = True
 

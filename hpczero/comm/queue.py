@@ -15,9 +15,10 @@ from collections.abc import Callable
 import torch
 from mpi4py import MPI
 
+from hpczero.accelerator import Accelerator, Mark
 from hpczero.watchdog import Watchdog
 
-_Operation = tuple[str, Callable[[], None], "_Outcome"]
+_Operation = tuple[str, Mark, Callable[[], None], "_Outcome"]
 
 
 def can_run_in_background() -> bool:
@@ -45,13 +46,16 @@ class _Outcome:
 class Queue:
     """Runs what it is given in that order; the thread starts with the first operation."""
 
-    def __init__(self, watchdog: Watchdog) -> None:
+    def __init__(self, watchdog: Watchdog, accelerator: Accelerator) -> None:
         """Not collective.
 
         Args:
             watchdog: looks at every operation while it runs; one that waits for its turn is not late.
+            accelerator: an operation begins when the device has done what the caller had started before it, and has a
+                lane of its own; it has ended when the device is through with it.
         """
         self._watchdog = watchdog
+        self._accelerator = accelerator
         self._operations: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last = _Outcome()
@@ -72,7 +76,7 @@ class Queue:
             self._thread = threading.Thread(target=self._work, name="hpczero-comm", daemon=True)
             self._thread.start()
         outcome = self._last = _Outcome()
-        self._operations.put((what, operation, outcome))
+        self._operations.put((what, self._accelerator.mark(), operation, outcome))
         return outcome.wait
 
     def drain(self) -> None:
@@ -90,16 +94,23 @@ class Queue:
             self._thread.join()
             self._thread = None
 
-    @torch.no_grad()  # the mode belongs to the thread
     def _work(self) -> None:
+        self._accelerator.on_device(self._run)
+
+    @torch.no_grad()  # the mode belongs to the thread
+    def _run(self) -> None:
+        lane = self._accelerator.lane()
         error: BaseException | None = None
         while (item := self._operations.get()) is not None:
-            what, operation, outcome = item
+            what, before, operation, outcome = item
             if error is None:
                 try:
                     with self._watchdog.watch(what):
-                        operation()
+                        before.wait()
+                        with lane.current():
+                            operation()
+                        lane.finish()
                 except BaseException as failure:
                     error = failure
             outcome.settle(error)
-            del item, operation, outcome  # they hold buffers
+            del item, before, operation, outcome  # they hold buffers

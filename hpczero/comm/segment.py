@@ -152,6 +152,15 @@ class Counters:
         """Return when every rank has come to ``value``."""
         self.wait_until(lambda: self.reached(column, value))
 
+    def wait_for(self, rank: int, column: int, value: int) -> None:
+        """Return when ``rank`` has come to ``value``."""
+
+        def done() -> bool:
+            return int(self._rows[rank][column]) >= value
+
+        self.wait_until(done)
+        self._window.Sync()
+
     def wait_until(self, done: Callable[[], bool]) -> None:
         """Return when ``done()``; meanwhile MPI's own messages go on."""
         polls = 0

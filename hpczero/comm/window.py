@@ -8,28 +8,46 @@ a training step sees to: an update comes after an agreement of all ranks that th
 then nothing but waiting for everybody. Where the memory is given back, each rank drops its own part once every rank of
 the node has released the buffer.
 
-Gradients (``Use.REDUCE``): a rank fills a place in its own part of the arena, tells the node where (``reading``), reads
-the others' places, and says when it has. A place is filled again only when everybody has read it.
+Gradients (``Use.REDUCE``): see gradients.[Note: Who may touch a gradient].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from hpczero.comm.arena import Arena
+from hpczero.accelerator import HostAccelerator
+from hpczero.comm import gradients
+from hpczero.comm.arena import Ground
 from hpczero.comm.node import Messages, NodeLevel, Parts
 from hpczero.comm.segment import Counters, Segment
 from hpczero.device import Buffer, Memory, Use
 from hpczero.topology import Topology
 
-# Columns of the counters: arrivals at spread, gradients ready, gradients read, then where gradients lie, then releases.
-ARRIVED, READY, READ, LOCATION = range(4)
-LOCATIONS = 8  # reductions that a rank may start before its peers have read the first of them
-FIRST_WHOLE = LOCATION + LOCATIONS
+# Columns of the counters: arrivals at spread, those of gradients, then releases.
+ARRIVED, FIRST_GRADIENT = range(2)
+FIRST_WHOLE = FIRST_GRADIENT + gradients.COLUMNS
+
+
+class SegmentGround(Ground):
+    """One segment, cut into as many parts as there are ranks."""
+
+    def __init__(self, segment: Segment, rank: int, nbytes: int) -> None:
+        self._segment = segment
+        self._rank = rank
+        self._nbytes = nbytes
+
+    def part(self, rank: int) -> Tensor:
+        """See ``Ground``."""
+        return self._segment.bytes[rank * self._nbytes : (rank + 1) * self._nbytes]
+
+    def claim(self, start: int, stop: int) -> None:
+        """See ``Ground``."""
+        begin = self._rank * self._nbytes
+        self._segment.claim(begin + start, begin + stop)
 
 
 class WholeBuffer(Buffer):
@@ -118,15 +136,15 @@ class Window(NodeLevel):
         super().__init__(topology.node, memory)
         self._topology = topology
         self._messages = messages
-        self._drain = drain
         self._overlap = overlap
-        self._arena = Arena(self.comm.rank, memory, wait_until_read=self._wait_until_read)
+        self._gradients = gradients.SharedGradients(
+            topology, memory, HostAccelerator(), drain=drain, first_column=FIRST_GRADIENT
+        )
         self._wholes: list[WholeBuffer] = []
         self._places: dict[int, WholeBuffer] = {}
         self._to_drop: dict[int, WholeBuffer] = {}
         self._counters: Counters | None = None
         self._spreads = 0
-        self._reductions = 0
 
     def allocate(
         self, numel: int, dtype: torch.dtype, *, category: str, use: Use, keep: bool
@@ -135,7 +153,7 @@ class Window(NodeLevel):
         if use is Use.GATHER:
             return self._allocate_whole(numel, dtype, category, keep)
         if use is Use.REDUCE:
-            return self._arena.allocate(numel, dtype, category=category, keep=keep)
+            return self._gradients.allocate(numel, dtype, category=category, keep=keep)
         return super().allocate(numel, dtype, category=category, use=use, keep=keep)
 
     def _allocate_whole(
@@ -163,9 +181,11 @@ class Window(NodeLevel):
     def settle(self) -> None:
         """See ``NodeLevel``: lays the arena out. Collective over the topology's world."""
         self._counters = Counters(self.comm, FIRST_WHOLE + len(self._wholes), naps=self._overlap)
-        nbytes = self._arena.lay_out() * self.comm.size
+        each = self._gradients.lay_out()
+        nbytes = each * self.comm.size
         with self._topology.agreed("share memory for gradients"):
-            self._arena.open(Segment.create(self.comm, nbytes, f"{nbytes:,} bytes of gradients"))
+            segment = Segment.create(self.comm, nbytes, f"{nbytes:,} bytes of gradients")
+        self._gradients.open(SegmentGround(segment, self.comm.rank, each), self._counters)
 
     def shares(self, full: Tensor, use: Use) -> bool:
         """See ``NodeLevel``."""
@@ -173,7 +193,7 @@ class Window(NodeLevel):
             return False
         if use is Use.GATHER:
             return full.data_ptr() in self._places
-        return self._arena.fits(full)
+        return self._gradients.fits(full)
 
     # --- gather --------------------------------------------------------------------------------------------------
 
@@ -196,47 +216,16 @@ class Window(NodeLevel):
                     other.drop()
                     del self._to_drop[other.number]
 
-    # --- reduce --------------------------------------------------------------------------------------------------
-
     def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
         """See ``NodeLevel``."""
-        if self._counters is None or not self.shares(full, Use.REDUCE):
+        if not self.shares(full, Use.REDUCE):
             return self._messages.reading(full)
-        self._reductions = number = self._reductions + 1
-        self._wait_until_read(number - LOCATIONS)  # the number before in the same column
-        location = self._arena.locate(full, number)
-        self._counters.publish(LOCATION + number % LOCATIONS, location)
-        self._counters.publish(READY, number)
-        return self._reading(number, full.numel(), full.dtype)
-
-    @contextmanager
-    def _reading(self, number: int, numel: int, dtype: torch.dtype) -> Iterator[Parts]:
-        counters, arena = self._counters, self._arena
-        assert counters is not None, "settled"
-        counters.wait(READY, number)
-        peers = [
-            arena.view_of(rank, counters.read(rank, LOCATION + number % LOCATIONS), numel, dtype)
-            for rank in range(self.comm.size)
-        ]
-        begin = self.comm.rank * (numel // self.comm.size)
-
-        def parts(start: int, count: int) -> list[Tensor]:
-            return [peer[begin + start : begin + start + count] for peer in peers]
-
-        yield parts
-        counters.publish(READ, number)
-
-    def _wait_until_read(self, reduction: int) -> None:
-        if self._counters is None or self._counters.reached(READ, reduction):
-            return
-        self._drain()  # this rank may be the one that has not read
-        if not self._counters.reached(READ, reduction):
-            with self._topology.watchdog.watch(f"waiting for peers to read gradient {reduction}"):
-                self._counters.wait(READ, reduction)
+        return self._gradients.reading(full)
 
     def close(self) -> None:
         """See ``NodeLevel``."""
         if self._counters is not None:
+            self._gradients.close()
             self._counters.free()
             self._counters = None
         self._messages.close()

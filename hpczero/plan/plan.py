@@ -18,6 +18,7 @@ from hpczero.layout import (
     Sharing,
     exchange_chunk,
     places_in_turn,
+    pulled_nbytes,
     rail_chunk,
 )
 from hpczero.plan.traffic import TrafficPlan, unit_traffic
@@ -204,7 +205,7 @@ class Plan:
         frozen = full - trainable
         owned = trainable // self.num_shards if stage.shards_optimizer else trainable
         if stage.shards_optimizer and (sharing.lasting or not stage.shards_parameters):
-            parameters = item * full // sharing.ranks
+            parameters = item * full // sharing.copies
         elif stage.shards_parameters:
             # At rest only masters exist; in fp32 the master is the parameter.
             parameters = item * frozen // self.num_shards
@@ -231,13 +232,13 @@ class Plan:
             whole = unit.layout.padded_numel * self.precision.param_itemsize
             nbytes = 0
             if self.stage.shards_parameters and not sharing.lasting:
-                nbytes += whole // sharing.ranks
+                nbytes += whole // sharing.copies
             if unit.trainable and not self.stage.keeps_local_gradients and sharing.ranks == 1:
                 nbytes += whole
             live[unit.modules] = live.get(unit.modules, 0) + nbytes
         root = live.pop(("",), 0)
         largest = sorted(live.values(), reverse=True)
-        shared = sharing.ranks > 1  # where a peer still uses the one before, its memory stays
+        shared = sharing.copies > 1  # where a peer still uses the one before, its memory stays
         return root + sum(largest[: 1 + sharing.overlap + shared])
 
     def exchange_nbytes(self, sharing: Sharing | None = None) -> int:
@@ -255,6 +256,9 @@ class Plan:
         sizes = [unit.layout.padded_numel * item for unit in self.trainable_units]
         private = sharing.ranks == 1
         places = [] if private or self.stage.keeps_local_gradients else places_in_turn(sizes)
+        if sharing.pulls and self.stage.shards_optimizer:
+            parts = [unit.layout.padded_numel * item // sharing.ranks for unit in self.units]
+            places = [*places, pulled_nbytes(parts)]
         if sharing.nodes == 1:
             return sum(places)
         largest = max((unit.layout.shard_numel for unit in self.trainable_units), default=0)

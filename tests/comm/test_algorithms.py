@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from hpczero.comm.algorithms import EXCHANGES, GATHERS, Exchange, Gather
 from hpczero.comm.blocks import Blocks
+from hpczero.comm.reach import DirectReach, HostReach, Reach, StagedReach
+from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:
@@ -26,14 +29,22 @@ def block(sender: int, receiver: int, numel: int) -> Tensor:
     return torch.arange(numel, dtype=torch.float32) + 10_000 * sender + 1_000 * receiver
 
 
+REACHES: dict[str, Callable[[], Reach]] = {
+    "host": HostReach,
+    "direct": lambda: DirectReach(LateAccelerator()),
+    "staged": lambda: StagedReach(LateAccelerator()),
+}
+
+
+@pytest.mark.parametrize("reach", REACHES)
 @pytest.mark.parametrize("kind", GATHERS)
 @pytest.mark.parametrize("chunk_nbytes", [12, 2**20])
 def test_gather_fills_every_block_from_its_owner(
-    comm: MPI.Intracomm, kind: type[Gather], chunk_nbytes: int
+    comm: MPI.Intracomm, kind: type[Gather], chunk_nbytes: int, reach: str
 ) -> None:
     if not kind.fits(comm.size):
         return
-    gather = kind(comm, chunk_nbytes=chunk_nbytes)
+    gather = REACHES[reach]().gather(kind, comm, chunk_nbytes=chunk_nbytes)
     for numel, stride in SIZES:
         buffer = torch.full((3 + stride * comm.size,), GAP)
         expected = buffer.clone()
@@ -46,11 +57,12 @@ def test_gather_fills_every_block_from_its_owner(
     gather.free()
 
 
+@pytest.mark.parametrize("reach", REACHES)
 @pytest.mark.parametrize("kind", EXCHANGES)
 def test_exchange_brings_each_rank_its_block_of_all_others(
-    comm: MPI.Intracomm, kind: type[Exchange]
+    comm: MPI.Intracomm, kind: type[Exchange], reach: str
 ) -> None:
-    exchange = kind(comm)
+    exchange = REACHES[reach]().exchange(kind, comm)
     for numel, stride in SIZES:
         send = torch.full((stride * comm.size,), GAP)
         receive = torch.full((numel * comm.size,), GAP)

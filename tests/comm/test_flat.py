@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import hpczero
+from hpczero.comm.reach import StagedReach
 from hpczero.layout import EXCHANGE_BYTES
 from tests.comm.suite import CollectivesSuite, contribution, expected_sum
+from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:
@@ -32,6 +34,13 @@ class TestFlatInSmallChunks(CollectivesSuite):
 
     def test_large_buffers(self, comm: MPI.Intracomm) -> None:  # type: ignore[override]
         """Not with 20 bytes at a time."""
+
+
+@pytest.mark.ranks(3)
+class TestFlatOverALateDevice(CollectivesSuite):
+    @staticmethod
+    def make(topology: Topology, **options: Any) -> hpczero.Flat:
+        return hpczero.Flat(topology, reach=StagedReach(LateAccelerator()), **options)
 
 
 @pytest.mark.mpi

@@ -9,8 +9,10 @@ import pytest
 
 import hpczero
 from hpczero.comm import Hierarchical
+from hpczero.comm.reach import DirectReach, StagedReach
 from hpczero.comm.selection import Choice, Selection
 from tests.comm.suite import CollectivesSuite
+from tests.helpers.late import LateAccelerator
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -48,7 +50,7 @@ class RectangularSuite(CollectivesSuite):
 class TestMessages(RectangularSuite):
     @staticmethod
     def make(topology: Topology, **options: Any) -> Hierarchical:
-        return Hierarchical(topology, shared_memory=False, **options)
+        return Hierarchical(topology, inside="messages", **options)
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -62,7 +64,7 @@ class TestSharedMemory(RectangularSuite):
 class TestMessagesInTheBackground(RectangularSuite):
     @staticmethod
     def make(topology: Topology, **options: Any) -> Hierarchical:
-        return Hierarchical(topology, shared_memory=False, overlap=True, **options)
+        return Hierarchical(topology, inside="messages", overlap=True, **options)
 
 
 @pytest.mark.ranks(4)
@@ -88,3 +90,39 @@ class TestLibraryAndShortRounds(RectangularSuite):
         exchanges = (Choice("pairwise", chunk_nbytes=24), Choice("library", 24, from_nbytes=2000))
         selection = Selection((Choice("pairwise"), Choice("library", from_nbytes=20)), exchanges)
         return Hierarchical(topology, selection=selection, **options)
+
+
+@pytest.mark.ranks(2, 3, 4)
+class TestPeersMemory(RectangularSuite):
+    @staticmethod
+    def make(topology: Topology, **options: Any) -> Hierarchical:
+        return Hierarchical(topology, inside="ipc", **options)
+
+
+@pytest.mark.ranks(2, 4)
+class TestPeersMemoryOfALateDevice(RectangularSuite):
+    """Everything goes on in the background, also on one node."""
+
+    @staticmethod
+    def make(topology: Topology, **options: Any) -> Hierarchical:
+        reach = StagedReach(LateAccelerator())
+        return Hierarchical(topology, inside="ipc", overlap=True, reach=reach, **options)
+
+
+@pytest.mark.ranks(4)
+class TestMessagesOfALateDevice(RectangularSuite):
+    @staticmethod
+    def make(topology: Topology, **options: Any) -> Hierarchical:
+        selection = Selection.parse("all_gather=ring,reduce_scatter=pairwise")
+        reach = StagedReach(LateAccelerator())
+        return Hierarchical(
+            topology, inside="messages", reach=reach, selection=selection, **options
+        )
+
+
+@pytest.mark.ranks(4)
+class TestMessagesWithDeviceMemory(RectangularSuite):
+    @staticmethod
+    def make(topology: Topology, **options: Any) -> Hierarchical:
+        reach = DirectReach(LateAccelerator())
+        return Hierarchical(topology, inside="messages", overlap=True, reach=reach, **options)

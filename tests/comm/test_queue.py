@@ -8,13 +8,14 @@ from functools import partial
 import pytest
 import torch
 
+from hpczero.accelerator import HostAccelerator
 from hpczero.comm.queue import Queue
 from hpczero.watchdog import Watchdog
 
 
 @pytest.fixture
 def queue():
-    queue = Queue(Watchdog(0, 0.0))
+    queue = Queue(Watchdog(0, 0.0), HostAccelerator())
     yield queue
     queue.close()
 
@@ -62,7 +63,7 @@ def test_operations_record_no_graph(queue: Queue) -> None:
 
 def test_close_ends_the_thread_after_what_was_started() -> None:
     before = threading.active_count()
-    queue, done = Queue(Watchdog(0, 0.0)), []
+    queue, done = Queue(Watchdog(0, 0.0), HostAccelerator()), []
     queue.start("last", lambda: done.append("last"))
     queue.close()
     assert done == ["last"]
@@ -71,7 +72,7 @@ def test_close_ends_the_thread_after_what_was_started() -> None:
 
 def test_watchdog_sees_the_operation_that_runs_and_not_those_that_wait() -> None:
     watchdog = Watchdog(0, 0.0)
-    queue, go, running = Queue(watchdog), threading.Event(), threading.Event()
+    queue, go, running = Queue(watchdog, HostAccelerator()), threading.Event(), threading.Event()
 
     def first() -> None:
         running.set()

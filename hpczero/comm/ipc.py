@@ -1,0 +1,186 @@
+"""The node level by peers' memory: each rank exports one block, the others of its node read what they need out of it.
+
+Owns: the block, its mapping by peers, the places through which whole parameters are handed on. Must not know: other
+nodes, the order of sums, units. On devices this is CUDA IPC and the copy engines; on the host, shared memory: the twin.
+
+    all-gather       own part into a place of one's block | told | each pulls the others' parts
+    reduce-scatter   the gradient lies in a place of one's block | told | each sums its part straight out of all blocks
+
+[Note: One copy more]
+A rank copies its own part into a place before others pull it, instead of letting them pull from where it lies: that
+is 1/L of the bytes at the speed of the device's own memory, and it lets whole parameters be ordinary memory that is
+given back between uses. Two places in turn: a rank that is ahead fills one while the others read the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from hpczero.accelerator import Accelerator, Attached, Export
+from hpczero.comm import gradients
+from hpczero.comm.arena import Ground
+from hpczero.comm.node import Messages, NodeLevel, Parts
+from hpczero.comm.segment import Counters
+from hpczero.device import Buffer, Memory, Use
+from hpczero.layout import PLACE_ALIGNMENT, PULLED_IN_TURN, pulled_nbytes
+from hpczero.topology import Topology
+
+# Columns of the counters: parts that may be pulled, parts that have been, then those of gradients.
+OFFERED, PULLED, FIRST_GRADIENT = range(3)
+COLUMNS = FIRST_GRADIENT + gradients.COLUMNS
+
+
+class ExportGround(Ground):
+    """Every rank's block, as this one sees it; gradients lie at its begin."""
+
+    def __init__(self, parts: list[Tensor]) -> None:
+        self.parts = parts
+
+    def part(self, rank: int) -> Tensor:
+        """See ``Ground``."""
+        return self.parts[rank]
+
+
+class Ipc(NodeLevel):
+    """Ranks of one node that read each other's device memory; what does not fit moves by messages."""
+
+    most_nbytes = 2**62  # nothing is copied to be summed
+
+    def __init__(
+        self,
+        topology: Topology,
+        memory: Memory,
+        accelerator: Accelerator,
+        messages: Messages,
+        *,
+        drain: Callable[[], None],
+        overlap: bool = False,
+    ) -> None:
+        """Not collective.
+
+        Args:
+            topology: borrowed.
+            memory: ledger.
+            accelerator: of this rank; ranks of a node may share one device.
+            messages: moves buffers that do not fit; closed by ``close``.
+            drain: enters every block of ``reading`` that was put off.
+            overlap: as in ``Window``.
+        """
+        super().__init__(topology.node, memory, device=accelerator.device)
+        self._topology = topology
+        self._accelerator = accelerator
+        self._messages = messages
+        self._overlap = overlap
+        self._gradients = gradients.SharedGradients(
+            topology,
+            memory,
+            accelerator,
+            drain=drain,
+            first_column=FIRST_GRADIENT,
+            tells_late=overlap,
+        )
+        self._part_nbytes: list[int] = []
+        self._place_nbytes = 0
+        self._first_place = 0
+        self._block: Export | None = None
+        self._attached: list[Attached] = []
+        self._parts: list[Tensor] = []
+        self._counters: Counters | None = None
+        self._spreads = 0
+
+    def allocate(
+        self, numel: int, dtype: torch.dtype, *, category: str, use: Use, keep: bool
+    ) -> Buffer:
+        """As ``Collectives.allocate``; ``settle`` exports what all of them need together."""
+        if use is Use.REDUCE:
+            return self._gradients.allocate(numel, dtype, category=category, keep=keep)
+        if use is Use.GATHER:
+            self._part_nbytes.append(numel * dtype.itemsize // self.comm.size)
+        return super().allocate(numel, dtype, category=category, use=use, keep=keep)
+
+    def settle(self) -> None:
+        """See ``NodeLevel``. Collective over the topology's world.
+
+        Raises:
+            CommError: there is not enough memory, or peers cannot map it; on every rank.
+        """
+        places = pulled_nbytes(self._part_nbytes)
+        self._place_nbytes = places // PULLED_IN_TURN
+        self._first_place = -(-self._gradients.lay_out() // PLACE_ALIGNMENT) * PLACE_ALIGNMENT
+        nbytes = self._first_place + places
+        with self._topology.agreed("export memory to the ranks of the node"):
+            self._block = self._accelerator.export(nbytes)
+        block = self._block
+        assert block is not None, "exported"
+        tickets = self.comm.allgather((block.ticket, nbytes))
+        with self._topology.agreed("map the memory of the ranks of the node"):
+            for rank, (ticket, size) in enumerate(tickets):
+                if rank == self.comm.rank:
+                    self._parts.append(block.memory)
+                else:
+                    self._attached.append(self._accelerator.attach(ticket, size))
+                    self._parts.append(self._attached[-1].memory)
+        self.comm.Barrier()
+        block.seal()
+        self.memory.add("exchange", places)
+        self._counters = Counters(self.comm, COLUMNS, naps=self._overlap)
+        self._gradients.open(ExportGround(self._parts), self._counters)
+
+    def shares(self, full: Tensor, use: Use) -> bool:
+        """See ``NodeLevel``."""
+        if self._counters is None:
+            return False
+        if use is Use.GATHER:
+            nbytes = full.numel() * full.element_size() // self.comm.size
+            return 0 < nbytes <= self._place_nbytes
+        return self._gradients.fits(full)
+
+    def spread(self, full: Tensor) -> Callable[[], None] | None:
+        """See ``NodeLevel`` and [Note: One copy more]."""
+        counters, comm = self._counters, self.comm
+        if counters is None or not self.shares(full, Use.GATHER):
+            return self._messages.spread(full)
+        self._spreads = number = self._spreads + 1
+        flat = full.view(torch.uint8)
+        nbytes = len(flat) // comm.size
+        start = self._first_place + number % PULLED_IN_TURN * self._place_nbytes
+        counters.wait(PULLED, number - PULLED_IN_TURN)
+        place = slice(start, start + nbytes)
+        self._parts[comm.rank][place].copy_(flat[comm.rank * nbytes :][:nbytes])
+        self._accelerator.finish()
+        counters.publish(OFFERED, number)
+        for distance in range(1, comm.size):  # not everybody from the same peer at once
+            peer = (comm.rank + distance) % comm.size
+            counters.wait_for(peer, OFFERED, number)
+            flat[peer * nbytes :][:nbytes].copy_(self._parts[peer][place], non_blocking=True)
+        self._accelerator.finish()
+        counters.publish(PULLED, number)
+        return None
+
+    def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
+        """See ``NodeLevel``."""
+        if not self.shares(full, Use.REDUCE):
+            return self._messages.reading(full)
+        return self._gradients.reading(full)
+
+    def close(self) -> None:
+        """See ``NodeLevel``."""
+        if self._counters is not None:
+            self._gradients.close()
+            self._parts.clear()
+            for attached in self._attached:
+                attached.close()
+            self._attached.clear()
+            self.comm.Barrier()  # nobody has it mapped when its owner gives it back
+            self._counters.free()
+            self._counters = None
+        if self._block is not None:
+            with contextlib.suppress(Exception):  # the job ends; the driver takes it back anyway
+                self._block.close()
+            self._block = None
+        self._messages.close()
