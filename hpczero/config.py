@@ -189,10 +189,12 @@ class ParallelOptions:
         precision: of parameters and activations; bf16 and fp16 keep fp32 masters.
         nodes: treat the ranks as GxL, G nodes of L ranks, such as 2x2; None: HPCZERO_FAKE_NODES, else ask MPI.
         transport: how ranks exchange parameters and gradients: flat, hierarchical (between nodes, then inside), window
-            (the same with shared memory inside); auto: HPCZERO_TRANSPORT, else the fastest that works.
+            (the same with shared memory inside), ipc (the same with peers' device memory inside); auto:
+            HPCZERO_TRANSPORT, else the fastest that works.
         algorithms: between nodes; auto: HPCZERO_ALGORITHMS, else what is fastest by a measurement at the first start;
             measure: measure anew; default: do not measure; or as in all_gather=ring,reduce_scatter=pairwise.
-        overlap: between nodes, gather the next unit and reduce the last one while the model computes.
+        overlap: between nodes and on devices, gather the next unit and reduce the last one while the model computes.
+        device: cpu; cuda, one device for each rank of a node; auto: cuda where there is one.
     """
 
     stage: Literal[0, 1, 2, 3] = 3
@@ -201,6 +203,7 @@ class ParallelOptions:
     transport: Transport = "auto"
     algorithms: str = "auto"
     overlap: bool = True
+    device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def __post_init__(self) -> None:
         if self.nodes is not None:

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import hpczero
 from hpczero import log, resume
+from hpczero.accelerator import Accelerator
 from hpczero.batch import Batch
 from hpczero.config import DataOptions, RunConfig, TrainOptions
 from hpczero.data import Batches, Corpus, HeldOut, TokenFile, default_token_file, prepare
@@ -30,6 +31,7 @@ from hpczero.metrics import (
     StepMetrics,
     Stopwatch,
     achieved_tflops,
+    device_memory,
     process_peak_nbytes,
     read_metrics,
 )
@@ -43,12 +45,13 @@ from hpczero.topology import Topology
 from hpczero.weights import write_weights
 
 
-def train(config: RunConfig, model_config: GPTConfig) -> int:
+def train(config: RunConfig, model_config: GPTConfig, accelerator: Accelerator) -> int:
     """One run, from the first collective to the final weights. Collective over MPI's world.
 
     Args:
         config: equal on every rank.
         model_config: the network; its vocabulary is replaced by the tokenizer's.
+        accelerator: the device of this rank.
 
     Returns:
         What to exit with: 0, or 75 if the run was asked to stop and can be taken up again.
@@ -94,6 +97,7 @@ def train(config: RunConfig, model_config: GPTConfig) -> int:
         transport=config.parallel.transport,
         algorithms=config.parallel.algorithms,
         overlap=config.parallel.overlap,
+        device=accelerator,
         initialize=partial(model.initialize, seed=config.run.seed),
     )
     sharding = hpczero.sharding(model)
@@ -115,6 +119,7 @@ def train(config: RunConfig, model_config: GPTConfig) -> int:
                 folder.create(config.run, to_toml(config))
             records = Records(folder, config.log, num_steps=config.train.steps, start=start)
     log.info("%s", topology.describe())
+    log.info("device: %s", accelerator.describe())
     log.info("transport: %s", sharding.collectives.describe())
     for line in sharding.collectives.measured():
         log.info("  %s", line)
@@ -127,7 +132,8 @@ def train(config: RunConfig, model_config: GPTConfig) -> int:
         for step in range(start, config.train.steps):
             watch = Stopwatch()
             waited_s = sharding.collectives.stats.seconds
-            local_loss = 0.0
+            micro_losses: list[torch.Tensor] = []
+            accelerator.reset_peak()
             for micro_step in range(batch.accumulation):
                 with watch.phase("data"):
                     x, y = batches.micro_batch(
@@ -136,10 +142,11 @@ def train(config: RunConfig, model_config: GPTConfig) -> int:
                 is_last = micro_step == batch.accumulation - 1
                 with nullcontext() if is_last else hpczero.no_sync(model):
                     with watch.phase("forward"):
-                        loss = model(torch.from_numpy(x), torch.from_numpy(y)) / batch.accumulation
+                        sample = (torch.from_numpy(part).to(accelerator.device) for part in (x, y))
+                        loss = model(*sample) / batch.accumulation
                     with watch.phase("backward"):
                         loss.backward()
-                local_loss += loss.item()
+                micro_losses.append(loss.detach())
             with watch.phase("optimizer"):
                 grad_norm = hpczero.clip_grad_norm_(model, config.train.clip or math.inf)
                 optimizer.step()
@@ -147,14 +154,16 @@ def train(config: RunConfig, model_config: GPTConfig) -> int:
             learning_rate = float(scheduler.get_last_lr()[0])
             scheduler.step()
             with watch.phase("communication"):
-                losses = topology.gather(local_loss)
+                losses = topology.gather(sum(loss.item() for loss in micro_losses))
             waited_s = sharding.collectives.stats.seconds - waited_s
             step_s = watch.elapsed_s()
 
             done = step + 1
             held_out_loss = None
             if held_out is not None and is_due(done, config.evaluation.every, config.train.steps):
-                held_out_loss = evaluate(model, held_out, batch.micro_batch, topology)
+                held_out_loss = evaluate(
+                    model, held_out, batch.micro_batch, topology, accelerator.device
+                )
             wish = stops.wish()
             stopped = wish is Wish.STOP and done < config.train.steps
             with watch.phase("checkpoint"):
@@ -190,6 +199,7 @@ def train(config: RunConfig, model_config: GPTConfig) -> int:
                     state_peak_nbytes=sum(sharding.memory.peak.values())
                     + sharding.optimizer_nbytes(),
                     process_peak_nbytes=process_peak_nbytes(),
+                    **device_memory(accelerator.usage()),
                 )
             )
             if stopped:
@@ -299,14 +309,20 @@ def is_due(done: int, every: int, num_steps: int) -> bool:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, held_out: HeldOut, micro_batch: int, topology: Topology) -> float:
+def evaluate(
+    model: nn.Module,
+    held_out: HeldOut,
+    micro_batch: int,
+    topology: Topology,
+    device: torch.device,
+) -> float:
     """Mean loss over the held-out set, nats per token, equal on every rank. Collective over topology.world."""
     model.eval()
     total = 0.0
     for part in held_out.batches(
         micro_batch=micro_batch, rank=topology.rank, world_size=topology.size
     ):
-        loss = model(torch.from_numpy(part.x), torch.from_numpy(part.y))
+        loss = model(*(torch.from_numpy(tokens).to(device) for tokens in (part.x, part.y)))
         total += loss.item() * part.num_samples
     model.train()
     return sum(topology.gather(total)) / len(held_out)

@@ -11,7 +11,7 @@ import json
 import math
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,10 @@ class StepMetrics:
         communication_ms: time inside collectives, summed over those parts.
         state_peak_nbytes: parameters, masters, gradients, optimizer state and exchange buffers of this rank.
         process_peak_nbytes: resident memory of this rank's process.
+        device_peak_nbytes: most that torch had allocated on the device during the step; None on the CPU, as the next.
+        device_reserved_nbytes: what torch keeps of the device.
+        device_fragmented: share of what is kept that is free in pieces between allocations.
+        device_used_nbytes: of all processes that use the device.
     """
 
     step: int
@@ -61,6 +65,10 @@ class StepMetrics:
     checkpoint_ms: float
     state_peak_nbytes: int
     process_peak_nbytes: int
+    device_peak_nbytes: int | None = None
+    device_reserved_nbytes: int | None = None
+    device_fragmented: float | None = None
+    device_used_nbytes: int | None = None
 
     def to_json(self) -> str:
         """One line of JSON; NaN and infinity, which JSON has not, become null."""
@@ -73,7 +81,7 @@ class StepMetrics:
         """The record of a line; null is NaN again where a value was expected."""
         values: dict[str, Any] = json.loads(line)
         for name, value in values.items():
-            if value is None and name not in ("held_out_loss", "mfu"):
+            if value is None and name not in ("held_out_loss", "mfu") and "device" not in name:
                 values[name] = math.nan
         return cls(**values)
 
@@ -105,6 +113,18 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     """Every complete line of a metrics file; the last line of a killed run may be missing its end and is left out."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [StepMetrics.from_json(line) for line in lines if line.endswith("\n")]
+
+
+def device_memory(usage: Mapping[str, int]) -> dict[str, Any]:
+    """The fields of ``StepMetrics`` that tell of ``Accelerator.usage``; none on the host."""
+    if not usage:
+        return {}
+    return {
+        "device_peak_nbytes": usage["allocated_peak"],
+        "device_reserved_nbytes": usage["reserved"],
+        "device_fragmented": usage["inactive_split"] / max(usage["reserved"], 1),
+        "device_used_nbytes": usage["used_by_all"],
+    }
 
 
 class Stopwatch:

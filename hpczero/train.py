@@ -19,10 +19,13 @@ def main() -> int:
     """Train as the command line says. Collective over the world."""
     config = read_run_config(sys.argv[1:])
     model = model_config(config.model)
-    # Here and not at the top: this import starts torch and MPI, which --help and bad options must not do.
+    # Here and not at the top: these imports start torch and MPI, which --help and bad options must not do.
+    from hpczero.accelerator import choose_accelerator
+
+    accelerator = choose_accelerator(config.parallel.device)  # before MPI binds itself to a device
     from hpczero.loop import train
 
-    return train(config, model)
+    return train(config, model, accelerator)
 
 
 def model_config(options: ModelOptions) -> GPTConfig:

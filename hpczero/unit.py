@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.comm.base import Collectives, Work
-from hpczero.device import DTYPES, Fresh
+from hpczero.device import DTYPES, Buffer, Fresh
 from hpczero.gradient import LocalGradient
 from hpczero.plan import Stage, UnitSpec
 from hpczero.precision import Precision
@@ -75,7 +75,9 @@ class Unit:
         else:
             self._master = self.whole.flat[owned]
         # Not kept: while activations are at their most, in forward, there are no gradients yet.
-        self._fresh = Fresh(numel, torch.float32, memory=comm.memory, category="gradients")
+        self._fresh = Fresh(
+            numel, torch.float32, memory=comm.memory, category="gradients", device=comm.device
+        )
         self._local = LocalGradient(
             layout, DTYPES[precision.param], comm=comm, keep=stage.keeps_local_gradients
         )
@@ -120,7 +122,13 @@ class Unit:
                 on every rank.
         """
         layout = self.spec.layout
-        values = self._comm.allocate(layout.padded_numel, torch.float32, category="initialise")
+        # On the host, where generators give the same numbers whatever the device.
+        values = Buffer(
+            layout.padded_numel,
+            torch.float32,
+            memory=self._comm.memory,
+            category="initialise",
+        )
         values.tensor[layout.numel :].zero_()
         fill(values.tensor[: layout.numel])
         whole = self._rest.numel() == layout.padded_numel
@@ -306,7 +314,8 @@ class Unit:
         """
         full, start = owned, self._mine.start
         if not self._stage.shards_optimizer:
-            full, start = torch.zeros(self.spec.layout.padded_numel), 0
+            full = torch.zeros(self.spec.layout.padded_numel, device=self._comm.device)
+            start = 0
             full[self._mine][: len(owned)].copy_(owned)
             self._comm.all_gather(full, name=self.spec.name).wait()
         for piece, position, shard in zip(self._pieces, self.shard_slots, self.shards, strict=True):
@@ -350,7 +359,9 @@ class Unit:
         numel = self.spec.layout.numel
         if shard is None:
             return whole[:numel].detach().float().clone()
-        full = torch.empty(self.spec.layout.padded_numel, dtype=torch.float32)
+        full = torch.empty(
+            self.spec.layout.padded_numel, dtype=torch.float32, device=self._comm.device
+        )
         full[self._mine].copy_(shard.detach())
         self._comm.all_gather(full, name=self.spec.name).wait()
         return full[:numel]

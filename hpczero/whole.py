@@ -103,7 +103,8 @@ class WholeParameters:
         for parameter, view in zip(self.parameters, self._views(self.flat), strict=True):
             if parameter.device.type == "meta":
                 # A meta parameter cannot take CPU data; swap the tensors' contents, the object stays.
-                real = nn.Parameter(torch.empty(0), requires_grad=parameter.requires_grad)
+                empty = torch.empty(0, device=self._comm.device)
+                real = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 # Keeps a version counter of its own: see device.[Note: Refilling freed parameters].
                 real.data = view
                 torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from hpczero.accelerator import Accelerator, accelerator_of, choose_accelerator
 from hpczero.comm import Collectives, check_algorithms, check_transport_name, choose
 from hpczero.device import DTYPES
 from hpczero.environment import Environment
@@ -45,6 +46,7 @@ def zeroify(
     transport: str | Collectives = "auto",
     algorithms: str = "auto",
     overlap: bool = True,
+    device: str | Accelerator | None = None,
     initialize: Initializer | None = None,
 ) -> nn.Module:
     """Shard ``model`` and its optimizer over the ranks, in place. Collective over the topology's world.
@@ -54,19 +56,22 @@ def zeroify(
     its unit runs, or inside ``gathered``.
 
     Args:
-        model: on CPU or on the meta device (then ``initialize`` is needed). Values of rank 0 are given to all ranks.
+        model: on the CPU, on its device, or on the meta device (then ``initialize`` is needed). Values of rank 0 are
+            given to all ranks.
         optimizer: a stock elementwise torch optimizer over the model's parameters, before its first step. None for
             inference: all parameters are frozen.
         stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
         topology: the ranks; None takes MPI's world, until ``release``.
         precision: "fp32", "bf16", "fp16" or a Precision.
         rule: which modules form units; None: ``plan.rules.default_rule``.
-        transport: "flat", "hierarchical", "window", "auto" (the fastest that works), or a Collectives over
+        transport: "flat", "hierarchical", "window", "ipc", "auto" (the fastest that works), or a Collectives over
             ``topology``.
         algorithms: between nodes: "auto" (measured at the first start), "measure", "default", or by name, as in
             "all_gather=ring,reduce_scatter=pairwise".
-        overlap: between nodes, gather the next unit and reduce the last one while the model computes, on a thread of
-            its own; holds one unit more. Never changes a bit of the result.
+        overlap: between nodes and on devices, gather the next unit and reduce the last one while the model computes,
+            on a thread of its own; holds one unit more. Never changes a bit of the result.
+        device: where it trains: "cpu", "cuda" (the device of this rank's place on its node), or what
+            ``choose_accelerator`` gave before MPI was started; None: where the model lies, which is the CPU for meta.
         initialize: fills one whole fp32 parameter in place, given its name; must give the same values on every rank.
             Used for every parameter, unit by unit, so that no rank holds the whole model.
 
@@ -92,7 +97,8 @@ def zeroify(
             check_transport_name(name)
             check_algorithms(algorithms)
             check_algorithms(environment.algorithms)
-        _check_fresh(model, initialize)
+        accelerator = given.reach.accelerator if given is not None else _accelerator(model, device)
+        _check_fresh(model, initialize, accelerator)
         _check_precision(model, precision)
         if optimizer is None:
             model.requires_grad_(False)
@@ -116,13 +122,18 @@ def zeroify(
         node_dtype=DTYPES[precision.reduce],
         algorithms=environment.algorithms if algorithms == "auto" else algorithms,
         overlap=overlap and environment.overlap,
+        accelerator=accelerator,
     )
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(accelerator.device)
     sharding = Sharding(model, optimizer, plan, collectives, owns_topology=owns_topology)
     for unit in sharding.units:
         unit.load(_filler(unit, collectives, initialize))
     sharding.share_buffers()
     sharding.attach()
-    keep_freed_memory(environment)
+    if accelerator.is_host:
+        keep_freed_memory(environment)
     return model
 
 
@@ -211,7 +222,7 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
-    """Whole fp32 parameters and persistent buffers under the model's own names. Collective over world.
+    """Whole fp32 parameters and persistent buffers under the model's own names, on the CPU. Collective over world.
 
     Gathered unit by unit. Tied parameters appear under every name, as the same tensor.
 
@@ -224,7 +235,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
         flat = unit.gather_values()
         if values is not None:
             for slot in unit.spec.layout.slots:
-                values[slot.name] = flat[slot.offset : slot.stop].view(slot.shape)
+                values[slot.name] = flat[slot.offset : slot.stop].view(slot.shape).cpu()
     if values is None:
         return None
     by_object = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -234,7 +245,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
     }
     buffers = {id(buffer) for buffer in state.buffers}
     named.update(
-        (name, b.detach().clone()) for name, b in model.named_buffers() if id(b) in buffers
+        (name, b.detach().to("cpu", copy=True))
+        for name, b in model.named_buffers()
+        if id(b) in buffers
     )
     return named
 
@@ -257,7 +270,18 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 # --- setting up ------------------------------------------------------------------------------------------------------
 
 
-def _check_fresh(model: nn.Module, initialize: Initializer | None) -> None:
+def _accelerator(model: nn.Module, device: str | Accelerator | None) -> Accelerator:
+    if isinstance(device, Accelerator):
+        return device
+    if device is not None:
+        return choose_accelerator(device)
+    first = next(model.parameters(), None)
+    return accelerator_of(torch.device("cpu") if first is None else first.device)
+
+
+def _check_fresh(
+    model: nn.Module, initialize: Initializer | None, accelerator: Accelerator
+) -> None:
     """Refuse what cannot be sharded before anything is changed."""
     for name, module in model.named_modules():
         if KEY in module.__dict__:
@@ -274,9 +298,14 @@ def _check_fresh(model: nn.Module, initialize: Initializer | None) -> None:
             f"{len(buffers)} buffer(s) are on the meta device, first {buffers[0]!r}; create buffers on the CPU "
             "(build the module outside torch.device('meta'), or compute the table in forward)"
         )
-    elsewhere = [n for n, p in model.named_parameters() if p.device.type not in ("cpu", "meta")]
+    known = (torch.device("cpu"), torch.device("meta"), accelerator.device)
+    elsewhere = [(n, p.device) for n, p in model.named_parameters() if p.device not in known]
     if elsewhere:
-        raise PlanError(f"parameter {elsewhere[0]!r} is not on the CPU; move the model there first")
+        name, found = elsewhere[0]
+        raise PlanError(
+            f"parameter {name!r} is on {found}, expected the CPU or {accelerator.device}; move the whole model to one "
+            "device first"
+        )
 
 
 def _check_transport(collectives: Collectives, topology: Topology, precision: Precision) -> None:

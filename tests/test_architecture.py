@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "rollcall",
         "watchdog",
     ),
-    ("device", "heap", "kernels", "topology"),
+    ("accelerator", "device", "heap", "kernels", "topology"),
     ("comm",),
     ("optimizers", "parameter", "plan"),
     ("casting", "gradient", "unit", "whole"),
@@ -55,8 +55,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # Who alone may import these, at whatever depth of the code.
 GUARDED = {
     "mpi4py": ("checkpoint", "comm", "doctor", "rollcall", "topology"),
-    "h5py": ("checkpoint", "data", "device", "doctor", "kernels"),
-    "cupy": ("checkpoint", "data", "device", "doctor", "kernels"),
+    "h5py": ("checkpoint", "data", "doctor"),
+    "cupy": ("accelerator", "doctor", "kernels"),
 }
 TORCH_FREE = (
     "config",
@@ -70,7 +70,8 @@ TORCH_FREE = (
     "precision",
 )
 TORCH_ALLOWED = ("plan.rules",)
-ENVIRONMENT_READERS = ("environment", "doctor", "errors")
+# comm.awareness gives a trial job the environment, and looks for variables of MPI libraries.
+ENVIRONMENT_READERS = ("comm.awareness", "environment", "doctor", "errors")
 COMMANDS = ("train", "sample", "plan", "doctor", "data")
 
 

@@ -29,7 +29,7 @@ SECTIONS = {
     "data": "path tokenizer cache",
     "train": "steps global_batch micro_batch accumulation learning_rate min_learning_rate warmup weight_decay "
     "betas clip",
-    "parallel": "stage precision nodes transport algorithms overlap",
+    "parallel": "stage precision nodes transport algorithms overlap device",
     "evaluation": "every batches",
     "checkpoint": "every keep background writer required",
     "resume": "from",

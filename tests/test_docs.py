@@ -35,7 +35,9 @@ COMMANDS = {
     f"hpczero.{name}" for name in ("train", "sample", "checkpoint", "plan", "doctor", "data")
 }
 INSTALL = ROOT / "docs" / "install.md"  # names options of pip and of launchers
-MEASURING = {f"scaling.{name}" for name in ("peers", "collectives", "transports", "checkpoint")}
+MEASURING = {
+    f"scaling.{name}" for name in ("peers", "collectives", "transports", "checkpoint", "gpu")
+}
 NOT_OURS = {"--oversubscribe", "--section.key", "--signal"}  # of a launcher; a placeholder
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

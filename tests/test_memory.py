@@ -180,15 +180,16 @@ def test_bytes_held_equal_the_plan(
             parallel_assert(comm, near(measured - held(), reduced), f"{measured}, {reduced}")
 
 
+@pytest.mark.parametrize("transport", ["window", "ipc"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_held_in_shared_memory_equal_the_plan(
-    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str
+def test_bytes_held_where_ranks_read_each_others_memory_equal_the_plan(
+    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str, transport: str
 ) -> None:
     model = tiny_gpt(**SIZES)
     optimizer = adamw(model)
     options: dict[str, Any] = {"stage": stage, "precision": precision, "topology": topology}
-    with zeroified(model, optimizer, transport="window", **options) as sharding:
+    with zeroified(model, optimizer, transport=transport, **options) as sharding:
         step(model, optimizer, comm.rank)
         step(model, optimizer, comm.rank, zero_grad=False)
         memory = sharding.memory

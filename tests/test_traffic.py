@@ -207,10 +207,11 @@ def test_accumulation_moves_what_the_plan_says(
         parallel_assert(comm, wire.calls["all_gather"] == gathers, str(wire.calls))
 
 
+@pytest.mark.parametrize("transport", ["window", "ipc"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_shared_memory_on_one_node_sends_no_parameter_and_no_gradient(
-    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str
+    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str, transport: str
 ) -> None:
     model = tiny_gpt()
     optimizer = adamw(model)
@@ -221,7 +222,7 @@ def test_shared_memory_on_one_node_sends_no_parameter_and_no_gradient(
             optimizer,
             stage=stage,
             topology=counting,
-            transport="window",
+            transport=transport,
             precision=precision,
         ) as state,
     ):

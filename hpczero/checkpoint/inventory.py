@@ -59,7 +59,8 @@ class Inventory:
     def values(self) -> Tensor:
         """(elements of ``held``,) fp32 copy, in that order."""
         parts = [unit.owned_values[begin : begin + count] for _, unit, begin, count in self._pieces]
-        return torch.cat([part.detach().float() for part in parts]) if parts else torch.empty(0)
+        found = [part.detach().float().cpu() for part in parts]
+        return torch.cat(found) if found else torch.empty(0)
 
     def set_values(self, values: Tensor) -> None:
         """The reverse. Collective over world."""
@@ -124,7 +125,7 @@ class Inventory:
                 slot = layout.slots[position]
                 place = self._places[slot.name].offset + layout.overlap(index, slot.name).start
                 value = optimizer.state.get(shard, {}).get(key)
-                found[place] = torch.zeros(shard.numel()) if value is None else value.detach()
+                found[place] = torch.zeros(shard.numel()) if value is None else value.detach().cpu()
         parts = [found[place].reshape(-1) for place in sorted(found)]
         return torch.cat(parts) if parts else torch.empty(0)
 
@@ -160,6 +161,13 @@ class Inventory:
             if unit.spec.trainable:
                 for shard in unit.shards:
                     optimizer.state.pop(shard, None)
+        # Steps are counted where the update is computed, as torch's own load_state_dict has it.
+        on_device = {
+            id(shard)
+            for group in optimizer.param_groups
+            if group.get("fused") or group.get("capturable")
+            for shard in group["params"]
+        }
         for key, kind in kinds.items():
             if kind == "elements":
                 # Gone with the last unit, so that no more than one key is there twice.
@@ -168,14 +176,17 @@ class Inventory:
                     replicated = unit.replicated(owned)
                     for name, (shard, value) in zip(names, replicated, strict=True):
                         if name in present[key]:
-                            optimizer.state[shard][key] = value.clone()
+                            optimizer.state[shard][key] = value.to(shard.device, copy=True)
                 continue
             for unit in self._sharding.units:
                 if unit.spec.trainable:
                     for position, shard in zip(unit.shard_slots, unit.shards, strict=True):
                         name = unit.spec.layout.slots[position].name
                         if name in present[key]:
-                            optimizer.state[shard][key] = _scalar(kind, present[key][name])
+                            number = _scalar(kind, present[key][name])
+                            if isinstance(number, Tensor) and id(shard) in on_device:
+                                number = number.to(shard.device)
+                            optimizer.state[shard][key] = number
 
 
 def _kind(key: str, value: Any, numel: int) -> str | None:

@@ -1,4 +1,4 @@
-"""The random streams of a process as bytes: torch's, NumPy's and Python's own.
+"""The random streams of a process as bytes: torch's (its device's too), NumPy's and Python's own.
 
 Owns: their form in a checkpoint. Must not know: ranks, files.
 """
@@ -22,7 +22,11 @@ def capture() -> dict[str, Bytes]:
     assert version == 3, "of every Python that is supported"
     kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002  (users' code may draw from it)
     assert kind == "MT19937", "the global stream"
+    device = {}
+    if _device_has_stream():
+        device["cuda"] = torch.cuda.get_rng_state().numpy().copy()
     return {
+        **device,
         "torch": torch.get_rng_state().numpy().copy(),
         "numpy": _pack(np.append(keys, position), bool(has_gauss), float(cached)),
         "python": _pack(np.array(words), gauss is not None, gauss or 0.0),
@@ -32,6 +36,11 @@ def capture() -> dict[str, Bytes]:
 def restore(states: dict[str, Bytes]) -> None:
     """Go on where ``capture`` was called."""
     torch.set_rng_state(torch.from_numpy(states["torch"].copy()))
+    if _device_has_stream():
+        if "cuda" in states:
+            torch.cuda.set_rng_state(torch.from_numpy(states["cuda"].copy()))
+        else:  # saved where there was no device: one stream follows from the other
+            torch.cuda.manual_seed(int(torch.initial_seed()))
     words, has_gauss, gauss = _unpack(states["numpy"])
     np.random.set_state(  # noqa: NPY002
         ("MT19937", words[:WORDS].astype(np.uint32), int(words[WORDS]), int(has_gauss), gauss)
@@ -45,6 +54,10 @@ def start_anew(key: int) -> None:
     torch.manual_seed(key)
     np.random.seed(key % 2**32)  # noqa: NPY002
     random.seed(key)
+
+
+def _device_has_stream() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _pack(words: npt.NDArray[np.integer], has_gauss: bool, gauss: float) -> Bytes:

@@ -115,13 +115,14 @@ def try_in_a_job() -> tuple[bool, str]:
     if launcher is None:
         return False, "no mpirun to try it with; HPCZERO_GPU_AWARE=1 if you know that it works"
     # A job of its own: what the launcher of this one has left in the environment is not for it.
-    ours = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "ORTE_", "HYDRA_", "MPIEXEC_")
+    ours = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "ORTE_", "HYDRA_", "MPIEXEC_", "SLURM_")
     kept = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_")
     environment = {
         name: value
         for name, value in os.environ.items()
         if name.startswith(kept) or not name.startswith(ours)
     }
+    environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"  # one core will do
     command = [launcher, "-n", "2", sys.executable, "-m", TRIAL]
     try:
         done = subprocess.run(
@@ -130,8 +131,11 @@ def try_in_a_job() -> tuple[bool, str]:
     except subprocess.TimeoutExpired:
         return False, f"two ranks were still trying after {TRIAL_S:.0f} s"
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        return False, f"two ranks failed when they tried ({done.returncode}: {last})"
+        words = [line for line in done.stderr.splitlines() if line.strip(" -")]
+        return (
+            False,
+            f"two ranks failed when they tried ({done.returncode}: {' '.join(words)[:200]})",
+        )
     return True, "two ranks have tried it"
 
 

@@ -61,9 +61,11 @@ def choose(
     if transport == "auto":
         transport = _automatic(topology, reach.accelerator)
     if transport == "window" and not reach.accelerator.is_host:
-        raise ConfigError(
+        error = ConfigError(
             "transport: window shares memory of the host, and the model is on a device; use ipc, or leave it to auto"
         )
+        error.agreed = True  # the same names and devices everywhere
+        raise error
     if transport == "flat":
         return Flat(topology, strict=strict, node_dtype=node_dtype, reach=reach)
     inside: Inside = "messages"

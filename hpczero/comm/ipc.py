@@ -9,7 +9,8 @@ nodes, the order of sums, units. On devices this is CUDA IPC and the copy engine
 [Note: One copy more]
 A rank copies its own part into a place before others pull it, instead of letting them pull from where it lies: that
 is 1/L of the bytes at the speed of the device's own memory, and it lets whole parameters be ordinary memory that is
-given back between uses. Two places in turn: a rank that is ahead fills one while the others read the other.
+given back between uses. Two places in turn are enough: a rank that offers part n + 1 has pulled all parts n before, and
+nobody fills the place of n again, for n + 2, without having pulled everybody's n + 1.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from hpczero.device import Buffer, Memory, Use
 from hpczero.layout import PLACE_ALIGNMENT, PULLED_IN_TURN, pulled_nbytes
 from hpczero.topology import Topology
 
-# Columns of the counters: parts that may be pulled, parts that have been, then those of gradients.
-OFFERED, PULLED, FIRST_GRADIENT = range(3)
+# Columns of the counters: parts that may be pulled, then those of gradients.
+OFFERED, FIRST_GRADIENT = range(2)
 COLUMNS = FIRST_GRADIENT + gradients.COLUMNS
 
 
@@ -149,7 +150,6 @@ class Ipc(NodeLevel):
         flat = full.view(torch.uint8)
         nbytes = len(flat) // comm.size
         start = self._first_place + number % PULLED_IN_TURN * self._place_nbytes
-        counters.wait(PULLED, number - PULLED_IN_TURN)
         place = slice(start, start + nbytes)
         self._parts[comm.rank][place].copy_(flat[comm.rank * nbytes :][:nbytes])
         self._accelerator.finish()
@@ -159,7 +159,6 @@ class Ipc(NodeLevel):
             counters.wait_for(peer, OFFERED, number)
             flat[peer * nbytes :][:nbytes].copy_(self._parts[peer][place], non_blocking=True)
         self._accelerator.finish()
-        counters.publish(PULLED, number)
         return None
 
     def reading(self, full: Tensor) -> AbstractContextManager[Parts]:

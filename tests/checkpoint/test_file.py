@@ -198,7 +198,7 @@ tmpfs /scratch/ram tmpfs rw 0 0
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        ("/home/x", "ext4"),
+        ("/a/x", "ext4"),
         ("/scratch/x/y", "lustre"),
         ("/scratch/ram/x", "tmpfs"),
         ("/scratchy", "ext4"),

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 import hpczero
+from hpczero.accelerator import host
 from hpczero.comm import choose, segment
 from hpczero.errors import CommError, ConfigError, TopologyError
+from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import MLP, adamw, raises_on_all, zeroified
 
@@ -142,3 +144,42 @@ def test_environment_says_what_auto_means(
     with zeroified(model, adamw(model), topology=topology) as sharding:
         said = sharding.collectives.describe()
         parallel_assert(comm, said == "messages on one node", said)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_share_a_device_read_each_others_memory(
+    comm: MPI.Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPCZERO_GPU_AWARE", "0")
+    chosen = choose(topology, accelerator=LateAccelerator())
+    said = chosen.describe()
+    chosen.close()
+    expected = "peers' memory of devices on one node, while the model computes"
+    parallel_assert(comm, said == expected, said)
+    raises_on_all(
+        comm,
+        ConfigError,
+        "window shares memory of the host",
+        lambda: choose(topology, "window", accelerator=LateAccelerator()),
+    )
+
+
+@pytest.mark.ranks(2)
+def test_where_peers_cannot_be_mapped_auto_takes_messages(
+    comm: MPI.Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPCZERO_GPU_AWARE", "0")
+    if comm.rank == 1:
+        monkeypatch.setattr(host, "FOLDER", Path("/nowhere"))
+    chosen = choose(topology, accelerator=LateAccelerator())
+    said = chosen.describe()
+    chosen.close()
+    parallel_assert(comm, said.startswith("flat"), said)
+    raises_on_all(
+        comm,
+        CommError,
+        "/nowhere",
+        lambda: hpczero.zeroify(
+            MLP(), None, topology=topology, transport="ipc", device=LateAccelerator()
+        ),
+    )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import hpczero
 from hpczero import Topology
+from hpczero.accelerator import Accelerator
 from tests.equality.cases import Case, Lane
 
 # Relative to the largest magnitude in the tensor. An element is a sum of products, among them some as large as the
@@ -149,6 +150,7 @@ def train_sharded(
     stage: int,
     precision: str | hpczero.Precision = "fp32",
     transport: str = "auto",
+    device: Accelerator | None = None,
 ) -> list[Record]:
     """Train with hpczero. Collective over world; the records are complete on rank 0."""
     model = case.build()
@@ -163,6 +165,7 @@ def train_sharded(
         rule=case.rule,
         initialize=case.initialize,
         transport=transport,
+        device=device,
     )
 
     def no_sync() -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ from hpczero import Precision, Topology
 from tests.equality import cases, models
 from tests.equality.cases import gpt_case
 from tests.equality.reference import Record, first_step_apart, train_sharded
+from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert
 
 pytestmark = pytest.mark.mpi
@@ -88,7 +89,7 @@ def test_stages_give_the_same_bits_where_nodes_take_turns(interleaved_nodes):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.ranks(2, 3, 4)
 def test_transports_give_the_same_bits_on_one_node(topology, precision):
-    all_stages(topology, "accumulation", precision, ("flat", "hierarchical", "window"))
+    all_stages(topology, "accumulation", precision, ("flat", "hierarchical", "window", "ipc"))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_transports_give_the_same_bits_on_one_node(topology, precision):
 )
 @pytest.mark.ranks(2, 4)
 def test_transports_give_the_same_bits_on_two_nodes(two_nodes, precision):
-    all_stages(two_nodes, "accumulation", precision, ("flat", "hierarchical", "window"))
+    all_stages(two_nodes, "accumulation", precision, ("flat", "hierarchical", "window", "ipc"))
 
 
 @pytest.mark.ranks(4)
@@ -109,3 +110,31 @@ def test_transports_give_the_same_bits_on_nodes_of_one_rank(comm):
     topology = Topology.create(comm, nodes=list(range(comm.size)))
     all_stages(topology, "one backward", "fp32", ("flat", "window"))
     topology.free()
+
+
+@pytest.mark.parametrize(("precision", "aware"), [("fp32", "0"), ("bf16", "1")])
+@pytest.mark.ranks(2, 4)
+def test_a_device_whose_copies_are_late_gives_the_same_bits(
+    two_nodes, precision, aware, monkeypatch
+):
+    """Staged or given to MPI, peers' memory or messages, on a thread of its own; two nodes of one rank, or of two."""
+    monkeypatch.setenv("HPCZERO_GPU_AWARE", aware)
+    case = gpt_case(
+        lambda: models.gpt(dropout=0.1, checkpoint_activations=True),
+        program=cases.accumulate,
+        optimizer=cases.adamw,
+        max_norm=4.5,
+        steps=3,
+    )
+    runs = {
+        f"stage {stage}, {name}, {device and device.describe()}": train_sharded(
+            case, two_nodes, stage=stage, precision=precision, transport=name, device=device
+        )
+        for stage in case.stages
+        for name, device in [
+            ("flat", None),
+            *((name, LateAccelerator()) for name in ("flat", "hierarchical", "ipc", "auto")),
+        ]
+    }
+    apart = first_step_apart(runs)
+    parallel_assert(two_nodes.world, not apart, "\n".join(apart))
