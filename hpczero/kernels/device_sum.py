@@ -36,8 +36,7 @@ def device_tree_sum(
     kernel = _kernel(shape, NAMES[blocks[0].dtype], NAMES[node_dtype], aligned, out.device.index)
     most = torch.cuda.get_device_properties(out.device).multi_processor_count * BLOCKS_PER_SM
     grid = min(max(-(-out.numel() // THREADS), 1), most)
-    stream = torch.cuda.current_stream(out.device).cuda_stream
-    with cupy.cuda.Device(out.device.index), cupy.cuda.ExternalStream(stream):
+    with cupy.cuda.Device(out.device.index), _current_lane(cupy, out.device):
         kernel(
             (grid,),
             (THREADS,),
@@ -49,6 +48,14 @@ def device_tree_sum(
                 cupy.int32(accumulate),
             ),
         )
+
+
+def _current_lane(cupy: Any, device: torch.device) -> Any:
+    """Torch's current stream as CuPy's."""
+    stream = torch.cuda.current_stream(device)
+    if hasattr(stream, "__cuda_stream__") and hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(stream)
+    return cupy.cuda.ExternalStream(stream.cuda_stream, device.index)  # CuPy before 14
 
 
 def can_launch(blocks: Sequence[Tensor]) -> bool:
