@@ -35,8 +35,9 @@ class Options:
         memory: bytes one rank may use, such as 32GB or 80GiB; leave out what Python, torch and MPI take themselves.
         ranks: ranks that share the model: the world size.
         ranks_per_node: to show what a node needs.
-        transport: flat counts messages between all ranks; hierarchical between nodes and inside them; window shares
-            memory inside nodes. The last two need the ranks per node; one node of all ranks is meant without.
+        transport: flat counts messages between all ranks; hierarchical between nodes and inside them; ipc lets GPUs
+            of a node read each other's memory, window shares the host's. The last three need the ranks per node; one
+            node of all ranks is meant without.
         model: a preset, such as gpt2-xl or gpt-60b.
         layers: transformer blocks; given beside a preset, this and the next three replace its values.
         hidden: width of the residual stream.
@@ -51,7 +52,7 @@ class Options:
     memory: str
     ranks: int
     ranks_per_node: int | None = None
-    transport: Literal["flat", "hierarchical", "window"] = "flat"
+    transport: Literal["flat", "hierarchical", "ipc", "window"] = "flat"
     model: str | None = None
     layers: int | None = None
     hidden: int | None = None
@@ -127,6 +128,7 @@ def build_report(options: Options) -> Report:
         parse_nbytes(options.memory),
         local_size=None if options.transport == "flat" else per_node or options.ranks,
         shares_memory=options.transport == "window",
+        pulls=options.transport == "ipc",
     )
 
     def size(stage: int, ranks: int) -> Fit:

@@ -218,12 +218,14 @@ class Machine:
         memory_nbytes: what each may use beside the runtime itself.
         local_size: ranks of a node, where nodes form a hierarchy; None: one communicator of all ranks.
         shares_memory: whether ranks of a node share memory (transport ``window``).
+        pulls: whether they read each other's device memory (transport ``ipc``).
     """
 
     ranks: int
     memory_nbytes: int
     local_size: int | None = None
     shares_memory: bool = False
+    pulls: bool = False
 
     @property
     def sharing(self) -> Sharing:
@@ -231,6 +233,10 @@ class Machine:
         if self.local_size is None:
             return Sharing()
         local, nodes = min(self.local_size, self.ranks), -(-self.ranks // self.local_size)
+        if (
+            self.pulls
+        ):  # devices compute by themselves, so communication goes on beside it on one node too
+            return Sharing(local, nodes=nodes, overlap=True, pulls=local > 1)
         if not self.shares_memory or local == 1:
             return Sharing(nodes=nodes, overlap=nodes > 1)
         return Sharing(local, lasting=nodes == 1, nodes=nodes, overlap=nodes > 1)

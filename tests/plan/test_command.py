@@ -169,9 +169,9 @@ def test_command_loads_neither_torch_nor_mpi(args: tuple[str, ...]) -> None:
 
 
 def test_transport_says_what_nodes_hold_and_send_together() -> None:
-    flat, two_level, window = (
+    flat, two_level, window, ipc = (
         plan_json(*GPT_60B, "--transport", name)["stages"]
-        for name in ("flat", "hierarchical", "window")
+        for name in ("flat", "hierarchical", "window", "ipc")
     )
     psi = 60_119_623_680
     # stage 3 in bf16: three times what each rank must send to other nodes, and nothing inside
@@ -181,6 +181,9 @@ def test_transport_says_what_nodes_hold_and_send_together() -> None:
     # one copy of whole parameters on each node of 16 at stages 1 and 2
     held = [stages[2]["memory"]["parameters"] for stages in (flat, two_level, window)]
     assert held == pytest.approx([2 * psi, 2 * psi, 2 * psi / 16], rel=1e-3)
+    # ranks that pull from each other send the same, and hold whole parameters each
+    assert ipc[3]["traffic"] == window[3]["traffic"]
+    assert ipc[2]["memory"]["parameters"] == held[0]
 
 
 def test_window_without_nodes_means_one_node() -> None:
