@@ -49,7 +49,10 @@ class Phase:
         pytest.append(
             f"--color={'yes' if sys.stdout.isatty() else 'no'}"
         )  # mpirun shows each rank a terminal
-        pytest += ["--durations=12", "--durations-min=8"]  # what to look at when the suite gets long
+        pytest += [
+            "--durations=12",
+            "--durations-min=8",
+        ]  # what to look at when the suite gets long
         if not self.ranks:
             return [*pytest, *arguments]
         return ["install/launch.sh", str(self.ranks), *pytest, "--with-mpi", *arguments]
