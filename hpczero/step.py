@@ -104,9 +104,9 @@ class Step:
             raise ConfigError(f"norm_type: got {norm_type!r}, expected 2.0 or inf")
         if norm_type not in self._norms:
             self._check_reduced()
-            local = [
-                _norm(unit.owned_gradient, norm_type) for unit in self._units if unit.has_gradient
-            ]
+            local = _norms(
+                [unit.owned_gradient for unit in self._units if unit.has_gradient], norm_type
+            )
             mine = sum(n * n for n in local) if norm_type == 2.0 else _largest(local)
             everybody = self._comm.share(np.array([mine]), name="grad_norm")[:, 0].tolist()
             total = math.sqrt(sum(everybody)) if norm_type == 2.0 else _largest(everybody)
@@ -163,7 +163,7 @@ class Step:
         A rank that finds something wrong at home tells the others here instead of raising alone.
         """
         error = self._local_error()
-        finite = all(_is_finite(unit.owned_gradient) for unit in self._units if unit.has_gradient)
+        finite = _all_finite([u.owned_gradient for u in self._units if u.has_gradient])
         options = describe_options(optimizer)
         words = [self._comm.fingerprint, zlib.crc32("\n".join(options).encode())]
         seen = np.array(words, dtype=np.uint32).view(np.uint8)  # 4 bytes each, equal on all ranks
@@ -243,7 +243,9 @@ class Step:
     def _nonfinite_error(self, reason: str) -> StepError:
         """Names ranks and units; a rank named here owns the element, it need not have made it."""
         bad = [
-            u.spec.name for u in self._units if u.has_gradient and not _is_finite(u.owned_gradient)
+            u.spec.name
+            for u in self._units
+            if u.has_gradient and not _all_finite([u.owned_gradient])
         ]
         counts = self._comm.share(np.array([len(bad)], dtype=np.float64), name="nonfinite")[:, 0]
         ranks = [int(rank) for rank in np.flatnonzero(counts)]
@@ -274,16 +276,23 @@ def _largest(values: Sequence[float]) -> float:
     return math.nan if any(math.isnan(v) for v in values) else max(values, default=0.0)
 
 
-def _norm(gradient: torch.Tensor, norm_type: float) -> float:
-    """Norm of one shard as a Python float; again in fp64 where fp32 overflows."""
-    if not gradient.numel():
-        return 0.0
-    norm = float(torch.linalg.vector_norm(gradient, norm_type))
-    if math.isinf(norm):
-        norm = float(torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64))
-    return norm
+def _norms(gradients: Sequence[torch.Tensor], norm_type: float) -> list[float]:
+    """Norm of each shard; again in fp64 where fp32 overflows. One transfer, however many there are."""
+    held = [gradient for gradient in gradients if gradient.numel()]
+    if not held:
+        return []
+    found = torch.stack([torch.linalg.vector_norm(g, norm_type) for g in held]).tolist()
+    return [
+        float(torch.linalg.vector_norm(g, norm_type, dtype=torch.float64)) if math.isinf(n) else n
+        for g, n in zip(held, found, strict=True)
+    ]
 
 
-def _is_finite(gradient: torch.Tensor) -> bool:
-    """Whether every element is finite; the sum tells, unless it overflows by itself."""
-    return bool(torch.isfinite(gradient.sum())) or bool(torch.isfinite(gradient).all())
+def _all_finite(gradients: Sequence[torch.Tensor]) -> bool:
+    """Whether every element is finite; the sums tell, unless one overflows by itself. One transfer if they do."""
+    if not gradients:
+        return True
+    sums = torch.stack([gradient.sum() for gradient in gradients])
+    if bool(torch.isfinite(sums).all()):
+        return True
+    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
