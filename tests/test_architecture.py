@@ -33,9 +33,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "options",
         "precision",
         "rollcall",
+        "signals",
+        "slurm",
         "watchdog",
     ),
-    ("device", "heap", "kernels", "topology"),
+    ("deadline", "device", "heap", "kernels", "topology"),
     ("comm",),
     ("optimizers", "parameter", "plan"),
     ("casting", "gradient", "unit", "whole"),
@@ -45,16 +47,26 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("__init__",),
     ("data", "models"),
-    ("batch", "launch", "plot", "progress", "records", "runfolder", "stops", "weights"),
-    ("resume",),
+    (
+        "batch",
+        "launch",
+        "plot",
+        "progress",
+        "records",
+        "runfolder",
+        "stops",
+        "stragglers",
+        "weights",
+    ),
+    ("attempts", "resume"),
     ("run_checkpoints",),
     ("generation", "loop"),
-    ("data.__main__", "doctor", "plan.__main__", "sample", "train"),
+    ("data.__main__", "doctor", "plan.__main__", "preflight", "sample", "train"),
 )
 
 # Who alone may import these, at whatever depth of the code.
 GUARDED = {
-    "mpi4py": ("checkpoint", "comm", "doctor", "rollcall", "topology"),
+    "mpi4py": ("checkpoint", "comm", "doctor", "preflight", "rollcall", "topology"),
     "h5py": ("checkpoint", "data", "device", "doctor", "kernels"),
     "cupy": ("checkpoint", "data", "device", "doctor", "kernels"),
 }
@@ -70,8 +82,8 @@ TORCH_FREE = (
     "precision",
 )
 TORCH_ALLOWED = ("plan.rules",)
-ENVIRONMENT_READERS = ("environment", "doctor", "errors")
-COMMANDS = ("train", "sample", "plan", "doctor", "data")
+ENVIRONMENT_READERS = ("environment", "doctor", "errors", "preflight")
+COMMANDS = ("train", "sample", "plan", "doctor", "data", "preflight")
 
 
 @dataclass(frozen=True)
