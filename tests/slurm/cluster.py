@@ -97,7 +97,9 @@ class SlurmCluster:
         return self.folder / "slurm.conf"
 
     def start_node(self, node: str) -> None:
-        """Start the slurmd of ``node``."""
+        """Start the slurmd of ``node``, whose own disk is as after a reboot: no sockets of before."""
+        for socket in (self.folder / f"spool-{node}").glob("*.slurm.pmix.*"):
+            socket.unlink()
         self._start(
             int(node.removeprefix("host")), f"exec slurmd -D -N {node} -f {self.configuration}"
         )
@@ -215,7 +217,7 @@ class SlurmCluster:
     def field(self, job: str, name: str) -> str:
         """A field of ``scontrol show job``, such as JobState or Restarts; empty if SLURM knows no such job."""
         shown = self.run(["scontrol", "show", "job", "-o", job], check=False).stdout
-        found = re.search(rf"\b{name}=(\S*)", shown)
+        found = re.search(rf"(?:^|\s){name}=(\S*)", shown)
         return found[1] if found else ""
 
     def wait(self, condition: Callable[[], bool], what: str, *, limit_s: float = 60.0) -> None:
