@@ -73,9 +73,11 @@ def train(config: RunConfig, model_config: GPTConfig, signals: Signals) -> int:
         # On the other ranks, as outside of a series of jobs, there is nothing to look at.
         environment = Environment.read() if topology.is_root else Environment()
         attempts = Attempts(RunFolder.of(config.run), environment)
-        attempts.start(ranks=topology.size, host=socket.gethostname())
-        config = attempts.settle(config)
-    if any(topology.gather(float(attempts.finished(config.train.steps)))):
+        nothing_left = attempts.finished(config.train.steps)
+        if not nothing_left:
+            attempts.start(ranks=topology.size, host=socket.gethostname())
+            config = attempts.settle(config)
+    if any(topology.gather(float(nothing_left))):
         log.info("nothing left to do: an earlier start has done all %d steps", config.train.steps)
         topology.free()
         return 0
