@@ -8,7 +8,7 @@
 # preflight.sh [OPTIONS...]   which nodes of this job are bad? The last line is an option for sbatch: --exclude=n3,n17
 #
 #   NODES=25 GPUS_PER_NODE=16 slurm/preflight.sh --directory runs
-#   sbatch $(tail -n 1 logs/preflight-4711.txt) slurm/train_60b.sh
+#   sbatch $(cat logs/exclude-4711) slurm/train_60b.sh      with the number of that job
 #
 # First, without MPI, whether Python starts on every node at all; then the trials of python -m hpczero.preflight.
 set -euo pipefail
@@ -29,7 +29,7 @@ if ! in_job; then
 fi
 enter_job
 BIND=""
-report="$LOGS/preflight-$SLURM_JOB_ID.txt"
+exclude="$LOGS/exclude-$SLURM_JOB_ID"
 alive="$LOGS/preflight-$SLURM_JOB_ID.alive"
 mkdir -p "$alive"
 export PYTHON alive
@@ -43,10 +43,10 @@ done < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 rm -r "$alive"
 if [[ -n "$bad" ]]; then
     say "bad: $bad: Python does not start there, or does not see $LOGS"
-    echo "--exclude=$bad" | tee "$report"
+    echo "--exclude=$bad" | tee "$exclude"
     exit 1
 fi
 rc=0
-launch "$PYTHON" -m hpczero.preflight --json "$LOGS/preflight-$SLURM_JOB_ID.json" "$@" >"$report" || rc=$?
-cat "$report"
+launch "$PYTHON" -m hpczero.preflight --json "$LOGS/preflight-$SLURM_JOB_ID.json" "$@" | tee "$exclude" || rc=$?
+sed -i -n '/^--exclude=/p' "$exclude"
 exit "$rc"
