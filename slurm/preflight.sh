@@ -49,4 +49,6 @@ fi
 rc=0
 launch "$PYTHON" -m hpczero.preflight --json "$LOGS/preflight-$SLURM_JOB_ID.json" "$@" | tee "$exclude" || rc=$?
 sed -i -n '/^--exclude=/p' "$exclude"
+if ((rc != 0)) && [[ ! -s "$exclude" ]]; then say "no verdict: the trials ended with exit code $rc, see above"; fi
+cat "$exclude"
 exit "$rc"
