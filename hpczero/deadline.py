@@ -17,10 +17,8 @@ from hpczero import log
 from hpczero.environment import Environment
 from hpczero.slurm import ask_time_left
 
-SAVES, STEPS = (
-    3.0,
-    2.0,
-)  # what must still fit: a slow file system may take thrice as long, a step twice
+SAVES, STEPS = 3.0, 2.0  # what must fit: a slow file system takes thrice as long, a step twice
+ENDING_S = 15.0  # and for the ranks to end, and the job's script to requeue
 ASK_AGAIN_S = 60.0
 REMEMBERED_STEPS = 16
 
@@ -61,14 +59,14 @@ class Deadline:
         return math.inf if self._end is None else self._end - self._now()
 
     def is_near(self, *, step_s: float, save_s: float) -> bool:
-        """Whether three saves and two steps no longer fit into what is left.
+        """Whether three saves, two steps and the end of the job no longer fit into what is left.
 
         Args:
             step_s: seconds of the last step; the slowest of the last ones counts.
             save_s: seconds of a save.
         """
         self._steps.append(step_s)
-        needed_s = SAVES * save_s + STEPS * max(self._steps)
+        needed_s = SAVES * save_s + STEPS * max(self._steps) + ENDING_S
         if self.left_s >= needed_s:
             return False
         if self._now() - self._asked_at >= ASK_AGAIN_S:
@@ -76,7 +74,7 @@ class Deadline:
         if self.left_s >= needed_s:
             return False
         log.info(
-            "time limit: %.0f s are left, %.0f s are needed for a save of %.1f s and a step of %.2f s: stopping",
+            "time limit: %.0f s are left, %.0f s are needed with saves of %.1f s and steps of %.2f s: stopping",
             self.left_s,
             needed_s,
             save_s,
