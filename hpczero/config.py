@@ -272,6 +272,7 @@ class LogOptions:
         tensorboard: write TensorBoard event files.
         plot: draw the losses at the end.
         peak_tflops: of one rank's hardware in the chosen precision, for MFU; None: no MFU.
+        stragglers_every: steps between looks for ranks that are slower than the others, or than they were; 0: never.
     """
 
     every: int = 10
@@ -280,9 +281,11 @@ class LogOptions:
     tensorboard: bool = True
     plot: bool = True
     peak_tflops: float | None = None
+    stragglers_every: int = 100
 
     def __post_init__(self) -> None:
         _require_positive("log", self, "every")
+        _require_amount("log", self, "stragglers_every")
         peak = self.peak_tflops
         require(
             peak is None or 0 < peak < math.inf, "log.peak_tflops", peak, "a finite number above 0"

@@ -30,6 +30,9 @@ LOCAL_RANK_VARIABLES = (
     "MV2_COMM_WORLD_LOCAL_RANK",
     "SLURM_LOCALID",
 )
+# Innermost launcher first: mpirun in a batch script starts its ranks through a step of its own. SLURM_NTASKS is not
+# among them: it is the job's, and a step may be smaller.
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,11 @@ class Environment:
         gpu_aware: HPCZERO_GPU_AWARE=0|1: whether MPI is given device memory; None finds out.
         local_rank: place of this rank on its node, as the launcher says before MPI starts; None where it does not.
         cuda_allocator: PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF, as text.
+        job_end: SLURM_JOB_END_TIME: when the job ends, seconds since the epoch; None where SLURM does not say.
+        series: HPCZERO_SERIES: jobs that go on with one another's run; see ``attempts``.
+        launched_by: the variable by which the innermost launcher says how many ranks it has started; may be empty.
+        launched_ranks: its value; None where there is no launcher.
+        tasks_per_node: what SLURM says of each node: of the step (``2(x3),1``), or under mpirun SLURM_NTASKS_PER_NODE.
         cache: folder for what is worth remembering between jobs: XDG_CACHE_HOME/hpczero, else ~/.cache/hpczero.
     """
 
@@ -69,6 +77,11 @@ class Environment:
     gpu_aware: bool | None = None
     local_rank: int | None = None
     cuda_allocator: str = ""
+    job_end: float | None = None
+    series: str = ""
+    launched_by: str = ""
+    launched_ranks: int | None = None
+    tasks_per_node: str = ""
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -93,6 +106,10 @@ class Environment:
         transport = values.get("HPCZERO_TRANSPORT") or "auto"
         known = get_args(Transport)
         require(transport in known, "HPCZERO_TRANSPORT", transport, f"one of {', '.join(known)}")
+        job_end = values.get("SLURM_JOB_END_TIME", "")
+        launched_by = next((n for n in SIZE_VARIABLES if values.get(n, "").isdigit()), "")
+        of_step = launched_by == "SLURM_STEP_NUM_TASKS"
+        tasks = "SLURM_STEP_TASKS_PER_NODE" if of_step else "SLURM_NTASKS_PER_NODE"
         return cls(
             strict == "1",
             fake_nodes,
@@ -109,6 +126,11 @@ class Environment:
             {"0": False, "1": True, "": None}[_switch(values, "HPCZERO_GPU_AWARE")],
             _local_rank(values),
             values.get("PYTORCH_CUDA_ALLOC_CONF") or values.get("PYTORCH_ALLOC_CONF") or "",
+            float(job_end) if job_end.isdigit() else None,
+            values.get("HPCZERO_SERIES", ""),
+            launched_by,
+            int(values[launched_by]) if launched_by else None,
+            values.get(tasks, ""),
         )
 
 

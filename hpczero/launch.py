@@ -1,6 +1,7 @@
 """From a started process to a rank that knows its place: what every collective command does first.
 
-Owns: fake nodes, and the cores a rank computes on. Must not know: models, data, options of a command.
+Owns: fake nodes, whether ranks lie where SLURM was asked to put them, and the cores a rank computes on. Must not know:
+models, data, options of a command.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import os
 import socket
 import zlib
+from collections.abc import Sequence
 
 import torch
 
 from hpczero import log
 from hpczero.config import parse_nodes
 from hpczero.environment import Environment
+from hpczero.errors import TopologyError
+from hpczero.slurm import tasks_per_node
 from hpczero.topology import Topology
 
 
@@ -22,16 +26,43 @@ def start_topology(nodes: str | None) -> Topology:
 
     Raises:
         ConfigError: the ranks cannot be laid out so.
+        TopologyError: ranks do not see each other, or lie on other nodes than SLURM was asked for.
     """
     topology = Topology.of_world()
     with topology.agreed("lay out the nodes"):
-        shape = nodes or Environment.read().fake_nodes
+        environment = Environment.read()
+        shape = nodes or environment.fake_nodes
         node_of_rank = None if shape is None else parse_nodes(shape, topology.size)
+        if shape is None and topology.is_root:
+            check_placement([len(ranks) for ranks in topology.nodes], environment)
     if node_of_rank is None:
         return topology
     faked = Topology.create(topology.world, node_of_rank)
     topology.free()
     return faked
+
+
+def check_placement(counts: Sequence[int], environment: Environment) -> None:
+    """Hold the ranks of each node against what SLURM says. On rank 0 only: mpirun's daemons change it on other nodes.
+
+    srun places ranks itself, so its numbers must be met. Under mpirun a node may hold fewer, but not more: that
+    many share its devices and memory.
+
+    Raises:
+        TopologyError: the ranks lie otherwise.
+    """
+    asked = tasks_per_node(environment.tasks_per_node)
+    if asked is None:
+        return
+    by_srun = environment.launched_by == "SLURM_STEP_NUM_TASKS"
+    right = sorted(counts) == sorted(asked) if by_srun else max(counts) <= max(asked)
+    if not right:
+        raise TopologyError(
+            f"ranks per node are {', '.join(map(str, counts[:8]))}{' ...' if counts[8:] else ''} as MPI sees them, but "
+            f"SLURM says {environment.tasks_per_node}. Ask for --nodes and --ntasks-per-node and nothing else that "
+            "places ranks (with mpirun: --map-by ppr:N:node); if nodes that share no memory are meant to be one, or "
+            "one to be several, say so with --parallel.nodes GxL"
+        )
 
 
 def use_own_cores(topology: Topology) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import socket
 import zlib
 from contextlib import nullcontext
 from functools import partial
@@ -21,10 +22,13 @@ from torch.optim.lr_scheduler import LambdaLR
 import hpczero
 from hpczero import log, resume
 from hpczero.accelerator import Accelerator
+from hpczero.attempts import Attempts
 from hpczero.batch import Batch
 from hpczero.config import DataOptions, RunConfig, TrainOptions
 from hpczero.data import Batches, Corpus, HeldOut, TokenFile, default_token_file, prepare
 from hpczero.data.tokens import VERSION as TOKEN_FILE_VERSION
+from hpczero.deadline import Deadline
+from hpczero.environment import Environment
 from hpczero.errors import EXIT_REQUEUE, ConfigError
 from hpczero.launch import start_topology, use_own_cores
 from hpczero.metrics import (
@@ -40,18 +44,23 @@ from hpczero.options import to_toml
 from hpczero.records import Records
 from hpczero.run_checkpoints import RunCheckpoints
 from hpczero.runfolder import RunFolder
+from hpczero.signals import Signals
 from hpczero.stops import Stops, Wish
+from hpczero.stragglers import Stragglers
 from hpczero.topology import Topology
 from hpczero.weights import write_weights
 
 
-def train(config: RunConfig, model_config: GPTConfig, accelerator: Accelerator) -> int:
+def train(
+    config: RunConfig, model_config: GPTConfig, accelerator: Accelerator, signals: Signals
+) -> int:
     """One run, from the first collective to the final weights. Collective over MPI's world.
 
     Args:
         config: equal on every rank.
         model_config: the network; its vocabulary is replaced by the tokenizer's.
         accelerator: the device of this rank.
+        signals: of this process; listening.
 
     Returns:
         What to exit with: 0, or 75 if the run was asked to stop and can be taken up again.
@@ -65,6 +74,18 @@ def train(config: RunConfig, model_config: GPTConfig, accelerator: Accelerator) 
 
     # What was asked for, held against the ranks and the data.
     check_same_options(config, topology)
+    with topology.agreed("look at earlier starts of this run"):
+        # On the other ranks, as outside of a series of jobs, there is nothing to look at.
+        environment = Environment.read() if topology.is_root else Environment()
+        attempts = Attempts(RunFolder.of(config.run), environment)
+        nothing_left = attempts.finished(config.train.steps)
+        if not nothing_left:
+            attempts.start(ranks=topology.size, host=socket.gethostname())
+            config = attempts.settle(config)
+    if any(topology.gather(float(nothing_left))):
+        log.info("nothing left to do: an earlier start has done all %d steps", config.train.steps)
+        topology.free()
+        return 0
     with topology.agreed("spread the batch over the ranks"):
         batch = Batch.resolve(config.train, topology.size)
     tokens = open_tokens(config.data, topology)
@@ -118,6 +139,7 @@ def train(config: RunConfig, model_config: GPTConfig, accelerator: Accelerator) 
             else:
                 folder.create(config.run, to_toml(config))
             records = Records(folder, config.log, num_steps=config.train.steps, start=start)
+            attempts.begin(start)
     log.info("%s", topology.describe())
     log.info("device: %s", accelerator.describe())
     log.info("transport: %s", sharding.collectives.describe())
@@ -128,7 +150,9 @@ def train(config: RunConfig, model_config: GPTConfig, accelerator: Accelerator) 
     log.info("%s", describe_run(config, batch, seq_len, topology.size))
 
     stopped = False
-    with records or nullcontext(), Stops(folder.path, topology) as stops, checkpoints:
+    stops = Stops(folder.path, topology, signals, Deadline(environment))
+    stragglers = Stragglers(topology, every=config.log.stragglers_every)
+    with records or nullcontext(), checkpoints:
         for step in range(start, config.train.steps):
             watch = Stopwatch()
             waited_s = sharding.collectives.stats.seconds
@@ -147,6 +171,9 @@ def train(config: RunConfig, model_config: GPTConfig, accelerator: Accelerator) 
                     with watch.phase("backward"):
                         loss.backward()
                 micro_losses.append(loss.detach())
+            waits_s = sharding.collectives.stats.seconds - waited_s
+            own_ms = sum(watch.ms(phase) for phase in ("data", "forward", "backward"))
+            stragglers.note(own_ms / 1e3 - waits_s)
             with watch.phase("optimizer"):
                 grad_norm = hpczero.clip_grad_norm_(model, config.train.clip or math.inf)
                 optimizer.step()
@@ -164,7 +191,9 @@ def train(config: RunConfig, model_config: GPTConfig, accelerator: Accelerator) 
                 held_out_loss = evaluate(
                     model, held_out, batch.micro_batch, topology, accelerator.device
                 )
-            wish = stops.wish()
+            for line in stragglers.report(done):
+                log.info("%s", line)
+            wish = stops.wish(step_s=watch.elapsed_s(), save_s=checkpoints.save_s)
             stopped = wish is Wish.STOP and done < config.train.steps
             with watch.phase("checkpoint"):
                 position = {**identity, "samples": done * batch.global_batch}
@@ -206,6 +235,7 @@ def train(config: RunConfig, model_config: GPTConfig, accelerator: Accelerator) 
                 break
     if stopped:
         log.info("stopped after step %d, as asked; the same command goes on from there", done)
+        attempts.end(done, EXIT_REQUEUE)
         hpczero.release(model)
         tokens.close()
         topology.free()
@@ -228,6 +258,7 @@ def train(config: RunConfig, model_config: GPTConfig, accelerator: Accelerator) 
             )
             if config.log.plot:
                 draw_losses(config, folder)
+            attempts.end(config.train.steps, 0)
     if held_out_loss is not None:
         log.info(
             "held-out loss: %.4f nats per token, %.4f nats per byte of text",

@@ -6,6 +6,7 @@ Owns: those decisions. Must not know: what a checkpoint is made of, the training
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,9 @@ from hpczero.runfolder import RunFolder
 from hpczero.stops import Wish
 
 logger = logging.getLogger("hpczero.checkpoints")
+
+STATE_NBYTES = 12  # of a parameter: fp32 weight and Adam's two moments
+ASSUMED_NBYTES_PER_S = 1e9  # of a file system on which this job has not saved yet
 
 
 class RunCheckpoints:
@@ -46,6 +50,15 @@ class RunCheckpoints:
             background=options.background,
             writer=options.writer,
         )
+        self._started = 0.0
+        numel = hpczero.sharding(model).plan.numel
+        self._slowest_s: float | None = None
+        self._assumed_s = numel * STATE_NBYTES / ASSUMED_NBYTES_PER_S
+
+    @property
+    def save_s(self) -> float:
+        """Seconds that a save takes: the slowest so far, or an estimate. Not collective; of this rank."""
+        return self._assumed_s if self._slowest_s is None else self._slowest_s
 
     def __enter__(self) -> RunCheckpoints:
         self._checkpoints.__enter__()
@@ -103,6 +116,7 @@ class RunCheckpoints:
         self._attempt(done, self._checkpoints.check, required=False)
         if wish is Wish.NOTHING and not (every and (last or done % every == 0)):
             return
+        self._started = time.monotonic()
         self._attempt(
             done, lambda: self._checkpoints.save(done, position), required=wish is Wish.STOP
         )
@@ -119,6 +133,7 @@ class RunCheckpoints:
                 logger.warning("step %d: no checkpoint: %s", done, error)
             return
         if path is not None and not self._checkpoints.busy:
+            self._slowest_s = max(self._slowest_s or 0.0, time.monotonic() - self._started)
             self._tell(f"saved {path}")
 
     def _tell(self, what: str) -> None:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpczero.checkpoint.folder import Folder
+from hpczero.checkpoint.format import step_of_folder
 from hpczero.config import DEFAULT_RUN, RunOptions
 from hpczero.errors import ConfigError
 
@@ -62,13 +64,26 @@ class RunFolder:
         """Whether there is something that may be a checkpoint."""
         return any(self.checkpoints.glob("step-*")) or any(self.checkpoints.glob(".replaced-*"))
 
+    @property
+    def attempts(self) -> Path:
+        """One JSON line per start and end, of jobs that follow one another."""
+        return self.path / "attempts.jsonl"
+
+    def newest_step(self) -> int:
+        """Step of the newest checkpoint, 0 if there is none; nothing is read."""
+        for path in Folder(self.checkpoints).candidates():
+            step = step_of_folder(path.name)
+            if step is not None:
+                return step
+        return 0
+
     def go_on(self, config: str) -> None:
         """Write ``config`` into the folder of a run that is taken up again. On one rank only.
 
         Raises:
             ConfigError: the folder cannot be written.
         """
-        with self._writing():
+        with self.writing():
             self.path.mkdir(parents=True, exist_ok=True)
             self.weights.unlink(missing_ok=True)
             self._write_config(config)
@@ -84,7 +99,7 @@ class RunFolder:
                 f"{self.path}: holds an earlier run; choose another --run.name, or replace it with "
                 "--run.overwrite true"
             )
-        with self._writing():
+        with self.writing():
             self.path.mkdir(parents=True, exist_ok=True)
             # Only what a run writes: the user may keep other things here.
             for file in (self.metrics, self.plot, self.weights):
@@ -104,7 +119,8 @@ class RunFolder:
         temporary.replace(self.config)  # a run that is killed here must still have its options
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def writing(self) -> Iterator[None]:
+        """Around what writes here: the system's errors become a ConfigError."""
         try:
             yield
         except OSError as error:

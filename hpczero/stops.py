@@ -1,23 +1,19 @@
-"""Asked to stop, or to save: by a signal, or by a file in the run folder.
+"""Asked to stop, or to save: by a signal, by a file in the run folder, or because the job's time is nearly up.
 
-Owns: the signals, the files, and that all ranks hear it at the same step. Must not know: training, checkpoints.
+Owns: the files, and that all ranks hear it at the same step. Must not know: training, checkpoints, SLURM.
 
-A handler sets a flag and nothing else: a signal comes in the middle of anything. Batch systems send SIGTERM before they
-kill, and SIGUSR1 where asked to (``sbatch --signal``); often to some ranks only.
+A signal often reaches some ranks only, and never all at the same step, so ranks agree between steps.
 """
 
 from __future__ import annotations
 
-import signal
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
 
+from hpczero.deadline import Deadline
+from hpczero.signals import Signals
 from hpczero.topology import Topology
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Wish(IntEnum):
@@ -29,44 +25,38 @@ class Wish(IntEnum):
 
 
 class Stops:
-    """Context manager that listens; the handlers of before come back at its end."""
+    """What may end a run early."""
 
-    def __init__(self, folder: Path, topology: Topology) -> None:
+    def __init__(
+        self, folder: Path, topology: Topology, signals: Signals, deadline: Deadline
+    ) -> None:
         """Not collective.
 
         Args:
             folder: where files named STOP and SAVE are looked for, on rank 0.
             topology: borrowed.
+            signals: those of this process; listening.
+            deadline: when the job ends; asked on rank 0 only.
         """
         self._folder = folder
         self._topology = topology
-        self._signalled = False
-        self._before: dict[signal.Signals, Any] = {}
+        self._signals = signals
+        self._deadline = deadline
 
-    def __enter__(self) -> Stops:
-        for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
-        return self
+    def wish(self, *, step_s: float = 0.0, save_s: float = 0.0) -> Wish:
+        """What anybody has asked for since the last call, the same on every rank. Collective over world.
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
-
-    def wish(self) -> Wish:
-        """What anybody has asked for since the last call, the same on every rank. Collective over world."""
-        mine = Wish.STOP if self._signalled else Wish.NOTHING
+        Args:
+            step_s: seconds that this step took, evaluation included; of rank 0.
+            save_s: seconds that a checkpoint takes; of rank 0.
+        """
+        mine = Wish.STOP if self._signals.came else Wish.NOTHING
         if self._topology.is_root:
             for wish in (Wish.SAVE, Wish.STOP):
                 if (self._folder / wish.name).exists():
                     mine = max(mine, wish)
+            if mine is not Wish.STOP and self._deadline.is_near(step_s=step_s, save_s=save_s):
+                mine = Wish.STOP
         agreed = Wish(int(max(self._topology.gather(float(mine)))))
         if self._topology.is_root and agreed is not Wish.NOTHING:
             for wish in (Wish.SAVE, Wish.STOP):

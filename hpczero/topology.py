@@ -106,7 +106,12 @@ class Topology:
 
     @classmethod
     def of_world(cls, nodes: Sequence[int] | None = None) -> Topology:
-        """``create`` on MPI.COMM_WORLD, for callers that do not import MPI. Collective."""
+        """``create`` on MPI.COMM_WORLD, for callers that do not import MPI. Collective.
+
+        Raises:
+            TopologyError: the ranks that were started do not see each other; and as ``create``.
+        """
+        _check_launch(MPI.COMM_WORLD.size, Environment.read())
         return cls.create(MPI.COMM_WORLD, nodes)
 
     def free(self) -> None:
@@ -245,6 +250,11 @@ class Topology:
             self.world.Allgather(mine, found)
         return [float(v) for v in found]
 
+    def hosts(self) -> list[str]:
+        """Name of the host of every rank in rank order, on every rank. Collective over world."""
+        with self.watchdog.watch("Topology.hosts"):
+            return [str(name) for name in self.world.allgather(socket.gethostname())]
+
     def broadcast_text(self, text: str, root: int = 0) -> str:
         """``text`` of rank ``root`` on every rank. Collective over world."""
         with self.watchdog.watch("Topology.broadcast_text"):
@@ -260,6 +270,20 @@ class Topology:
         """End the job on every rank with exit status ``code``. Not collective."""
         errors.abort_job(code)
         raise SystemExit(code)
+
+
+def _check_launch(size: int, environment: Environment) -> None:
+    """Refuse ranks that each think they are alone: N equal runs would overwrite one another. Not collective.
+
+    Source: open-mpi/ompi#13523, mpi4py#155: srun with the wrong plugin starts N worlds of one rank, without a word.
+    """
+    started = environment.launched_ranks
+    if started is not None and started != size:
+        raise TopologyError(
+            f"MPI sees {size} rank(s), but {environment.launched_by}={started}: the ranks do not see each other. Start "
+            "with the launcher of the MPI that mpi4py loads: srun --mpi=pmix for Open MPI, --mpi=cray_shasta or pmi2 "
+            "for MPICH (srun --mpi=list shows what there is), or that MPI's own mpirun"
+        )
 
 
 def _check_nodes(world: MPI.Intracomm, nodes: Sequence[int] | None) -> None:

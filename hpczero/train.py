@@ -13,19 +13,23 @@ from hpczero.config import ModelOptions
 from hpczero.errors import ConfigError, run
 from hpczero.models import PRESETS, GPTConfig
 from hpczero.options import read_run_config
+from hpczero.signals import Signals
 
 
 def main() -> int:
     """Train as the command line says. Collective over the world."""
     config = read_run_config(sys.argv[1:])
     model = model_config(config.model)
-    # Here and not at the top: these imports start torch and MPI, which --help and bad options must not do.
-    from hpczero.accelerator import choose_accelerator
+    with (
+        Signals() as signals
+    ):  # now: the imports below take seconds, in which SIGUSR1 would end the process
+        # Here and not at the top: these imports start torch and MPI, which --help and bad options must not do.
+        from hpczero.accelerator import choose_accelerator
 
-    accelerator = choose_accelerator(config.parallel.device)  # before MPI binds itself to a device
-    from hpczero.loop import train
+        accelerator = choose_accelerator(config.parallel.device)  # before MPI binds to a device
+        from hpczero.loop import train
 
-    return train(config, model, accelerator)
+        return train(config, model, accelerator, signals)
 
 
 def model_config(options: ModelOptions) -> GPTConfig:

@@ -161,6 +161,35 @@ if ((${#packages[@]})); then
     base="$(find_python)"
 fi
 
+# For tests alone: a SLURM of their own, and shellcheck. Never a reason to fail, and no service is left running.
+tools_for_tests() {
+    local policy=/usr/sbin/policy-rc.d ours="" missing=()
+    if ! command -v sbatch >/dev/null && [[ ! -e /etc/slurm/slurm.conf ]]; then missing+=(slurm-wlm munge); fi
+    if ! command -v shellcheck >/dev/null; then missing+=(shellcheck); fi
+    if ! ((${#missing[@]})); then return; fi
+    say "apt-get install ${missing[*]} (for tests)"
+    if [[ ! -e "$policy" ]]; then # what packages ask before they start their services
+        printf '#!/bin/sh\nexit 101\n' >"$policy" && chmod +x "$policy"
+        ours="$policy"
+        trap 'rm -f /usr/sbin/policy-rc.d' EXIT
+    fi
+    if { apt-get update && apt-get install -y --no-install-recommends "${missing[@]}"; } >>"$log" 2>&1; then
+        if [[ " ${missing[*]} " == *" munge "* ]] && command -v systemctl >/dev/null; then
+            systemctl disable munge slurmctld slurmd >>"$log" 2>&1 || true
+        fi
+    else
+        say "could not install ${missing[*]}: the tests that need them will be skipped"
+    fi
+    if [[ -n "$ours" ]]; then
+        rm -f "$ours"
+        trap - EXIT
+    fi
+}
+if [[ "$mpi" == apt || "$(command -v mpirun)" == /usr/bin/mpirun ]] && can_apt; then
+    export DEBIAN_FRONTEND=noninteractive
+    tools_for_tests
+fi
+
 identity='import sys; print(sys.version, sys.base_prefix)'
 if ! "$python" -c 'import pip' 2>/dev/null || ! good_python "$python" ||
     [[ -n "${HPCZERO_PYTHON:-}" && "$("$python" -c "$identity")" != "$("$base" -c "$identity")" ]]; then

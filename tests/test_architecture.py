@@ -33,9 +33,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "options",
         "precision",
         "rollcall",
+        "signals",
+        "slurm",
         "watchdog",
     ),
-    ("accelerator", "device", "heap", "kernels", "topology"),
+    ("accelerator", "deadline", "device", "heap", "kernels", "topology"),
     ("comm",),
     ("optimizers", "parameter", "plan"),
     ("casting", "gradient", "unit", "whole"),
@@ -45,16 +47,26 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("__init__",),
     ("data", "models"),
-    ("batch", "launch", "plot", "progress", "records", "runfolder", "stops", "weights"),
-    ("resume",),
+    (
+        "batch",
+        "launch",
+        "plot",
+        "progress",
+        "records",
+        "runfolder",
+        "stops",
+        "stragglers",
+        "weights",
+    ),
+    ("attempts", "resume"),
     ("run_checkpoints",),
     ("generation", "loop"),
-    ("data.__main__", "doctor", "plan.__main__", "sample", "train"),
+    ("data.__main__", "doctor", "plan.__main__", "preflight", "sample", "train"),
 )
 
 # Who alone may import these, at whatever depth of the code.
 GUARDED = {
-    "mpi4py": ("checkpoint", "comm", "doctor", "rollcall", "topology"),
+    "mpi4py": ("checkpoint", "comm", "doctor", "preflight", "rollcall", "topology"),
     "h5py": ("checkpoint", "data", "doctor"),
     "cupy": ("accelerator", "doctor", "kernels"),
 }
@@ -71,8 +83,8 @@ TORCH_FREE = (
 )
 TORCH_ALLOWED = ("plan.rules",)
 # comm.awareness gives a trial job the environment, and looks for variables of MPI libraries.
-ENVIRONMENT_READERS = ("comm.awareness", "environment", "doctor", "errors")
-COMMANDS = ("train", "sample", "plan", "doctor", "data")
+ENVIRONMENT_READERS = ("comm.awareness", "environment", "doctor", "errors", "preflight")
+COMMANDS = ("train", "sample", "plan", "doctor", "data", "preflight")
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ SECTIONS = {
     "evaluation": "every batches",
     "checkpoint": "every keep background writer required",
     "resume": "from",
-    "log": "every level progress tensorboard plot peak_tflops",
+    "log": "every level progress tensorboard plot peak_tflops stragglers_every",
 }
 OPTIONS = [f"{section}.{name}" for section, names in SECTIONS.items() for name in names.split()]
 

@@ -29,16 +29,39 @@ if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
 
 README = ROOT / "README.md"
 RUNNING = ROOT / "docs" / "running.md"
-GUIDES = [README, ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDES = [
+    README,
+    *(ROOT / folder / "README.md" for folder in ("examples", "slurm")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 DOCUMENTS = [*GUIDES, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
 COMMANDS = {
-    f"hpczero.{name}" for name in ("train", "sample", "checkpoint", "plan", "doctor", "data")
+    f"hpczero.{name}"
+    for name in (
+        "train",
+        "sample",
+        "checkpoint",
+        "plan",
+        "doctor",
+        "doctor.record",
+        "preflight",
+        "data",
+    )
 }
-INSTALL = ROOT / "docs" / "install.md"  # names options of pip and of launchers
+OF_OTHERS = [  # name options of pip, of launchers and of SLURM
+    ROOT / "docs" / "install.md",
+    ROOT / "docs" / "running-on-slurm.md",
+    ROOT / "slurm" / "README.md",
+]
 MEASURING = {
     f"scaling.{name}" for name in ("peers", "collectives", "transports", "checkpoint", "gpu")
 }
-NOT_OURS = {"--oversubscribe", "--section.key", "--signal"}  # of a launcher; a placeholder
+NOT_OURS = {
+    "--oversubscribe",
+    "--section.key",
+    "--signal",
+    "--exclude",
+}  # of a launcher; a placeholder
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 MB = 1e6
@@ -156,7 +179,7 @@ def test_every_link_leads_somewhere(document: Path) -> None:
 def test_every_file_that_is_named_exists(document: Path) -> None:
     text = LINK.sub(r" \1 ", document.read_text())
     names = re.findall(r"(?<![\w./-])[\w./-]+\.(?:py|md|sh|cfg|txt)\b", text)
-    homes = (ROOT, document.parent, ROOT / "hpczero")
+    homes = (ROOT, document.parent, ROOT / "hpczero", ROOT / "slurm")
     assert names
     assert [name for name in names if not any((home / name).is_file() for home in homes)] == []
 
@@ -208,7 +231,7 @@ def has_option(text: str, option: str) -> bool:
     return re.search(rf"(?<![\w-]){re.escape(option)}(?![\w.-])", text) is not None
 
 
-@each_document([guide for guide in GUIDES if guide != INSTALL])
+@each_document([guide for guide in GUIDES if guide not in OF_OTHERS])
 def test_every_option_that_is_named_exists(document: Path) -> None:
     unknown = []
     for line in document.read_text().splitlines():

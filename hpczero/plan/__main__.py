@@ -46,6 +46,7 @@ class Options:
         sequence: tokens per sample; None: the context of the preset, 1024 without one.
         precision: of parameters, activations and the wire; masters and sums are fp32 in any case.
         micro_batch: samples per rank and forward that must fit.
+        stage: the stage that must fit; given, the command ends with 78 where it does not.
         json: print one JSON object instead of a table; bytes are whole numbers.
     """
 
@@ -61,6 +62,7 @@ class Options:
     sequence: int | None = None
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     micro_batch: int = 1
+    stage: Literal[0, 1, 2, 3] | None = None
     json: tyro.conf.UseCounterAction[int] = 0  # a bare --json; a bool would be --json true
 
 
@@ -86,7 +88,11 @@ class Report:
 
 
 def main() -> int:
-    """Print the table; exit code 0 also where nothing fits, which is an answer and not an error."""
+    """Print the table; exit code 0 also where nothing fits: an answer, and an error only of a --stage that must.
+
+    Raises:
+        ConfigError: the stage that was asked for does not fit; says what would.
+    """
     options = parse_command_line(
         Options,
         sys.argv[1:],
@@ -102,6 +108,12 @@ def main() -> int:
         _write_rich(report)
     else:
         sys.stdout.write(as_text(report))
+    if options.stage is not None and not report.fits[options.stage].fits:
+        needed = _gb(report.fits[options.stage].needed_nbytes)
+        raise ConfigError(
+            f"--stage {options.stage} with micro-batch {options.micro_batch} needs {needed} per rank, and "
+            f"{_gb(report.machine.memory_nbytes)} are there. {report.recommendation}"
+        )
     return 0
 
 

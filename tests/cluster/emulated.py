@@ -250,8 +250,12 @@ class EmulatedCluster:
         self._inside("run", "ranks").write_text("".join(f"host{node}\n" for node in nodes))
         python = [os.fspath(ROOT / "install" / "launch.sh"), str(len(nodes)), sys.executable]
         command = shlex.join([*python, *(os.fspath(argument) for argument in arguments)])
-        here = f"cd {shlex.quote(os.fspath(cwd))} && exec {command}"  # nsenter leaves us in /
-        return Launch((*self._enter(), "/run/enter", f"host{nodes[0]}", here), OPEN_MPI)
+        return Launch(self.on_host(nodes[0], f"exec {command}", cwd), OPEN_MPI)
+
+    def on_host(self, host: int, line: str, cwd: Path = ROOT) -> tuple[str, ...]:
+        """Command line that runs the shell ``line`` in ``cwd`` on ``host``, from the machine."""
+        here = f"cd {shlex.quote(os.fspath(cwd))} && {line}"  # nsenter leaves us in /
+        return (*self._enter(), "/run/enter", f"host{host}", here)
 
     def end_jobs(self) -> None:
         """Kill whatever runs on the hosts; they stay.

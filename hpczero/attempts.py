@@ -1,0 +1,118 @@
+"""The starts of a run by jobs that follow one another: ``attempts.jsonl`` in the run folder.
+
+Owns: that file; whether a start goes on where an earlier one of its series was; when a series must end. Must not know:
+MPI, training, SLURM's commands. Only rank 0 uses it.
+
+A series is a job with its requeues, an array of one run's parts, or a chain of jobs; HPCZERO_SERIES names it, which the
+scripts in ``slurm/`` set. Outside of a series every start is somebody's decision, and nothing is written.
+
+    start    before anything else, with the newest checkpoint there is
+    begin    the run folder is this run's: a later start of the series goes on from here, whatever the options say
+    end      with steps done and exit code
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hpczero.config import ResumeOptions, RunConfig
+from hpczero.environment import Environment
+from hpczero.errors import ConfigError
+from hpczero.runfolder import RunFolder
+
+FRUITLESS_RESTARTS = 3
+
+
+class Attempts:
+    """The record of one run folder, as a start of one series sees it."""
+
+    def __init__(self, folder: RunFolder, environment: Environment) -> None:
+        """Reads what earlier starts of the series have written."""
+        self._folder = folder
+        self._environment = environment
+        self._earlier = [
+            event
+            for event in _read(folder.attempts)
+            if environment.series and event.get("series") == environment.series
+        ]
+
+    def start(self, *, ranks: int, host: str) -> None:
+        """Record that the run starts.
+
+        Raises:
+            ConfigError: three restarts in a row have committed no checkpoint; more of them would not either.
+        """
+        if not self._environment.series:
+            return
+        committed = self._folder.newest_step()
+        starts = [event for event in self._earlier if event["event"] == "start"]
+        fruitless = 0
+        for event in reversed(starts[1:]):  # the first start is no restart
+            if event["committed"] != committed:
+                break
+            fruitless += 1
+        if fruitless >= FRUITLESS_RESTARTS:
+            raise ConfigError(
+                f"crash loop: {fruitless} restarts in a row committed no checkpoint after step {committed} "
+                f"({self._folder.attempts}). Look for the cause in the job's log; save more often "
+                "(--checkpoint.every) if the job's time is too short for it. Then submit it anew"
+            )
+        self._write("start", committed=committed, ranks=ranks, host=host)
+
+    def finished(self, steps: int) -> bool:
+        """Whether an earlier start of the series has done these ``steps``: nothing is left for this one."""
+        ends = [event for event in self._earlier if event["event"] == "end"]
+        return bool(ends) and ends[-1]["code"] == 0 and ends[-1]["step"] == steps
+
+    def settle(self, config: RunConfig) -> RunConfig:
+        """``config``, made to go on where the series is: only its first start begins where the options say."""
+        if not any(event["event"] == "begin" for event in self._earlier):
+            return config
+        saved = self._folder.has_checkpoints
+        # The folder is ours: what is in it without a checkpoint is what the start before has left.
+        run = dataclasses.replace(config.run, overwrite=not saved)
+        resume = ResumeOptions() if saved else config.resume
+        return dataclasses.replace(config, run=run, resume=resume)
+
+    def begin(self, step: int) -> None:
+        """Record that the run folder is ready, with ``step`` steps done."""
+        self._write("begin", step=step)
+
+    def end(self, step: int, code: int) -> None:
+        """Record how it ended, if it came to a regular end."""
+        self._write("end", step=step, code=code)
+
+    def _write(self, event: str, **facts: Any) -> None:
+        if not self._environment.series:
+            return
+        line = {
+            "event": event,
+            "time": round(time.time(), 1),
+            "series": self._environment.series,
+            "job": self._environment.job,
+            "restart": self._environment.restart,
+            **facts,
+        }
+        with self._folder.writing():
+            self._folder.path.mkdir(parents=True, exist_ok=True)
+            path = self._folder.attempts
+            whole = not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"{'' if whole else chr(10)}{json.dumps(line)}\n")
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Every whole line; what a killed job has half written is left out."""
+    events: list[dict[str, Any]] = []
+    with suppress(FileNotFoundError):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):
+                event = json.loads(line)
+                if isinstance(event, dict) and "event" in event:
+                    events.append(event)
+    return events

@@ -1,0 +1,102 @@
+"""What the nodes of a job have shown, and which of them are bad.
+
+Owns: the report of a node, and the rules. Must not know: MPI, files, how anything was measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+PAIR_SHARE = 0.8  # of the typical node's bandwidth, below which a node is bad
+FILE_SHARE = 0.25  # the same of a shared file system, which varies more
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """One node. Rates are in MB/s, 1e6 bytes; None where nothing was measured.
+
+    Attributes:
+        name: as SLURM and ``--exclude`` know it.
+        ranks: on this node.
+        gpus: that the driver shows.
+        write_mbyte_s: of a file of its own, synced to the file system.
+        read_mbyte_s: of the file that the next node has written.
+        file_error: what went wrong with either, or empty.
+        pairs: bandwidth to other nodes by name, in both directions at once, each direction counted.
+    """
+
+    name: str
+    ranks: int
+    gpus: int
+    write_mbyte_s: float | None = None
+    read_mbyte_s: float | None = None
+    file_error: str = ""
+    pairs: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def best_pair(self) -> float | None:
+        """A slow partner must not count against a node, so its fastest pair does."""
+        return max(self.pairs.values(), default=None)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a node is bad."""
+
+    node: str
+    what: str
+
+
+def faults(reports: Sequence[NodeReport], *, gpus: int | None) -> list[Fault]:
+    """Everything that is wrong, node by node.
+
+    Args:
+        reports: of all nodes.
+        gpus: that every node must have; None: as many as the best node.
+    """
+    wanted = max(report.gpus for report in reports) if gpus is None else gpus
+    # Of two nodes nobody can tell which one is slow.
+    pairs = _typical([report.best_pair for report in reports]) if len(reports) > 2 else None
+    writes = _typical([report.write_mbyte_s for report in reports])
+    reads = _typical([report.read_mbyte_s for report in reports])
+    found = []
+    for report in reports:
+        if report.gpus < wanted:
+            found.append(Fault(report.name, f"{report.gpus} GPU(s), expected {wanted}"))
+        if report.file_error:
+            found.append(Fault(report.name, f"files: {report.file_error}"))
+        for what, value, typical, share in (
+            ("bandwidth to other nodes", report.best_pair, pairs, PAIR_SHARE),
+            ("writing a file", report.write_mbyte_s, writes, FILE_SHARE),
+            ("reading another node's file", report.read_mbyte_s, reads, FILE_SHARE),
+        ):
+            if value is not None and typical is not None and value < share * typical:
+                text = f"{what}: {value:,.0f} MB/s, the typical node has {typical:,.0f}"
+                found.append(Fault(report.name, text))
+    return found
+
+
+def _typical(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median_high(known) if known else None
+
+
+def rounds(nodes: int, most: int) -> list[list[tuple[int, int]]]:
+    """Pairs of nodes, disjoint within a round, each pair once in all: every node meets every other.
+
+    Args:
+        nodes: how many.
+        most: rounds at most, spread evenly over all of them.
+
+    Source: the circle method of round-robin tournaments.
+    """
+    seats = nodes + nodes % 2  # an odd one out sits opposite an empty seat
+    found = []
+    for turn in range(seats - 1):
+        order = [0, *((seat + turn) % (seats - 1) + 1 for seat in range(seats - 1))]
+        pairs = [(order[i], order[seats - 1 - i]) for i in range(seats // 2)]
+        found.append([(min(p), max(p)) for p in pairs if max(p) < nodes])
+    stride = max(1, -(-len(found) // most))
+    return found[::stride]

@@ -1,0 +1,48 @@
+"""What SLURM says of the job: its forms of times and of tasks per node, and the time that is left.
+
+Owns: those texts, and the one command that is asked. Must not know: MPI, torch, runs, what follows from an answer.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+ASK_LIMIT_S = 15.0
+
+
+def seconds_of(text: str) -> float | None:
+    """Seconds of ``[days-][[hours:]minutes:]seconds`` as squeue prints it; None for UNLIMITED, INVALID, NOT_SET."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text.strip())
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def tasks_per_node(text: str) -> tuple[int, ...] | None:
+    """Tasks of each node, in SLURM's form: ``16(x25)`` or ``2(x3),1``; None if it is not of that form."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    return tuple(counts)
+
+
+def ask_time_left(job: str) -> float | None:
+    """Seconds until the time limit of ``job`` by squeue; None if it has none, or SLURM cannot be asked."""
+    try:
+        asked = subprocess.run(
+            ["squeue", "--noheader", "--job", job, "--format", "%L"],
+            capture_output=True,
+            text=True,
+            timeout=ASK_LIMIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):  # not there, as in many containers; or busy
+        return None
+    # Of a job array several lines: all elements have the same limit, and ours is asked for by its own id.
+    first = next(iter(asked.stdout.splitlines()), "")
+    return seconds_of(first) if asked.returncode == 0 else None

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# strong_scaling.sh [OPTIONS...]   submits the strong scaling sweep, a job for each point that is not done yet
+#
+#   ACCOUNT=... slurm/strong_scaling.sh --help      the options of python -m scaling.sweep
+set -euo pipefail
+
+CHECKOUT="${CHECKOUT:-$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)}"
+# shellcheck source-path=SCRIPTDIR source=lib.sh
+source "$CHECKOUT/slurm/lib.sh"
+set_up
+cd "$CHECKOUT"
+exec "$PYTHON" -m scaling.sweep strong --launch.with sbatch "$@"

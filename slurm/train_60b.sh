@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=train_60b
+#SBATCH --nodes=25 --ntasks-per-node=16 --gpus-per-node=16
+#SBATCH --cpus-per-task=3 --mem=0 --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@600
+#SBATCH --requeue --open-mode=append
+#SBATCH --output=%x-%j.log
+#
+# The 60 B run of the ZeRO paper (arXiv 1910.02054v3, appendix, figure 2) on its machine: 25 DGX-2 of 16 V100 32 GB.
+#
+#   sbatch slurm/train_60b.sh                            as it stands
+#   NODES=50 RANKS_PER_NODE=8 slurm/train_60b.sh         without sbatch it submits itself, with what variables say
+#   DRY_RUN=1 slurm/train_60b.sh                         shows the plan of bytes and the sbatch line, submits nothing
+#   slurm/train_60b.sh --train.clip 0.5                  further options of hpczero.train
+#
+# #SBATCH lines cannot read variables, so inside a job the sizes are what SLURM gave, and others are refused.
+set -euo pipefail
+
+NODES="${NODES:-${SLURM_JOB_NUM_NODES:-25}}"
+RANKS_PER_NODE="${RANKS_PER_NODE:-${SLURM_NTASKS_PER_NODE:-16}}"
+GPUS_PER_NODE="${GPUS_PER_NODE:-16}"       # 0: a CPU partition
+CPUS_PER_RANK="${CPUS_PER_RANK:-3}"        # DGX-2: 48 cores for 16 ranks
+TIME="${TIME:-24:00:00}"
+SIGNAL_S="${SIGNAL_S:-600}"                # seconds before TIME at which the run is told to save and stop
+MEMORY="${MEMORY:-32GB}"                   # of one GPU, less what CUDA and MPI take
+MODEL="${MODEL:-gpt-60b}"                  # 132 layers, hidden 6144, 32 heads
+MICRO_BATCH="${MICRO_BATCH:-4}"            # x 400 ranks = 1600 sequences per step, as in the paper
+ACCUMULATION="${ACCUMULATION:-1}"
+STEPS="${STEPS:-20000}"
+LEARNING_RATE="${LEARNING_RATE:-1e-4}"
+WARMUP="${WARMUP:-500}"
+STAGE="${STAGE:-3}"                        # the paper: stage 2 and 16-way model parallelism, which hpczero has not
+PRECISION="${PRECISION:-fp16}"             # V100 has no bf16; A100 and later: bf16
+CHECKPOINT_EVERY="${CHECKPOINT_EVERY:-30}" # at about a minute per step, half an hour of lost work at most
+KEEP="${KEEP:-3}"                          # checkpoints of 0.7 TB
+SEED="${SEED:-0}"
+RUN_NAME="${RUN_NAME:-$MODEL}"             # a run goes on where the last job with its name stopped
+RUN_FOLDER="${RUN_FOLDER:-runs}"           # on the parallel file system
+DATA="${DATA:-}"                           # token file of python -m hpczero.data prepare; empty: a small text, to try
+
+here="${BASH_SOURCE[0]}"
+if [[ "$here" == */slurm_script ]]; then # SLURM runs a copy of this file
+    here="$(scontrol show job -o "$SLURM_JOB_ID" | sed -n '1s/.* Command=\([^ ]*\).*/\1/p')"
+fi
+CHECKOUT="${CHECKOUT:-$(cd -- "$(dirname -- "$here")/.." && pwd)}"
+# shellcheck source-path=SCRIPTDIR source=lib.sh
+source "$CHECKOUT/slurm/lib.sh"
+set_up
+
+"$PYTHON" -m hpczero.plan --model "$MODEL" --ranks $((NODES * RANKS_PER_NODE)) --ranks-per-node "$RANKS_PER_NODE" \
+    --memory "$MEMORY" --precision "$PRECISION" --micro-batch "$MICRO_BATCH" --stage "$STAGE"
+if ! in_job || [[ "${DRY_RUN:-0}" == 1 ]]; then
+    submit train_60b.sh "$@"
+    exit
+fi
+train --run.name "$RUN_NAME" --run.folder "$RUN_FOLDER" --run.seed "$SEED" ${DATA:+--data.path "$DATA"} \
+    --model.preset "$MODEL" --model.checkpoint_activations true \
+    --parallel.stage "$STAGE" --parallel.precision "$PRECISION" \
+    --train.micro_batch "$MICRO_BATCH" --train.accumulation "$ACCUMULATION" --train.steps "$STEPS" \
+    --train.learning_rate "$LEARNING_RATE" --train.warmup "$WARMUP" \
+    --checkpoint.every "$CHECKPOINT_EVERY" --checkpoint.keep "$KEEP" "$@"

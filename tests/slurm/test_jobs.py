@@ -1,0 +1,206 @@
+"""Jobs on a real SLURM: a training run whose job is signalled, cancelled, requeued, or loses a node."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpczero.checkpoint.folder import Folder
+from tests.helpers.mpirun import run_ranks
+from tests.slurm.conftest import OPTIONS, Job, Submitter, words_of
+
+ENDLESS = 1_000_000
+TINY: dict[str, Any] = {"run__name": "r", "model__preset": "gpt-micro", "train__micro_batch": 4}
+
+
+long = pytest.mark.skipif(
+    os.environ.get("HPCZERO_TEST_LONG") != "1", reason="takes a minute: HPCZERO_TEST_LONG=1 runs it"
+)
+
+
+def begun(job: Job) -> int:
+    """How many starts have come to their first step."""
+    return sum(event["event"] == "begin" for event in job.attempts)
+
+
+def ranks_of(job: Job) -> list[int]:
+    """Processes of the machine that train into the job's folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            is_rank = words[0].endswith(b"python") and b"hpczero.train" in words
+            if is_rank and os.readlink(entry / "cwd") == os.fspath(job.folder):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def saved_steps(job: Job) -> list[int]:
+    folder = Folder(job.folder / "runs" / "r" / "checkpoints")
+    return [manifest.step for _, manifest in folder.valid()]
+
+
+@pytest.mark.limit(200)
+@pytest.mark.slow
+def test_60b_script_scaled_down_is_warned_saves_is_requeued_and_finishes_with_the_same_bits(
+    submit: Submitter, tmp_path: Path
+) -> None:
+    steps = 120
+    variables = {
+        "TIME": "1",
+        "SIGNAL_S": "50",  # SLURM looks every 30 s, and may be early by as much
+        "MODEL": "gpt-micro",
+        "PRECISION": "fp32",
+        "STEPS": str(steps),
+        "CHECKPOINT_EVERY": "100000",
+        "RUN_NAME": "r",
+        "LEARNING_RATE": "1e-3",
+        "WARMUP": "10",
+    }
+    whole_run = {
+        "run.folder": tmp_path / "whole",
+        "run.name": "r",
+        "model.preset": "gpt-micro",
+        "model.checkpoint_activations": "true",
+        "train.micro_batch": 4,
+        "train.accumulation": 1,
+        "train.steps": steps,
+        "train.learning_rate": "1e-3",
+        "train.warmup": 10,
+        "checkpoint.every": 0,
+        "parallel.nodes": "2x1",
+        **OPTIONS,
+    }
+    job = submit.train("train_60b.sh", variables=variables)
+    job.wait_for_steps(10)
+    # Frozen, so that the warning finds the run in its midst however fast this machine is.
+    ranks = ranks_of(job)
+    assert len(ranks) == 2
+    for rank in ranks:
+        os.kill(rank, signal.SIGSTOP)
+    try:
+        whole = run_ranks(
+            2,
+            ["-m", "hpczero.train", *words_of(whole_run)],
+            timeout=90,
+        )
+        job.wait(lambda: "asked to stop" in job.log, "the warning")
+    finally:
+        for rank in ranks:
+            os.kill(rank, signal.SIGCONT)
+    job.wait(lambda: job.field("Restarts") == "1", "the requeue")
+    submit.cluster.run(["scontrol", "update", f"JobId={job.number}", "TimeLimit=10"])
+    job.wait_for_state("COMPLETED")
+
+    assert whole.returncode == 0, whole
+    (step,) = {event["step"] for event in job.attempts if event.get("code") == 75}
+    assert 10 <= step < steps
+    assert f"step-{step:09}: step {step}, saved by 2 rank(s)" in job.log
+    assert [m["step"] for m in job.metrics] == list(range(1, steps + 1))
+    expected = tmp_path / "whole" / "r" / "model.safetensors"
+    assert (job.folder / "runs/r/model.safetensors").read_bytes() == expected.read_bytes()
+    # The log of the first start is still there, and each start has noted its surroundings.
+    assert "start 1 of series" in job.log
+    assert "start 2 of series" in job.log
+    assert len(list((job.folder / "logs").glob(f"env-{job.number}-*.json"))) == 2
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_scancel_signal_saves_and_requeues_only_the_element_it_names(
+    submit: Submitter, launcher: str
+) -> None:
+    variables = {"SBATCH_OPTIONS": "--array=1-2%1", "LAUNCHER": launcher}
+    job = submit.train(variables=variables, **TINY, train__steps=ENDLESS)
+    element = Job(job.cluster, f"{job.number}_1", job.folder)
+    job.wait_for_steps(3)
+    # The batch shell hands it on, whatever started the ranks.
+    element.scancel("--signal=USR1", "--batch")
+    job.wait(lambda: any(e.get("code") == 75 for e in job.attempts), "the save")
+    job.wait(lambda: element.field("Restarts") == "1", "the requeue")
+    states = job.cluster.run(["squeue", "-h", "-r", "-o", "%i %T", "-j", job.number]).stdout
+    job.scancel()
+    job.wait(lambda: not job.cluster.run(["squeue", "-h"]).stdout, "the end")
+    assert element.field("Restarts") == "1"
+    assert Job(job.cluster, f"{job.number}_2", job.folder).field("Restarts") == "0", states
+    (step,) = {e["step"] for e in job.attempts if e["event"] == "end"}
+    assert step in saved_steps(job)
+
+
+def test_cancelled_job_saves_and_does_not_come_back(submit: Submitter) -> None:
+    job = submit.train(**TINY, train__steps=ENDLESS)
+    job.wait_for_steps(3)
+    job.scancel()
+    job.wait_for_state("CANCELLED")
+    job.wait(lambda: "exit code 75" in job.log, "the last line of the log")
+    job.wait(lambda: not job.cluster.run(["squeue", "-h"]).stdout, "the end")
+    assert job.field("JobState") == "CANCELLED"
+    assert len(saved_steps(job)) == 1
+    assert "not requeued" in job.log
+
+
+def test_misconfigured_job_fails_once_with_the_reason(submit: Submitter) -> None:
+    job = submit.train(**TINY, train__global_batch=9)
+    job.wait_for_state("FAILED")
+    assert job.field("ExitCode") == "78:0"
+    assert job.field("Restarts") == "0"
+    assert "train.global_batch: got 9, expected a multiple of 2 rank(s) x micro_batch 4" in job.log
+
+
+def test_three_fruitless_restarts_end_the_job(submit: Submitter) -> None:
+    earlier = [{"event": "start", "series": "s", "committed": 0} for _ in range(4)]
+    folder = submit.folder / "runs" / "r"
+    folder.mkdir(parents=True)
+    (folder / "attempts.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in earlier))
+    job = submit.train(variables={"HPCZERO_SERIES": "s"}, **TINY, train__steps=ENDLESS)
+    job.wait_for_state("FAILED")
+    assert job.field("ExitCode") == "78:0"
+    assert job.field("Restarts") == "0"
+    assert "crash loop: 3 restarts in a row committed no checkpoint after step 0" in job.log
+    assert len(job.attempts) == 4
+
+
+@long
+def test_job_that_is_killed_and_requeued_by_hand_ends_at_its_fifth_start(submit: Submitter) -> None:
+    job = submit.train(**TINY, train__steps=ENDLESS, checkpoint__every=0)
+    for starts in range(1, 5):
+        job.wait(lambda n=starts: begun(job) == n, f"start {starts}")
+        for rank in ranks_of(job):
+            os.kill(rank, signal.SIGKILL)
+        job.wait_for_state("FAILED")
+        assert job.field("Restarts") == str(starts - 1)  # a crash is no reason to requeue
+        job.cluster.run(["scontrol", "requeue", job.number])
+    job.wait(lambda: "crash loop" in job.log, "the end of it")
+    job.wait_for_state("FAILED")
+    assert job.field("ExitCode") == "78:0"
+    assert job.field("Restarts") == "4"
+    assert saved_steps(job) == []
+
+
+@long
+def test_lost_node_is_replaced_and_the_run_goes_on_from_its_checkpoint(submit: Submitter) -> None:
+    job = submit.train(**TINY, train__steps=ENDLESS, checkpoint__every=20)
+    job.wait_for_steps(25)
+    first, lost = job.nodes
+    job.cluster.kill_node(lost)
+    try:
+        job.wait(lambda: job.field("Restarts") == "1", "the requeue after the loss")
+        job.wait(lambda: "going on from" in job.log, "the second start")
+        again = job.nodes
+    finally:
+        job.cluster.start_node(lost)
+    steps = [e["step"] for e in job.attempts if e["event"] == "begin"]
+    job.scancel()
+    job.wait_for_state("CANCELLED")
+    job.wait(lambda: not job.cluster.run(["squeue", "-h"]).stdout, "the end")
+    assert first in again
+    assert lost not in again
+    assert steps[0] == 0
+    assert steps[1] >= 20
+    assert steps[1] % 20 == 0

@@ -1,0 +1,167 @@
+"""The scripts of ``slurm/``: what SLURM accepts, what they refuse and how, and how they are written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from tests.helpers.mpirun import ROOT
+from tests.slurm.conftest import OPTIONS, Job, Submitter, words_of
+
+SCRIPTS = sorted((ROOT / "slurm").glob("*.sh")) + sorted((ROOT / "slurm" / "machines").glob("*.sh"))
+
+
+def test_shellcheck_finds_nothing() -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("no shellcheck (Debian: shellcheck)")
+    assert len(SCRIPTS) > 8
+    checked = subprocess.run(
+        ["shellcheck", "--external-sources", *SCRIPTS], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_60b_run_is_accepted_by_a_cluster_of_25_nodes_with_16_gpus(submit: Submitter) -> None:
+    test_only = ["sbatch", "--test-only", "--partition=dgx2"]
+    script = ROOT / "slurm" / "train_60b.sh"
+    accepted = submit.cluster.run([*test_only, script])
+    assert "1200 processors on nodes dgx[1-25] in partition dgx2" in accepted.stderr
+    refused = submit.cluster.run([*test_only, "--nodes=26", script], check=False)
+    assert refused.returncode != 0
+
+
+def test_60b_dry_run_shows_the_plan_for_400_ranks_and_the_line(submit: Submitter) -> None:
+    unset = {"NODES": "", "RANKS_PER_NODE": "", "GPUS_PER_NODE": "", "CPUS_PER_RANK": ""}
+    shown = submit.script("train_60b.sh", **unset, DRY_RUN="1", TIME="", SIGNAL_S="")
+    assert shown.returncode == 0, shown
+    assert "400 ranks on 25 nodes of 16 (512.0 GB per node), 32.0 GB per rank" in shown.stdout
+    assert "gpt-60b: 60,119,623,680 parameters" in shown.stdout
+    line = "--nodes=25 --ntasks-per-node=16 --gpus-per-node=16 --cpus-per-task=3 --time=24:00:00"
+    assert line in shown.stdout
+    assert submit.cluster.run(["squeue", "-h"]).stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("script", "variables", "message"),
+    [
+        ("train_60b.sh", {"NODES": "2", "RANKS_PER_NODE": "16"}, "from 46 ranks on it fits"),
+        ("train.sh", {"PARTITION": "nope"}, "PARTITION is 'nope', and this cluster has: dgx2 gpu"),
+        ("train.sh", {"MACHINE": "nope"}, "no machine file"),
+        ("train.sh", {"MACHINE": "dgx-infiniband"}, "wants the module openmpi"),
+        ("train.sh", {"PYTHON": "/nowhere/python"}, "no Python at /nowhere/python"),
+        ("train.sh", {"NODES": "two"}, "NODES is 'two', expected a number"),
+        ("train.sh", {"LAUNCHER": "ssh"}, "LAUNCHER is 'ssh', expected srun or mpirun"),
+        ("train.sh", {"SBATCH_OPTIONS": "--gpus-per-node=99"}, "SLURM refused the job"),
+        ("point.sh", {}, "no command"),
+    ],
+)
+def test_wrong_use_is_refused_before_anything_is_submitted(
+    submit: Submitter, script: str, variables: dict[str, str], message: str
+) -> None:
+    refused = submit.script(script, **variables)
+    assert refused.returncode == 78, refused
+    assert message in refused.stderr, refused
+    assert submit.cluster.run(["squeue", "-h"]).stdout == ""
+
+
+def test_site_that_wants_an_account_is_told_so(submit: Submitter) -> None:
+    machine = submit.folder / "site.sh"
+    machine.write_text('MACHINE_NEEDS="ACCOUNT"\n')
+    refused = submit.script("train.sh", MACHINE=str(machine))
+    assert refused.returncode == 78
+    assert "ACCOUNT is not set" in refused.stderr
+
+
+def test_sizes_that_are_not_those_of_the_job_are_refused_in_it(submit: Submitter) -> None:
+    # sbatch in front: the variable cannot reach the #SBATCH lines.
+    submitted = submit.cluster.run(
+        ["sbatch", "--parsable", ROOT / "slurm" / "train.sh"], env={"NODES": "2"}, cwd=submit.folder
+    )
+    job = Job(submit.cluster, submitted.stdout.strip(), submit.folder)
+    job.wait_for_state("FAILED")
+    assert job.field("ExitCode") == "78:0"
+    assert "NODES is 2, but SLURM gave 1 node(s)" in job.log
+
+
+def test_chain_goes_on_link_by_link_and_later_links_find_nothing_left(submit: Submitter) -> None:
+    run = {"run.name": "r", "model.preset": "gpt-micro", "train.micro_batch": 2, "train.steps": 4}
+    options = words_of({**OPTIONS, **run})
+    chain = submit.script(
+        "chain.sh",
+        "2",
+        str(ROOT / "slurm" / "train.sh"),
+        *options,
+        NODES="1",
+        SBATCH_OPTIONS="--mem=0",
+    )
+    assert chain.returncode == 0, chain
+    numbers = [line for line in chain.stdout.splitlines() if line.isdigit()]
+    assert len(numbers) == 2
+    first, second = (Job(submit.cluster, number, submit.folder) for number in numbers)
+    assert f"afterany:{first.number}" in second.field("Dependency") or not second.field(
+        "Dependency"
+    )
+    second.wait_for_state("COMPLETED", "FAILED")
+    assert (first.field("ExitCode"), second.field("ExitCode")) == ("0:0", "0:0"), second.log
+    assert "done: python -m hpczero.sample" in first.log
+    assert "nothing left to do: an earlier start has done all 4 steps" in second.log
+
+
+def test_point_runs_a_command_on_every_rank_and_ends_with_its_code(submit: Submitter) -> None:
+    program = "from mpi4py import MPI; import sys; w = MPI.COMM_WORLD; print('rank', w.rank, 'of', w.size); sys.exit(3)"
+    submitted = submit.script(
+        "point.sh", "python", "-c", program, SBATCH_OPTIONS="--parsable --mem=0"
+    )
+    job = Job(submit.cluster, submitted.stdout.split()[-1], submit.folder)
+    job.wait_for_state("FAILED")
+    assert job.field("ExitCode") == "3:0", job.log
+    assert "rank 0 of 2" in job.log
+    assert "rank 1 of 2" in job.log
+
+
+def test_preflight_names_the_node_without_its_gpus(submit: Submitter) -> None:
+    tool = submit.folder / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(
+        '#!/bin/bash\necho "GPU 0: fake"\n[[ "$(hostname)" == host2 ]] || echo "GPU 1: fake"\n'
+    )
+    tool.chmod(0o755)
+    (submit.folder / "site.sh").write_text(f'PATH="{tool.parent}:$PATH"\n')
+    options = ["--file-mib", "4", "--pair-mib", "4", "--directory", str(submit.folder)]
+    submitted = submit.script(
+        "preflight.sh",
+        *options,
+        GPUS_PER_NODE="2",
+        MACHINE=str(submit.folder / "site.sh"),
+        SBATCH_OPTIONS="--parsable --mem=0",
+    )
+    assert submitted.returncode == 0, submitted
+    job = Job(submit.cluster, submitted.stdout.split()[-1], submit.folder)
+    job.wait_for_state("FAILED", "COMPLETED")
+    assert job.log.splitlines()[-1] == "--exclude=host2", job.log
+    assert job.field("ExitCode") == "1:0"
+    report = json.loads((submit.folder / "logs" / f"preflight-{job.number}.json").read_text())
+    assert report["exclude"] == ["host2"]
+    assert [node["name"] for node in report["nodes"]] == ["host1", "host2"]
+    assert set(report["nodes"][0]["pairs"]) == {"host2"}
+    assert (submit.folder / "logs" / f"exclude-{job.number}").read_text() == "--exclude=host2\n"
+    assert not list(submit.folder.glob(".hpczero-preflight-*"))
+
+
+def test_ranks_that_do_not_see_each_other_are_refused(submit: Submitter) -> None:
+    # Without SLURM's name of the step Open MPI starts each rank as a world of its own, and says nothing.
+    hidden = [
+        f"--unset={name}"
+        for name in ("SLURM_NODELIST", "SLURM_STEPID", "SLURM_STEP_ID", "SLURM_JOBID")
+    ]
+    step = ["srun", "--mpi=none", "--nodes=2", "--ntasks-per-node=1", "env", *hidden]
+    alone = submit.cluster.run(
+        [*step, ROOT / ".venv/bin/python", "-m", "hpczero.train", "--run.folder", submit.folder],
+        check=False,
+    )
+    assert "MPI sees 1 rank(s), but SLURM_STEP_NUM_TASKS=2" in alone.stderr, alone
+    assert "78" in alone.stderr
+    assert not (submit.folder / "default").exists()

@@ -1,0 +1,104 @@
+"""Starts that follow one another: which go on, which are one too many, and which have nothing left to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from hpczero.attempts import Attempts
+from hpczero.config import ResumeOptions, RunConfig, RunOptions
+from hpczero.environment import Environment
+from hpczero.errors import ConfigError
+from hpczero.runfolder import RunFolder
+
+SERIES = Environment(series="s", job="7")
+
+
+def start(folder: RunFolder, environment: Environment = SERIES) -> Attempts:
+    attempts = Attempts(folder, environment)
+    attempts.start(ranks=2, host="host1")
+    return attempts
+
+
+def commit(folder: RunFolder, step: int) -> None:
+    (folder.checkpoints / f"step-{step:09}").mkdir(parents=True)
+
+
+def test_fifth_start_without_a_new_checkpoint_is_refused_and_names_the_step(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    for _ in range(4):  # the first, and three restarts
+        start(folder)
+    with pytest.raises(
+        ConfigError, match="3 restarts in a row committed no checkpoint after step 0"
+    ):
+        start(folder)
+    with pytest.raises(ConfigError):  # and again: a refused start does not count
+        start(folder)
+    start(folder, Environment(series="another", job="8"))  # somebody has looked into it
+
+
+def test_every_new_checkpoint_starts_the_count_anew(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    for step in range(1, 4):
+        for _ in range(3):
+            start(folder)
+        commit(folder, step)
+    start(folder)
+
+
+def test_outside_of_a_series_nothing_is_written_or_counted(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    for _ in range(9):
+        attempts = start(folder, Environment(job="7"))
+        attempts.begin(0)
+        attempts.end(3, 0)
+    assert not folder.path.exists()
+    assert not Attempts(folder, Environment()).finished(3)
+
+
+def test_restart_goes_on_from_its_own_checkpoint_whatever_the_options_say(tmp_path: Path) -> None:
+    asked = RunConfig(run=RunOptions(overwrite=True), resume=ResumeOptions(from_="elsewhere"))
+    folder = RunFolder(tmp_path / "r")
+    commit(folder, 5)  # of an earlier run, which is to be overwritten
+    first = start(folder)
+    assert first.settle(asked) == asked
+    assert start(folder).settle(asked) == asked  # the first start has not come to its first step
+    first.begin(0)
+    again = start(folder).settle(asked)
+    assert (again.run.overwrite, again.resume.from_) == (False, "auto")
+    assert start(folder, Environment(series="another")).settle(asked) == asked
+
+
+def test_restart_before_the_first_checkpoint_may_replace_what_the_first_start_left(
+    tmp_path: Path,
+) -> None:
+    asked = RunConfig(resume=ResumeOptions(from_="elsewhere"))
+    folder = RunFolder(tmp_path / "r")
+    start(folder).begin(0)
+    again = start(folder).settle(asked)
+    assert again.run.overwrite
+    assert again.resume == asked.resume
+    assert dataclasses.replace(again, run=asked.run) == asked
+
+
+def test_finished_run_leaves_nothing_to_do_unless_more_steps_are_asked_for(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    start(folder).end(40, 75)
+    assert not Attempts(folder, SERIES).finished(40)
+    start(folder).end(50, 0)
+    assert Attempts(folder, SERIES).finished(50)
+    assert not Attempts(folder, SERIES).finished(60)
+    assert not Attempts(folder, Environment(series="another")).finished(50)
+
+
+def test_half_a_line_of_a_killed_job_costs_that_line_alone(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    start(folder).begin(0)
+    with folder.attempts.open("a") as file:
+        file.write('{"event": "en')
+    start(folder)
+    lines = folder.attempts.read_text().splitlines()
+    assert [json.loads(lines[i])["event"] for i in (0, 1, 3)] == ["start", "begin", "start"]

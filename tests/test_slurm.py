@@ -1,0 +1,207 @@
+"""What is read from SLURM, and what follows: the time that is left, the place of ranks, the noted environment."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpczero.deadline import Deadline
+from hpczero.environment import Environment
+from hpczero.errors import TopologyError
+from hpczero.launch import check_placement
+from hpczero.slurm import ask_time_left, seconds_of, tasks_per_node
+from tests.helpers.mpirun import ROOT, run_command, run_ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("1-02:03:04", 93784.0),
+        ("12:00:00", 43200.0),
+        ("59:59", 3599.0),
+        ("0:07", 7.0),
+        ("9\n", 9.0),
+        ("UNLIMITED", None),
+        ("INVALID", None),
+        ("NOT_SET", None),
+        ("", None),
+    ],
+)
+def test_time_left_is_read_in_every_form_of_squeue(text: str, seconds: float | None) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("16(x25)", (16,) * 25),
+        ("2(x3),1", (2, 2, 2, 1)),
+        ("4", (4,)),
+        ("", None),
+        ("many", None),
+    ],
+)
+def test_tasks_per_node_are_read_in_slurms_short_form(
+    text: str, counts: tuple[int, ...] | None
+) -> None:
+    assert tasks_per_node(text) == counts
+
+
+def test_squeue_that_is_not_there_leaves_the_time_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert ask_time_left("1") is None
+
+
+class Clock:
+    """Seconds since the epoch, and what squeue says of the job."""
+
+    def __init__(self, left: float | None) -> None:
+        self.time = 1000.0
+        self.end = None if left is None else self.time + left
+        self.asked = 0
+
+    def now(self) -> float:
+        return self.time
+
+    def ask(self, job: str) -> float | None:
+        assert job == "7"
+        self.asked += 1
+        return None if self.end is None else self.end - self.time
+
+
+def deadline(clock: Clock, **said: float) -> Deadline:
+    return Deadline(Environment(job="7", **said), ask=clock.ask, now=clock.now)  # type: ignore[arg-type]
+
+
+def test_end_is_near_when_three_saves_and_two_of_the_slowest_steps_no_longer_fit() -> None:
+    clock = Clock(left=100.0)
+    end = deadline(clock)
+    assert not end.is_near(step_s=5.0, save_s=20.0)  # 70 s, and 15 to end the job
+    clock.time += 14.0
+    # 85 s again, as the slow step may come back; 86 are left.
+    assert not end.is_near(step_s=1.0, save_s=20.0)
+    clock.time += 2.0
+    assert end.is_near(step_s=1.0, save_s=20.0)
+
+
+def test_end_that_slurm_sets_in_the_environment_is_not_asked_for() -> None:
+    clock = Clock(left=None)
+    end = deadline(clock, job_end=1100.0)
+    assert (clock.asked, end.left_s) == (0, 100.0)
+    assert not end.is_near(step_s=1.0, save_s=1.0)
+
+
+def test_limit_that_was_raised_meanwhile_is_noticed_before_the_run_stops() -> None:
+    clock = Clock(left=100.0)
+    end = deadline(clock)
+    clock.time += 90.0
+    assert clock.end is not None
+    clock.end += 3600.0
+    assert not end.is_near(step_s=1.0, save_s=1.0)
+    assert (clock.asked, end.left_s) == (2, 3610.0)
+
+
+def test_job_without_a_limit_and_no_job_at_all_are_never_near_their_end() -> None:
+    for end in (deadline(Clock(left=None)), Deadline(Environment())):
+        assert end.left_s == math.inf
+        assert not end.is_near(step_s=1e6, save_s=1e6)
+
+
+def test_run_saves_and_asks_to_be_requeued_when_its_time_is_nearly_up(tmp_path: Path) -> None:
+    options = "--run.name r --model.preset gpt-micro --model.context 16 --train.steps 1000000 "
+    options += "--evaluation.batches 0 --log.plot false --log.tensorboard false --data.cache"
+    words = [*options.split(), str(ROOT / "runs" / "tokens"), "--run.folder", str(tmp_path)]
+    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 7)}
+    job = run_ranks(2, ["-m", "hpczero.train", *words], timeout=60, env=env)
+    assert job.returncode == 75, job
+    assert "time limit: " in job.stdout
+    assert "stopped after step" in job.stdout
+    assert len(list((tmp_path / "r" / "checkpoints").glob("step-*"))) == 1
+
+
+# --- the place of ranks
+
+BY_SRUN = {"launched_by": "SLURM_STEP_NUM_TASKS"}
+BY_MPIRUN = {"launched_by": "OMPI_COMM_WORLD_SIZE"}
+
+
+@pytest.mark.parametrize(
+    ("counts", "said", "launched"),
+    [
+        ([2, 2], "2(x2)", BY_SRUN),
+        ([1, 2, 2], "2(x2),1", BY_SRUN),  # nodes in another order
+        ([2, 1], "2", BY_MPIRUN),  # a part of the job
+        ([7], "", BY_SRUN),  # SLURM says nothing
+    ],
+)
+def test_ranks_where_they_should_be_pass(
+    counts: list[int], said: str, launched: dict[str, str]
+) -> None:
+    check_placement(counts, Environment(tasks_per_node=said, **launched))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("counts", "said", "launched"),
+    [
+        ([4], "2(x2)", BY_SRUN),
+        ([1, 1, 1, 1], "2(x2)", BY_SRUN),
+        ([3, 1], "2", BY_MPIRUN),  # piled up on the first node
+    ],
+)
+def test_ranks_elsewhere_are_refused_with_both_numbers(
+    counts: list[int], said: str, launched: dict[str, str]
+) -> None:
+    with pytest.raises(TopologyError) as caught:
+        check_placement(counts, Environment(tasks_per_node=said, **launched))  # type: ignore[arg-type]
+    assert ", ".join(map(str, counts)) in str(caught.value)
+    assert f"SLURM says {said}" in str(caught.value)
+
+
+def test_lonely_rank_of_a_larger_launch_is_refused(tmp_path: Path) -> None:
+    words = ["-m", "hpczero.train", "--run.folder", str(tmp_path)]
+    alone = run_command([sys.executable, *words], 60, {"SLURM_STEP_NUM_TASKS": "4"})
+    assert alone.returncode == 78, alone
+    assert "MPI sees 1 rank(s), but SLURM_STEP_NUM_TASKS=4" in alone.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "launched"),
+    [
+        ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4"}, ("SLURM_STEP_NUM_TASKS", 4)),
+        ({"SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "4"}, ("OMPI_COMM_WORLD_SIZE", 4)),
+        ({"SLURM_NTASKS": "8"}, ("", None)),  # a batch script, not a step
+    ],
+)
+def test_innermost_launcher_says_how_many_ranks_there_are(
+    variables: dict[str, str], launched: tuple[str, int | None]
+) -> None:
+    found = Environment.read(variables)
+    assert (found.launched_by, found.launched_ranks) == launched
+
+
+# --- what a job ran with
+
+
+def test_record_of_a_job_has_its_versions_and_variables_and_no_secret(tmp_path: Path) -> None:
+    path = tmp_path / "env.json"
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JWT": "s3cret", "OMPI_MCA_btl": "tcp", "FOO_BAR": "x"}
+    subprocess.run(
+        [sys.executable, "-m", "hpczero.doctor.record", path],
+        env={"PYTHONPATH": os.fspath(ROOT), **variables},
+        cwd=tmp_path,
+        check=True,
+        timeout=60,
+    )
+    found = json.loads(path.read_text())
+    kept = {name: value for name, value in found["environment"].items() if name != "PYTHONPATH"}
+    assert kept == {"SLURM_JOB_ID": "7", "OMPI_MCA_btl": "tcp"}
+    assert found["versions"]["python"] == sys.version.split()[0]
+    assert "s3cret" not in path.read_text()
