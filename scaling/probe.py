@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -88,22 +89,29 @@ class Measured:
     def of_ranks(cls, found: Sequence[Mapping[str, Any]]) -> Measured:
         """What the ranks of one job say together: the mean of their times."""
 
-        def mean(pick: Callable[[Mapping[str, Any]], float]) -> float:
-            return math.fsum(map(pick, found)) / len(found)
+        def seconds(values: Sequence[float]) -> float:
+            return math.fsum(values) / len(values)
+
+        def rate(values: Sequence[float]) -> float:
+            return 1 / seconds([1 / value for value in values])
+
+        def each(name: str, key: Any) -> list[float]:
+            return [rank[name][key] for rank in found]
+
+        def all_of(name: str) -> list[float]:
+            return [rank[name] for rank in found]
 
         first = found[0]
         return cls(
-            products={
-                s: 1 / mean(lambda rank, s=s: 1 / rank["products"][s]) for s in first["products"]
-            },
-            elements={k: mean(lambda rank, k=k: rank["elements"][k]) for k in first["elements"]},
-            attention=[1 / mean(lambda rank, i=i: 1 / rank["attention"][i]) for i in (0, 1)],
-            update=mean(lambda rank: rank["update"]),
-            sums=[mean(lambda rank, i=i: rank["sums"][i]) for i in (0, 1)],
-            memory_rate=1 / mean(lambda rank: 1 / rank["memory_rate"]),
-            dispatch=mean(lambda rank: rank["dispatch"]),
-            exchange=None if first["exchange"] is None else mean(lambda rank: rank["exchange"]),
-            wait=None if first["wait"] is None else mean(lambda rank: rank["wait"]),
+            products={side: rate(each("products", side)) for side in first["products"]},
+            elements={kind: seconds(each("elements", kind)) for kind in first["elements"]},
+            attention=[rate(each("attention", way)) for way in (0, 1)],
+            update=seconds(all_of("update")),
+            sums=[seconds(each("sums", term)) for term in (0, 1)],
+            memory_rate=rate(all_of("memory_rate")),
+            dispatch=seconds(all_of("dispatch")),
+            exchange=None if first["exchange"] is None else rate(all_of("exchange")),
+            wait=None if first["wait"] is None else seconds(all_of("wait")),
         )
 
 
@@ -146,7 +154,8 @@ def measure(topology: Any) -> dict[str, Any]:  # Any: a Topology; JSON
         """Median of one call, the first left out."""
         call()
         topology.barrier()
-        taken, begin = [], time.perf_counter()
+        taken: list[float] = []
+        begin = time.perf_counter()
         while len(taken) < LEAST or time.perf_counter() < begin + TURN_S:
             start = time.perf_counter()
             call()
@@ -170,7 +179,7 @@ def measure(topology: Any) -> dict[str, Any]:  # Any: a Topology; JSON
     products = {}
     for side in SIDES:
         a, b = torch.randn(side, side), torch.randn(side, side)
-        products[str(side)] = 2 * side**3 / seconds(lambda a=a, b=b: a @ b)
+        products[str(side)] = 2 * side**3 / seconds(partial(torch.matmul, a, b))
 
     x, wide = fresh(ROWS, WIDTH), fresh(ROWS, 4 * WIDTH)
     plain, other = x.detach(), torch.randn(ROWS, WIDTH)
@@ -192,9 +201,9 @@ def measure(topology: Any) -> dict[str, Any]:  # Any: a Topology; JSON
     loss["loss/backward"] += loss["loss/forward"]  # the loss is computed once more
     elements |= loss
 
-    parts = [fresh(SAMPLES, HEADS, SEQUENCE, HEAD) for _ in range(3)]
+    q, k, v = (fresh(SAMPLES, HEADS, SEQUENCE, HEAD) for _ in range(3))
     attended = both(
-        lambda: F.scaled_dot_product_attention(*parts, is_causal=True), parts, 1, "attention"
+        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v], 1, "attention"
     )
     flops = 4 * SAMPLES * SEQUENCE * SEQUENCE * HEADS * HEAD
     attention = [
@@ -208,8 +217,8 @@ def measure(topology: Any) -> dict[str, Any]:  # Any: a Topology; JSON
 
     blocks, out = [torch.ones(UPDATED) for _ in range(3)], torch.empty(UPDATED)
     sums = [
-        seconds(lambda k=k: tree_sum(blocks[:k], out, groups=[range(k)], scale=0.5)) / UPDATED
-        for k in (1, 3)
+        seconds(partial(tree_sum, blocks[:terms], out, groups=[range(terms)], scale=0.5)) / UPDATED
+        for terms in (1, 3)
     ]
     small, one = torch.ones(8, requires_grad=True), torch.ones(8)
     found: dict[str, Any] = {
