@@ -190,19 +190,20 @@ def conditions(rows: list[Row]) -> list[str]:
     first = found[0]
     foreign = [row["foreign_share"] for row in found]
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-    placements = sorted({f"{len(row['losses']) and row['placement']}" for row in found})
+    placements = sorted({row["placement"] for row in found})
     machines = max(len(set(row["hosts"])) for row in found)
     commits = sorted({row["commit"] for row in found})
     lines = [
-        f"- {first['cpu']}, {first['cores']} cores for each job, {machines} machine(s), {first['memory_gib']} GiB, Linux "
-        f"{first['kernel']}; {first['mpi']}, Python {first['python']}, {versions}.",
+        f"- {first['cpu']}, {first['cores']} cores for each job, {machines} machine(s), {first['memory_gib']} GiB, "
+        f"Linux {first['kernel']}; {first['mpi']}, Python {first['python']}, {versions}.",
         f"- Placements (nodes x ranks of a node): {', '.join(placements)}. Transport: "
         f"{', '.join(sorted({row['transport'] for row in found}))}. {first['point']['precision']}.",
         f"- {first['date']} to {found[-1]['date']}; commit {', '.join(commits)}.",
-        f"- Other programs took {median(foreign):.1%} of the processors during the median point, {max(foreign):.1%} at most.",
-        f"- A step takes as long as its slowest rank. Medians [{CONFIDENCE:.0%} interval of order statistics]; speed-up and "
-        f"efficiency [{CONFIDENCE:.0%} percentile bootstrap of the ratio of medians, {RESAMPLES} resamples]. Steps of one "
-        "job are not independent: intervals say nothing about other allocations, for which --jobs repeats a point.",
+        f"- Other programs took {median(foreign):.1%} of the processors (median point), {max(foreign):.1%} at most.",
+        f"- A step takes as long as its slowest rank. Medians [{CONFIDENCE:.0%} interval of order statistics]; "
+        f"speed-up and efficiency [{CONFIDENCE:.0%} percentile bootstrap of the ratio of medians, {RESAMPLES} resamples]. "
+        "Steps of one job are not independent: intervals say nothing about other allocations, for which --jobs "
+        "repeats a point.",
     ]
     if machines == 1 and any(row["point"]["ranks"] > 1 for row in found):
         lines.append(
@@ -269,21 +270,43 @@ def loss_parity(rows: list[Row]) -> list[str]:
         if len(members) < 2:
             continue
         worst = max(max(loss_difference(row, members[0])) for row in members[1:])
-        verdict = "equal" if worst <= LOSS_TOLERANCE else "**NOT equal: they do not train the same**"
+        verdict = (
+            "equal" if worst <= LOSS_TOLERANCE else "**NOT equal: they do not train the same**"
+        )
         lines.append(
             f"- Losses of {name}: {len(members)} points, at most {worst:.1e} apart over "
             f"{min(len(row['losses']) for row in members)} steps: {verdict} (tolerance {LOSS_TOLERANCE:g})."
         )
-    return lines or ["- Losses: no two points train on the same samples, so there is nothing to compare."]
+    return lines or [
+        "- Losses: no two points train on the same samples, so there is nothing to compare."
+    ]
 
 
 def as_csv(rows: list[Row]) -> str:
     """One line for each point, numbers only, in the units of the column names."""
     head = next(of_kind(rows, "run"))
     out = io.StringIO()
-    names = ["study", "curve", "model", "stage", "ranks", "nodes", "batch_per_rank", "global_batch", "jobs", "steps"]
+    names = [
+        "study",
+        "curve",
+        "model",
+        "stage",
+        "ranks",
+        "nodes",
+        "batch_per_rank",
+        "global_batch",
+        "jobs",
+        "steps",
+    ]
     names += ["emulated", "oversubscribed", "step_ms", "step_ms_low", "step_ms_high"]
-    names += ["speed_up", "speed_up_low", "speed_up_high", "efficiency", "efficiency_low", "efficiency_high"]
+    names += [
+        "speed_up",
+        "speed_up_low",
+        "speed_up_high",
+        "efficiency",
+        "efficiency_low",
+        "efficiency_high",
+    ]
     names += ["tflops_per_rank", *(f"{part}_ms" for part in (*PARTS, CHECKPOINT))]
     names += ["planned_nbytes", "ledger_nbytes", "pss_over_start_nbytes", "commit"]
     writer = csv.writer(out, lineterminator="\n")
