@@ -35,13 +35,21 @@ class Local:
 
     limit_s: float
 
-    def start(self, arguments: Sequence[str], *, ranks: int, nodes: int) -> None:
+    def start(self, arguments: Sequence[str], *, ranks: int, nodes: int, threads: int = 0) -> None:
         """Run ``python arguments...`` on ``ranks`` ranks, treated as ``nodes`` equal nodes, to its end.
+
+        Args:
+            arguments: of Python.
+            ranks: of the job.
+            nodes: they are treated as.
+            threads: of each rank; 0: install/launch.sh decides.
 
         Raises:
             HpcZeroError: it failed, or took too long; with the last lines it said.
         """
         environment = {**os.environ, "PYTHONPATH": _python_path()}
+        if threads:
+            environment["OMP_NUM_THREADS"] = str(threads)
         if nodes > 1:
             environment["HPCZERO_FAKE_NODES"] = f"{nodes}x{ranks // nodes}"
         launch = [str(ROOT / "install" / "launch.sh"), str(ranks), sys.executable]

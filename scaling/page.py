@@ -62,14 +62,14 @@ def page(reports: Sequence[Report], *, title: str, remark: str) -> str:
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
     sections = []
     for number, report in enumerate(reports):
-        body = markdown.render(report.text)
-        body = body.replace("<table>", '<div class="scroll"><table>').replace(
-            "</table>", "</table></div>"
-        )
+        # the conditions, the figures, the tables
+        intro, tables = split(report.text)
         figures = "".join(_figure(path_name, svg) for path_name, svg in figures_of(report))
-        sections.append(
-            f'<section id="r{number}">\n<h2>{html.escape(report.name)}</h2>\n{figures}{body}</section>\n'
-        )
+        body = markdown.render(intro) + figures + markdown.render(tables)
+        body = body.replace("<table>", '<div class="scroll"><table>')
+        body = body.replace("</table>", "</table></div>")
+        name = html.escape(report.name)
+        sections.append(f'<section id="r{number}">\n<h2>{name}</h2>\n{body}</section>\n')
     links = "".join(
         f'<li><a href="#r{number}">{html.escape(report.name)}</a></li>'
         for number, report in enumerate(reports)
@@ -83,11 +83,21 @@ def page(reports: Sequence[Report], *, title: str, remark: str) -> str:
     )
 
 
+def split(text: str) -> tuple[str, str]:
+    """What comes before the first table or its heading, and the rest."""
+    lines = text.splitlines()
+    first = next(
+        (n for n, line in enumerate(lines) if n and line.startswith(("|", "**"))), len(lines)
+    )
+    return "\n".join(lines[:first]), "\n".join(lines[first:])
+
+
 def figures_of(report: Report) -> list[tuple[str, bytes]]:
-    """(name, SVG) of every figure of a report."""
+    """(name, SVG) of every figure of a report, in the order they were drawn."""
     with tempfile.TemporaryDirectory(prefix="page-") as folder:
         report.draw(report.rows, Path(folder) / f"{report.name}.svg")
-        return [(path.stem, path.read_bytes()) for path in sorted(Path(folder).glob("*.svg"))]
+        drawn = sorted(Path(folder).glob("*.svg"), key=lambda path: path.stat().st_mtime_ns)
+        return [(path.stem, path.read_bytes()) for path in drawn]
 
 
 def _figure(name: str, svg: bytes) -> str:

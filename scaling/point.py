@@ -40,10 +40,10 @@ def main() -> int:
         return 0 if sys.argv[1:] in (["--help"], ["-h"]) else ConfigError.exit_code
     order = read_order(sys.argv[1])
     point = Point.of_json(order["point"])
-    from hpczero.launch import start_topology, use_own_cores
+    from hpczero.launch import start_topology
 
     topology = start_topology(None)
-    use_own_cores(topology)
+    use_threads(topology, point.threads)
     with topology.agreed("check the ranks of the point"):
         if topology.size != point.ranks or topology.num_nodes != point.nodes:
             raise ConfigError(
@@ -55,6 +55,18 @@ def main() -> int:
         write_row({"kind": "point", "key": order["key"], **row}, Path(sys.argv[2]))
     topology.free()
     return 0
+
+
+def use_threads(topology: Topology, threads: int) -> None:
+    """So many for this rank; 0: its share of the cores it may run on. Collective."""
+    import torch
+
+    from hpczero.launch import use_own_cores
+
+    if threads:
+        torch.set_num_threads(threads)
+    else:
+        use_own_cores(topology)
 
 
 def read_order(text: str) -> dict[str, Any]:  # Any: JSON
@@ -82,6 +94,7 @@ def write_row(row: Row, path: Path) -> None:
 
 def measure(topology: Topology, point: Point) -> Row:
     """The row of ``point``; whole on rank 0. Collective."""
+    import torch
     from mpi4py import MPI
 
     import hpczero
@@ -90,11 +103,14 @@ def measure(topology: Topology, point: Point) -> Row:
     from scaling.cpu import machine_seconds
     from scaling.job import placement
     from scaling.memory import PeakPss, pss_nbytes
+    from scaling.rank import load_libraries
 
+    load_libraries()
     baseline = pss_nbytes()
     with ExitStack() as stack:
         trainer = Trainer(topology, point, stack)
         losses = [trainer.step()[1] for _ in range(point.warm_up)]
+        hpczero.sharding(trainer.model).memory.reset_peak()  # set-up is not part of a step
         topology.barrier()
         begin, busy, own = time.perf_counter(), machine_seconds(), time.process_time()
         splits = []
@@ -137,6 +153,7 @@ def measure(topology: Topology, point: Point) -> Row:
         "emulated": topology.num_nodes > len({boot for boot, _ in hosts}),
         "oversubscribed": oversubscribed(hosts),
         "transport": described,
+        "threads": torch.get_num_threads(),
         "parameters": parameter_count(point.config),
         "flops_per_token": flops_per_token(point.config),
         "samples_ms": {part: _by_step(ranks, part) for part in PARTS},

@@ -48,6 +48,7 @@ class Point:
         warm_up: steps before the first that counts.
         steps: that count.
         checkpoint_every: steps between checkpoints; 0: none.
+        threads: of each rank, the same whatever the ranks; 0: as many as it has cores.
         job: number among jobs that measure the same.
     """
 
@@ -63,6 +64,7 @@ class Point:
     warm_up: int = 5
     steps: int = DEFAULT_STEPS
     checkpoint_every: int = 0
+    threads: int = 0
     job: int = 0
     seed: int = SEED
 

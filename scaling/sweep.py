@@ -24,7 +24,7 @@ from hpczero.config import Transport
 from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.options import parse_command_line
 from scaling.launchers import Local, Slurm, absolute
-from scaling.record import Recorder, Row, circumstances, commit, parse_rows
+from scaling.record import Recorder, Row, circumstances, commit, cores, parse_rows
 from scaling.study import DEFAULT_STEPS, Grid, Point
 
 CHANGED = "+changes"
@@ -48,6 +48,8 @@ class Options:
         steps: measured ones of each point.
         warm_up: steps before.
         checkpoint_every: steps between checkpoints during the measured steps; 0: none.
+        threads: of each rank; every point must have as many, or ranks are not compared with ranks. Left out: locally
+            the cores over the most ranks of this study, by sbatch the cores that SLURM gives a task.
         jobs: how often each point is measured, each time in a job of its own; three or more tell what one allocation
             hides.
         by: local: on this machine, one after the other; sbatch: by slurm/point.sh, with a last job that collects.
@@ -72,6 +74,7 @@ class Options:
     steps: int = DEFAULT_STEPS
     warm_up: int = 5
     checkpoint_every: int = 0
+    threads: int | None = None
     jobs: int = 1
     by: Literal["local", "sbatch"] = "local"
     sbatch: str = ""
@@ -88,7 +91,7 @@ class Options:
         for name in ("ranks", "batches"):
             if min(getattr(self, name)) < 1:
                 raise ConfigError(f"--{name}: got {getattr(self, name)}, expected 1 or above")
-        for name in ("steps", "warm_up", "jobs", "ranks_per_node", "micro_batch"):
+        for name in ("steps", "warm_up", "threads", "jobs", "ranks_per_node", "micro_batch"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name}: got {value}, expected at least 1")
@@ -115,9 +118,18 @@ class Options:
         )
 
     @property
+    def threads_per_rank(self) -> int:
+        """Of every point; 0: SLURM knows."""
+        if self.threads is not None or self.by == "sbatch":
+            return self.threads or 0
+        # local nodes are all this machine
+        return max(cores() // max(self.ranks), 1)
+
+    @property
     def points(self) -> list[Point]:
         """All of the study."""
         return self.grid.points(
+            threads=self.threads_per_rank,
             precision=self.precision,
             transport=self.transport,
             steps=self.steps,
@@ -224,7 +236,12 @@ def measure(options: Options, folder: StudyFolder, points: Sequence[Point], now:
         path = folder.point(point.key(now))
         path.unlink(missing_ok=True)
         try:
-            launcher.start(_arguments(point, path, now), ranks=point.ranks, nodes=point.nodes)
+            launcher.start(
+                _arguments(point, path, now),
+                ranks=point.ranks,
+                nodes=point.nodes,
+                threads=point.threads,
+            )
         except HpcZeroError as error:
             failed += 1
             say(f"failed: {point.describe()}: {error}")

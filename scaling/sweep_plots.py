@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -56,7 +57,7 @@ def scaling_figure(rows: list[Row]) -> Figure:
     up.plot(ranks, [r / base for r in ranks], color="0.5", linestyle="--", label="ideal")
     efficiency.axhline(100.0, color="0.5", linestyle="--", label="ideal")
     for number, curve in enumerate(found):
-        style = {
+        style: dict[str, Any] = {  # Any: keywords of matplotlib
             "color": COLOURS[number % len(COLOURS)],
             "marker": MARKERS[number % len(MARKERS)],
             "label": curve.name,
@@ -93,7 +94,7 @@ def breakdown_figure(rows: list[Row]) -> Figure:
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.set_xlabel("ms of a step, mean over steps and ranks (checkpoint: spread over all steps)")
-    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.4, -0.22), ncols=6)
+    figure.legend(fontsize="small", loc="outside lower center", ncols=6)
     return figure
 
 
@@ -118,7 +119,7 @@ def memory_figure(rows: list[Row]) -> Figure:
     axes.set_yticks(list(places), [f"{curve.name}, {m.point.ranks} rank(s)" for curve, m in points])
     axes.invert_yaxis()
     axes.set_xlabel("MiB of the largest rank")
-    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.35, -0.18), ncols=3)
+    figure.legend(fontsize="small", loc="outside lower center", ncols=3)
     return figure
 
 
@@ -129,19 +130,20 @@ def losses_figure(rows: list[Row]) -> Figure:
     for members in parity_groups(rows).values():
         for row in members:
             point = Point.of_json(row["point"])
-            style = {"color": COLOURS[number % len(COLOURS)], "linewidth": 1.2}
+            colour = COLOURS[number % len(COLOURS)]
             label = f"{point.model}, stage {point.stage}, {point.ranks} rank(s), global batch {point.global_batch}"
             steps = range(1, len(row["losses"]) + 1)
-            losses.plot(steps, row["losses"], label=label, **style)
+            losses.plot(steps, row["losses"], label=label, color=colour, linewidth=1.2)
             if row is not members[0]:
                 found = [max(x, 1e-9) for x in loss_difference(row, members[0])]
-                apart.plot(range(1, len(found) + 1), found, **style)
+                apart.plot(range(1, len(found) + 1), found, color=colour, linewidth=1.2)
             number += 1
     losses.set_xlabel("step")
     losses.set_ylabel("loss, nats per token")
     apart.set_xlabel("step")
-    apart.set_ylabel("|difference| to the first on the same samples, nats")
+    apart.set_ylabel("|difference| to the first, nats")
     apart.set_yscale("log")
+    apart.set_title("same samples, other ranks or stage", fontsize="small")
     if not apart.lines:
         apart.text(
             0.5,
@@ -151,7 +153,7 @@ def losses_figure(rows: list[Row]) -> Figure:
             transform=apart.transAxes,
         )
     handles, names = losses.get_legend_handles_labels()
-    figure.legend(handles, names, fontsize="x-small", loc="outside lower center", ncols=2)
+    figure.legend(handles, names, fontsize="small", loc="outside lower center", ncols=2)
     return figure
 
 
@@ -188,7 +190,7 @@ def _with_bars(
     ratios: Sequence[Ratio],
     shift: float,
     scale: float,
-    style: dict[str, str],
+    style: dict[str, Any],
 ) -> None:
     values = [ratio.value * scale for ratio in ratios]
     below = [(ratio.value - ratio.low) * scale for ratio in ratios]

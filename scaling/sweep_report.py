@@ -159,7 +159,8 @@ def text(rows: list[Row]) -> str:
     """Heading, conditions, tables, losses; markdown."""
     parts = [heading(rows), "", *conditions(rows), ""]
     for curve in curves(rows):
-        parts += [f"**{curve.name}**", "", _scaling_table(curve), _memory_table(curve)]
+        parts += [f"**{curve.name}**", "", _scaling_table(curve), _parts_table(curve)]
+        parts.append(_memory_table(curve))
     parts += [*loss_parity(rows), ""]
     return "\n".join(parts)
 
@@ -194,14 +195,15 @@ def conditions(rows: list[Row]) -> list[str]:
     machines = max(len(set(row["hosts"])) for row in found)
     commits = sorted({row["commit"] for row in found})
     lines = [
-        f"- {first['cpu']}, {first['cores']} cores for each job, {machines} machine(s), {first['memory_gib']} GiB, "
-        f"Linux {first['kernel']}; {first['mpi']}, Python {first['python']}, {versions}.",
+        f"- {first['cpu']}, {first['cores']} cores, {first['threads']} thread(s) for each rank, "
+        f"{machines} machine(s), {first['memory_gib']} GiB, Linux {first['kernel']}; "
+        f"{first['mpi']}, Python {first['python']}, {versions}.",
         f"- Placements (nodes x ranks of a node): {', '.join(placements)}. Transport: "
         f"{', '.join(sorted({row['transport'] for row in found}))}. {first['point']['precision']}.",
         f"- {first['date']} to {found[-1]['date']}; commit {', '.join(commits)}.",
         f"- Other programs took {median(foreign):.1%} of the processors (median point), {max(foreign):.1%} at most.",
         f"- A step takes as long as its slowest rank. Medians [{CONFIDENCE:.0%} interval of order statistics]; "
-        f"speed-up and efficiency [{CONFIDENCE:.0%} percentile bootstrap of the ratio of medians, {RESAMPLES} resamples]. "
+        f"speed-up and efficiency [{CONFIDENCE:.0%} percentile bootstrap of the ratio of medians, {RESAMPLES} draws]. "
         "Steps of one job are not independent: intervals say nothing about other allocations, for which --jobs "
         "repeats a point.",
     ]
@@ -214,7 +216,6 @@ def conditions(rows: list[Row]) -> list[str]:
 
 def _scaling_table(curve: Curve) -> str:
     header = ["ranks", "nodes", "step, ms", "speed-up", "efficiency", "GFLOP/s/rank"]
-    header += [f"{part}, ms" for part in (*PARTS, CHECKPOINT)]
     cells = []
     for measured in curve.points:
         base = measured is curve.base
@@ -227,7 +228,22 @@ def _scaling_table(curve: Curve) -> str:
                 "1" if base else _ratio(ups),
                 "1" if base else _ratio(efficiency),
                 f"{measured.tflops * 1e3:.1f}",
-                *(f"{measured.part_ms(part):.2f}" for part in (*PARTS, CHECKPOINT)),
+            ]
+        )
+    return table(header, cells)
+
+
+def _parts_table(curve: Curve) -> str:
+    header = ["ranks", *(f"{part}, ms" for part in (*PARTS, CHECKPOINT)), "exposed communication"]
+    cells = []
+    for measured in curve.points:
+        parts = {part: measured.part_ms(part) for part in (*PARTS, CHECKPOINT)}
+        step_ms = math.fsum(parts[part] for part in PARTS)
+        cells.append(
+            [
+                str(measured.point.ranks),
+                *(f"{ms:.2f}" for ms in parts.values()),
+                f"{parts['communication'] / step_ms:.1%}",
             ]
         )
     return table(header, cells)
