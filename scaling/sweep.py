@@ -1,7 +1,7 @@
 """A weak or a strong scaling study: all its points, each measured in a job of its own.
 
     python -m scaling.sweep strong --ranks 1 2 --stages 0 3 --models gpt-8x512 --batches 8
-    python -m scaling.sweep weak --by sbatch --sbatch "--partition=gpu --time=30:00" --ranks 8 16 32 --ranks_per_node 8
+    python -m scaling.sweep weak --by sbatch --ranks 8 16 32 --ranks_per_node 8 -- --partition=gpu --time=30:00
 
 Owns: which points are left to do, the folder of a study, collecting its rows into one file. Must not know: what a
 point measures, how a job is started. A folder holds ``points/KEY.json``, one for each point that is done,
@@ -52,8 +52,8 @@ class Options:
             the cores over the most ranks of this study, by sbatch the cores that SLURM gives a task.
         jobs: how often each point is measured, each time in a job of its own; three or more tell what one allocation
             hides.
-        by: local: on this machine, one after the other; sbatch: by slurm/point.sh, with a last job that collects.
-        sbatch: options of sbatch, in quotes.
+        by: local: on this machine, one after the other; sbatch: by slurm/point.sh, with a last job that collects; what
+            follows a bare -- are options of sbatch, such as a partition and a time.
         in_turn: a bare --in_turn: each SLURM job waits for the one before.
         folder: of the study.
         any_commit: a bare --any_commit: points measured with another commit count as done.
@@ -77,7 +77,6 @@ class Options:
     threads: int | None = None
     jobs: int = 1
     by: Literal["local", "sbatch"] = "local"
-    sbatch: str = ""
     in_turn: tyro.conf.UseCounterAction[int] = 0
     folder: str = "runs/sweep"
     any_commit: tyro.conf.UseCounterAction[int] = 0
@@ -200,13 +199,16 @@ class StudyFolder:
 
 def main() -> int:
     """Measure what is not done yet, or submit it; then collect."""
+    words, for_sbatch = _split(sys.argv[1:])
     options = parse_command_line(
         Options,
-        sys.argv[1:],
+        words,
         prog="python -m scaling.sweep",
         description="All points of a scaling study, each in a job of its own; done ones are skipped.",
         default=Options(kind=tyro.MISSING),
     )
+    if for_sbatch and options.by != "sbatch":
+        raise ConfigError(f"got {shlex.join(for_sbatch)} after --, which only --by sbatch takes")
     folder = StudyFolder(absolute(options.folder), options.kind)
     if options.collect:
         return collect(folder)
@@ -221,7 +223,7 @@ def main() -> int:
     folder.write_plan(options, points, now)
     say(f"{len(points)} points, {len(points) - len(left)} done already, commit {now}")
     if options.by == "sbatch":
-        submit(options, folder, left, now)
+        submit(options, folder, left, now, for_sbatch)
         return 0
     failed = measure(options, folder, left, now)
     code = collect(folder)
@@ -248,9 +250,15 @@ def measure(options: Options, folder: StudyFolder, points: Sequence[Point], now:
     return failed
 
 
-def submit(options: Options, folder: StudyFolder, points: Sequence[Point], now: str) -> None:
+def submit(
+    options: Options,
+    folder: StudyFolder,
+    points: Sequence[Point],
+    now: str,
+    for_sbatch: Sequence[str],
+) -> None:
     """A job for each point, and one after all of them that collects."""
-    launcher = Slurm(shlex.split(options.sbatch), in_turn=bool(options.in_turn))
+    launcher = Slurm(for_sbatch, in_turn=bool(options.in_turn))
     jobs: list[str] = []
     for point in points:
         path = folder.point(point.key(now))
@@ -303,6 +311,14 @@ def collect(folder: StudyFolder) -> int:
     )
     say(f"next: python -m scaling.report {folder.rows}")
     return 0
+
+
+def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """(before, after) a bare ``--``."""
+    if "--" not in words:
+        return words, ()
+    place = words.index("--")
+    return words[:place], words[place + 1 :]
 
 
 def _arguments(point: Point, path: Path, now: str) -> list[str]:

@@ -139,13 +139,15 @@ def test_rows_of_a_killed_job_leave_the_others(tmp_path: Path) -> None:
         (["strong", "--grow"], "--grow: strong scaling keeps the model"),
         (["weak", "--models", "nothing"], "--models: got 'nothing'"),
         (["weak", "--steps", "0"], "--steps: got 0, expected at least 1"),
+        (["weak", "--", "--partition=gpu"], "after --, which only --by sbatch takes"),
         (["sideways"], "invalid choice|expected|weak"),
     ],
 )
 def test_wrong_use_is_refused_before_anything_runs(
     arguments: list[str], message: str, tmp_path: Path
 ) -> None:
-    done = sweep(*arguments, "--folder", str(tmp_path / "study"), timeout=30)
+    kind, *others = arguments
+    done = sweep(kind, "--folder", str(tmp_path / "study"), *others, timeout=30)
     assert done.returncode == ConfigError.exit_code, done
     assert any(part in done.stderr for part in message.split("|")), done
     assert not (tmp_path / "study").exists()
@@ -187,20 +189,10 @@ def test_points_become_jobs_and_one_more_collects(
 ) -> None:
     from scaling import sweep as module
 
-    arguments = [
-        "strong",
-        "--by",
-        "sbatch",
-        "--models",
-        "tiny",
-        "--ranks",
-        "2",
-        "4",
-        "--batches",
-        "4",
-    ]
-    arguments += ["--ranks_per_node", "2", "--sbatch", "--partition=gpu --time=30:00", "--in_turn"]
-    monkeypatch.setattr(sys, "argv", ["sweep", *arguments, "--folder", str(tmp_path / "study")])
+    arguments = ["strong", "--by", "sbatch", "--models", "tiny", "--ranks", "2", "4"]
+    arguments += ["--batches", "4", "--ranks_per_node", "2", "--in_turn"]
+    arguments += ["--folder", str(tmp_path / "study"), "--", "--partition=gpu", "--time=30:00"]
+    monkeypatch.setattr(sys, "argv", ["sweep", *arguments])
     assert module.main() == 0
     first, second, last = (
         (sbatch / number).read_text().splitlines() for number in ("101", "102", "103")
