@@ -36,11 +36,11 @@ class Options:
         model: a preset such as gpt-60b, or a workload such as gpt-8x512.
         ranks: numbers of ranks; efficiency is relative to the first.
         stage: of ZeRO.
-        precision: of parameters and activations.
+        precision: of parameters and activations; on host always fp32.
         micro_batch: sequences of one forward; left out, as many as fit, at most 64.
         global_batch: strong scaling: sequences of all ranks; micro-batch and accumulation follow.
         checkpointing: a bare --checkpointing: always; otherwise only where not one sequence fits without.
-        transport: flat, hierarchical, or window (ranks of a node share memory).
+        transport: flat, hierarchical, or window (ranks of a node share memory); on host what hpczero would take.
         no_overlap: a bare --no_overlap: nothing is hidden between nodes.
         sources: a bare --sources: where the machine's numbers come from.
         paper: a bare --paper: the runs of the ZeRO paper, nothing else.
@@ -105,14 +105,14 @@ def main() -> int:
         return 0
     from scaling.predict_report import forecast_table
 
-    machine = found[0][0].job.machine
+    job = found[0][0].job
     batch = "fixed global batch" if options.global_batch else "fixed batch per rank or the largest"
     sys.stdout.write(
-        f"{options.model} on {machine.title}, {options.precision}, {options.transport}; {batch}. A prediction, "
+        f"{options.model} on {job.machine.title}, {job.precision}, {job.transport}; {batch}. A prediction, "
         f"nothing was run; assumptions: scaling/model.py.\n\n{forecast_table(found)}"
     )
     if options.sources:
-        lines = (f"- {name}: {source}\n" for name, source in machine.sources.items())
+        lines = (f"- {name}: {source}\n" for name, source in job.machine.sources.items())
         sys.stdout.write(f"\n{''.join(lines)}")
     return 0
 
@@ -160,7 +160,7 @@ def _with_batch(job: Job, options: Options, most: int) -> Job:
 
 def job_of(options: Options, ranks: int) -> Job:
     """What the options mean, with one sequence."""
-    kernels, precision = None, options.precision
+    kernels, precision, transport = None, options.precision, options.transport
     machine: Machine
     if options.machine == "host":
         from scaling.host_check import probe_host
@@ -173,6 +173,7 @@ def job_of(options: Options, ranks: int) -> Job:
             )
         kernels, precision = probe_host(ranks), "fp32"
         machine = host_machine(kernels, ranks)
+        transport = "window" if ranks > 1 else "flat"  # what ``auto`` takes on one node
     else:
         machine = load_machine(options.machine)
     return Job(
@@ -183,7 +184,7 @@ def job_of(options: Options, ranks: int) -> Job:
         precision=precision,
         micro_batch=1,
         checkpointing=bool(options.checkpointing),
-        transport=options.transport,
+        transport=transport,
         overlap=not options.no_overlap,
         kernels=kernels,
     )

@@ -222,7 +222,7 @@ def main() -> int:
     ]
     folder.write_plan(options, points, now)
     say(f"{len(points)} points, {len(points) - len(left)} done already, commit {now}")
-    if options.by == "sbatch":
+    if options.by == "sbatch" and left:
         submit(options, folder, left, now, for_sbatch)
         return 0
     failed = measure(options, folder, left, now)
@@ -289,16 +289,19 @@ def collect(folder: StudyFolder) -> int:
     """
     plan = folder.read_plan()
     points = [Point.of_json(values) for values in plan["points"]]
-    found, malformed = [], 0
+    now, found, malformed, stale = plan["asked_at"], [], 0, 0
     for point in points:
-        row, bad = folder.finished(point, plan["asked_at"], any_commit=plan["any_commit"])
+        row, bad = folder.finished(point, now, any_commit=plan["any_commit"])
         malformed += bad
         if row is not None:
             found.append(row)
+        elif not bad:
+            stale += folder.point(point.key(now)).is_file()
+    left_out = f"malformed lines: {malformed}; points that ran with other code than {now}: {stale}"
     if not found:
         raise ConfigError(
             f"{folder.path}: none of the {len(points)} points of the {plan['study']} scaling study is finished "
-            f"({malformed} malformed lines); look at what the jobs said, then run the same command again"
+            f"({left_out}); look at what the jobs said, then run the same command again"
         )
     head = {key: value for key, value in plan.items() if key != "points"}
     with Recorder(folder.rows) as recorder:
@@ -306,9 +309,7 @@ def collect(folder: StudyFolder) -> int:
         recorder.write("run", {**circumstances(), **head, **asked})
         for row in found:
             recorder.write("point", {name: value for name, value in row.items() if name != "kind"})
-    say(
-        f"{len(found)} of {len(points)} points in {folder.rows}; malformed lines skipped: {malformed}"
-    )
+    say(f"{len(found)} of {len(points)} points in {folder.rows}; left out: {left_out}")
     say(f"next: python -m scaling.report {folder.rows}")
     return 0
 

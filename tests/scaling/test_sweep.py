@@ -123,6 +123,8 @@ def test_points_of_another_commit_do_not_count_unless_asked(tmp_path: Path) -> N
     assert study.finished(POINTS[0], "abc", any_commit=False)[0] is None
     assert study.finished(POINTS[0], "abc", any_commit=True)[0] is not None
     assert study.finished(POINTS[1], "abc", any_commit=True)[0] is None
+    with pytest.raises(ConfigError, match="points that ran with other code than abc: 1"):
+        collect(study)
 
 
 def test_rows_of_a_killed_job_leave_the_others(tmp_path: Path) -> None:
