@@ -32,7 +32,7 @@ class Bar:
 
 
 def draw_bars(panels: Mapping[str, Sequence[Bar]], path: Path, *, title: str) -> None:
-    """Horizontal bars, one panel beside the other, to ``path`` (PNG).
+    """Horizontal bars, one panel beside the other, to ``path`` (PNG or SVG).
 
     Args:
         panels: bars by the name of their axis; the same labels in each.
@@ -74,13 +74,17 @@ class Line:
     style: str = "-"
 
 
-def draw_lines(panels: Mapping[str, Sequence[Line]], path: Path, *, title: str) -> None:
-    """Lines over logarithmic axes, one panel beside the other, to ``path`` (PNG).
+def draw_lines(
+    panels: Mapping[str, Sequence[Line]], path: Path, *, title: str, x: str, y: str
+) -> None:
+    """Lines over logarithmic axes, one panel beside the other, to ``path`` (PNG or SVG).
 
     Args:
         panels: lines by the name of their panel.
         path: of the file.
         title: above all.
+        x: name and unit of the horizontal axes.
+        y: of the vertical ones.
     """
     figure = Figure(figsize=(7 * len(panels), 5.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -93,6 +97,8 @@ def draw_lines(panels: Mapping[str, Sequence[Line]], path: Path, *, title: str) 
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_title(name, fontsize="medium")
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.savefig(path)

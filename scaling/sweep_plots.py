@@ -141,7 +141,7 @@ def losses_figure(rows: list[Row]) -> Figure:
     losses.set_xlabel("step")
     losses.set_ylabel("loss, nats per token")
     apart.set_xlabel("step")
-    apart.set_ylabel("|difference| to the first, nats")
+    apart.set_ylabel("|difference| to the first, nats (0 is drawn as 1e-9)")
     apart.set_yscale("log")
     apart.set_title("same samples, other ranks or stage", fontsize="small")
     if not apart.lines:
@@ -171,11 +171,12 @@ def _figure(
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     head, points = next(of_kind(rows, "run")), list(of_kind(rows, "point"))
-    title = f"{head['study']} scaling: {points[0]['cpu']}, commit {head['asked_at']}"
+    where = f"{points[0]['cpu']}, commit {head['asked_at']}"
+    title = f"{head['study']} scaling: {where}"
     if any(row["emulated"] for row in points):
-        title = f"EMULATED nodes on one machine, NOT scaling. {title}"
+        title = f"EMULATED nodes on one machine, NOT scaling ({head['study']} set-up): {where}"
     elif any(row["oversubscribed"] for row in points):
-        title = f"MORE RANKS THAN CORES, NOT scaling. {title}"
+        title = f"MORE RANKS THAN CORES, NOT scaling ({head['study']} set-up): {where}"
     figure.suptitle(title, fontsize="medium")
     found = [figure.add_subplot(1, panels, place + 1) for place in range(panels)]
     for axes in found:

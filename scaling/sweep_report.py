@@ -167,9 +167,10 @@ def text(rows: list[Row]) -> str:
 
 def heading(rows: list[Row]) -> str:
     """What was run, where, when."""
-    head = next(of_kind(rows, "run"))
+    head, said = next(of_kind(rows, "run")), label(rows)
+    definition = f"Set up like {head['definition'][0].lower()}{head['definition'][1:]}"
     return (
-        f"{label(rows)}{head['definition']} N0 is the smallest number of ranks of a curve. "
+        f"{said}{definition if said else head['definition']} N0 is the smallest number of ranks of a curve. "
         f"{head['points_done']} of {head['points_asked']} points; {head['malformed']} malformed lines skipped. "
         f"{head['steps']} steps of each point after {head['warm_up']} to warm up; commit {head['asked_at']}."
     )
@@ -227,7 +228,7 @@ def _scaling_table(curve: Curve) -> str:
                 with_spread(measured.step, 1),
                 "1" if base else _ratio(ups),
                 "1" if base else _ratio(efficiency),
-                f"{measured.tflops * 1e3:.1f}",
+                f"{measured.tflops * 1e3:,.4g}",
             ]
         )
     return table(header, cells)
