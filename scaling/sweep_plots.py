@@ -24,6 +24,7 @@ from scaling.sweep_report import (
     Curve,
     Measured,
     Ratio,
+    busy,
     curves,
     loss_difference,
     parity_groups,
@@ -141,9 +142,9 @@ def losses_figure(rows: list[Row]) -> Figure:
     losses.set_xlabel("step")
     losses.set_ylabel("loss, nats per token")
     apart.set_xlabel("step")
-    apart.set_ylabel("|difference| to the first, nats (0 is drawn as 1e-9)")
+    apart.set_ylabel("|difference| to the first, nats")
     apart.set_yscale("log")
-    apart.set_title("same samples, other ranks or stage", fontsize="small")
+    apart.set_title("same samples, other ranks or stage (0 is drawn as 1e-9)", fontsize="small")
     if not apart.lines:
         apart.text(
             0.5,
@@ -177,6 +178,8 @@ def _figure(
         title = f"EMULATED nodes on one machine, NOT scaling ({head['study']} set-up): {where}"
     elif any(row["oversubscribed"] for row in points):
         title = f"MORE RANKS THAN CORES, NOT scaling ({head['study']} set-up): {where}"
+    if busy(rows):
+        title = f"BUSY MACHINE, times are no result. {title}"
     figure.suptitle(title, fontsize="medium")
     found = [figure.add_subplot(1, panels, place + 1) for place in range(panels)]
     for axes in found:

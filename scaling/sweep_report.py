@@ -26,6 +26,7 @@ from scaling.table import table, with_spread
 PARTS = ("compute", "communication", "optimizer", "data", "other")
 CHECKPOINT = "checkpoint"
 RESAMPLES = 2000
+BUSY_SHARE = 0.05  # of the processors, for other programs: more than that makes times worthless
 MIB = 2**20
 LOSS_TOLERANCE = 1e-4  # order of fp32 sums, as in `scaling.peers`
 
@@ -169,8 +170,10 @@ def heading(rows: list[Row]) -> str:
     """What was run, where, when."""
     head, said = next(of_kind(rows, "run")), label(rows)
     definition = f"Set up like {head['definition'][0].lower()}{head['definition'][1:]}"
+    if busy(rows):
+        said = f"**Busy machine: these times are no result.** {said}"
     return (
-        f"{said}{definition if said else head['definition']} N0 is the smallest number of ranks of a curve. "
+        f"{said}{definition if label(rows) else head['definition']} N0 is the smallest number of ranks of a curve. "
         f"{head['points_done']} of {head['points_asked']} points; {head['malformed']} malformed lines skipped. "
         f"{head['steps']} steps of each point after {head['warm_up']} to warm up; commit {head['asked_at']}."
     )
@@ -184,6 +187,11 @@ def label(rows: list[Row]) -> str:
     if any(row["oversubscribed"] for row in found):
         return "**More ranks than cores: this is not scaling.** "
     return ""
+
+
+def busy(rows: list[Row]) -> bool:
+    """Whether other programs took so much of the processors that times say little."""
+    return median(row["foreign_share"] for row in of_kind(rows, "point")) > BUSY_SHARE
 
 
 def conditions(rows: list[Row]) -> list[str]:

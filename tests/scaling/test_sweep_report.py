@@ -184,6 +184,13 @@ def test_what_is_no_scaling_is_never_called_so(changes: Row, label: str) -> None
         assert "NOT scaling" in make(found).get_suptitle()
 
 
+def test_times_of_a_busy_machine_are_no_result() -> None:
+    assert "no result" not in text(rows())
+    found = rows(foreign_share=0.06)
+    assert text(found).startswith("**Busy machine: these times are no result.** Strong scaling:")
+    assert FIGURES["scaling"](found).get_suptitle().startswith("BUSY MACHINE")
+
+
 def test_losses_of_the_same_samples_are_compared() -> None:
     found = rows(stages=(0, 3))
     assert loss_parity(found) == [
