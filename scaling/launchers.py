@@ -83,10 +83,12 @@ class Slurm:
 
     Attributes:
         options: of sbatch, beside the sizes: partition, account, time.
+        logs: folder of what the jobs say.
         in_turn: each job waits for the one before, so that no two disturb each other.
     """
 
     options: Sequence[str]
+    logs: Path
     in_turn: bool
 
     def submit(
@@ -121,9 +123,11 @@ class Slurm:
             raise ConfigError(f"--by sbatch: {POINT_SCRIPT} is missing; check out the whole tree")
         command = [sbatch, "--parsable", f"--job-name={name}"]
         command += [f"--nodes={nodes}", f"--ntasks-per-node={ranks_per_node}"]
+        command.append(f"--output={self.logs}/%x-%j.log")
         if after:
             command.append(f"--dependency=afterany:{':'.join(after)}")
         command += [*self.options, str(POINT_SCRIPT), "python", *arguments]
+        self.logs.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         number = re.match(r"\d+", done.stdout.strip())
         if done.returncode != 0 or number is None:

@@ -4,8 +4,9 @@
     python -m scaling.sweep weak --by sbatch --ranks 8 16 32 --ranks_per_node 8 -- --partition=gpu --time=30:00
 
 Owns: which points are left to do, the folder of a study, collecting its rows into one file. Must not know: what a
-point measures, how a job is started. A folder holds ``points/KEY.json``, one for each point that is done,
-``sweep-KIND.plan``, what was asked for, and ``sweep-KIND.jsonl``, its rows, which ``python -m scaling.report`` reads.
+point measures, how a job is started. A folder holds ``points/KEY.json``, one for each point that is done, ``logs`` of
+SLURM's jobs, ``sweep-KIND.plan``, what was asked for, and ``sweep-KIND.jsonl``, its rows, which ``python -m
+scaling.report`` reads.
 """
 
 from __future__ import annotations
@@ -258,7 +259,7 @@ def submit(
     for_sbatch: Sequence[str],
 ) -> None:
     """A job for each point, and one after all of them that collects."""
-    launcher = Slurm(for_sbatch, in_turn=bool(options.in_turn))
+    launcher = Slurm(for_sbatch, folder.path / "logs", in_turn=bool(options.in_turn))
     jobs: list[str] = []
     for point in points:
         path = folder.point(point.key(now))

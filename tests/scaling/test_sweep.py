@@ -155,6 +155,14 @@ def test_wrong_use_is_refused_before_anything_runs(
     assert not (tmp_path / "study").exists()
 
 
+@pytest.mark.parametrize("order", ["{}", "[1]", "no json", '{"key": "a", "point": {"model": 1}}'])
+def test_a_point_that_is_none_is_refused_before_mpi_starts(order: str, tmp_path: Path) -> None:
+    done = run_command([sys.executable, "-m", "scaling.point", order, str(tmp_path / "row")], 30)
+    assert done.returncode == ConfigError.exit_code, done
+    assert "expected the JSON that" in done.stderr or "not a point of a sweep" in done.stderr
+    assert not (tmp_path / "row").exists()
+
+
 def test_a_failing_point_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     # a launcher that cannot start anything
     command = [sys.executable, "-m", "scaling.sweep", "weak", "--models", "tiny", "--ranks", "1"]
@@ -203,6 +211,7 @@ def test_points_become_jobs_and_one_more_collects(
     assert {"--nodes=2", "--ntasks-per-node=2", "--dependency=afterany:101"} <= set(second)
     assert {"--nodes=1", "--ntasks-per-node=1", "--dependency=afterany:101:102"} <= set(last)
     assert "--collect" in last
+    assert f"--output={tmp_path / 'study' / 'logs'}/%x-%j.log" in first
     script = first.index(str(tmp_path / "point.sh"))
     assert first[script + 1 : script + 4] == ["python", "-m", "scaling.point"]
     assert json.loads(first[script + 4])["point"]["ranks"] == 2
@@ -211,13 +220,17 @@ def test_points_become_jobs_and_one_more_collects(
 def test_a_refusal_of_sbatch_is_passed_on(sbatch: Path, tmp_path: Path) -> None:
     (tmp_path / "bin" / "sbatch").write_text("#!/bin/bash\necho invalid partition >&2\nexit 1\n")
     with pytest.raises(HpcZeroError, match=r"sbatch refused \(1\): invalid partition; the command"):
-        Slurm([], in_turn=False).submit(["-c", "0"], nodes=1, ranks_per_node=1, name="x")
+        Slurm([], tmp_path / "logs", in_turn=False).submit(
+            ["-c", "0"], nodes=1, ranks_per_node=1, name="x"
+        )
 
 
-def test_without_sbatch_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sbatch_the_error_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="there is no sbatch here"):
-        Slurm([], in_turn=False).submit([], nodes=1, ranks_per_node=1, name="x")
+        Slurm([], tmp_path / "logs", in_turn=False).submit([], nodes=1, ranks_per_node=1, name="x")
 
 
 # --- what a row says of its conditions
