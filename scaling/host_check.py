@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from scaling.contenders import find_entry
 from scaling.cpu import machine_seconds, process_seconds
 from scaling.crew import Crew
-from scaling.model import Job, Prediction, predict
-from scaling.probe import Measured, host_machine
+from scaling.host import predict_on_host
+from scaling.probe import Measured
 from scaling.record import Row, circumstances, cores
 from scaling.workload import WORKLOADS, Workload
 
@@ -78,7 +78,9 @@ def take_turn(crew: Crew, workload: Workload, ranks: int, stage: int, steps: int
     probes.append(crew.ask("probe"))
     # Before and after the steps: what changed meanwhile counts half.
     measured = Measured.of_ranks([rank for probe in probes for rank in probe])
-    found = predict_on_host(workload, measured, ranks, stage)
+    found = predict_on_host(
+        workload.model, measured, ranks=ranks, stage=stage, micro_batch=workload.sequences
+    )
     took = max(answer["seconds"] for answer in answers)
     return {
         "ranks": ranks,
@@ -94,21 +96,6 @@ def take_turn(crew: Crew, workload: Workload, ranks: int, stage: int, steps: int
         "matmul_flops": dict(measured.products),
         "foreign_share": max(busy - own, 0.0) / (took * cores()),
     }
-
-
-def predict_on_host(workload: Workload, measured: Measured, ranks: int, stage: int) -> Prediction:
-    """One step of what `scaling.contenders` train, on so many ranks of this host."""
-    job = Job(
-        model=workload.model,
-        machine=host_machine(measured, ranks),
-        ranks=ranks,
-        stage=stage,
-        precision="fp32",
-        micro_batch=workload.sequences,
-        transport="window" if ranks > 1 else "flat",  # what ``auto`` takes on one node
-        kernels=measured,
-    )
-    return predict(job)
 
 
 def probe_host(ranks: int) -> Measured:

@@ -103,6 +103,7 @@ def measure(topology: Topology, point: Point) -> Row:
     from scaling.cpu import machine_seconds
     from scaling.job import placement
     from scaling.memory import PeakPss, pss_nbytes
+    from scaling.probe import measure as probe
     from scaling.rank import load_libraries
 
     load_libraries()
@@ -128,12 +129,14 @@ def measure(topology: Topology, point: Point) -> Row:
         planned = sharding.plan.memory(sharing=sharing)
         traffic = sharding.plan.traffic(sharing=sharing)
         described = sharding.collectives.describe()
+        probed = probe(topology)  # for a prediction beside the measurement
     mine = {
         "samples": {part: [getattr(split, f"{part}_ms") for split in splits] for part in PARTS},
         "losses": losses,
         "pss_peak_nbytes": peak.nbytes,
         "pss_baseline_nbytes": baseline,
         "ledger_nbytes": ledger,
+        "probe": probed,
         "host": host(),
         "machine_s": busy,
         "cpu_s": own,
@@ -170,6 +173,7 @@ def measure(topology: Topology, point: Point) -> Row:
             "sent": traffic.nbytes,
         },
         "foreign_share": foreign_share(ranks),
+        "probe": [rank["probe"] for rank in ranks],
     }
 
 

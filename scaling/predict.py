@@ -163,8 +163,8 @@ def job_of(options: Options, ranks: int) -> Job:
     kernels, precision, transport = None, options.precision, options.transport
     machine: Machine
     if options.machine == "host":
+        from scaling.host import host_machine
         from scaling.host_check import probe_host
-        from scaling.probe import host_machine
 
         if ranks > cores():
             raise ConfigError(

@@ -16,8 +16,6 @@ from functools import partial
 from typing import Any
 
 from hpczero.errors import run
-from scaling.machine import Machine
-from scaling.record import cores
 
 SIDES = (64, 256, 512, 1024)  # of square products
 ROWS, WIDTH, VOCAB = 512, 1024, 8192  # of memory-bound work: 2 MiB and 16 MiB in fp32
@@ -112,34 +110,6 @@ class Measured:
             exchange=None if first["exchange"] is None else rate(all_of("exchange")),
             wait=None if first["wait"] is None else seconds(all_of("wait")),
         )
-
-
-def host_machine(measured: Measured, ranks: int) -> Machine:
-    """This host as a Machine for so many ranks on it."""
-    from scaling.record import machine_name
-
-    with open("/proc/meminfo", encoding="utf-8") as lines:
-        total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
-    per_node = max(cores(), ranks)
-    fastest = max(measured.products.values())
-    return Machine(
-        name="host",
-        title=machine_name(),
-        ranks_per_node=per_node,
-        memory=total / per_node,
-        reserved=0.3e9,  # Python, torch and MPI: 265 MiB (docs/performance.md)
-        peak={"fp32": fastest},
-        matmul_efficiency=1.0,
-        memory_rate=measured.memory_rate,
-        dispatch=measured.dispatch,
-        node_rate=measured.exchange or measured.memory_rate,
-        node_latency=measured.wait or 0.0,
-        nics=1,
-        nic_rate=measured.exchange or measured.memory_rate,
-        nic_latency=measured.wait or 0.0,
-        shares_memory=True,
-        sources={"all": "measured by scaling.probe"},
-    )
 
 
 def measure(topology: Any) -> dict[str, Any]:  # Any: a Topology; JSON

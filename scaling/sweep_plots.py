@@ -65,6 +65,7 @@ def scaling_figure(rows: list[Row]) -> Figure:
         }
         shift = 2 ** (0.03 * (number - (len(found) - 1) / 2))  # so that bars do not hide each other
         _with_bars(up, curve, [curve.speed_up(m) for m in curve.points], shift, 1.0, style)
+        _prediction(up, efficiency, curve, style["color"])
         bars = [curve.efficiency(m) for m in curve.points]
         _with_bars(efficiency, curve, bars, shift, 100.0, style)
     up.set_yscale("log", base=2)
@@ -202,6 +203,22 @@ def _with_bars(
     ranks = [m.point.ranks * shift for m in curve.points]
     errors = [[max(x, 0.0) for x in side] for side in (below, above)]
     axes.errorbar(ranks, values, yerr=errors, capsize=3, linewidth=1.4, markersize=5, **style)
+
+
+def _prediction(up: Axes, efficiency: Axes, curve: Curve, colour: str) -> None:
+    """Dotted: what the model says, from what the ranks measured of the host they ran on."""
+    ups = {m.point.ranks: curve.predicted_speed_up(m) for m in curve.points}
+    found = {ranks: value for ranks, value in ups.items() if value is not None}
+    base = curve.base.point.ranks
+    if len(found) > 1:
+        style: dict[str, Any] = {
+            "color": colour,
+            "linestyle": ":",
+            "label": f"{curve.name}, predicted",
+        }
+        up.plot(list(found), list(found.values()), **style)
+        shares = [100 * value * base / ranks for ranks, value in found.items()]
+        efficiency.plot(list(found), shares, **style)
 
 
 def _plain_ticks(axes: Axes, ranks: Sequence[int]) -> None:

@@ -18,6 +18,8 @@ from statistics import median
 
 import numpy as np
 
+from scaling.host import predict_on_host
+from scaling.probe import Measured as MeasuredKernels
 from scaling.record import Row, of_kind
 from scaling.spread import CONFIDENCE, Spread
 from scaling.study import Point
@@ -88,6 +90,25 @@ class Measured:
         ]
         return float(max(peaks))
 
+    @cached_property
+    def predicted_ms(self) -> float | None:
+        """By `scaling.model`, from what the ranks themselves measured; None between nodes, whose links they did not."""
+        point = self.point
+        if point.nodes > 1 or point.precision != "fp32":
+            return None
+        found = [
+            predict_on_host(
+                point.config,
+                MeasuredKernels.of_ranks(row["probe"]),
+                ranks=point.ranks,
+                stage=point.stage,
+                micro_batch=point.micro_batch,
+                accumulation=point.batch // point.micro_batch,
+            )
+            for row in self.rows
+        ]
+        return median(prediction.step_s for prediction in found) * 1e3
+
     @property
     def planned_nbytes(self) -> int:
         """What the plan said beforehand, activations excluded."""
@@ -127,6 +148,13 @@ class Curve:
             return Ratio(1.0, 1.0, 1.0)
         scale = measured.flops / self.base.flops
         return Ratio(found.value * scale, found.low * scale, found.high * scale)
+
+    def predicted_speed_up(self, measured: Measured) -> float | None:
+        """As ``speed_up``, of the predictions."""
+        base, this = self.base.predicted_ms, measured.predicted_ms
+        return (
+            None if base is None or this is None else base / this * measured.flops / self.base.flops
+        )
 
     def efficiency(self, measured: Measured) -> Ratio:
         """The speed-up over the ideal one."""
@@ -224,7 +252,8 @@ def conditions(rows: list[Row]) -> list[str]:
 
 
 def _scaling_table(curve: Curve) -> str:
-    header = ["ranks", "nodes", "step, ms", "speed-up", "efficiency", "GFLOP/s/rank"]
+    header = ["ranks", "nodes", "step, ms", "predicted, ms", "speed-up", "efficiency"]
+    header.append("GFLOP/s/rank")
     cells = []
     for measured in curve.points:
         base = measured is curve.base
@@ -234,6 +263,7 @@ def _scaling_table(curve: Curve) -> str:
                 str(measured.point.ranks),
                 str(measured.point.nodes),
                 with_spread(measured.step, 1),
+                "–" if measured.predicted_ms is None else f"{measured.predicted_ms:.1f}",
                 "1" if base else _ratio(ups),
                 "1" if base else _ratio(efficiency),
                 f"{measured.tflops * 1e3:,.4g}",
@@ -324,6 +354,7 @@ def as_csv(rows: list[Row]) -> str:
         "steps",
     ]
     names += ["emulated", "oversubscribed", "step_ms", "step_ms_low", "step_ms_high"]
+    names.append("predicted_ms")
     names += [
         "speed_up",
         "speed_up_low",
@@ -354,6 +385,7 @@ def as_csv(rows: list[Row]) -> str:
                     m.rows[0]["emulated"],
                     m.rows[0]["oversubscribed"],
                     *(f"{v:.4f}" for v in (m.step.median, m.step.low, m.step.high)),
+                    "" if m.predicted_ms is None else f"{m.predicted_ms:.4f}",
                     *(f"{v:.4f}" for v in (ups.value, ups.low, ups.high)),
                     *(f"{v:.4f}" for v in (efficiency.value, efficiency.low, efficiency.high)),
                     f"{m.tflops:.6f}",

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from hpczero.errors import ConfigError
+from scaling.host import host_machine, predict_on_host
 from scaling.predict_report import draw, text
-from scaling.probe import Measured, host_machine
+from scaling.probe import Measured
 from scaling.record import ROOT, Row
 from tests.helpers.mpirun import Finished, run_command
 
@@ -78,11 +79,16 @@ def test_ranks_are_averaged_in_seconds() -> None:
 
 
 def test_a_step_of_measured_kernels_scales_with_them() -> None:
-    from scaling.host_check import predict_on_host
     from scaling.workload import WORKLOADS
 
     found = [
-        predict_on_host(WORKLOADS["gpt-8x512"], Measured.of_ranks([rank(slower)]), 1, stage)
+        predict_on_host(
+            WORKLOADS["gpt-8x512"].model,
+            Measured.of_ranks([rank(slower)]),
+            ranks=1,
+            stage=stage,
+            micro_batch=4,
+        )
         for slower in (1.0, 2.0)
         for stage in (0, 3)
     ]

@@ -11,6 +11,7 @@ import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import median
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -24,6 +25,18 @@ from scaling.sweep_plots import FIGURES, draw
 from scaling.sweep_report import as_csv, curves, loss_parity, text
 
 MIB = 2**20
+KINDS = ("norm", "gelu", "add", "fork", "bias", "copy", "loss")
+PROBE: dict[str, Any] = {
+    "products": {"64": 1e10, "1024": 5e10},
+    "elements": {f"{kind}/{way}": 1e-9 for kind in KINDS for way in ("forward", "backward")},
+    "attention": [2e10, 1e10],
+    "update": 1e-9,
+    "sums": [1e-9, 1e-9],
+    "memory_rate": 1e10,
+    "dispatch": 1e-6,
+    "exchange": 5e9,
+    "wait": 1e-5,
+}
 PARTS = ("compute", "communication", "optimizer", "data", "other", "checkpoint")
 
 
@@ -89,6 +102,7 @@ def rows(
             "ledger_nbytes": [39 * MIB] * point.ranks,
             "planned": {"total": 40 * MIB},
             "foreign_share": 0.01,
+            "probe": [PROBE] * point.ranks,
         }
         found.append(row | changes)
     return found
@@ -142,6 +156,40 @@ def test_intervals_hold_the_ratio_and_shrink_with_samples() -> None:
     assert widths[1] < widths[0] / 3
 
 
+def test_a_prediction_stands_beside_one_node_and_not_beside_several() -> None:
+    found = rows()
+    (curve,) = curves(found)
+    predicted = [m.predicted_ms for m in curve.points]
+    assert all(ms is not None and ms > 0 for ms in predicted)
+    assert curve.predicted_speed_up(curve.base) == 1.0
+    # a machine twice as fast is predicted to take half the time
+    for row in found[1:]:
+        row["probe"] = [
+            {
+                **PROBE,
+                "products": {side: 2 * rate for side, rate in PROBE["products"].items()},
+                "elements": {kind: s / 2 for kind, s in PROBE["elements"].items()},
+                "attention": [2 * rate for rate in PROBE["attention"]],
+                "memory_rate": 2 * PROBE["memory_rate"],
+                **{name: PROBE[name] / 2 for name in ("update", "dispatch", "wait")},
+                "sums": [s / 2 for s in PROBE["sums"]],
+                "exchange": 2 * PROBE["exchange"],
+            }
+        ]
+    (faster,) = curves(found)
+    ratios = [
+        a.predicted_ms / b.predicted_ms for a, b in zip(curve.points, faster.points, strict=True)
+    ]  # type: ignore[operator]
+    assert ratios == pytest.approx([2.0] * 3)
+    for row in found[1:]:
+        row["point"]["nodes"] = 2 if row["point"]["ranks"] > 1 else 1
+    (several,) = curves(found)
+    assert [m.predicted_ms is None for m in several.points] == [False, True, True]
+    assert "predicted" in [
+        line.get_label().rpartition(" ")[2] for line in FIGURES["scaling"](rows()).axes[0].lines
+    ]
+
+
 def test_jobs_that_measure_the_same_are_one_point() -> None:
     found = rows()
     again = [{**row, "point": {**row["point"], "job": 1}} for row in found[1:]]
@@ -163,7 +211,9 @@ def test_the_text_says_the_conditions_and_the_parts_add_up() -> None:
         for line in said.splitlines()
         if line.startswith("| 1 ")
     )
-    assert times[2:5] == ["100.5 [100.0, 101.0]", "1", "1"]
+    assert times[2] == "100.5 [100.0, 101.0]"
+    assert float(times[3]) > 0
+    assert times[4:6] == ["1", "1"]
     assert sum(map(float, parts[1:6])) == pytest.approx(100.5)
     assert float(parts[6]) == pytest.approx(5.0)  # 50 ms once in ten steps
     assert parts[7] == "20.0%"
