@@ -9,9 +9,10 @@ from pathlib import Path
 
 from hpczero.models.config import GPTConfig
 from scaling.machine import Machine
-from scaling.model import Job, Prediction, predict
+from scaling.model import Prediction, predict
 from scaling.probe import Measured
 from scaling.record import cores, machine_name
+from scaling.work import Job
 
 
 def host_machine(measured: Measured, ranks: int) -> Machine:

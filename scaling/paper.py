@@ -22,7 +22,8 @@ from hpczero.models.config import GPTConfig, parameter_count
 from hpczero.models.presets import PRESETS
 from hpczero.plan.sizing import ideal_activation_numel, ideal_state_nbytes
 from scaling.machine import Machine, load_machine
-from scaling.model import Job, Prediction, predict
+from scaling.model import Prediction, predict
+from scaling.work import Job
 
 MACHINE = "dgx-2-v100"
 STAGE = 2

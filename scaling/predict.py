@@ -22,9 +22,10 @@ import tyro
 from hpczero.errors import ConfigError, run
 from hpczero.options import parse_command_line
 from scaling.machine import Machine, load_machine, machine_names
-from scaling.model import Job, Prediction, largest_micro_batch, predict
+from scaling.model import Prediction, largest_micro_batch, predict
 from scaling.record import ROOT, Recorder, cores, machine_name
 from scaling.study import find_model
+from scaling.work import Job
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Figures of a scaling study.
 
-Owns: what is drawn from `scaling.sweep_report`'s numbers. Must not know: how they were formed. Every axis has its unit,
+Owns: what is drawn from the numbers of `scaling.curves`. Must not know: how they were formed. Every axis has its unit,
 every figure says when it is no scaling.
 """
 
@@ -15,11 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
-from scaling.record import Row, of_kind
-from scaling.study import Point
-from scaling.sweep_report import (
-    CHECKPOINT,
-    MIB,
+from scaling.curves import (
     PARTS,
     Curve,
     Measured,
@@ -29,6 +25,9 @@ from scaling.sweep_report import (
     loss_difference,
     parity_groups,
 )
+from scaling.record import Row, of_kind
+from scaling.study import Point
+from scaling.sweep_report import CHECKPOINT, MIB
 
 COLOURS = (
     "#0072b2",

@@ -13,7 +13,7 @@ from hpczero.errors import ConfigError
 from hpczero.models.config import GPTConfig, flops_per_token
 from hpczero.models.presets import PRESETS
 from scaling.machine import FOLDER, Machine, Roofline, load_machine, machine_names
-from scaling.model import Job, Wires, largest_micro_batch, predict
+from scaling.model import largest_micro_batch, predict
 from scaling.paper import (
     ANCHOR_TFLOPS,
     FIGURE_2,
@@ -25,6 +25,8 @@ from scaling.paper import (
     largest_batch,
     state_nbytes,
 )
+from scaling.wires import Wires
+from scaling.work import Job
 
 SMALL = GPTConfig(vocab_size=4096, context=256, layers=4, hidden=512, heads=8)
 # Round numbers, so that formulas can be written out: 1 FLOP costs 1e-12 s, a byte 1e-11 s inside a node, 1e-10 between.
