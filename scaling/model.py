@@ -9,7 +9,8 @@ Assumptions, all of them:
 
 - every rank is as fast as every other, and the network has no other traffic: noise and stragglers are not in the model;
 - a block's work is its matrix products, its attention and its memory-bound passes, one after the other; causal
-  attention is counted whole, as in the FLOP count;
+  attention is counted whole, as in the FLOP count; by data sheet, large products reach one share of the peak, and
+  passes the full rate of memory (`scaling.machine`);
 - all-gather between nodes: the faster of a ring and, for powers of two, recursive doubling, then inside the node;
   reduce-scatter: first inside, then pairwise between nodes; all ranks of a node share its NICs. Rounds of one
   exchange overlap, so that latency counts once for each message;

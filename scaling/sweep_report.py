@@ -45,7 +45,7 @@ def heading(rows: list[Row]) -> str:
     head, said = next(of_kind(rows, "run")), label(rows)
     definition = f"Set up like {head['definition'][0].lower()}{head['definition'][1:]}"
     if busy(rows):
-        said = f"**Busy machine: these times are no result.** {said}"
+        said += "**Busy machine: these times are no result.** "
     return (
         f"{said}{definition if label(rows) else head['definition']} N0 is the smallest number of ranks of a curve. "
         f"{head['points_done']} of {head['points_asked']} points; {head['malformed']} malformed lines skipped. "
