@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import time
 from collections.abc import Iterator, Sequence
 
 from scaling.contenders import find_entry
@@ -71,11 +72,12 @@ def measure(
 
 def take_turn(crew: Crew, workload: Workload, ranks: int, stage: int, steps: int) -> Row:
     """Probe, predict, train."""
+    begin, own, busy = time.perf_counter(), process_seconds(crew.pids), machine_seconds()
     probes = [crew.ask("probe")]
-    own, busy = process_seconds(crew.pids), machine_seconds()
     answers = crew.ask("turn", steps=steps)
-    own, busy = process_seconds(crew.pids) - own, machine_seconds() - busy
     probes.append(crew.ask("probe"))
+    own, busy = process_seconds(crew.pids) - own, machine_seconds() - busy
+    window_s = time.perf_counter() - begin
     # Before and after the steps: what changed meanwhile counts half.
     measured = Measured.of_ranks([rank for probe in probes for rank in probe])
     found = predict_on_host(
@@ -94,7 +96,7 @@ def take_turn(crew: Crew, workload: Workload, ranks: int, stage: int, steps: int
             "update": found.update_s,
         },
         "matmul_flops": dict(measured.products),
-        "foreign_share": max(busy - own, 0.0) / (took * cores()),
+        "foreign_share": max(busy - own, 0.0) / (window_s * cores()),
     }
 
 

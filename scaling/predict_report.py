@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from scaling.curves import BUSY_SHARE
 from scaling.model import Prediction
 from scaling.paper import ANCHOR_TFLOPS, FIGURE_3, Comparison
 from scaling.plot import Bar, draw_bars
@@ -124,11 +125,16 @@ def _published(found: Comparison) -> str:
 
 
 def points(rows: list[Row]) -> dict[tuple[str, int, int], list[Row]]:
-    """Turns by (workload, ranks, stage)."""
+    """Turns by (workload, ranks, stage): the quiet ones, or all where none was quiet."""
     found: dict[tuple[str, int, int], list[Row]] = {}
     for row in of_kind(rows, "turn"):
         found.setdefault((row["workload"], row["ranks"], row["stage"]), []).append(row)
-    return dict(sorted(found.items()))
+    return {key: quiet(turns) or turns for key, turns in sorted(found.items())}
+
+
+def quiet(turns: Sequence[Row]) -> list[Row]:
+    """Those during which, probes included, other programs hardly worked; else probe and steps see other machines."""
+    return [turn for turn in turns if turn["foreign_share"] <= BUSY_SHARE]
 
 
 def ratio(turns: Sequence[Row]) -> Spread:
@@ -140,8 +146,10 @@ def text(rows: list[Row]) -> str:
     """Heading, table, verdict; markdown."""
     head = next(of_kind(rows, "run"))
     tolerance = head["tolerance"]
-    cells, missed = [], 0
+    cells, missed, used, busy = [], 0, 0, 0
     for (workload, ranks, stage), turns in points(rows).items():
+        used += len(turns)
+        busy += not quiet(turns)
         found = ratio(turns)
         good = abs(found.median - 1) <= tolerance
         missed += not good
@@ -154,11 +162,12 @@ def text(rows: list[Row]) -> str:
                 with_spread(Spread.of([turn["predicted_s"] for turn in turns]), 0, 1e3),
                 with_spread(found, 2),
                 "yes" if good else "**no**",
+                str(len(turns)),
                 f"{max(turn['foreign_share'] for turn in turns):.0%}",
             ]
         )
     header = ["workload", "ranks", "stage", "measured, ms", "predicted, ms", "predicted / measured"]
-    header += [f"within {tolerance:.0%}", "foreign CPU, worst turn"]
+    header += [f"within {tolerance:.0%}", "turns", "foreign CPU at most"]
     return "\n".join(
         [
             f"Prediction against measurement on this host: {head['cores']} cores of {head['cpu']}, commit "
@@ -166,7 +175,14 @@ def text(rows: list[Row]) -> str:
             "the same ranks before and after each turn. Median [95 % interval, or smallest and largest below 6 turns].",
             "",
             table(header, cells),
-            f"{len(cells) - missed} of {len(cells)} points within {tolerance:.0%}.",
+            f"{len(cells) - missed} of {len(cells)} points within {tolerance:.0%}. {used} of "
+            f"{len(list(of_kind(rows, 'turn')))} turns are used: those in which other programs took at most "
+            f"{BUSY_SHARE:.0%} of the processors, from the first probe to the last.",
+            *(
+                [f"**Busy machine: {busy} points had no quiet turn, their lines are no result.**"]
+                if busy
+                else []
+            ),
         ]
     )
 
