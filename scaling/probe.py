@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ HEADS, HEAD, SEQUENCE, SAMPLES = 8, 64, 128, 4
 UPDATED = 2**22  # elements of the update and of sums: 16 MiB each
 TURN_S = 0.12  # for each piece of work
 LEAST = 3  # repetitions of each
+POOL_NBYTES = 2**26  # of operands: twice a large cache
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Measured:
     wait: float | None = None
 
     def matmul_s(self, m: int, k: int, n: int) -> float:
-        """By the rate at the same number of FLOPs, interpolated; the weights come from memory, not from a cache."""
+        """By the rate at the same number of FLOPs, interpolated."""
         side = math.log((m * k * n) ** (1 / 3))
         known = sorted((math.log(int(s)), math.log(rate)) for s, rate in self.products.items())
         low, high = known[0], known[-1]
@@ -64,7 +65,7 @@ class Measured:
         else:
             share = min((side - low[0]) / (high[0] - low[0]), 1.0)
             rate = math.exp(low[1] + share * (high[1] - low[1]))
-        return 2 * m * k * n / rate + k * n * 4 / self.memory_rate
+        return 2 * m * k * n / rate
 
     def attention_s(self, tokens: int, sequence: int, width: int, *, backward: bool) -> float:
         return (2 if backward else 1) * 4 * tokens * sequence * width / self.attention[backward]
@@ -145,8 +146,15 @@ def measure(topology: Any) -> dict[str, Any]:  # Any: a Topology; JSON
 
     products = {}
     for side in SIDES:
-        a, b = torch.randn(side, side), torch.randn(side, side)
-        products[str(side)] = 2 * side**3 / seconds(partial(torch.matmul, a, b))
+        # A step touches more than a cache holds, so every product finds its operands in memory.
+        many = max(POOL_NBYTES // (3 * 4 * side * side), 1)
+        pool = itertools.cycle([torch.ones(3, side, side) for _ in range(many)])
+
+        def product(pool: Iterator[torch.Tensor] = pool) -> None:
+            a, b, out = next(pool)
+            torch.matmul(a, b, out=out)
+
+        products[str(side)] = 2 * side**3 / seconds(product)
 
     x, wide = fresh(ROWS, WIDTH), fresh(ROWS, 4 * WIDTH)
     plain, other = x.detach(), torch.randn(ROWS, WIDTH)
