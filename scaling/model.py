@@ -119,7 +119,8 @@ def _block_s(job: Job, backward: bool) -> float:
         "copy": (4 if backward else 1) * hidden // cut,  # heads back beside each other; q, k, v
     }
     if model.positions == "rotary":
-        numel["copy"] += 4 * hidden // cut  # q and k, twice
+        # q and k: four products and two sums of halves, put side by side; in backward as much for each factor
+        numel["copy"] += (16 if backward else 8) * hidden // cut
     for kind, per_token in numel.items():
         seconds += tokens * per_token * work.element_s(kind, backward=backward)
     if backward:  # gradients go into the flat buffer

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import tyro
@@ -51,6 +52,7 @@ class Options:
         steps: of one turn of --check.
         results: folder of all machines' results of --check; left out, runs/scaling.
         json: a bare --json: one object for each line.
+        plot: also draw the forecast or the paper's curve into this file (.png or .svg).
     """
 
     machine: str = "dgx-a100"
@@ -71,6 +73,7 @@ class Options:
     steps: int = 3
     results: str | None = None
     json: tyro.conf.UseCounterAction[int] = 0
+    plot: str | None = None
 
     def __post_init__(self) -> None:
         if not self.ranks or min(self.ranks) < 1:
@@ -96,10 +99,15 @@ def main() -> int:
         default=Options(),
     )
     if options.paper:
-        return show_paper()
+        return show_paper(options.plot)
     if options.check:
         return check(options)
     found = list(forecast(options))
+    if options.plot:
+        from scaling.predict_report import draw_forecast
+
+        said = f"{options.model}, stage {options.stage}, {found[0][0].job.machine.title}"
+        draw_forecast(found, Path(options.plot), title=said)
     if options.json:
         for prediction, most, checkpointed in found:
             sys.stdout.write(f"{json.dumps(as_json(prediction, most, checkpointed))}\n")
@@ -191,15 +199,16 @@ def job_of(options: Options, ranks: int) -> Job:
     )
 
 
-def show_paper() -> int:
+def show_paper(plot: str | None) -> int:
     """The super-linear curve beside the published one."""
     from scaling.paper import FIGURE_2, FIGURE_3, calibrated, compare
-    from scaling.predict_report import paper_text
+    from scaling.predict_report import draw_paper, paper_text
 
-    said = paper_text(
-        list(compare(FIGURE_3)), list(compare(FIGURE_2)), calibrated().matmul_efficiency
-    )
+    curve = list(compare(FIGURE_3))
+    said = paper_text(curve, list(compare(FIGURE_2)), calibrated().matmul_efficiency)
     sys.stdout.write(f"{said}\n")
+    if plot:
+        draw_paper(curve, Path(plot))
     return 0
 
 

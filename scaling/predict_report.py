@@ -11,7 +11,7 @@ from pathlib import Path
 from scaling.curves import BUSY_SHARE
 from scaling.model import Prediction
 from scaling.paper import ANCHOR_TFLOPS, FIGURE_3, Comparison
-from scaling.plot import Bar, draw_bars
+from scaling.plot import Bar, Line, draw_bars, draw_lines
 from scaling.record import Row, of_kind
 from scaling.spread import Spread
 from scaling.table import table, with_spread
@@ -48,6 +48,40 @@ def forecast_table(found: Sequence[tuple[Prediction, int, bool]]) -> str:
             ]
         )
     return table(header, cells)
+
+
+def draw_forecast(found: Sequence[tuple[Prediction, int, bool]], path: Path, *, title: str) -> None:
+    """FLOP/s of a rank and of all ranks, over ranks, to ``path`` (PNG or SVG)."""
+    ranks = {prediction.job.ranks: prediction for prediction, _, _ in found}
+    first = found[0][0]
+    whole = {float(n): p.tflops * n for n, p in ranks.items()}
+    ideal = {float(n): first.tflops * n for n in ranks}
+    panels = {
+        "of one rank": [Line("predicted", {float(n): p.tflops for n, p in ranks.items()})],
+        "of all ranks": [Line("predicted", whole), Line("ideal", ideal, "k:")],
+    }
+    said = f"PREDICTION, nothing was run. {title}"
+    draw_lines(panels, path, title=said, x="ranks", y="model TFLOP/s")
+
+
+def draw_paper(curve: Sequence[Comparison], path: Path) -> None:
+    """The predicted curve of figure 3 beside what was published, to ``path`` (PNG or SVG)."""
+    predicted = {float(c.run.ranks): c.prediction.tflops for c in curve}
+    published = {float(c.run.ranks): c.run.tflops for c in curve if c.run.tflops is not None}
+    base = curve[0]
+    speed_up = {
+        float(c.run.ranks): c.prediction.tokens_per_s / base.prediction.tokens_per_s for c in curve
+    }
+    ideal = {float(c.run.ranks): c.run.ranks / base.run.ranks for c in curve}
+    panels = {
+        "model TFLOP/s of one GPU": [
+            Line("predicted; calibrated at 400", predicted),
+            Line("read off figure 3: unverified", published, "C1:"),
+        ],
+        "speed-up over 64 GPUs": [Line("predicted", speed_up), Line("linear", ideal, "k:")],
+    }
+    title = "60 B of the ZeRO paper on 64 to 400 V100: predicted"
+    draw_lines(panels, path, title=title, x="GPUs", y="as said above")
 
 
 def paper_text(curve: Sequence[Comparison], others: Sequence[Comparison], efficiency: float) -> str:

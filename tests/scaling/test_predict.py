@@ -127,6 +127,13 @@ def test_a_forecast_says_what_was_asked() -> None:
     assert all(float(line[step]) > 0 and 0 < float(line[tflops]) < 989.4 * 0.6 for line in lines)
 
 
+def test_plots_are_drawn_as_asked(tmp_path: Path) -> None:
+    for name, arguments in (("a.svg", ["--paper"]), ("b.png", ["--ranks", "8", "64"])):
+        done = predict(*arguments, "--plot", str(tmp_path / name))
+        assert done.returncode == 0, done
+        assert (tmp_path / name).stat().st_size > 5000
+
+
 def test_strong_scaling_keeps_the_global_batch() -> None:
     done = predict("--global_batch", "512", "--ranks", "8", "64", "512", "--json")
     assert done.returncode == 0, done
