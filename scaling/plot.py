@@ -75,7 +75,12 @@ class Line:
 
 
 def draw_lines(
-    panels: Mapping[str, Sequence[Line]], path: Path, *, title: str, x: str, y: str
+    panels: Mapping[str, Sequence[Line]],
+    path: Path,
+    *,
+    title: str,
+    x: str,
+    y: str | Mapping[str, str],
 ) -> None:
     """Lines over logarithmic axes, one panel beside the other, to ``path`` (PNG or SVG).
 
@@ -84,7 +89,7 @@ def draw_lines(
         path: of the file.
         title: above all.
         x: name and unit of the horizontal axes.
-        y: of the vertical ones.
+        y: of the vertical ones; of each panel, if they differ.
     """
     figure = Figure(figsize=(7 * len(panels), 5.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -98,7 +103,7 @@ def draw_lines(
         axes.set_yscale("log")
         axes.set_title(name, fontsize="medium")
         axes.set_xlabel(x)
-        axes.set_ylabel(y)
+        axes.set_ylabel(y if isinstance(y, str) else y[name])
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.savefig(path)

@@ -74,14 +74,15 @@ def draw_paper(curve: Sequence[Comparison], path: Path) -> None:
     }
     ideal = {float(c.run.ranks): c.run.ranks / base.run.ranks for c in curve}
     panels = {
-        "model TFLOP/s of one GPU": [
+        "each GPU": [
             Line("predicted; calibrated at 400", predicted),
-            Line("read off figure 3: unverified", published, "C1:"),
+            Line("read off figure 3: unverified", published, "C1x"),
         ],
-        "speed-up over 64 GPUs": [Line("predicted", speed_up), Line("linear", ideal, "k:")],
+        "all GPUs": [Line("predicted", speed_up), Line("linear", ideal, "k:")],
     }
+    names = {"each GPU": "model TFLOP/s of one GPU", "all GPUs": "speed-up over 64 GPUs"}
     title = "60 B of the ZeRO paper on 64 to 400 V100: predicted"
-    draw_lines(panels, path, title=title, x="GPUs", y="as said above")
+    draw_lines(panels, path, title=title, x="GPUs", y=names)
 
 
 def paper_text(curve: Sequence[Comparison], others: Sequence[Comparison], efficiency: float) -> str:
