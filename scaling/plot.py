@@ -67,11 +67,13 @@ class Line:
         label: in the legend.
         points: y by x, both above 0.
         style: as matplotlib writes it, such as ``k:``.
+        joined: whether there is a line between the points.
     """
 
     label: str
     points: Mapping[float, float]
     style: str = "-"
+    joined: bool = True
 
 
 def draw_lines(
@@ -98,7 +100,10 @@ def draw_lines(
         axes = figure.add_subplot(1, len(panels), place + 1)
         for line in lines:
             xs = sorted(line.points)
-            axes.plot(xs, [line.points[x] for x in xs], line.style, marker=".", label=line.label)
+            ys = [line.points[x] for x in xs]
+            (drawn,) = axes.plot(xs, ys, line.style, marker=".", label=line.label)
+            if not line.joined:
+                drawn.set_linestyle("none")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_title(name, fontsize="medium")

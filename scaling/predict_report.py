@@ -76,7 +76,7 @@ def draw_paper(curve: Sequence[Comparison], path: Path) -> None:
     panels = {
         "each GPU": [
             Line("predicted; calibrated at 400", predicted),
-            Line("read off figure 3: unverified", published, "C1x"),
+            Line("read off figure 3: unverified", published, "C1", joined=False),
         ],
         "all GPUs": [Line("predicted", speed_up), Line("linear", ideal, "k:")],
     }
