@@ -29,26 +29,22 @@ if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
 
 README = ROOT / "README.md"
 RUNNING = ROOT / "docs" / "running.md"
-GUIDES = [
-    README,
-    ROOT / "examples" / "README.md",
-    ROOT / "scaling" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-]
+GUIDES = [README, ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = [*GUIDES, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
 COMMANDS = {
     f"hpczero.{name}" for name in ("train", "sample", "checkpoint", "plan", "doctor", "data")
 }
 INSTALL = ROOT / "docs" / "install.md"  # names options of pip and of launchers
-MEASURING = {
-    f"scaling.{name}"
-    for name in ("peers", "collectives", "transports", "checkpoint", "sweep", "report", "predict")
-}
+MEASURING = {f"scaling.{name}" for name in ("peers", "collectives", "transports", "checkpoint")}
 NOT_OURS = {"--oversubscribe", "--section.key", "--signal"}  # of a launcher; a placeholder
-NOT_OURS |= {"--partition", "--time"}  # of sbatch
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 MB = 1e6
+STUDIES = ROOT / "scaling" / "README.md"
+GUIDES.append(STUDIES)
+DOCUMENTS.append(STUDIES)
+MEASURING |= {f"scaling.{name}" for name in ("sweep", "report", "predict")}
+NOT_OURS |= {"--partition", "--time"}  # of sbatch
 
 
 def ids(paths: list[Path]) -> list[str]:
