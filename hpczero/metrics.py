@@ -11,7 +11,7 @@ import json
 import math
 import resource
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,28 +128,94 @@ def device_memory(usage: Mapping[str, int]) -> dict[str, Any]:
 
 
 class Stopwatch:
-    """Seconds by phase of one step; a phase entered twice counts both times."""
+    """Seconds by phase of one step, and how much of each went into waits; a phase entered twice counts both times."""
 
-    def __init__(self) -> None:
+    def __init__(self, waited_s: Callable[[], float] = lambda: 0.0) -> None:
+        """Starts at once.
+
+        Args:
+            waited_s: seconds that this rank has spent in collectives and waits for them so far
+                (``CommStats.seconds``); without it no phase has waits.
+        """
         self._start = time.perf_counter()
+        self._waited_s = waited_s
         self._seconds: dict[str, float] = {}
+        self._waits: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as ``name``."""
-        start = time.perf_counter()
+        start, waited = time.perf_counter(), self._waited_s()
         try:
             yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            self._waits[name] = self._waits.get(name, 0.0) + self._waited_s() - waited
 
     def ms(self, name: str) -> float:
         """Milliseconds in phase ``name`` so far."""
         return self._seconds.get(name, 0.0) * 1e3
 
+    def waited_ms(self, *names: str) -> float:
+        """Milliseconds of these phases that went into collectives and waits for them."""
+        return sum(self._waits.get(name, 0.0) for name in names) * 1e3
+
     def elapsed_s(self) -> float:
         """Seconds since the stopwatch was made."""
         return time.perf_counter() - self._start
+
+
+@dataclass(frozen=True)
+class StepSplit:
+    """Where the time of one step went on one rank; ``step_ms`` is the sum of the parts but for the checkpoint.
+
+    Attributes:
+        compute_ms: forward and backward, waits left out.
+        communication_ms: exposed: time in collectives and in waits for them, whatever the phase. The sum of gradients
+            is part of a collective.
+        optimizer_ms: clipping and update, waits left out.
+        data_ms: reading the batch.
+        other_ms: what no phase covers.
+        checkpoint_ms: saving after the step; not part of ``step_ms``.
+    """
+
+    compute_ms: float
+    communication_ms: float
+    optimizer_ms: float
+    data_ms: float
+    other_ms: float
+    checkpoint_ms: float = 0.0
+
+    @classmethod
+    def of(cls, watch: Stopwatch, step_s: float) -> StepSplit:
+        """From the phases ``data``, ``forward``, ``backward``, ``optimizer``, ``communication`` and ``checkpoint``.
+
+        Args:
+            watch: told how long its rank waited.
+            step_s: the step, without the checkpoint.
+        """
+        computing = ("forward", "backward")
+        waited = watch.waited_ms("data", *computing, "optimizer")
+        split = cls(
+            compute_ms=sum(map(watch.ms, computing)) - watch.waited_ms(*computing),
+            communication_ms=waited + watch.ms("communication"),
+            optimizer_ms=watch.ms("optimizer") - watch.waited_ms("optimizer"),
+            data_ms=watch.ms("data") - watch.waited_ms("data"),
+            other_ms=0.0,
+            checkpoint_ms=watch.ms("checkpoint"),
+        )
+        return dataclasses.replace(split, other_ms=max(step_s * 1e3 - split.step_ms, 0.0))
+
+    @property
+    def step_ms(self) -> float:
+        """The whole step, without the checkpoint."""
+        return (
+            self.compute_ms
+            + self.communication_ms
+            + self.optimizer_ms
+            + self.data_ms
+            + self.other_ms
+        )
 
 
 class Interval:

@@ -144,7 +144,7 @@ def draw(rows: list[Row], path: Path) -> None:
     """Time over size for every mover and the bound, to ``path`` (PNG)."""
     panels: dict[str, dict[str, dict[float, float]]] = {}
     for group in groups(rows):
-        lines = panels.setdefault(f"{TITLES[group.operation]}: ms over bytes of a shard", {})
+        lines = panels.setdefault(TITLES[group.operation], {})
         for name in group.times:
             lines.setdefault(name, {})[group.shard_nbytes] = group.median(name) * 1e3
         if group.bound_s is not None:
@@ -155,6 +155,8 @@ def draw(rows: list[Row], path: Path) -> None:
         {axis: _lines(lines) for axis, lines in panels.items()},
         path,
         title=f"{head['placement']}{label}, {head['mpi']}, {head['commit']}",
+        x="bytes of one rank's shard",
+        y="ms, median",
     )
 
 

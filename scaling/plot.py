@@ -32,7 +32,7 @@ class Bar:
 
 
 def draw_bars(panels: Mapping[str, Sequence[Bar]], path: Path, *, title: str) -> None:
-    """Horizontal bars, one panel beside the other, to ``path`` (PNG).
+    """Horizontal bars, one panel beside the other, to ``path`` (PNG or SVG).
 
     Args:
         panels: bars by the name of their axis; the same labels in each.
@@ -67,20 +67,31 @@ class Line:
         label: in the legend.
         points: y by x, both above 0.
         style: as matplotlib writes it, such as ``k:``.
+        joined: whether there is a line between the points.
     """
 
     label: str
     points: Mapping[float, float]
     style: str = "-"
+    joined: bool = True
 
 
-def draw_lines(panels: Mapping[str, Sequence[Line]], path: Path, *, title: str) -> None:
-    """Lines over logarithmic axes, one panel beside the other, to ``path`` (PNG).
+def draw_lines(
+    panels: Mapping[str, Sequence[Line]],
+    path: Path,
+    *,
+    title: str,
+    x: str,
+    y: str | Mapping[str, str],
+) -> None:
+    """Lines over logarithmic axes, one panel beside the other, to ``path`` (PNG or SVG).
 
     Args:
         panels: lines by the name of their panel.
         path: of the file.
         title: above all.
+        x: name and unit of the horizontal axes.
+        y: of the vertical ones; of each panel, if they differ.
     """
     figure = Figure(figsize=(7 * len(panels), 5.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -89,10 +100,15 @@ def draw_lines(panels: Mapping[str, Sequence[Line]], path: Path, *, title: str) 
         axes = figure.add_subplot(1, len(panels), place + 1)
         for line in lines:
             xs = sorted(line.points)
-            axes.plot(xs, [line.points[x] for x in xs], line.style, marker=".", label=line.label)
+            ys = [line.points[x] for x in xs]
+            (drawn,) = axes.plot(xs, ys, line.style, marker=".", label=line.label)
+            if not line.joined:
+                drawn.set_linestyle("none")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_title(name, fontsize="medium")
+        axes.set_xlabel(x)
+        axes.set_ylabel(y if isinstance(y, str) else y[name])
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.savefig(path)

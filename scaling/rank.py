@@ -75,7 +75,7 @@ def _page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def _load_libraries() -> None:
+def load_libraries() -> None:
     """One step of one weight: torch loads 70 MB of its own on the first use of an optimizer, which is not state."""
     model = torch.nn.Linear(1, 1)
     optimizer = adamw(model.parameters())
@@ -90,7 +90,7 @@ def main(kind: type[Rank] = Rank) -> int:
     module = importlib.import_module(f"scaling.contenders.{order['module']}")
     contender: Contender = module.Contender(**order["arguments"])
     contender.connect()
-    _load_libraries()
+    load_libraries()
     rank = kind(contender, Workload(**order["workload"]))
     with socket.socket(socket.AF_UNIX) as crew:
         crew.connect(order["address"])

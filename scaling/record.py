@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -56,6 +56,26 @@ class Recorder:
 def read_rows(path: Path) -> list[Row]:
     """All rows of a file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def parse_rows(path: Path, *, needs: Collection[str] = ()) -> tuple[list[Row], int]:
+    """Rows of a file that somebody may have been killed writing: (whole ones, number of malformed lines).
+
+    Args:
+        path: of JSON lines.
+        needs: names that a row must have; one without them is malformed.
+    """
+    rows, malformed = [], 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and "kind" in row and row.keys() >= set(needs):
+            rows.append(row)
+        elif line.strip():
+            malformed += 1
+    return rows, malformed
 
 
 def of_kind(rows: list[Row], kind: str) -> Iterator[Row]:

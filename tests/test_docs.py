@@ -65,6 +65,11 @@ NOT_OURS = {
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 MB = 1e6
+STUDIES = ROOT / "scaling" / "README.md"
+GUIDES.append(STUDIES)
+DOCUMENTS.append(STUDIES)
+MEASURING |= {f"scaling.{name}" for name in ("sweep", "report", "predict")}
+NOT_OURS |= {"--partition", "--time"}  # of sbatch
 
 
 def ids(paths: list[Path]) -> list[str]:

@@ -18,6 +18,7 @@ from hpczero.metrics import (
     Interval,
     MetricsFile,
     StepMetrics,
+    StepSplit,
     Stopwatch,
     achieved_tflops,
     process_peak_nbytes,
@@ -170,6 +171,39 @@ def test_tensorboard_can_be_left_out(tmp_path: Path) -> None:
     with Records(folder, LogOptions(tensorboard=False), num_steps=1) as records:
         records.write(metrics(1))
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_steps_parts_add_up_and_waits_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waited = [0.0], [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def work(seconds: float, *, waits: bool = False) -> None:
+        now[0] += seconds
+        waited[0] += seconds if waits else 0.0
+
+    watch = Stopwatch(lambda: waited[0])
+    with watch.phase("data"):
+        work(0.01)
+    for _ in range(2):  # micro steps
+        with watch.phase("forward"):
+            work(0.02)
+        with watch.phase("backward"):
+            work(0.01)
+            work(0.03, waits=True)
+    with watch.phase("optimizer"):
+        work(0.02)
+        work(0.01, waits=True)
+    with watch.phase("communication"):
+        work(0.01)
+    work(0.02)  # in no phase
+    step_s = watch.elapsed_s()
+    with watch.phase("checkpoint"):
+        work(0.05)
+    split = StepSplit.of(watch, step_s)
+    expected = {"compute": 60, "communication": 80, "optimizer": 20, "data": 10, "other": 20}
+    for name, ms in (expected | {"checkpoint": 50}).items():
+        assert getattr(split, f"{name}_ms") == pytest.approx(ms), split
+    assert split.step_ms == pytest.approx(step_s * 1e3)
 
 
 def test_run_folder_of_another_run_is_kept(tmp_path: Path) -> None:

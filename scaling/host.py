@@ -1,0 +1,75 @@
+"""This host as a machine of `scaling.model`, from what it measured of itself.
+
+Owns: which measurement stands for which number of a machine. Must not know: how anything was measured, torch, MPI.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpczero.models.config import GPTConfig
+from scaling.machine import Machine
+from scaling.model import Prediction, predict
+from scaling.probe import Measured
+from scaling.record import cores, machine_name
+from scaling.work import Job
+
+
+def host_machine(measured: Measured, ranks: int) -> Machine:
+    """This host as a Machine for so many ranks on it."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
+    per_node = max(cores(), ranks)
+    fastest = max(measured.products.values())
+    return Machine(
+        name="host",
+        title=machine_name(),
+        ranks_per_node=per_node,
+        memory=total / per_node,
+        reserved=0.3e9,  # Python, torch and MPI: 265 MiB (docs/performance.md)
+        peak={"fp32": fastest},
+        matmul_efficiency=1.0,
+        memory_rate=measured.memory_rate,
+        dispatch=measured.dispatch,
+        node_rate=measured.exchange or measured.memory_rate,
+        node_latency=measured.wait or 0.0,
+        nics=1,
+        nic_rate=measured.exchange or measured.memory_rate,
+        nic_latency=measured.wait or 0.0,
+        shares_memory=True,
+        sources={"all": "measured by scaling.probe"},
+    )
+
+
+def predict_on_host(
+    model: GPTConfig,
+    measured: Measured,
+    *,
+    ranks: int,
+    stage: int,
+    micro_batch: int,
+    accumulation: int = 1,
+) -> Prediction:
+    """One step in fp32 on so many ranks of this host, over the transport that ``auto`` takes on one node.
+
+    Args:
+        model: its sizes.
+        measured: by as many ranks at once.
+        ranks: all on this host.
+        stage: of ZeRO.
+        micro_batch: sequences of one forward.
+        accumulation: forwards of one step.
+    """
+    job = Job(
+        model=model,
+        machine=host_machine(measured, ranks),
+        ranks=ranks,
+        stage=stage,
+        precision="fp32",
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        checkpointing=model.checkpoint_activations,
+        transport="window" if ranks > 1 else "flat",
+        kernels=measured,
+    )
+    return predict(job)

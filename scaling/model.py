@@ -1,0 +1,167 @@
+"""How long a training step will take: compute by a roofline, collectives by their formulas, bytes by the Plan.
+
+Owns: the assumptions, the model's own work, the sum. Must not know: torch, MPI, where a machine's numbers come from,
+how collectives work (`scaling.wires`), how a prediction is shown.
+
+    step = forward + backward + what of the communication they do not hide + update
+
+Assumptions, all of them:
+
+- every rank is as fast as every other, and the network has no other traffic: noise and stragglers are not in the model;
+- a block's work is its matrix products, its attention and its memory-bound passes, one after the other; causal
+  attention is counted whole, as in the FLOP count; by data sheet, large products reach one share of the peak, and
+  passes the full rate of memory (`scaling.machine`);
+- all-gather between nodes: the faster of a ring and, for powers of two, recursive doubling, then inside the node;
+  reduce-scatter: first inside, then pairwise between nodes; all ranks of a node share its NICs. Rounds of one
+  exchange overlap, so that latency counts once for each message;
+- with more than one node the next unit's all-gather and the last unit's reduction are hidden by one unit's compute,
+  as in `hpczero.schedule`; without, nothing is hidden;
+- bytes and shards are those of `hpczero.plan`; checkpointed activations cost one more forward of each block;
+- ``model_parallel`` > 1 is Megatron's, which hpczero does not have: it serves the runs of the ZeRO paper.
+
+Source of the formulas: Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH
+(2005), sec. 4, per level; Shoeybi et al., Megatron-LM, arXiv 1909.08053, sec. 3, for model parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpczero.models.config import flops_per_token
+from hpczero.plan.plan import UnitSpec
+from scaling.machine import Kernels
+from scaling.wires import Wires
+from scaling.work import Job
+
+FORWARD_CALLS, BACKWARD_CALLS = 16, 24  # operations of a block that are started one by one
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One step, on every rank.
+
+    Attributes:
+        job: of which.
+        forward_s, backward_s: without any wait; recomputation is part of backward.
+        communication_s: that nothing hides.
+        hidden_s: communication behind forward and backward.
+        update_s: norm of the gradient, optimizer.
+    """
+
+    job: Job
+    forward_s: float
+    backward_s: float
+    communication_s: float
+    hidden_s: float
+    update_s: float
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        return self.forward_s + self.backward_s + self.communication_s + self.update_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks."""
+        job = self.job
+        return job.tokens * job.accumulation * job.data_parallel / self.step_s
+
+    @property
+    def tflops(self) -> float:
+        """Model FLOP/s of one rank in 1e12; recomputation does not count."""
+        return self.tokens_per_s * flops_per_token(self.job.model) / self.job.ranks / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak."""
+        return self.tflops * 1e12 / self.job.machine.peak_of(self.job.precision)
+
+
+def predict(job: Job) -> Prediction:
+    """One step of ``job``. Pure."""
+    wires = Wires(job)
+    block_f, block_b = (_block_s(job, backward) for backward in (False, True))
+    head_f, head_b = (_head_s(job, backward) for backward in (False, True))
+    sliced_f, sliced_b = wires.model_parallel_s()
+    block_f += sliced_f
+    block_b += sliced_b + (block_f if job.checkpointing else 0.0)
+    layers, steps = job.model.layers, job.accumulation
+    exposed, whole = wires.exposed(block_f, block_b, head_b)
+    owned = sum(_owned(job, unit) for unit in job.plan.units)
+    return Prediction(
+        job=job,
+        forward_s=steps * (layers * block_f + head_f),
+        backward_s=steps * (layers * block_b + head_b),
+        communication_s=exposed,
+        hidden_s=max(whole - exposed, 0.0),
+        update_s=job.work.update_s(owned),
+    )
+
+
+def _block_s(job: Job, backward: bool) -> float:
+    """One block: its products, attention, memory-bound passes, and the start of each operation."""
+    work, tokens, model = job.work, job.tokens, job.model
+    hidden, ffn, cut = model.hidden, model.ffn_multiple * model.hidden, job.model_parallel
+    products = [
+        (tokens, hidden, 3 * hidden // cut),
+        (tokens, hidden // cut, hidden),
+        (tokens, hidden, ffn // cut),
+        (tokens, ffn // cut, hidden),
+    ]
+    seconds = _products_s(work, products, backward)
+    seconds += work.attention_s(tokens, model.context, hidden // cut, backward=backward)
+    numel = {
+        "norm": 2 * hidden,
+        "gelu": ffn // cut,
+        "add": 2 * hidden,
+        "fork": 2 * hidden,
+        "bias": (3 * hidden + ffn) // cut + 2 * hidden,
+        "copy": (4 if backward else 1) * hidden // cut,  # heads back beside each other; q, k, v
+    }
+    if model.positions == "rotary":
+        # q and k: four products and two sums of halves, put side by side; in backward as much for each factor
+        numel["copy"] += (16 if backward else 8) * hidden // cut
+    for kind, per_token in numel.items():
+        seconds += tokens * per_token * work.element_s(kind, backward=backward)
+    if backward:  # gradients go into the flat buffer
+        unit = next(unit for unit in job.plan.units if not unit.is_root)
+        seconds += unit.layout.numel * work.element_s("copy", backward=False)
+    return seconds + (BACKWARD_CALLS if backward else FORWARD_CALLS) * work.dispatch_s
+
+
+def _head_s(job: Job, backward: bool) -> float:
+    """Embedding, final norm, head and loss; the loss is computed once more in backward."""
+    work, tokens, model = job.work, job.tokens, job.model
+    vocab = model.vocab_size // job.model_parallel
+    seconds = _products_s(work, [(tokens, model.hidden, vocab)], backward)
+    seconds += tokens * vocab * work.element_s("loss", backward=backward)
+    seconds += tokens * model.hidden * work.element_s("norm", backward=backward)
+    if backward:  # the embedding's gradient is as large as its table, and is added to the head's
+        table = vocab * model.hidden
+        seconds += 2 * table * work.element_s("copy", backward=False)
+        seconds += job.plan.units[0].layout.numel * work.element_s("copy", backward=False)
+    return seconds
+
+
+def _products_s(work: Kernels, products: list[tuple[int, int, int]], backward: bool) -> float:
+    if not backward:
+        return sum(work.matmul_s(m, k, n) for m, k, n in products)
+    # dx = dy W^T and dW = x^T dy
+    return sum(work.matmul_s(m, n, k) + work.matmul_s(k, m, n) for m, k, n in products)
+
+
+def _owned(job: Job, unit: UnitSpec) -> int:
+    """Elements of which this rank has the optimizer's state."""
+    layout = unit.layout
+    return layout.shard_numel if job.plan.stage.shards_optimizer else layout.padded_numel
+
+
+def largest_micro_batch(job: Job) -> tuple[int, bool]:
+    """(sequences, whether activations must be checkpointed) of the largest forward that fits; 0 if none does.
+
+    Without checkpointing where at least one sequence fits so, as recomputing costs a third.
+    """
+    found = job.fit
+    if found.micro_batch and not job.checkpointing:
+        return found.micro_batch, False
+    return found.micro_batch_checkpointed, True

@@ -1,0 +1,308 @@
+"""One point of a scaling study, as one MPI job: ``mpirun -n 2 python -m scaling.point JSON FILE``.
+
+Owns: the loop that is timed, and what a row says of it. Must not know: the study, the other points, how jobs are
+started. Every rank times its own steps; rank 0 writes the row when all is done, so a file is either whole or not there.
+The loop makes the calls of ``hpczero.loop`` in their order; the tokens are drawn at random and lie in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpczero.errors import ConfigError, run
+from scaling.record import Row, circumstances
+from scaling.study import Point
+from scaling.workload import LEARNING_RATE
+
+if TYPE_CHECKING:
+    from hpczero.topology import Topology
+
+MEMORY_STEPS = 3  # after the timed ones, while a thread looks at the PSS
+NUM_TOKENS = 2**20
+PARTS = ("compute", "communication", "optimizer", "data", "other", "checkpoint")
+
+
+def main() -> int:
+    """Measure the point given as JSON and write its row to the file given. Collective over MPI's world."""
+    if len(sys.argv) != 3 or sys.argv[1].startswith("-"):
+        sys.stdout.write(f"usage: python -m scaling.point JSON FILE\n\n{main.__doc__}\n")
+        return 0 if sys.argv[1:] in (["--help"], ["-h"]) else ConfigError.exit_code
+    order = read_order(sys.argv[1])
+    point = Point.of_json(order["point"])
+    from hpczero.launch import start_topology
+
+    topology = start_topology(None)
+    use_threads(topology, point.threads)
+    with topology.agreed("check the ranks of the point"):
+        if topology.size != point.ranks or topology.num_nodes != point.nodes:
+            raise ConfigError(
+                f"got {topology.size} rank(s) on {topology.num_nodes} node(s), the point is for {point.ranks} on "
+                f"{point.nodes}; start that many, or name HPCZERO_FAKE_NODES"
+            )
+    row = measure(topology, point)
+    if topology.is_root:
+        write_row({"kind": "point", "key": order["key"], **row}, Path(sys.argv[2]))
+    topology.free()
+    return 0
+
+
+def use_threads(topology: Topology, threads: int) -> None:
+    """So many for this rank; 0: its share of the cores it may run on. Collective."""
+    import torch
+
+    from hpczero.launch import use_own_cores
+
+    if threads:
+        torch.set_num_threads(threads)
+    else:
+        use_own_cores(topology)
+
+
+def read_order(text: str) -> dict[str, Any]:  # Any: JSON
+    """The key and the point that the sweep asks for.
+
+    Raises:
+        ConfigError: something else.
+    """
+    try:
+        order = json.loads(text)
+        return {"key": str(order["key"]), "point": dict(order["point"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"got {text!r}, expected the JSON that scaling.sweep gives: {error!r}"
+        ) from error
+
+
+def write_row(row: Row, path: Path) -> None:
+    """One line in a file that is there only when it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    unfinished.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def measure(topology: Topology, point: Point) -> Row:
+    """The row of ``point``; whole on rank 0. Collective."""
+    import torch
+    from mpi4py import MPI
+
+    import hpczero
+    from hpczero.models import flops_per_token
+    from hpczero.models.config import parameter_count
+    from scaling.cpu import machine_seconds
+    from scaling.job import placement
+    from scaling.memory import PeakPss, pss_nbytes
+    from scaling.probe import measure as probe
+    from scaling.rank import load_libraries
+
+    load_libraries()
+    baseline = pss_nbytes()
+    with ExitStack() as stack:
+        trainer = Trainer(topology, point, stack)
+        losses = [trainer.step()[1] for _ in range(point.warm_up)]
+        hpczero.sharding(trainer.model).memory.reset_peak()  # set-up is not part of a step
+        topology.barrier()
+        begin, busy, own = time.perf_counter(), machine_seconds(), time.process_time()
+        splits = []
+        for _ in range(point.steps):
+            split, loss = trainer.step()
+            splits.append(split)
+            losses.append(loss)
+        window_s = time.perf_counter() - begin
+        busy, own = machine_seconds() - busy, time.process_time() - own
+        with PeakPss() as peak:
+            losses += [trainer.step()[1] for _ in range(MEMORY_STEPS)]
+        sharding = hpczero.sharding(trainer.model)
+        ledger = sum(sharding.memory.peak.values()) + sharding.optimizer_nbytes()
+        sharing = sharding.collectives.sharing
+        planned = sharding.plan.memory(sharing=sharing)
+        traffic = sharding.plan.traffic(sharing=sharing)
+        described = sharding.collectives.describe()
+        probed = probe(topology)  # for a prediction beside the measurement
+    mine = {
+        "samples": {part: [getattr(split, f"{part}_ms") for split in splits] for part in PARTS},
+        "losses": losses,
+        "pss_peak_nbytes": peak.nbytes,
+        "pss_baseline_nbytes": baseline,
+        "ledger_nbytes": ledger,
+        "probe": probed,
+        "host": host(),
+        "machine_s": busy,
+        "cpu_s": own,
+        "window_s": window_s,
+    }
+    ranks = topology.world.gather(mine, root=0) or [mine]
+    hosts = [rank["host"] for rank in ranks]
+    return {
+        **circumstances(),
+        "point": point.as_json(),
+        "mpi": MPI.Get_library_version().split(",")[0].strip("\0 \n"),
+        "slurm_job": os.environ.get("SLURM_JOB_ID", ""),
+        "placement": placement(topology),
+        "ranks_per_node": [len(node) for node in topology.nodes],
+        "hosts": [sorted(set(hosts)).index(name) for name in hosts],  # numbers: names tell nothing
+        # Nodes that are one machine in truth: whatever is measured between them is no scaling.
+        "emulated": topology.num_nodes > len({boot for boot, _ in hosts}),
+        "oversubscribed": oversubscribed(hosts),
+        "transport": described,
+        "threads": torch.get_num_threads(),
+        "parameters": parameter_count(point.config),
+        "flops_per_token": flops_per_token(point.config),
+        "samples_ms": {part: _by_step(ranks, part) for part in PARTS},
+        "losses": [
+            math.fsum(values) / len(values)
+            for values in zip(*(rank["losses"] for rank in ranks), strict=True)
+        ],
+        "pss_peak_nbytes": [rank["pss_peak_nbytes"] for rank in ranks],
+        "pss_baseline_nbytes": [rank["pss_baseline_nbytes"] for rank in ranks],
+        "ledger_nbytes": [rank["ledger_nbytes"] for rank in ranks],
+        "planned": {
+            **{name: getattr(planned, name) for name in planned.__dataclass_fields__},
+            "total": planned.total,
+            "sent": traffic.nbytes,
+        },
+        "foreign_share": foreign_share(ranks),
+        "probe": [rank["probe"] for rank in ranks],
+    }
+
+
+class Trainer:
+    """The model, its data and its steps; everything is given back when ``stack`` is left without an error."""
+
+    def __init__(self, topology: Topology, point: Point, stack: ExitStack) -> None:
+        import torch
+
+        import hpczero
+        from hpczero.data import Batches
+        from hpczero.models import GPT
+
+        self.topology, self.point = topology, point
+        with torch.device("meta"):
+            self.model = GPT(point.config)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
+        hpczero.zeroify(
+            self.model,
+            self.optimizer,
+            stage=point.stage,
+            topology=topology,
+            precision=point.precision,
+            transport=point.transport,
+            initialize=partial(self.model.initialize, seed=point.seed),
+        )
+        stack.push(self._release)
+        tokens = draw_tokens(point.config.vocab_size, point.seed)
+        self._batches = Batches(tokens, point.config.context, point.global_batch, point.seed)
+        self._stats = hpczero.sharding(self.model).collectives.stats
+        self._checkpoints = _checkpoints(self.model, topology, point, stack)
+        self._done = 0
+
+    def _release(self, kind: type[BaseException] | None, *_: object) -> None:
+        import hpczero
+
+        if kind is None:  # collective: after an error the other ranks may be elsewhere
+            hpczero.release(self.model)
+
+    def step(self) -> tuple[Any, float]:  # Any: StepSplit, which would load the framework
+        """One optimizer step: (its split on this rank, loss of this rank's samples). Collective."""
+        import torch
+
+        import hpczero
+        from hpczero.metrics import StepSplit, Stopwatch
+
+        point, topology = self.point, self.topology
+        accumulation = point.batch // point.micro_batch
+        watch = Stopwatch(lambda: self._stats.seconds)
+        total = 0.0
+        for micro_step in range(accumulation):
+            with watch.phase("data"):
+                x, y = self._batches.micro_batch(
+                    self._done, micro_step, topology.rank, topology.size, accumulation
+                )
+            last = micro_step == accumulation - 1
+            with nullcontext() if last else hpczero.no_sync(self.model):
+                with watch.phase("forward"):
+                    loss = self.model(torch.from_numpy(x), torch.from_numpy(y)) / accumulation
+                with watch.phase("backward"):
+                    loss.backward()
+            total += loss.item()
+        with watch.phase("optimizer"):
+            hpczero.clip_grad_norm_(self.model, 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        with watch.phase("communication"):
+            topology.gather(total)
+        step_s = watch.elapsed_s()
+        self._done += 1
+        if self._checkpoints is not None and self._done % point.checkpoint_every == 0:
+            with watch.phase("checkpoint"):
+                self._checkpoints.save(self._done)
+        return StepSplit.of(watch, step_s), total
+
+
+def draw_tokens(vocab_size: int, seed: int) -> Any:  # Any: a numpy array
+    """(NUM_TOKENS,) ids, drawn with probability 1 / (1 + id) as in text; the same on every rank."""
+    import numpy as np
+
+    weight = 1.0 / np.arange(1, vocab_size + 1)
+    drawn = np.random.default_rng(seed).choice(vocab_size, NUM_TOKENS, p=weight / weight.sum())
+    return drawn.astype(np.uint32)
+
+
+def _checkpoints(model: Any, topology: Topology, point: Point, stack: ExitStack) -> Any:
+    """Where the point saves; None where it does not. In a folder that is gone afterwards."""
+    if not point.checkpoint_every:
+        return None
+    from hpczero.checkpoint import Checkpoints
+
+    folder = ""
+    with topology.agreed("make a folder for checkpoints"):
+        if topology.is_root:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="point-"))
+    folder = topology.broadcast_text(folder)
+    return stack.enter_context(Checkpoints(Path(folder), model, keep=1))
+
+
+def host() -> tuple[str, int]:
+    """(what tells this machine from all others, cores this rank may use)."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = socket.gethostname()
+    return boot, len(os.sched_getaffinity(0))
+
+
+def oversubscribed(hosts: list[tuple[str, int]]) -> bool:
+    """Whether some machine runs more ranks than it has cores for them."""
+    return any(hosts.count(name) > name[1] for name in set(hosts))
+
+
+def foreign_share(ranks: list[Row]) -> float:
+    """Share of a machine's CPU time that other programs took during the timed steps; the worst machine counts."""
+    shares = []
+    for name in {rank["host"] for rank in ranks}:
+        here = [rank for rank in ranks if rank["host"] == name]
+        own = sum(rank["cpu_s"] for rank in here)
+        busy, window = (max(rank[what] for rank in here) for what in ("machine_s", "window_s"))
+        shares.append(max(busy - own, 0.0) / (window * (os.cpu_count() or 1)))
+    return max(shares)
+
+
+def _by_step(ranks: list[Row], part: str) -> list[list[float]]:
+    """Milliseconds, a list of all ranks for each step."""
+    steps: Iterator[tuple[float, ...]] = zip(*(r["samples"][part] for r in ranks), strict=True)
+    return [[round(value, 4) for value in step] for step in steps]
+
+
+if __name__ == "__main__":
+    run(main)

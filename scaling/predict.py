@@ -1,0 +1,265 @@
+"""What a step will take, on machines by their data sheets or on this host by its own measurement.
+
+    python -m scaling.predict --machine dgx-h100 --model gpt-60b --ranks 64 512 4096
+    python -m scaling.predict --paper          # the ZeRO paper's super-linear speed-up
+    python -m scaling.predict --check          # measures this host, trains, compares
+
+Owns: its options. Must not know: any formula.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from hpczero.errors import ConfigError, run
+from hpczero.options import parse_command_line
+from scaling.machine import Machine, load_machine, machine_names
+from scaling.model import Prediction, largest_micro_batch, predict
+from scaling.record import ROOT, Recorder, cores, machine_name
+from scaling.study import find_model
+from scaling.work import Job
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to predict.
+
+    Attributes:
+        machine: a file in scaling/machines, a path to one like it, or host, which is measured first.
+        model: a preset such as gpt-60b, or a workload such as gpt-8x512.
+        ranks: numbers of ranks; efficiency is relative to the first.
+        stage: of ZeRO.
+        precision: of parameters and activations; on host always fp32.
+        micro_batch: sequences of one forward; left out, as many as fit, at most 64.
+        global_batch: strong scaling: sequences of all ranks; micro-batch and accumulation follow.
+        checkpointing: a bare --checkpointing: always; otherwise only where not one sequence fits without.
+        transport: flat, hierarchical, or window (ranks of a node share memory); on host what hpczero would take.
+        no_overlap: a bare --no_overlap: nothing is hidden between nodes.
+        sources: a bare --sources: where the machine's numbers come from.
+        paper: a bare --paper: the runs of the ZeRO paper, nothing else.
+        check: a bare --check: predict and measure on this host, in turn.
+        workloads: of --check.
+        rounds: of --check; from 6 on there is a 95 % interval.
+        steps: of one turn of --check.
+        results: folder of all machines' results of --check; left out, runs/scaling.
+        json: a bare --json: one object for each line.
+        plot: also draw the forecast or the paper's curve into this file (.png or .svg).
+    """
+
+    machine: str = "dgx-a100"
+    model: str = "gpt-8b"
+    ranks: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)
+    stage: Literal[0, 1, 2, 3] = 3
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    micro_batch: int | None = None
+    global_batch: int | None = None
+    checkpointing: tyro.conf.UseCounterAction[int] = 0
+    transport: Literal["flat", "hierarchical", "window"] = "hierarchical"
+    no_overlap: tyro.conf.UseCounterAction[int] = 0
+    sources: tyro.conf.UseCounterAction[int] = 0
+    paper: tyro.conf.UseCounterAction[int] = 0
+    check: tyro.conf.UseCounterAction[int] = 0
+    workloads: tuple[Literal["gpt-8x512", "gpt-12x768", "tiny"], ...] = ("gpt-8x512", "gpt-12x768")
+    rounds: int = 6
+    steps: int = 3
+    results: str | None = None
+    json: tyro.conf.UseCounterAction[int] = 0
+    plot: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.ranks or min(self.ranks) < 1:
+            raise ConfigError(f"--ranks: got {self.ranks}, expected numbers from 1 on")
+        for name in ("micro_batch", "global_batch", "rounds", "steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name}: got {value}, expected at least 1")
+        if self.check and not self.workloads:
+            raise ConfigError("--workloads: got nothing, expected at least one")
+
+
+MOST_SEQUENCES = 64  # where the batch is not given: more changes little, and no run would take it
+
+
+def main() -> int:
+    """Print a table. Exit code 1 if --check finds a point outside of its tolerance."""
+    options = parse_command_line(
+        Options,
+        sys.argv[1:],
+        prog="python -m scaling.predict",
+        description="Step time, FLOP/s, largest micro-batch and efficiency by a model; only --check trains.",
+        default=Options(),
+    )
+    if options.paper:
+        return show_paper(options.plot)
+    if options.check:
+        return check(options)
+    found = list(forecast(options))
+    if options.plot:
+        from scaling.predict_report import draw_forecast
+
+        said = f"{options.model}, stage {options.stage}, {found[0][0].job.machine.title}"
+        draw_forecast(found, Path(options.plot), title=said)
+    if options.json:
+        for prediction, most, checkpointed in found:
+            sys.stdout.write(f"{json.dumps(as_json(prediction, most, checkpointed))}\n")
+        return 0
+    from scaling.predict_report import forecast_table
+
+    job = found[0][0].job
+    batch = "fixed global batch" if options.global_batch else "fixed batch per rank or the largest"
+    sys.stdout.write(
+        f"{options.model} on {job.machine.title}, {job.precision}, {job.transport}; {batch}. A prediction, "
+        f"nothing was run; assumptions: scaling/model.py.\n\n{forecast_table(found)}"
+    )
+    if options.sources:
+        lines = (f"- {name}: {source}\n" for name, source in job.machine.sources.items())
+        sys.stdout.write(f"\n{''.join(lines)}")
+    return 0
+
+
+def forecast(options: Options) -> Iterator[tuple[Prediction, int, bool]]:
+    """(prediction, largest micro-batch, whether that needs checkpointing) for each number of ranks.
+
+    Raises:
+        ConfigError: nothing fits, or the batch does not divide.
+    """
+    for ranks in options.ranks:
+        job = job_of(options, ranks)
+        most, checkpointed = largest_micro_batch(job)
+        if not most:
+            need = job.fit.needed_nbytes / 1e9
+            raise ConfigError(
+                f"{options.model} at stage {options.stage} on {ranks} ranks of {job.machine.name}: one sequence needs "
+                f"{need:.1f} GB, a rank has {job.machine.usable / 1e9:.1f} GB; use more ranks, a higher --stage, or "
+                "python -m hpczero.plan to see what fits"
+            )
+        job = dataclasses.replace(job, checkpointing=checkpointed)
+        yield predict(_with_batch(job, options, most)), most, checkpointed
+
+
+def _with_batch(job: Job, options: Options, most: int) -> Job:
+    if options.global_batch is None:
+        micro = options.micro_batch or min(most, MOST_SEQUENCES)
+        if micro > most:
+            fits = dataclasses.replace(job, checkpointing=True)
+            if micro > largest_micro_batch(fits)[0]:
+                raise ConfigError(
+                    f"--micro_batch: got {micro}, at most {largest_micro_batch(fits)[0]} fit on {job.ranks} ranks"
+                )
+            return dataclasses.replace(fits, micro_batch=micro)
+        return dataclasses.replace(job, micro_batch=micro)
+    if options.global_batch % job.ranks:
+        raise ConfigError(
+            f"--global_batch: got {options.global_batch}, which {job.ranks} ranks do not divide"
+        )
+    mine = options.global_batch // job.ranks
+    limit = min(most, options.micro_batch or most)
+    micro = max(size for size in range(1, mine + 1) if mine % size == 0 and size <= limit)
+    return dataclasses.replace(job, micro_batch=micro, accumulation=mine // micro)
+
+
+def job_of(options: Options, ranks: int) -> Job:
+    """What the options mean, with one sequence."""
+    kernels, precision, transport = None, options.precision, options.transport
+    machine: Machine
+    if options.machine == "host":
+        from scaling.host import host_machine
+        from scaling.host_check import probe_host
+
+        if ranks > cores():
+            raise ConfigError(
+                f"--machine host: got {ranks} ranks, this host has {cores()} cores; name a machine of "
+                f"{', '.join(machine_names())} for more"
+            )
+        kernels, precision = probe_host(ranks), "fp32"
+        machine = host_machine(kernels, ranks)
+        transport = "window" if ranks > 1 else "flat"  # what ``auto`` takes on one node
+    else:
+        machine = load_machine(options.machine)
+    return Job(
+        model=find_model(options.model),
+        machine=machine,
+        ranks=ranks,
+        stage=options.stage,
+        precision=precision,
+        micro_batch=1,
+        checkpointing=bool(options.checkpointing),
+        transport=transport,
+        overlap=not options.no_overlap,
+        kernels=kernels,
+    )
+
+
+def show_paper(plot: str | None) -> int:
+    """The super-linear curve beside the published one."""
+    from scaling.paper import FIGURE_2, FIGURE_3, calibrated, compare
+    from scaling.predict_report import draw_paper, paper_text
+
+    curve = list(compare(FIGURE_3))
+    said = paper_text(curve, list(compare(FIGURE_2)), calibrated().matmul_efficiency)
+    sys.stdout.write(f"{said}\n")
+    if plot:
+        draw_paper(curve, Path(plot))
+    return 0
+
+
+def check(options: Options) -> int:
+    """Measure, write the rows, print the table, draw the plot."""
+    from scaling.host_check import TOLERANCE, measure, say
+    from scaling.predict_report import draw, points, ratio, text
+
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # through the crews' ends
+    ranks = [size for size in (1, 2) if size <= cores()]
+    path = ROOT / (options.results or "runs/scaling") / machine_name() / "predict-host.jsonl"
+    with Recorder(path) as recorder:
+        found = measure(
+            options.workloads, ranks, (0, 3), rounds=options.rounds, steps=options.steps
+        )
+        for row in found:
+            recorder.write(row.pop("kind"), row)
+    sys.stdout.write(f"\n{text(recorder.rows)}\n")
+    draw(recorder.rows, path.with_suffix(".png"))
+    say(f"rows in {path}, plot beside them")
+    ratios = [ratio(turns) for turns in points(recorder.rows).values()]
+    return 0 if all(abs(r.median - 1) <= TOLERANCE for r in ratios) else 1
+
+
+def as_json(prediction: Prediction, most: int, checkpointed: bool) -> dict[str, Any]:  # Any: JSON
+    """A line for programs."""
+    job = prediction.job
+    return {
+        "machine": job.machine.name,
+        "ranks": job.ranks,
+        "stage": job.stage,
+        "precision": job.precision,
+        "micro_batch": job.micro_batch,
+        "accumulation": job.accumulation,
+        "checkpointing": job.checkpointing,
+        "largest_micro_batch": most,
+        "largest_needs_checkpointing": checkpointed,
+        "step_s": prediction.step_s,
+        "forward_s": prediction.forward_s,
+        "backward_s": prediction.backward_s,
+        "communication_s": prediction.communication_s,
+        "hidden_s": prediction.hidden_s,
+        "update_s": prediction.update_s,
+        "tokens_per_s": prediction.tokens_per_s,
+        "tflops_per_rank": prediction.tflops,
+        "mfu": prediction.mfu,
+        "needed_nbytes": job.fit.needed_nbytes,
+    }
+
+
+if __name__ == "__main__":
+    run(main)

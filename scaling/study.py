@@ -1,0 +1,223 @@
+"""What a weak or a strong scaling study is: its points, and what makes two points the same.
+
+Owns: the definitions, the grid, the key of a point. Must not know: how a point is measured or started, torch, MPI.
+
+Strong: the model and the global batch are fixed, ranks grow. Weak: the batch of each rank is fixed, ranks grow, with
+one model; or, with ``grow``, one model for each number of ranks, larger with the ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hpczero.errors import ConfigError
+from hpczero.models.config import GPTConfig
+from hpczero.models.presets import PRESETS
+from scaling.workload import SEED, WORKLOADS
+
+Kind = Literal["weak", "strong"]
+DEFINITIONS = {
+    "strong": "Strong scaling: fixed model and fixed global batch; efficiency E(N) = T(N0) N0 / (T(N) N).",
+    "weak": "Weak scaling: fixed model and fixed batch per rank, so the global batch grows with the ranks; efficiency "
+    "E(N) = T(N0) / T(N).",
+    "weak-grown": "Weak scaling: fixed batch per rank, and a larger model on more ranks; efficiency is model FLOP/s "
+    "per rank over those at N0.",
+}
+DEFAULT_STEPS = 30  # after warm-up; Hoefler and Belli, SC15, and enough for a 95 % interval
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement: a model on some ranks.
+
+    Attributes:
+        model: name of the sizes.
+        config: the sizes.
+        stage: ZeRO stage.
+        ranks: all of them.
+        nodes: over which they are spread equally.
+        batch: sequences of one rank and step.
+        micro_batch: sequences of one forward.
+        precision: of parameters and activations.
+        transport: as in ``zeroify``.
+        warm_up: steps before the first that counts.
+        steps: that count.
+        checkpoint_every: steps between checkpoints; 0: none.
+        threads: of each rank, the same whatever the ranks; 0: as many as it has cores.
+        job: number among jobs that measure the same.
+    """
+
+    model: str
+    config: GPTConfig
+    stage: int
+    ranks: int
+    nodes: int
+    batch: int
+    micro_batch: int
+    precision: str = "fp32"
+    transport: str = "auto"
+    warm_up: int = 5
+    steps: int = DEFAULT_STEPS
+    checkpoint_every: int = 0
+    threads: int = 0
+    job: int = 0
+    seed: int = SEED
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of all ranks in one step."""
+        return self.batch * self.ranks
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of every node."""
+        return self.ranks // self.nodes
+
+    def key(self, commit: str) -> str:
+        """16 hexadecimal digits that are equal for equal measurements of the same commit."""
+        text = json.dumps({**self.as_json(), "commit": commit}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def as_json(self) -> dict[str, Any]:  # Any: JSON
+        """For ``of_json``."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def of_json(cls, values: dict[str, Any]) -> Point:
+        """What ``as_json`` wrote.
+
+        Raises:
+            ConfigError: it did not.
+        """
+        try:
+            return cls(**{**values, "config": GPTConfig(**values["config"])})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"not a point of a sweep: {error!r} in {values!r}") from error
+
+    def describe(self) -> str:
+        """One line for the screen."""
+        again = f", job {self.job}" if self.job else ""
+        return (
+            f"{self.model}, stage {self.stage}, {self.ranks} rank(s) on {self.nodes} node(s), batch {self.batch} per "
+            f"rank{again}"
+        )
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is varied.
+
+    Attributes:
+        kind: of study.
+        grow: weak only: the n-th model runs on the n-th number of ranks.
+        models: names in ``WORKLOADS`` or ``PRESETS``.
+        stages: ZeRO stages.
+        ranks: numbers of ranks; the smallest is the base, N0.
+        batches: weak: sequences per rank; strong: sequences of all ranks.
+        ranks_per_node: most ranks of one node; None: all ranks on one node.
+        jobs: how often each point is measured, each time in a job of its own.
+        micro_batch: most sequences of one forward; None: as many as a rank has.
+    """
+
+    kind: Kind
+    grow: bool
+    models: Sequence[str]
+    stages: Sequence[int]
+    ranks: Sequence[int]
+    batches: Sequence[int]
+    ranks_per_node: int | None = None
+    jobs: int = 1
+    micro_batch: int | None = None
+
+    @property
+    def definition(self) -> str:
+        """A sentence for reports."""
+        return DEFINITIONS["weak-grown" if self.grow else self.kind]
+
+    def points(self, **settings: Any) -> list[Point]:  # Any: fields of Point
+        """All of them, those of fewest ranks first; ``settings`` are equal for all.
+
+        Raises:
+            ConfigError: numbers that do not divide, an unknown model, a model that is missing.
+        """
+        ranks = sorted(set(self.ranks))
+        if self.grow and len(self.models) != len(ranks):
+            raise ConfigError(
+                f"--grow: got {len(self.models)} models for {len(ranks)} numbers of ranks, expected one for each"
+            )
+        found = []
+        for job in range(self.jobs):
+            for index, size in enumerate(ranks):
+                models = [self.models[index]] if self.grow else self.models
+                nodes = self.nodes(size)
+                for model in models:
+                    for stage in self.stages:
+                        for batch in self.batches:
+                            mine = self._batch_per_rank(batch, size)
+                            micro = self._micro_batch(mine)
+                            point = Point(
+                                model=model,
+                                config=find_model(model),
+                                stage=stage,
+                                ranks=size,
+                                nodes=nodes,
+                                batch=mine,
+                                micro_batch=micro,
+                                job=job,
+                                **settings,
+                            )
+                            found.append(point)
+        return found
+
+    def nodes(self, ranks: int) -> int:
+        """Nodes that so many ranks fill.
+
+        Raises:
+            ConfigError: they would not fill them equally.
+        """
+        most = self.ranks_per_node
+        if most is None or ranks <= most:
+            return 1
+        if ranks % most:
+            raise ConfigError(
+                f"--ranks: got {ranks}, expected a multiple of --ranks_per_node {most} (or fewer than that)"
+            )
+        return ranks // most
+
+    def _batch_per_rank(self, batch: int, ranks: int) -> int:
+        if self.kind == "weak":
+            return batch
+        if batch % ranks:
+            raise ConfigError(
+                f"--batches: got a global batch of {batch}, which {ranks} ranks do not divide; strong scaling keeps "
+                f"the global batch, so it must be a multiple of every number of ranks"
+            )
+        return batch // ranks
+
+    def _micro_batch(self, batch: int) -> int:
+        most = min(self.micro_batch or batch, batch)
+        if batch % most:
+            raise ConfigError(
+                f"--micro_batch: got {most}, which does not divide the {batch} sequences of a rank"
+            )
+        return most
+
+
+def find_model(name: str) -> GPTConfig:
+    """The sizes of a workload or of a preset.
+
+    Raises:
+        ConfigError: no such name.
+    """
+    if name in WORKLOADS:
+        return WORKLOADS[name].model
+    if name in PRESETS:
+        return PRESETS[name]
+    raise ConfigError(
+        f"--models: got {name!r}, expected some of {', '.join([*WORKLOADS, *PRESETS])}"
+    )

@@ -1,0 +1,338 @@
+"""A weak or a strong scaling study: all its points, each measured in a job of its own.
+
+    python -m scaling.sweep strong --ranks 1 2 --stages 0 3 --models gpt-8x512 --batches 8
+    python -m scaling.sweep weak --by sbatch --ranks 8 16 32 --ranks_per_node 8 -- --partition=gpu --time=30:00
+
+Owns: which points are left to do, the folder of a study, collecting its rows into one file. Must not know: what a
+point measures, how a job is started. A folder holds ``points/KEY.json``, one for each point that is done, ``logs`` of
+SLURM's jobs, ``sweep-KIND.plan``, what was asked for, and ``sweep-KIND.jsonl``, its rows, which ``python -m
+scaling.report`` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from hpczero.config import Transport
+from hpczero.errors import ConfigError, HpcZeroError, run
+from hpczero.options import parse_command_line
+from scaling.launchers import Local, Slurm, absolute
+from scaling.record import Recorder, Row, circumstances, commit, cores, parse_rows
+from scaling.study import DEFAULT_STEPS, Grid, Point
+
+CHANGED = "+changes"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure, and how jobs are started.
+
+    Attributes:
+        kind: strong: fixed model and global batch; weak: fixed batch per rank.
+        ranks: numbers of ranks; the smallest is the base of all ratios.
+        ranks_per_node: most ranks of one node; left out, one node. Without sbatch more nodes than one are emulated.
+        models: workloads such as gpt-8x512 and tiny, or presets such as gpt2-xl.
+        grow: weak only: the n-th model runs on the n-th number of ranks.
+        stages: ZeRO stages.
+        batches: sequences of one rank (weak) or of all ranks (strong).
+        micro_batch: most sequences of one forward; left out, all that a rank has.
+        precision: of parameters and activations.
+        transport: how ranks exchange; see hpczero.train.
+        steps: measured ones of each point.
+        warm_up: steps before.
+        checkpoint_every: steps between checkpoints during the measured steps; 0: none.
+        threads: of each rank; every point must have as many, or ranks are not compared with ranks. Left out: locally
+            the cores over the most ranks of this study, by sbatch the cores that SLURM gives a task.
+        jobs: how often each point is measured, each time in a job of its own; three or more tell what one allocation
+            hides.
+        by: local: on this machine, one after the other; sbatch: by slurm/point.sh, with a last job that collects; what
+            follows a bare -- are options of sbatch, such as a partition and a time.
+        in_turn: a bare --in_turn: each SLURM job waits for the one before.
+        folder: of the study.
+        any_commit: a bare --any_commit: points measured with another commit count as done.
+        collect: a bare --collect: measure nothing, only collect what is done of what was asked for last.
+        limit_s: longest time of one local job.
+    """
+
+    kind: tyro.conf.Positional[Literal["weak", "strong"]]
+    ranks: tuple[int, ...] = (1, 2)
+    ranks_per_node: int | None = None
+    models: tuple[str, ...] = ("gpt-8x512",)
+    grow: tyro.conf.UseCounterAction[int] = 0
+    stages: tuple[Literal[0, 1, 2, 3], ...] = (3,)
+    batches: tuple[int, ...] = (4,)
+    micro_batch: int | None = None
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    transport: Transport = "auto"
+    steps: int = DEFAULT_STEPS
+    warm_up: int = 5
+    checkpoint_every: int = 0
+    threads: int | None = None
+    jobs: int = 1
+    by: Literal["local", "sbatch"] = "local"
+    in_turn: tyro.conf.UseCounterAction[int] = 0
+    folder: str = "runs/sweep"
+    any_commit: tyro.conf.UseCounterAction[int] = 0
+    collect: tyro.conf.UseCounterAction[int] = 0
+    limit_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "models", "stages", "batches"):
+            if not getattr(self, name):
+                raise ConfigError(f"--{name}: got nothing, expected at least one")
+        for name in ("ranks", "batches"):
+            if min(getattr(self, name)) < 1:
+                raise ConfigError(f"--{name}: got {getattr(self, name)}, expected 1 or above")
+        for name in ("steps", "warm_up", "threads", "jobs", "ranks_per_node", "micro_batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name}: got {value}, expected at least 1")
+        if self.checkpoint_every < 0:
+            raise ConfigError(
+                f"--checkpoint_every: got {self.checkpoint_every}, expected 0 or above"
+            )
+        if self.grow and self.kind == "strong":
+            raise ConfigError("--grow: strong scaling keeps the model; it goes with weak only")
+
+    @property
+    def grid(self) -> Grid:
+        """What is varied."""
+        return Grid(
+            kind=self.kind,
+            grow=bool(self.grow),
+            models=self.models,
+            stages=self.stages,
+            ranks=self.ranks,
+            batches=self.batches,
+            ranks_per_node=self.ranks_per_node,
+            jobs=self.jobs,
+            micro_batch=self.micro_batch,
+        )
+
+    @property
+    def threads_per_rank(self) -> int:
+        """Of every point; 0: SLURM knows."""
+        if self.threads is not None or self.by == "sbatch":
+            return self.threads or 0
+        # local nodes are all this machine
+        return max(cores() // max(self.ranks), 1)
+
+    @property
+    def points(self) -> list[Point]:
+        """All of the study."""
+        return self.grid.points(
+            threads=self.threads_per_rank,
+            precision=self.precision,
+            transport=self.transport,
+            steps=self.steps,
+            warm_up=self.warm_up,
+            checkpoint_every=self.checkpoint_every,
+        )
+
+
+class StudyFolder:
+    """The files of one study."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self.path = path
+        self.plan = path / f"sweep-{kind}.plan"
+        self.rows = path / f"sweep-{kind}.jsonl"
+
+    def point(self, key: str) -> Path:
+        """Where the row of a point is."""
+        return self.path / "points" / f"{key}.json"
+
+    def write_plan(self, options: Options, points: Sequence[Point], now: str) -> None:
+        """Remember what was asked for, for the job that collects."""
+        head = {
+            "study": options.kind,
+            "grow": bool(options.grow),
+            "definition": options.grid.definition,
+            "steps": options.steps,
+            "warm_up": options.warm_up,
+            "asked_at": now,
+            "any_commit": bool(options.any_commit),
+            "points": [point.as_json() for point in points],
+        }
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.plan.write_text(json.dumps(head) + "\n", encoding="utf-8")
+
+    def read_plan(self) -> Row:
+        """What was asked for last.
+
+        Raises:
+            ConfigError: nothing was, or the file is damaged.
+        """
+        try:
+            head: Row = json.loads(self.plan.read_text(encoding="utf-8"))
+            return head
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{self.plan}: cannot be read ({error}); run the sweep without --collect first"
+            ) from error
+
+    def finished(self, point: Point, now: str, *, any_commit: bool) -> tuple[Row | None, int]:
+        """The row of ``point`` if it is done, and the number of lines that could not be read.
+
+        A row of another commit counts only with ``any_commit``.
+        """
+        malformed = 0
+        paths = sorted((self.path / "points").glob("*.json")) if any_commit else []
+        for path in (self.point(point.key(now)), *paths):
+            if not path.is_file():
+                continue
+            rows, bad = parse_rows(path, needs=("point", "samples_ms", "commit"))
+            malformed += bad
+            for row in rows:
+                same = row["point"] == point.as_json()
+                if same and (any_commit or row["commit"] == now):
+                    return row, malformed
+        return None, malformed
+
+
+def main() -> int:
+    """Measure what is not done yet, or submit it; then collect."""
+    words, for_sbatch = _split(sys.argv[1:])
+    options = parse_command_line(
+        Options,
+        words,
+        prog="python -m scaling.sweep",
+        description="All points of a scaling study, each in a job of its own; done ones are skipped.",
+        default=Options(kind=tyro.MISSING),
+    )
+    if for_sbatch and options.by != "sbatch":
+        raise ConfigError(f"got {shlex.join(for_sbatch)} after --, which only --by sbatch takes")
+    folder = StudyFolder(absolute(options.folder), options.kind)
+    if options.collect:
+        return collect(folder)
+    points, now = options.points, commit()
+    # Uncommitted changes have no name: what was measured with them may have been measured with others.
+    reusable = bool(options.any_commit) or not now.endswith(CHANGED)
+    left = [
+        p
+        for p in points
+        if not reusable or folder.finished(p, now, any_commit=bool(options.any_commit))[0] is None
+    ]
+    folder.write_plan(options, points, now)
+    say(f"{len(points)} points, {len(points) - len(left)} done already, commit {now}")
+    if options.by == "sbatch" and left:
+        submit(options, folder, left, now, for_sbatch)
+        return 0
+    failed = measure(options, folder, left, now)
+    code = collect(folder)
+    return 1 if failed else code
+
+
+def measure(options: Options, folder: StudyFolder, points: Sequence[Point], now: str) -> int:
+    """All ``points`` here, one after the other; returns how many failed. A failure does not keep the others."""
+    launcher, failed = Local(options.limit_s), 0
+    for number, point in enumerate(points, start=1):
+        say(f"[{number}/{len(points)}] {point.describe()}")
+        path = folder.point(point.key(now))
+        path.unlink(missing_ok=True)
+        try:
+            launcher.start(
+                _arguments(point, path, now),
+                ranks=point.ranks,
+                nodes=point.nodes,
+                threads=point.threads,
+            )
+        except HpcZeroError as error:
+            failed += 1
+            say(f"failed: {point.describe()}: {error}")
+    return failed
+
+
+def submit(
+    options: Options,
+    folder: StudyFolder,
+    points: Sequence[Point],
+    now: str,
+    for_sbatch: Sequence[str],
+) -> None:
+    """A job for each point, and one after all of them that collects."""
+    launcher = Slurm(for_sbatch, folder.path / "logs", in_turn=bool(options.in_turn))
+    jobs: list[str] = []
+    for point in points:
+        path = folder.point(point.key(now))
+        job = launcher.submit(
+            _arguments(point, path, now),
+            nodes=point.nodes,
+            ranks_per_node=point.ranks_per_node,
+            after=jobs[-1:] if launcher.in_turn else (),
+            name=f"{options.kind}-{point.ranks}",
+        )
+        jobs.append(job)
+        say(f"job {job}: {point.describe()}")
+    last = launcher.submit(
+        ["-m", "scaling.sweep", options.kind, "--folder", str(folder.path), "--collect"],
+        nodes=1,
+        ranks_per_node=1,
+        after=jobs,
+        name=f"{options.kind}-collect",
+    )
+    say(f"job {last}: collects into {folder.rows}, when the others have ended")
+
+
+def collect(folder: StudyFolder) -> int:
+    """Write the rows of all finished points into one file; malformed ones are skipped and counted.
+
+    Raises:
+        ConfigError: no point is finished.
+    """
+    plan = folder.read_plan()
+    points = [Point.of_json(values) for values in plan["points"]]
+    now, found, malformed, stale = plan["asked_at"], [], 0, 0
+    for point in points:
+        row, bad = folder.finished(point, now, any_commit=plan["any_commit"])
+        malformed += bad
+        if row is not None:
+            found.append(row)
+        elif not bad:
+            stale += folder.point(point.key(now)).is_file()
+    left_out = f"malformed lines: {malformed}; points that ran with other code than {now}: {stale}"
+    if not found:
+        raise ConfigError(
+            f"{folder.path}: none of the {len(points)} points of the {plan['study']} scaling study is finished "
+            f"({left_out}); look at what the jobs said, then run the same command again"
+        )
+    head = {key: value for key, value in plan.items() if key != "points"}
+    with Recorder(folder.rows) as recorder:
+        asked = {"points_asked": len(points), "points_done": len(found), "malformed": malformed}
+        recorder.write("run", {**circumstances(), **head, **asked})
+        for row in found:
+            recorder.write("point", {name: value for name, value in row.items() if name != "kind"})
+    say(f"{len(found)} of {len(points)} points in {folder.rows}; left out: {left_out}")
+    say(f"next: python -m scaling.report {folder.rows}")
+    return 0
+
+
+def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """(before, after) a bare ``--``."""
+    if "--" not in words:
+        return words, ()
+    place = words.index("--")
+    return words[:place], words[place + 1 :]
+
+
+def _arguments(point: Point, path: Path, now: str) -> list[str]:
+    order = json.dumps({"key": point.key(now), "point": point.as_json()})
+    return ["-m", "scaling.point", order, str(path)]
+
+
+def say(line: str) -> None:
+    """Progress, on stderr."""
+    sys.stderr.write(f"sweep: {line}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,227 @@
+"""Figures of a scaling study.
+
+Owns: what is drawn from the numbers of `scaling.curves`. Must not know: how they were formed. Every axis has its unit,
+every figure says when it is no scaling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+
+from scaling.curves import (
+    PARTS,
+    Curve,
+    Measured,
+    Ratio,
+    busy,
+    curves,
+    loss_difference,
+    parity_groups,
+)
+from scaling.record import Row, of_kind
+from scaling.study import Point
+from scaling.sweep_report import CHECKPOINT, MIB
+
+COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#000000",
+)  # Okabe and Ito
+MARKERS = "os^Dvp*"
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """All figures, as ``<stem>-<figure><suffix>`` beside ``path``; its suffix says PNG or SVG."""
+    for name, make in FIGURES.items():
+        figure = make(rows)
+        figure.savefig(path.with_name(f"{path.stem}-{name}{path.suffix}"), facecolor="white")
+
+
+def scaling_figure(rows: list[Row]) -> Figure:
+    """Speed-up and efficiency over ranks, with the ideal line and 95 % intervals."""
+    figure, (up, efficiency) = _figure(rows, 2, width=12, height=4.8)
+    found = curves(rows)
+    ranks = sorted({m.point.ranks for curve in found for m in curve.points})
+    base = min(ranks)
+    up.plot(ranks, [r / base for r in ranks], color="0.5", linestyle="--", label="ideal")
+    efficiency.axhline(100.0, color="0.5", linestyle="--", label="ideal")
+    for number, curve in enumerate(found):
+        style: dict[str, Any] = {  # Any: keywords of matplotlib
+            "color": COLOURS[number % len(COLOURS)],
+            "marker": MARKERS[number % len(MARKERS)],
+            "label": curve.name,
+        }
+        shift = 2 ** (0.03 * (number - (len(found) - 1) / 2))  # so that bars do not hide each other
+        _with_bars(up, curve, [curve.speed_up(m) for m in curve.points], shift, 1.0, style)
+        _prediction(up, efficiency, curve, style["color"])
+        bars = [curve.efficiency(m) for m in curve.points]
+        _with_bars(efficiency, curve, bars, shift, 100.0, style)
+    up.set_yscale("log", base=2)
+    up.set_ylabel(f"speed-up over {base} rank(s)")
+    efficiency.set_ylabel("efficiency, %")
+    low, high = efficiency.get_ylim()
+    efficiency.set_ylim(min(low, 0.0), max(high, 110.0))
+    for axes in (up, efficiency):
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("ranks")
+        _plain_ticks(axes, ranks)
+    up.yaxis.set_major_formatter(ScalarFormatter())
+    handles, names = up.get_legend_handles_labels()
+    figure.legend(handles, names, fontsize="small", loc="outside lower center", ncols=2)
+    return figure
+
+
+def breakdown_figure(rows: list[Row]) -> Figure:
+    """Where the time of a step goes, a bar for each point."""
+    points = [(curve, m) for curve in curves(rows) for m in curve.points]
+    figure, (axes,) = _figure(rows, 1, width=12, height=2.2 + 0.36 * len(points))
+    labels = [f"{curve.name}, {m.point.ranks} rank(s)" for curve, m in points]
+    left = [0.0] * len(points)
+    for part, colour in zip((*PARTS, CHECKPOINT), COLOURS, strict=False):
+        widths = [m.part_ms(part) for _, m in points]
+        name = "exposed communication" if part == "communication" else part
+        axes.barh(labels, widths, left=left, color=colour, label=name)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("ms of a step, mean over steps and ranks (checkpoint: spread over all steps)")
+    figure.legend(fontsize="small", loc="outside lower center", ncols=6)
+    return figure
+
+
+def memory_figure(rows: list[Row]) -> Figure:
+    """Memory of a rank: what the plan's formula says, what the ledger counted, what the kernel says."""
+    points = [(curve, m) for curve in curves(rows) for m in curve.points]
+    figure, (axes,) = _figure(rows, 1, width=12, height=2.2 + 0.5 * len(points))
+    places = range(len(points))
+    kinds: tuple[tuple[str, Callable[[Measured], float]], ...] = (
+        ("formula (Plan.memory, activations excluded)", lambda m: m.planned_nbytes),
+        ("ledger: buffers and optimizer state held at most", lambda m: m.worst("ledger_nbytes")),
+        ("PSS over that before the model: activations and libraries too", lambda m: m.pss_nbytes),
+    )
+    for number, (name, nbytes) in enumerate(kinds):
+        axes.barh(
+            [place + 0.27 * (number - 1) for place in places],
+            [nbytes(m) / MIB for _, m in points],
+            height=0.25,
+            color=COLOURS[number],
+            label=name,
+        )
+    axes.set_yticks(list(places), [f"{curve.name}, {m.point.ranks} rank(s)" for curve, m in points])
+    axes.invert_yaxis()
+    axes.set_xlabel("MiB of the largest rank")
+    figure.legend(fontsize="small", loc="outside lower center", ncols=3)
+    return figure
+
+
+def losses_figure(rows: list[Row]) -> Figure:
+    """Losses of all points, and how far those on the same samples are apart."""
+    figure, (losses, apart) = _figure(rows, 2, width=12, height=4.8)
+    number = 0
+    for members in parity_groups(rows).values():
+        for row in members:
+            point = Point.of_json(row["point"])
+            colour = COLOURS[number % len(COLOURS)]
+            label = f"{point.model}, stage {point.stage}, {point.ranks} rank(s), global batch {point.global_batch}"
+            steps = range(1, len(row["losses"]) + 1)
+            losses.plot(steps, row["losses"], label=label, color=colour, linewidth=1.2)
+            if row is not members[0]:
+                found = [max(x, 1e-9) for x in loss_difference(row, members[0])]
+                apart.plot(range(1, len(found) + 1), found, color=colour, linewidth=1.2)
+            number += 1
+    losses.set_xlabel("step")
+    losses.set_ylabel("loss, nats per token")
+    apart.set_xlabel("step")
+    apart.set_ylabel("|difference| to the first, nats")
+    apart.set_yscale("log")
+    apart.set_title("same samples, other ranks or stage (0 is drawn as 1e-9)", fontsize="small")
+    if not apart.lines:
+        apart.text(
+            0.5,
+            0.5,
+            "no two points train on the same samples",
+            ha="center",
+            transform=apart.transAxes,
+        )
+    handles, names = losses.get_legend_handles_labels()
+    figure.legend(handles, names, fontsize="small", loc="outside lower center", ncols=2)
+    return figure
+
+
+FIGURES: dict[str, Callable[[list[Row]], Figure]] = {
+    "scaling": scaling_figure,
+    "breakdown": breakdown_figure,
+    "memory": memory_figure,
+    "losses": losses_figure,
+}
+
+
+def _figure(
+    rows: list[Row], panels: int, *, width: float, height: float
+) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    head, points = next(of_kind(rows, "run")), list(of_kind(rows, "point"))
+    where = f"{points[0]['cpu']}, commit {head['asked_at']}"
+    title = f"{head['study']} scaling: {where}"
+    if any(row["emulated"] for row in points):
+        title = f"EMULATED nodes on one machine, NOT scaling ({head['study']} set-up): {where}"
+    elif any(row["oversubscribed"] for row in points):
+        title = f"MORE RANKS THAN CORES, NOT scaling ({head['study']} set-up): {where}"
+    if busy(rows):
+        title = f"BUSY MACHINE, times are no result. {title}"
+    figure.suptitle(title, fontsize="medium")
+    found = [figure.add_subplot(1, panels, place + 1) for place in range(panels)]
+    for axes in found:
+        axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
+    return figure, found
+
+
+def _with_bars(
+    axes: Axes,
+    curve: Curve,
+    ratios: Sequence[Ratio],
+    shift: float,
+    scale: float,
+    style: dict[str, Any],
+) -> None:
+    values = [ratio.value * scale for ratio in ratios]
+    below = [(ratio.value - ratio.low) * scale for ratio in ratios]
+    above = [(ratio.high - ratio.value) * scale for ratio in ratios]
+    ranks = [m.point.ranks * shift for m in curve.points]
+    errors = [[max(x, 0.0) for x in side] for side in (below, above)]
+    axes.errorbar(ranks, values, yerr=errors, capsize=3, linewidth=1.4, markersize=5, **style)
+
+
+def _prediction(up: Axes, efficiency: Axes, curve: Curve, colour: str) -> None:
+    """Dotted: what the model says, from what the ranks measured of the host they ran on."""
+    ups = {m.point.ranks: curve.predicted_speed_up(m) for m in curve.points}
+    found = {ranks: value for ranks, value in ups.items() if value is not None}
+    base = curve.base.point.ranks
+    if len(found) > 1:
+        style: dict[str, Any] = {
+            "color": colour,
+            "linestyle": ":",
+            "label": f"{curve.name}, predicted",
+        }
+        up.plot(list(found), list(found.values()), **style)
+        shares = [100 * value * base / ranks for ranks, value in found.items()]
+        efficiency.plot(list(found), shares, **style)
+
+
+def _plain_ticks(axes: Axes, ranks: Sequence[int]) -> None:
+    """The numbers of ranks there are, as they are."""
+    axes.xaxis.set_major_locator(FixedLocator(list(ranks)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(ScalarFormatter())

@@ -1,0 +1,146 @@
+"""How long the collectives of a step take, and what of that the model's own work hides.
+
+Owns: the formulas of collectives and what overlaps with what. Must not know: how long the model's own work takes. The
+assumptions are those of `scaling.model`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hpczero.plan.plan import UnitSpec
+from scaling.work import Job
+
+AGREEMENTS = 3  # small collectives of a step: loss, finite check and norm, flags
+FP32_BYTES = 4
+
+
+class Wires:
+    """Seconds of the collectives of one job."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._machine = job.machine
+        self._nodes, self._local = job.nodes, job.local
+        self._item = job.plan.precision.param_itemsize
+
+    def gather_s(self, shard_nbytes: int, *, shared: bool = True) -> float:
+        """All-gather of one shard of every rank: between nodes, then inside.
+
+        Args:
+            shard_nbytes: of one rank.
+            shared: where ranks of a node share memory, they need no copy of it.
+        """
+        machine, nodes, local = self._machine, self._nodes, self._local
+        if self.job.transport == "flat" and nodes > 1:
+            return self._flat_s(shard_nbytes)
+        rounds = nodes - 1
+        if nodes & (nodes - 1) == 0:
+            rounds = nodes.bit_length() - 1
+        rail = rounds * machine.nic_latency + (nodes - 1) * shard_nbytes / machine.rail_rate
+        return rail + self._inside_s(nodes * shard_nbytes, local, shared=shared)
+
+    def reduce_s(self, shard_numel: int) -> float:
+        """Reduce-scatter: blocks inside the node, a sum, partial sums between nodes, a sum."""
+        machine, nodes, local, work = self._machine, self._nodes, self._local, self.job.work
+        mine = nodes * shard_numel
+        if self.job.transport == "flat":
+            copies = mine * local * work.element_s("copy", backward=False)
+            wires = self._flat_s(shard_numel * self._item) if nodes > 1 else 0.0
+            wires = wires or self._inside_s(mine * self._item, local, shared=False)
+            return copies + wires + work.sum_s(nodes * local, shard_numel)
+        wire = self._item if local == 1 else FP32_BYTES
+        rail = (nodes - 1) * (machine.nic_latency + shard_numel * wire / machine.rail_rate)
+        inside = self._inside_s(mine * self._item, local, shared=True) + work.sum_s(local, mine)
+        return inside + rail + (work.sum_s(nodes, shard_numel) if nodes > 1 else 0.0)
+
+    def model_parallel_s(self) -> tuple[float, float]:
+        """What slicing each block costs (forward, backward): two all-reduces each.
+
+        With checkpointing also an all-gather of the block's input, which is kept cut (ZeRO paper, sec. 6.1).
+        """
+        job, machine, cut = self.job, self._machine, self.job.model_parallel
+        if cut == 1:
+            return 0.0, 0.0
+        nbytes = job.tokens * job.model.hidden * self._item
+        on_one_node = cut <= machine.ranks_per_node
+        # over several nodes one ring, which crosses between two nodes by one NIC
+        rate = machine.node_rate if on_one_node else machine.nic_rate
+        latency = machine.node_latency if on_one_node else machine.nic_latency
+        one_way = (cut - 1) * (latency + nbytes / cut / rate)
+        return 2 * 2 * one_way, 2 * 2 * one_way + (one_way if job.checkpointing else 0.0)
+
+    def exposed(self, block_f: float, block_b: float, head_b: float) -> tuple[float, float]:
+        """(seconds of communication that nothing hides, of all communication) in one step."""
+        job, stage = self.job, self.job.plan.stage
+        steps, sharing = job.accumulation, job.sharing
+        root, *blocks = job.plan.units
+        hides = job.overlap and job.nodes > 1
+        gathers = stage.shards_parameters and not sharing.lasting
+        exposed = whole = AGREEMENTS * self._agreement_s()
+        for step in range(steps):
+            last = step == steps - 1
+            for backward in (False, True):
+                compute = block_b if backward else block_f
+                costs = [
+                    (
+                        self._gather_of(unit) if gathers else 0.0,
+                        self._reduce_of(unit) if backward and last else 0.0,
+                    )
+                    for unit in (root, *blocks)
+                ]
+                total = sum(map(sum, costs))
+                whole += total
+                exposed += _not_hidden(costs, compute, head_b * backward) if hides else total
+        if stage.shards_optimizer and not gathers:  # the updated parameters
+            after = sum(self._gather_of(unit) for unit in (root, *blocks))
+            exposed, whole = exposed + after, whole + after
+        return exposed, whole
+
+    def _gather_of(self, unit: UnitSpec) -> float:
+        return self.gather_s(unit.layout.shard_numel * self._item)
+
+    def _reduce_of(self, unit: UnitSpec) -> float:
+        shard = unit.layout.shard_numel
+        seconds = self.reduce_s(shard)
+        if not self.job.plan.stage.shards_optimizer:  # every rank needs the reduced gradient
+            seconds += self.gather_s(shard * FP32_BYTES, shared=False)
+        return seconds
+
+    def _inside_s(self, block_nbytes: int, local: int, *, shared: bool) -> float:
+        """Each of ``local`` ranks gives a block to each other."""
+        if local == 1:
+            return 0.0
+        if shared and self.job.transport == "window":
+            return self._machine.node_latency  # they wait for each other, and read where it lies
+        rate = self._machine.node_rate
+        return (local - 1) * (self._machine.node_latency + block_nbytes / rate)
+
+    def _flat_s(self, shard_nbytes: int) -> float:
+        """Pairwise over all ranks, whatever the nodes: most partners are on other nodes."""
+        machine = self._machine
+        far = (self._nodes - 1) * self._local
+        seconds = far * (machine.nic_latency + shard_nbytes / machine.rail_rate)
+        return seconds + (self._local - 1) * (
+            machine.node_latency + shard_nbytes / machine.node_rate
+        )
+
+    def _agreement_s(self) -> float:
+        """A few bytes of every rank to every rank."""
+        machine = self._machine
+        inside = math.ceil(math.log2(max(self._local, 1))) * machine.node_latency
+        return inside + math.ceil(math.log2(max(self._nodes, 1))) * machine.nic_latency
+
+
+def _not_hidden(costs: list[tuple[float, float]], compute: float, head_b: float) -> float:
+    """Of (gather, reduction) of the root and of the blocks, in one pass; each block hides that of its neighbour.
+
+    Nothing runs before the first gathers. In backward the head's own work hides the first block's gather, and nothing
+    hides the last reductions.
+    """
+    (root_gather, root_reduce), *blocks = costs
+    if not blocks:
+        return root_gather + root_reduce
+    first, last = blocks[0], blocks[-1]
+    between = sum(max(gather + reduce - compute, 0.0) for gather, reduce in blocks[1:])
+    return root_gather + max(first[0] - head_b, 0.0) + between + last[1] + root_reduce

@@ -1,0 +1,143 @@
+"""What is trained, and how it is spread over a machine.
+
+Owns: the arithmetic of ranks, nodes and slices. Must not know: how long anything takes (`scaling.model`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from hpczero.errors import ConfigError
+from hpczero.layout import Sharing
+from hpczero.models.config import GPTConfig, parameter_shapes
+from hpczero.plan.plan import Plan
+from hpczero.plan.sizing import Fit, blockwise_plan, fit
+from hpczero.plan.sizing import Machine as Room
+from scaling.machine import Kernels, Machine, Roofline
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and how it is spread.
+
+    Attributes:
+        model: its sizes.
+        machine: of every node.
+        ranks: all of them.
+        stage: of ZeRO, over the ranks that hold the same slice of the model.
+        precision: of parameters and activations.
+        micro_batch: sequences of one forward on one data-parallel rank.
+        accumulation: forwards of one step.
+        checkpointing: block inputs are kept only.
+        transport: as in ``zeroify``.
+        overlap: between nodes, hide what can be hidden.
+        model_parallel: ranks that share every layer.
+        kernels: of one rank; None: a roofline of the machine.
+    """
+
+    model: GPTConfig
+    machine: Machine
+    ranks: int
+    stage: int
+    precision: str
+    micro_batch: int
+    accumulation: int = 1
+    checkpointing: bool = False
+    transport: Literal["flat", "hierarchical", "window"] = "hierarchical"
+    overlap: bool = True
+    model_parallel: int = 1
+    kernels: Kernels | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        per_node = self.machine.ranks_per_node
+        if self.ranks > per_node and self.ranks % per_node:
+            raise ConfigError(
+                f"ranks: got {self.ranks}, expected a multiple of the {per_node} ranks of a node of "
+                f"{self.machine.name}, or fewer than that"
+            )
+        if self.ranks % self.model_parallel:
+            raise ConfigError(
+                f"model_parallel: got {self.model_parallel}, which does not divide {self.ranks} ranks"
+            )
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that share the states of a slice."""
+        return self.ranks // self.model_parallel
+
+    @property
+    def local(self) -> int:
+        """Of those, how many are on one node."""
+        on_node = min(self.machine.ranks_per_node, self.ranks)
+        return max(on_node // self.model_parallel, 1)
+
+    @property
+    def nodes(self) -> int:
+        """Over which those are spread."""
+        return self.data_parallel // self.local
+
+    @property
+    def tokens(self) -> int:
+        """Of one forward."""
+        return self.micro_batch * self.model.context
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Of a slice."""
+        shapes = [(name, self._sliced(shape)) for name, shape in parameter_shapes(self.model)]
+        return blockwise_plan(
+            shapes, num_shards=self.data_parallel, stage=self.stage, precision=self.precision
+        )
+
+    @property
+    def room(self) -> Room:
+        """The same machine as `hpczero.plan.sizing` sees it."""
+        return Room(
+            self.data_parallel,
+            self.machine.usable,
+            local_size=None if self.transport == "flat" else self.local,
+            shares_memory=self.transport == "window",
+        )
+
+    @property
+    def sharing(self) -> Sharing:
+        """What ranks of a node hold together."""
+        return self.room.sharing
+
+    @property
+    def work(self) -> Kernels:
+        """Of one rank."""
+        return self.kernels or Roofline(
+            self.machine, self.precision, self.plan.precision.param_itemsize
+        )
+
+    @property
+    def fit(self) -> Fit:
+        """Bytes, and the largest micro-batch; without model parallelism.
+
+        Raises:
+            ConfigError: with model parallelism, whose activations `hpczero.plan` does not know.
+        """
+        if self.model_parallel > 1:
+            raise ConfigError("hpczero has no model parallelism; expected model_parallel 1")
+        return fit(
+            self.model,
+            parameter_shapes(self.model),
+            self.room,
+            stage=self.stage,
+            precision=self.precision,
+            sequence=self.model.context,
+            micro_batch=self.micro_batch,
+        )
+
+    def _sliced(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Matrices are cut along their longer side; vectors are whole on every rank."""
+        if len(shape) < 2:
+            return shape
+        longest = max(range(len(shape)), key=lambda axis: shape[axis])
+        return tuple(
+            -(-size // self.model_parallel) if axis == longest else size
+            for axis, size in enumerate(shape)
+        )

@@ -1,0 +1,82 @@
+"""What a study consists of: its points, what makes two of them the same, and what cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from hpczero.errors import ConfigError
+from scaling.study import Grid, Point
+
+WEAK = Grid("weak", False, ["tiny"], [0, 3], [2, 1, 4], [3])
+STRONG = dataclasses.replace(WEAK, kind="strong", batches=[8])
+
+
+def test_strong_keeps_the_global_batch_and_weak_that_of_a_rank() -> None:
+    assert [(p.ranks, p.batch, p.global_batch) for p in STRONG.points() if p.stage == 3] == [
+        (1, 8, 8),
+        (2, 4, 8),
+        (4, 2, 8),
+    ]
+    assert [(p.ranks, p.batch, p.global_batch) for p in WEAK.points() if p.stage == 0] == [
+        (1, 3, 3),
+        (2, 3, 6),
+        (4, 3, 12),
+    ]
+
+
+def test_a_growing_model_has_one_size_for_each_number_of_ranks() -> None:
+    grid = dataclasses.replace(WEAK, grow=True, models=["tiny", "gpt-micro", "gpt-nano"])
+    found = [(p.ranks, p.model, p.config.layers) for p in grid.points() if p.stage == 0]
+    assert found == [(1, "tiny", 2), (2, "gpt-micro", 2), (4, "gpt-nano", 4)]
+    with pytest.raises(ConfigError, match="2 models for 3 numbers of ranks"):
+        dataclasses.replace(grid, models=["tiny", "gpt-micro"]).points()
+
+
+def test_ranks_fill_whole_nodes() -> None:
+    grid = dataclasses.replace(WEAK, ranks_per_node=2)
+    assert {p.ranks: (p.nodes, p.ranks_per_node) for p in grid.points()} == {
+        1: (1, 1),
+        2: (1, 2),
+        4: (2, 2),
+    }
+    with pytest.raises(ConfigError, match="--ranks: got 3, expected a multiple"):
+        dataclasses.replace(grid, ranks=[3]).points()
+
+
+def test_micro_batches_divide_the_batch() -> None:
+    grid = dataclasses.replace(STRONG, micro_batch=2)
+    assert {p.ranks: p.batch // p.micro_batch for p in grid.points()} == {1: 4, 2: 2, 4: 1}
+    with pytest.raises(ConfigError, match="--micro_batch: got 3, which does not divide the 8"):
+        dataclasses.replace(STRONG, micro_batch=3).points()
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        (dataclasses.replace(STRONG, batches=[6]), "a global batch of 6, which 4 ranks do not"),
+        (dataclasses.replace(WEAK, models=["gpt-9b"]), "--models: got 'gpt-9b', expected some of"),
+    ],
+)
+def test_what_cannot_be_is_named(grid: Grid, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        grid.points()
+
+
+def test_equal_measurements_have_one_key_and_others_do_not() -> None:
+    points = dataclasses.replace(WEAK, jobs=2).points()
+    keys = [point.key("abc") for point in points]
+    assert len(set(keys)) == len(points) == 12
+    assert keys == [Point.of_json(json.loads(json.dumps(p.as_json()))).key("abc") for p in points]
+    assert points[0].key("abc") != points[0].key("abd")
+    assert points[0].key("abc") != dataclasses.replace(points[0], steps=31).key("abc")
+    # at N0 a strong and a weak study may share a point
+    base = dataclasses.replace(STRONG, batches=[3], ranks=[1]).points()[0]
+    assert base.key("abc") == WEAK.points()[0].key("abc")
+
+
+def test_what_is_no_point_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not a point of a sweep"):
+        Point.of_json({"model": "tiny"})
