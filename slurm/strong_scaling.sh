@@ -9,4 +9,5 @@ CHECKOUT="${CHECKOUT:-$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)}"
 source "$CHECKOUT/slurm/lib.sh"
 set_up
 cd "$CHECKOUT"
-exec "$PYTHON" -m scaling.sweep strong --launch.with sbatch "$@"
+unset NODES RANKS_PER_NODE GPUS_PER_NODE # each point has its own; GPUs: -- --gpus-per-node=N
+exec "$PYTHON" -m scaling.sweep strong --by sbatch "$@"

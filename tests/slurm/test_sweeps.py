@@ -1,0 +1,56 @@
+"""Scaling sweeps as jobs of a real SLURM: submitted by the scripts, collected by the last job, reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.mpirun import ROOT
+from tests.slurm.conftest import Submitter
+
+
+@pytest.mark.slow
+@pytest.mark.limit(240)
+@pytest.mark.parametrize("kind", ["weak", "strong"])
+def test_a_sweep_is_submitted_collected_and_reported(
+    submit: Submitter, tmp_path: Path, kind: str
+) -> None:
+    study = tmp_path / "study"
+    words = f"--ranks 1 2 --ranks_per_node 1 --models tiny --batches 4 --steps 5 --warm_up 1 --folder {study}"
+    options = "--exclusive=user --mem=0 --time=5 --gpus-per-node=1"
+    done = submit.script(f"{kind}_scaling.sh", *words.split(), "--", *options.split())
+    assert done.returncode == 0, done
+    numbers = [
+        line.split()[line.split().index("job") + 1].rstrip(":")
+        for line in (done.stdout + done.stderr).splitlines()
+        if " job " in f" {line} " and ":" in line
+    ]
+    assert len(numbers) == 3, done
+    submit.cluster.wait(
+        lambda: (
+            submit.cluster.field(numbers[-1], "JobState") in ("COMPLETED", "FAILED", "CANCELLED")
+        ),
+        "the collecting job ends",
+        limit_s=150.0,
+    )
+    logs = "\n".join(path.read_text() for path in sorted((study / "logs").glob("*")))
+    (rows,) = study.glob("*.jsonl") or pytest.fail(logs)
+    points = [json.loads(line) for line in rows.read_text().splitlines()]
+    ranks = [row["point"]["ranks"] for row in points if row["kind"] == "point"]
+    assert sorted(ranks) == [1, 2], logs
+    report = subprocess.run(
+        [sys.executable, "-m", "scaling.report", os.fspath(rows)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert report.returncode == 0, report
+    assert "emulated" in report.stdout.lower() or "not scaling" in report.stdout.lower(), (
+        report.stdout
+    )
