@@ -114,6 +114,11 @@ class Topology:
         _check_launch(MPI.COMM_WORLD.size, Environment.read())
         return cls.create(MPI.COMM_WORLD, nodes)
 
+    @classmethod
+    def alone(cls) -> Topology:
+        """This rank as a world of its own, for measurements without communication. Not collective."""
+        return cls.create(MPI.COMM_SELF)
+
     def free(self) -> None:
         """Free the communicators and end the watchdog. Collective; the topology must not be used afterwards."""
         with self.watchdog.watch("Topology.free"):

@@ -24,6 +24,7 @@ from scaling.record import ROOT, Recorder, Row, circumstances, machine_name, slu
 from scaling.table import table
 
 ALL_S = 450.0
+GRACE_S = 5.0
 STARVED_S = 20.0  # a check that has less left is not started
 
 
@@ -42,7 +43,7 @@ class Options:
     checks: tuple[str, ...] = ()
     twin: tyro.conf.UseCounterAction[int] = 0  # a bare --twin
     limit_s: float = ALL_S
-    launch: str = "mpirun --oversubscribe -n {ranks}"
+    launch: str = "mpirun --oversubscribe --bind-to none -n {ranks}"
     results: str | None = None
 
     def __post_init__(self) -> None:
@@ -61,14 +62,16 @@ JOBS: tuple[tuple[str, int, float], ...] = (
     ("facts", 1, 40),
     ("kernels", 1, 60),
     ("parity", 2, 60),
-    ("parity", 1, 40),
-    ("parity", 4, 90),
     ("collectives", 2, 60),
-    ("collectives", 4, 60),
     ("speed", 1, 120),
     ("overlap", 2, 90),
-    ("fits", 4, 90),
+    ("fits", 4, 60),
+    ("fits_not", 4, 60),
+    ("parity", 4, 90),
+    ("parity", 1, 40),
+    ("collectives", 4, 60),
 )
+MAY_END_BADLY = ("fits_not",)  # what does not fit leaves its ranks in the middle of things
 
 
 def main() -> int:
@@ -94,13 +97,13 @@ def main() -> int:
 def _machine(options: Options) -> str:
     if options.twin:
         return machine_name()
-    done = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return slug(done.stdout.splitlines()[0]) if done.returncode == 0 else machine_name()
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return machine_name()
+    names = done.stdout.splitlines() if done.returncode == 0 else []
+    return slug(names[0]) if names else machine_name()
 
 
 def results(options: Options) -> Iterator[tuple[str, Row]]:
@@ -118,7 +121,7 @@ def results(options: Options) -> Iterator[tuple[str, Row]]:
         rows, problem = job(launch, check, min(most_s, left_s), twin=bool(options.twin))
         for row in rows:
             yield check, {"ranks": ranks, **row}
-        if problem:
+        if problem and not (rows and check in MAY_END_BADLY):
             yield "failure", {"check": check, "ranks": ranks, "said": problem}
         took_s = time.monotonic() - start
         sys.stderr.write(f"gpu: {check} on {ranks} rank(s): {problem or 'done'} ({took_s:.0f} s)\n")
@@ -134,7 +137,15 @@ def job(launch: list[str], check: str, limit_s: float, *, twin: bool) -> tuple[l
         check,
         json.dumps({"twin": twin}),
     ]
-    environment = {**os.environ, "OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    if os.geteuid() == 0:
+        names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+        environment.update(dict.fromkeys(names, "1"))
     process = subprocess.Popen(
         command,
         env=environment,
@@ -147,8 +158,14 @@ def job(launch: list[str], check: str, limit_s: float, *, twin: bool) -> tuple[l
     try:
         out, errors = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, errors = process.communicate()
+        os.killpg(
+            process.pid, signal.SIGTERM
+        )  # a launcher ends its ranks, which have groups of their own
+        try:
+            out, errors = process.communicate(timeout=GRACE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, errors = process.communicate()
         problem = f"not done after {limit_s:.0f} s"
     if process.returncode and not problem:
         last = [line for line in errors.splitlines() if line.strip(" -")][-12:]
@@ -230,14 +247,13 @@ def goals(rows: list[Row]) -> Iterator[Verdict]:
     for row in of("speed", lambda row: row["way"] == "hpczero"):
         ratio = row["of_plain"]
         yield f"{row['model']}: tokens/s at least 0.97 of plain torch", _met(ratio, ratio >= 0.97)
-    for row in of("overlap", lambda row: row["overlap"] and row["exposed"] is not None):
+    for row in of("overlap", lambda row: row["way"] == "beside" and row["exposed"] is not None):
         yield (
             "exposed communication at most 0.2 of the serial",
             _met(row["exposed"], row["exposed"] <= 0.2),
         )
-    held = {
-        row["stage"]: row["trains"] for row in of("fits", lambda row: row["cap_nbytes"] is not None)
-    }
+    capped = [row for check in ("fits", "fits_not") for row in of(check)]
+    held = {row["stage"]: row["trains"] for row in capped if row["cap_nbytes"] is not None}
     if held:
         right = held.get(3, False) and not held.get(0, False)
         yield "does not fit at stage 0, trains at stage 3", _met(str(held), right)

@@ -13,7 +13,7 @@ once, which is why the same transports run there, and are tested there with a tw
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -141,6 +141,6 @@ class Accelerator(ABC):
         """Start new peaks."""
         return
 
-    def on_device(self, work: Callable[[], None]) -> None:
-        """Do ``work`` with this device as the current one of this thread: the choice belongs to a thread in CUDA."""
-        work()
+    def enter_thread(self) -> None:
+        """Make this device the current one of the calling thread: in CUDA the choice belongs to a thread."""
+        return

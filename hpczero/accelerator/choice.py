@@ -39,7 +39,10 @@ def choose_accelerator(kind: str = "auto", environment: Environment | None = Non
     check_allocator(environment.cuda_allocator)
     from hpczero.accelerator.cuda import CudaAccelerator
 
-    return CudaAccelerator(device_index(environment.local_rank, torch.cuda.device_count()))
+    local_rank = environment.local_rank
+    if local_rank is None and not environment.launched_by:
+        local_rank = 0  # a process of its own
+    return CudaAccelerator(device_index(local_rank, torch.cuda.device_count()))
 
 
 def accelerator_of(device: torch.device) -> Accelerator:

@@ -11,7 +11,8 @@ pools (cudaMallocAsync, expandable segments) has none. So what others may see is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import gc
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,9 @@ from torch import Tensor
 from hpczero.accelerator.base import Accelerator, Attached, Export, Lane, Mark
 from hpczero.errors import CommError, ConfigError
 
+GRANULE = (
+    2 * 2**20
+)  # bytes: smaller blocks may lie in one allocation with others, which an export would show too
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag there is
 
 
@@ -60,16 +64,32 @@ class _Block(Export):
 
     def __init__(self, cupy: ModuleType, device: torch.device, nbytes: int) -> None:
         self._runtime = cupy.cuda.runtime
+        self._address = 0
         try:
-            self._address = int(self._runtime.malloc(max(nbytes, 1)))
+            self._address = self._allocated(-(-max(nbytes, 1) // GRANULE) * GRANULE)
         except self._runtime.CUDARuntimeError as error:
             free, total = torch.cuda.mem_get_info(device)
             raise CommError(
                 f"{device}: no {nbytes:,} bytes for buffers that other ranks read ({error}); {free:,} of {total:,} "
                 "bytes are free. Use more ranks, smaller units, or --parallel.transport flat"
             ) from error
-        self.ticket = bytes(self._runtime.ipcGetMemHandle(self._address))
+        try:
+            self.ticket = bytes(self._runtime.ipcGetMemHandle(self._address))
+        except self._runtime.CUDARuntimeError as error:
+            self.close()
+            raise CommError(
+                f"{device}: its memory cannot be exported to other processes ({error}); CUDA IPC does not work here "
+                "(WSL, some virtual GPUs). Use --parallel.transport hierarchical"
+            ) from error
         self.memory = _tensor_at(cupy, device, self._address, nbytes, self)
+
+    def _allocated(self, nbytes: int) -> int:
+        try:
+            return int(self._runtime.malloc(nbytes))
+        except self._runtime.CUDARuntimeError:
+            gc.collect()
+            torch.cuda.empty_cache()  # torch may keep what has been freed
+            return int(self._runtime.malloc(nbytes))
 
     def close(self) -> None:
         address, self._address = self._address, 0
@@ -104,7 +124,14 @@ def _tensor_at(
     """(nbytes,) uint8 at an address that ``owner`` keeps valid; no copy."""
     memory = cupy.cuda.UnownedMemory(address, max(nbytes, 1), owner, device.index)
     array = cupy.ndarray(nbytes, dtype=cupy.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0))
-    return torch.as_tensor(array, device=device)
+    found = torch.as_tensor(array, device=device)
+    if nbytes and found.data_ptr() != address:
+        # The driver names the device of whoever allocated it, and torch then copies: a snapshot, never up to date.
+        raise CommError(
+            f"{device}: torch copies memory at {address:#x} instead of pointing to it, so ranks would train on old "
+            "values; use --parallel.transport hierarchical"
+        )
+    return found
 
 
 class CudaAccelerator(Accelerator):
@@ -124,9 +151,8 @@ class CudaAccelerator(Accelerator):
             )
         self.device = torch.device("cuda", index)
         self._cupy = load_cupy()
-        torch.cuda.set_device(self.device)
+        self.enter_thread()
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        self._cupy.cuda.Device(index).use()
         torch.empty(
             1, device=self.device
         )  # the context is there before MPI asks for it (mpi4jax#106)
@@ -134,10 +160,6 @@ class CudaAccelerator(Accelerator):
     def mark(self) -> Mark:
         """See ``Accelerator``."""
         return _Event(torch.cuda.current_stream(self.device))
-
-    def finish(self) -> None:
-        """See ``Accelerator``."""
-        torch.cuda.current_stream(self.device).synchronize()
 
     def lane(self) -> Lane:
         """See ``Accelerator``."""
@@ -179,11 +201,10 @@ class CudaAccelerator(Accelerator):
         """See ``Accelerator``."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def on_device(self, work: Callable[[], None]) -> None:
+    def enter_thread(self) -> None:
         """See ``Accelerator``."""
         torch.cuda.set_device(self.device)
         self._cupy.cuda.Device(self.device.index).use()
-        work()
 
 
 def load_cupy() -> ModuleType:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from mpi4py import MPI
 
@@ -51,7 +52,7 @@ def reach_of(accelerator: Accelerator, topology: Topology) -> Reach:
     text = ""
     with topology.agreed("find out whether MPI takes device memory"):
         if topology.is_root:
-            aware, reason = decide(Environment.read().gpu_aware, claim(), try_in_a_job)
+            aware, reason = decide(Environment.read().gpu_aware, claim(), tried_once)
             text = f"{int(aware)} {reason}"
     flag, _, reason = topology.broadcast_text(text).partition(" ")
     reach: Reach = DirectReach(accelerator) if flag == "1" else StagedReach(accelerator)
@@ -103,6 +104,12 @@ def environment_claim(variables: Mapping[str, str], libraries: str) -> Claim:
         if variables.get(name, "0") not in ("", "0"):
             return Claim(True, f"{name}={variables[name]}")
     return Claim(None, "nothing says that this MPI takes device memory")
+
+
+@cache
+def tried_once() -> tuple[bool, str]:
+    """``try_in_a_job``, at most once in a process."""
+    return try_in_a_job()
 
 
 def try_in_a_job() -> tuple[bool, str]:

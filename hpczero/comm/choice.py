@@ -162,6 +162,18 @@ def _export_problem(topology: Topology, accelerator: Accelerator) -> str:
             for rank, ticket in enumerate(tickets):
                 if rank != topology.node.rank:
                     attached.append(accelerator.attach(ticket, 1))
+        # Mapped is not enough: what is written now must be seen through the mapping.
+        if block is not None:
+            block.memory.fill_((topology.node.rank + 1) % 256)
+            accelerator.finish()
+        topology.node.Barrier()
+        with topology.agreed("read device memory of peers"):
+            peers = [rank for rank in range(len(tickets)) if rank != topology.node.rank]
+            for rank, peer in zip(peers, attached, strict=True):
+                if int(peer.memory[0].item()) != (rank + 1) % 256:
+                    raise CommError(
+                        f"local rank {rank} wrote into its memory, and its peers do not see it"
+                    )
     except CommError as error:
         return str(error)
     finally:

@@ -68,6 +68,9 @@ class Flat(Collectives):
         self, full: Tensor, out: Tensor, shard_numel: int, scale: float, accumulate: bool, name: str
     ) -> Work:
         shards, me, item = self.topology.shard.size, self.topology.shard_index, full.element_size()
+        if shards == 1:  # nothing to exchange, and nothing to wait for
+            tree_sum([full], out, groups=[[0]], scale=scale, accumulate=accumulate)
+            return Work(name)
         most = max(self._exchange.chunk_nbytes // item, 1)
         chunk = min(exchange_chunk(shard_numel, shards, item), most)
         for start in range(0, shard_numel, chunk):

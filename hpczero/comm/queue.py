@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from mpi4py import MPI
 
-from hpczero.accelerator import Accelerator, Mark
+from hpczero.accelerator import Accelerator, Lane, Mark
 from hpczero.watchdog import Watchdog
 
 _Operation = tuple[str, Mark, Callable[[], None], "_Outcome"]
@@ -94,18 +94,18 @@ class Queue:
             self._thread.join()
             self._thread = None
 
+    @torch.no_grad()  # the mode belongs to the thread, and so does the choice of the device
     def _work(self) -> None:
-        self._accelerator.on_device(self._run)
-
-    @torch.no_grad()  # the mode belongs to the thread
-    def _run(self) -> None:
-        lane = self._accelerator.lane()
+        lane: Lane | None = None
         error: BaseException | None = None
         while (item := self._operations.get()) is not None:
             what, before, operation, outcome = item
             if error is None:
                 try:
                     with self._watchdog.watch(what):
+                        if lane is None:
+                            self._accelerator.enter_thread()
+                            lane = self._accelerator.lane()
                         before.wait()
                         with lane.current():
                             operation()

@@ -115,8 +115,9 @@ class _DirectGather(Gather):
 
     def __call__(self, blocks: Blocks) -> None:
         """See ``Gather``."""
-        self._accelerator.finish()
-        self._inner(blocks)
+        if blocks.count > 1:
+            self._accelerator.finish()
+            self._inner(blocks)
 
     def _gather(self, blocks: Blocks) -> None:
         raise AssertionError("the inner one does it")

@@ -13,12 +13,14 @@ NUMEL = 2**20
 
 
 def main() -> int:
-    """Exit code 0 if what arrives is what was sent."""
+    """Exit code 0 if what arrives is what was sent, by a message and by the collectives that transports use."""
     accelerator = choose_accelerator("auto")  # before MPI
     import torch
     from mpi4py import MPI
 
+    from hpczero.comm.algorithms import LibraryExchange, LibraryGather
     from hpczero.comm.blocks import Blocks
+    from hpczero.comm.reach import DirectReach
 
     comm = MPI.COMM_WORLD
     peer = 1 - comm.rank
@@ -28,6 +30,17 @@ def main() -> int:
     send, receive = (Blocks.of(tensor, 0, NUMEL, NUMEL, 1).block(0) for tensor in (sent, received))
     comm.Sendrecv([send, MPI.BYTE], peer, recvbuf=[receive, MPI.BYTE], source=peer)
     right = bool((received == float(peer + 1)).all().item())
+
+    # Blocks with gaps between them: datatypes go other ways through a library than plain bytes.
+    reach, block, stride = DirectReach(accelerator), NUMEL // 4, NUMEL // 2
+    gathered, answers = sent.clone(), torch.zeros(NUMEL, device=accelerator.device)
+    reach.gather(LibraryGather, comm)(Blocks.of(gathered, 0, block, stride, 2))
+    exchange = reach.exchange(LibraryExchange, comm)
+    exchange(Blocks.of(sent, 0, block, stride, 2), Blocks.of(answers, 0, block, stride, 2))
+    exchange.finish()
+    theirs = slice(peer * stride, peer * stride + block)
+    right = right and bool((gathered[theirs] == float(peer + 1)).all().item())
+    right = right and bool((answers[theirs] == float(peer + 1)).all().item())
     return 0 if comm.allreduce(right, MPI.LAND) else 1
 
 

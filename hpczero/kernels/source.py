@@ -27,7 +27,7 @@ INLINE uint16_t to_bf16(float value) {
     if (value != value) return 0x7fc0;
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
-template <typename T, int N> struct alignas(sizeof(T) * N) Pack { T at[N]; };
+template <typename T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack { T at[N]; };
 """
 
 _CUDA = """
