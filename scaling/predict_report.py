@@ -183,7 +183,7 @@ def text(rows: list[Row]) -> str:
     tolerance = head["tolerance"]
     cells, missed, used, busy = [], 0, 0, 0
     for (workload, ranks, stage), turns in points(rows).items():
-        used += len(turns)
+        used += len(quiet(turns))
         busy += not quiet(turns)
         found = ratio(turns)
         good = abs(found.median - 1) <= tolerance
@@ -211,8 +211,8 @@ def text(rows: list[Row]) -> str:
             "",
             table(header, cells),
             f"{len(cells) - missed} of {len(cells)} points within {tolerance:.0%}. {used} of "
-            f"{len(list(of_kind(rows, 'turn')))} turns are used: those in which other programs took at most "
-            f"{BUSY_SHARE:.0%} of the processors, from the first probe to the last.",
+            f"{len(list(of_kind(rows, 'turn')))} turns were quiet: other programs took at most {BUSY_SHARE:.0%} of the "
+            "processors from the first probe to the last. Where a point has quiet turns, only they are used.",
             *(
                 [f"**Busy machine: {busy} points had no quiet turn, their lines are no result.**"]
                 if busy

@@ -246,13 +246,14 @@ def test_ratios_are_formed_within_a_turn_and_judged(tmp_path: Path) -> None:
     ]
     assert bad[5:7] == ["1.30 [1.17, 1.43]", "**no**"]
     assert "1 of 2 points within 20%" in said
-    assert "6 of 6 turns are used" in said
+    assert "6 of 6 turns were quiet" in said
     disturbed = rows((0.9, 1.1, 1.0, 5.0))
     disturbed[-1]["foreign_share"] = disturbed[-2]["foreign_share"] = 0.4
     assert cells(text(disturbed))[2:] == [good, bad]
-    assert "6 of 8 turns are used" in text(disturbed)
+    assert "6 of 8 turns were quiet" in text(disturbed)
     for row in disturbed[1:]:
         row["foreign_share"] = 0.4
     assert "Busy machine: 2 points had no quiet turn" in text(disturbed)
+    assert "0 of 8 turns were quiet" in text(disturbed)
     draw(rows((0.9, 1.1, 1.0)), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
