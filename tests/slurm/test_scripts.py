@@ -39,8 +39,9 @@ def test_60b_dry_run_shows_the_plan_for_400_ranks_and_the_line(submit: Submitter
     assert shown.returncode == 0, shown
     assert "400 ranks on 25 nodes of 16 (512.0 GB per node), 32.0 GB per rank" in shown.stdout
     assert "gpt-60b: 60,119,623,680 parameters" in shown.stdout
-    line = "--nodes=25 --ntasks-per-node=16 --gpus-per-node=16 --cpus-per-task=3 --time=24:00:00"
-    assert line in shown.stdout
+    line = next(line for line in shown.stdout.splitlines() if line.startswith("slurm: sbatch "))
+    sizes = "--nodes=25 --ntasks-per-node=16 --gpus-per-node=16 --cpus-per-task=3 --time=24:00:00"
+    assert set(sizes.split()) < set(line.split())
     assert submit.cluster.run(["squeue", "-h"]).stdout == ""
 
 
@@ -84,6 +85,18 @@ def test_sizes_that_are_not_those_of_the_job_are_refused_in_it(submit: Submitter
     job.wait_for_state("FAILED")
     assert job.field("ExitCode") == "78:0"
     assert "NODES is 2, but SLURM gave 1 node(s)" in job.log
+
+
+@pytest.mark.parametrize("kind", ["weak", "strong"])
+def test_study_hands_its_sizes_to_the_sweep_and_the_sites_options_to_sbatch(
+    submit: Submitter, kind: str
+) -> None:
+    variables = {"RANKS": "2 4", "RANKS_PER_NODE": "2", "TIME": "5", "DRY_RUN": "1"}
+    shown = submit.script(f"{kind}_scaling.sh", "--models", "tiny", "--", "--qos=x", **variables)
+    assert shown.returncode == 0, shown
+    sweep = f"-m scaling.sweep {kind} --by sbatch --ranks 2 4 --ranks_per_node 2 --models tiny -- "
+    sweep += "--gpus-per-node=1 --cpus-per-task=1 --time=5 --qos=x"
+    assert sweep in shown.stdout
 
 
 def test_chain_goes_on_link_by_link_and_later_links_find_nothing_left(submit: Submitter) -> None:
