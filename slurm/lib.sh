@@ -148,6 +148,7 @@ job_state() {
 # enter_job: what every job does before its first rank starts.
 enter_job() {
     local ranks_per_node="${SLURM_NTASKS_PER_NODE:-}"
+    trap : USR1 # so early a warning must not end the job; the run itself knows how much time is left
     if [[ -n "${NODES:-}" && "$NODES" != "$SLURM_JOB_NUM_NODES" ]]; then
         fail "NODES is $NODES, but SLURM gave $SLURM_JOB_NUM_NODES node(s): sbatch does not read our variables" \
             "NODES=$NODES slurm/${SLURM_JOB_NAME:-train}.sh   # without sbatch it submits itself; or sbatch --nodes=$NODES"
@@ -212,7 +213,8 @@ launch() {
         wait "$pid" || last=$?
         if ((last != 127)); then rc=$last; fi
     fi
-    trap - USR1 TERM
+    trap : USR1 # one that comes late must not end the job before it is requeued
+    trap - TERM
     if [[ -n "$resender" ]]; then kill "$resender" 2>/dev/null || true; fi
     return "$rc"
 }

@@ -77,7 +77,7 @@ class Clock:
 
 
 def deadline(clock: Clock, **said: float) -> Deadline:
-    return Deadline(Environment(job="7", **said), ask=clock.ask, now=clock.now)  # type: ignore[arg-type]
+    return Deadline(Environment(job="7", job_of_squeue="7", **said), ask=clock.ask, now=clock.now)  # type: ignore[arg-type]
 
 
 def test_end_is_near_when_three_saves_and_two_of_the_slowest_steps_no_longer_fit() -> None:
@@ -124,6 +124,12 @@ def test_run_saves_and_asks_to_be_requeued_when_its_time_is_nearly_up(tmp_path: 
     assert "time limit: " in job.stdout
     assert "stopped after step" in job.stdout
     assert len(list((tmp_path / "r" / "checkpoints").glob("step-*"))) == 1
+
+
+def test_element_of_an_array_asks_for_itself_and_not_for_all_of_them() -> None:
+    element = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    assert Environment.read(element).job_of_squeue == "7_3"
+    assert Environment.read({"SLURM_JOB_ID": "7"}).job_of_squeue == "7"
 
 
 # --- the place of ranks
