@@ -12,7 +12,7 @@ import pytest
 
 from hpczero.checkpoint.folder import Folder
 from tests.helpers.mpirun import run_ranks
-from tests.slurm.conftest import OPTIONS, Job, Submitter, words_of
+from tests.slurm.jobs import OPTIONS, Job, Submitter, words_of
 
 ENDLESS = 1_000_000
 TINY: dict[str, Any] = {"run__name": "r", "model__preset": "gpt-micro", "train__micro_batch": 4}
