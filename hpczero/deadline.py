@@ -40,7 +40,7 @@ class Deadline:
             ask: seconds left of a job by its id; None if that cannot be known.
             now: seconds since the epoch.
         """
-        self._job = environment.job
+        self._job = environment.job_of_squeue
         self._ask = ask
         self._now = now
         self._steps: deque[float] = deque(maxlen=REMEMBERED_STEPS)

@@ -49,6 +49,7 @@ class Environment:
         keep_heap: HPCZERO_KEEP_HEAP=0: leave the C library's heap as it is; see ``heap``.
         tunes_malloc: whether the user has set malloc himself (MALLOC_*_, GLIBC_TUNABLES).
         job: SLURM_JOB_ID, as text; empty outside of SLURM.
+        job_of_squeue: the name that squeue knows this very job by; the number of an array's first element means all.
         restart: SLURM_RESTART_COUNT, as text: how often the job was requeued.
         mpi_io: OMPI_MCA_io: which MPI-IO an Open MPI is told to take, as text.
         gpu_aware: HPCZERO_GPU_AWARE=0|1: whether MPI is given device memory; None finds out.
@@ -72,6 +73,7 @@ class Environment:
     tunes_malloc: bool = False
     cache: Path = Path("~/.cache/hpczero")
     job: str = ""
+    job_of_squeue: str = ""
     restart: str = "0"
     mpi_io: str = ""
     gpu_aware: bool | None = None
@@ -106,6 +108,8 @@ class Environment:
         transport = values.get("HPCZERO_TRANSPORT") or "auto"
         known = get_args(Transport)
         require(transport in known, "HPCZERO_TRANSPORT", transport, f"one of {', '.join(known)}")
+        job = values.get("SLURM_JOB_ID", "")
+        array, task = values.get("SLURM_ARRAY_JOB_ID"), values.get("SLURM_ARRAY_TASK_ID")
         job_end = values.get("SLURM_JOB_END_TIME", "")
         launched_by = next((n for n in SIZE_VARIABLES if values.get(n, "").isdigit()), "")
         of_step = launched_by == "SLURM_STEP_NUM_TASKS"
@@ -120,7 +124,8 @@ class Environment:
             keep_heap != "0",
             any(value and name in MALLOC_VARIABLES for name, value in values.items()),
             Path(values.get("XDG_CACHE_HOME") or "~/.cache") / "hpczero",
-            values.get("SLURM_JOB_ID", ""),
+            job,
+            f"{array}_{task}" if array and task else job,
             values.get("SLURM_RESTART_COUNT") or "0",
             values.get("OMPI_MCA_io", ""),
             {"0": False, "1": True, "": None}[_switch(values, "HPCZERO_GPU_AWARE")],

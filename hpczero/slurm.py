@@ -43,6 +43,4 @@ def ask_time_left(job: str) -> float | None:
         )
     except (OSError, subprocess.TimeoutExpired):  # not there, as in many containers; or busy
         return None
-    # Of a job array several lines: all elements have the same limit, and ours is asked for by its own id.
-    first = next(iter(asked.stdout.splitlines()), "")
-    return seconds_of(first) if asked.returncode == 0 else None
+    return seconds_of(asked.stdout) if asked.returncode == 0 else None

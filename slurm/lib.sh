@@ -83,43 +83,51 @@ set_up() {
 
 # --- before the job
 
-# submit SCRIPT ARGUMENTS...: sbatch with the sizes that variables give; #SBATCH lines cannot read variables.
-submit() {
-    local script="$CHECKOUT/slurm/$1" name known
-    shift
+# check_site: what the site wants to be told, and what it knows. Sets site_options, those of sbatch that are no sizes.
+check_site() {
+    local name known
     for name in ${MACHINE_NEEDS:-}; do
         if [[ -z "${!name:-}" ]]; then
             fail "$name is not set, and machine file $MACHINE says that this kind of site wants one" \
-                "$name=... ${script##*/}   # sacctmgr show associations user=\$USER and sinfo -s show yours"
+                "$name=... ${0##*/}   # sacctmgr show associations user=\$USER and sinfo -s show yours"
         fi
     done
-    local options=(--export=ALL)
+    site_options=()
+    if [[ -n "${GPUS_PER_NODE:-}" ]]; then site_options+=("--gpus-per-node=$GPUS_PER_NODE"); fi
+    if [[ -n "${CPUS_PER_RANK:-}" ]]; then site_options+=("--cpus-per-task=$CPUS_PER_RANK"); fi
+    if [[ -n "${TIME:-}" ]]; then site_options+=("--time=$TIME"); fi
+    if [[ -n "${PARTITION:-}" ]]; then site_options+=("--partition=$PARTITION"); fi
+    if [[ -n "${ACCOUNT:-}" ]]; then site_options+=("--account=$ACCOUNT"); fi
+    # shellcheck disable=SC2206  # several words on purpose
+    site_options+=(${SBATCH_OPTIONS:-})
+    if [[ "${DRY_RUN:-0}" == 1 ]]; then return; fi
+    if ! command -v sbatch >/dev/null; then
+        fail "no sbatch on this host ($(hostname))" "DRY_RUN=1 ${0##*/}   # or do this on a login node of the cluster"
+    fi
+    if [[ -n "${PARTITION:-}" ]]; then
+        known="$(sinfo --noheader --format=%R | sort -u | tr '\n' ' ')"
+        if [[ " $known" != *" $PARTITION "* ]]; then
+            fail "PARTITION is '$PARTITION', and this cluster has: $known" "PARTITION=${known%% *} ${0##*/}"
+        fi
+    fi
+}
+
+# submit SCRIPT ARGUMENTS...: sbatch with the sizes that variables give; #SBATCH lines cannot read variables.
+submit() {
+    local script="$CHECKOUT/slurm/$1" options=(--export=ALL)
+    shift
+    check_site
     if [[ -n "${NODES:-}" ]]; then options+=("--nodes=$NODES"); fi
     if [[ -n "${RANKS_PER_NODE:-}" ]]; then options+=("--ntasks-per-node=$RANKS_PER_NODE"); fi
-    if [[ -n "${GPUS_PER_NODE:-}" ]]; then options+=("--gpus-per-node=$GPUS_PER_NODE"); fi
-    if [[ -n "${CPUS_PER_RANK:-}" ]]; then options+=("--cpus-per-task=$CPUS_PER_RANK"); fi
-    if [[ -n "${TIME:-}" ]]; then options+=("--time=$TIME"); fi
     if [[ -n "${SIGNAL_S:-}" ]]; then options+=("--signal=B:USR1@$SIGNAL_S"); fi
-    if [[ -n "${PARTITION:-}" ]]; then options+=("--partition=$PARTITION"); fi
-    if [[ -n "${ACCOUNT:-}" ]]; then options+=("--account=$ACCOUNT"); fi
-    # shellcheck disable=SC2206  # several words on purpose
-    options+=(${SBATCH_OPTIONS:-})
+    options+=("${site_options[@]}")
     say "sbatch ${options[*]} $script $*"
     if [[ "${DRY_RUN:-0}" == 1 ]]; then
         say "DRY_RUN=1: nothing is submitted"
         return
     fi
-    if ! command -v sbatch >/dev/null; then
-        fail "no sbatch on this host ($(hostname))" "DRY_RUN=1 ${script##*/}   # or do this on a login node of the cluster"
-    fi
-    if [[ -n "${PARTITION:-}" ]]; then
-        known="$(sinfo --noheader --format=%R | sort -u | tr '\n' ' ')"
-        if [[ " $known" != *" $PARTITION "* ]]; then
-            fail "PARTITION is '$PARTITION', and this cluster has: $known" "PARTITION=${known%% *} ${script##*/}"
-        fi
-    fi
     sbatch "${options[@]}" "$script" "$@" || fail "SLURM refused the job: its reason is in the line above" \
-        "sinfo -s; sacctmgr show associations user=\$USER   # then PARTITION=... ACCOUNT=... ${script##*/}"
+        "sinfo -s; sacctmgr show associations user=\$USER   # then PARTITION=... ACCOUNT=... ${0##*/}"
 }
 
 # --- inside the job
@@ -140,6 +148,7 @@ job_state() {
 # enter_job: what every job does before its first rank starts.
 enter_job() {
     local ranks_per_node="${SLURM_NTASKS_PER_NODE:-}"
+    trap : USR1 # so early a warning must not end the job; the run itself knows how much time is left
     if [[ -n "${NODES:-}" && "$NODES" != "$SLURM_JOB_NUM_NODES" ]]; then
         fail "NODES is $NODES, but SLURM gave $SLURM_JOB_NUM_NODES node(s): sbatch does not read our variables" \
             "NODES=$NODES slurm/${SLURM_JOB_NAME:-train}.sh   # without sbatch it submits itself; or sbatch --nodes=$NODES"
@@ -172,9 +181,9 @@ launch() {
     local line rc resender="" interrupted
     case "$LAUNCHER" in
     srun)
-        # No --kill-on-bad-exit: a rank that is slow to end after exit code 75 would be killed, and its code be the job's.
-        # A rank that dies is noticed by PMIx at once, and one that dies before MPI is up after --wait.
-        line=(srun ${MPI_PLUGIN:+"--mpi=$MPI_PLUGIN"} "--cpu-bind=$CPU_BIND" --distribution=block:block --wait=60)
+        # No --kill-on-bad-exit: with it a rank that ends 0.3 s after the first 75 is killed, and the job's code is 143.
+        # Ranks that outlive the first one end by --wait, if not by MPI: also where one has crashed.
+        line=(srun ${MPI_PLUGIN:+"--mpi=$MPI_PLUGIN"} "--cpu-bind=$CPU_BIND" --distribution=block:block --wait=30)
         ;;
     mpirun) line=(mpirun -n "$RANKS" --map-by "ppr:$RANKS_PER_NODE:node" --bind-to none) ;;
     esac
@@ -204,7 +213,8 @@ launch() {
         wait "$pid" || last=$?
         if ((last != 127)); then rc=$last; fi
     fi
-    trap - USR1 TERM
+    trap : USR1 # one that comes late must not end the job before it is requeued
+    trap - TERM
     if [[ -n "$resender" ]]; then kill "$resender" 2>/dev/null || true; fi
     return "$rc"
 }

@@ -9,7 +9,8 @@
 #
 #   sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 slurm/point.sh python -m hpczero.doctor
 #
-# A word `python` in front becomes $PYTHON. Ends with the command's exit code; never requeued.
+# A word `python` in front becomes $PYTHON. Ends with the command's exit code; never requeued. Ranks that still run 30 s
+# after the first one has ended are ended by srun: LAUNCH_OPTIONS=--wait=0 lets them.
 set -euo pipefail
 
 here="${BASH_SOURCE[0]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from hpczero.errors import TopologyError
 from hpczero.launch import check_placement
 from hpczero.slurm import ask_time_left, seconds_of, tasks_per_node
 from tests.helpers.mpirun import ROOT, run_command, run_ranks
+from tests.helpers.processes import launch_environment
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ class Clock:
 
 
 def deadline(clock: Clock, **said: float) -> Deadline:
-    return Deadline(Environment(job="7", **said), ask=clock.ask, now=clock.now)  # type: ignore[arg-type]
+    return Deadline(Environment(job="7", job_of_squeue="7", **said), ask=clock.ask, now=clock.now)  # type: ignore[arg-type]
 
 
 def test_end_is_near_when_three_saves_and_two_of_the_slowest_steps_no_longer_fit() -> None:
@@ -124,6 +126,34 @@ def test_run_saves_and_asks_to_be_requeued_when_its_time_is_nearly_up(tmp_path: 
     assert "time limit: " in job.stdout
     assert "stopped after step" in job.stdout
     assert len(list((tmp_path / "r" / "checkpoints").glob("step-*"))) == 1
+
+
+def test_warning_that_comes_while_a_rank_starts_is_heard(tmp_path: Path) -> None:
+    options = "--run.name r --model.preset gpt-micro --model.context 16 --train.steps 1000000 "
+    options += "--evaluation.batches 0 --log.plot false --log.tensorboard false --data.cache"
+    words = [*options.split(), str(ROOT / "runs" / "tokens"), "--run.folder", str(tmp_path)]
+    process = subprocess.Popen(
+        [ROOT / "slurm" / "bind.sh", sys.executable, "-m", "hpczero.train", *words],
+        env=launch_environment(PYTHONPATH=os.fspath(ROOT), SLURM_LOCALID="0", OMP_NUM_THREADS="1"),
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        # bash itself ignores it from its first lines on, as srun's own start-up takes longer than that.
+        time.sleep(0.2)
+        while process.poll() is None and time.monotonic() < deadline:
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(0.05)
+    finally:
+        process.kill()
+    assert process.wait() == 75
+    assert [p.name for p in (tmp_path / "r" / "checkpoints").glob("step-*")] == ["step-000000001"]
+
+
+def test_element_of_an_array_asks_for_itself_and_not_for_all_of_them() -> None:
+    element = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    assert Environment.read(element).job_of_squeue == "7_3"
+    assert Environment.read({"SLURM_JOB_ID": "7"}).job_of_squeue == "7"
 
 
 # --- the place of ranks

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpczero.doctor.finding import Finding, Status
+from hpczero.environment import SIZE_VARIABLES as LAUNCHED_SIZES
 
-# Innermost launcher first: mpirun inside a SLURM allocation starts fewer ranks than SLURM_NTASKS without being wrong.
-SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+# Innermost launcher first: a step of a job, or mpirun in it, may start fewer ranks than SLURM_NTASKS and be right.
+SIZE_VARIABLES = (*LAUNCHED_SIZES, "SLURM_NTASKS")
 YIELD_VARIABLES = ("OMPI_MCA_mpi_yield_when_idle", "MPIR_CVAR_POLLS_BEFORE_YIELD")
 
 
@@ -66,6 +67,8 @@ def check_world_size(size: int, environment: Mapping[str, str]) -> Finding:
     """
     claims = {n: int(environment[n]) for n in SIZE_VARIABLES if environment.get(n, "").isdigit()}
     ranks = f"{size} rank{'' if size == 1 else 's'}"
+    if next(iter(claims), "") != "SLURM_STEP_NUM_TASKS":
+        claims.pop("SLURM_STEP_NUM_TASKS", None)  # that of mpirun's daemons
     if not claims:
         return Finding("world size", f"{ranks}, no launcher in the environment")
     name, claimed = next(iter(claims.items()))

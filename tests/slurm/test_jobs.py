@@ -12,7 +12,7 @@ import pytest
 
 from hpczero.checkpoint.folder import Folder
 from tests.helpers.mpirun import run_ranks
-from tests.slurm.conftest import OPTIONS, Job, Submitter, words_of
+from tests.slurm.jobs import OPTIONS, Job, Submitter, words_of
 
 ENDLESS = 1_000_000
 TINY: dict[str, Any] = {"run__name": "r", "model__preset": "gpt-micro", "train__micro_batch": 4}
@@ -131,6 +131,7 @@ def test_scancel_signal_saves_and_requeues_only_the_element_it_names(
     assert Job(job.cluster, f"{job.number}_2", job.folder).field("Restarts") == "0", states
     (step,) = {e["step"] for e in job.attempts if e["event"] == "end"}
     assert step in saved_steps(job)
+    assert "time limit: unknown" not in job.log  # squeue knows the element
 
 
 def test_cancelled_job_saves_and_does_not_come_back(submit: Submitter) -> None:

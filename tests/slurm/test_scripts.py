@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 
 from tests.helpers.mpirun import ROOT
-from tests.slurm.conftest import OPTIONS, Job, Submitter, words_of
+from tests.slurm.jobs import OPTIONS, Job, Submitter, words_of
 
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sh")) + sorted((ROOT / "slurm" / "machines").glob("*.sh"))
 
@@ -39,8 +41,9 @@ def test_60b_dry_run_shows_the_plan_for_400_ranks_and_the_line(submit: Submitter
     assert shown.returncode == 0, shown
     assert "400 ranks on 25 nodes of 16 (512.0 GB per node), 32.0 GB per rank" in shown.stdout
     assert "gpt-60b: 60,119,623,680 parameters" in shown.stdout
-    line = "--nodes=25 --ntasks-per-node=16 --gpus-per-node=16 --cpus-per-task=3 --time=24:00:00"
-    assert line in shown.stdout
+    line = next(line for line in shown.stdout.splitlines() if line.startswith("slurm: sbatch "))
+    sizes = "--nodes=25 --ntasks-per-node=16 --gpus-per-node=16 --cpus-per-task=3 --time=24:00:00"
+    assert set(sizes.split()) < set(line.split())
     assert submit.cluster.run(["squeue", "-h"]).stdout == ""
 
 
@@ -84,6 +87,18 @@ def test_sizes_that_are_not_those_of_the_job_are_refused_in_it(submit: Submitter
     job.wait_for_state("FAILED")
     assert job.field("ExitCode") == "78:0"
     assert "NODES is 2, but SLURM gave 1 node(s)" in job.log
+
+
+@pytest.mark.parametrize("kind", ["weak", "strong"])
+def test_study_hands_its_sizes_to_the_sweep_and_the_sites_options_to_sbatch(
+    submit: Submitter, kind: str
+) -> None:
+    variables = {"RANKS": "2 4", "RANKS_PER_NODE": "2", "TIME": "5", "DRY_RUN": "1"}
+    shown = submit.script(f"{kind}_scaling.sh", "--models", "tiny", "--", "--qos=x", **variables)
+    assert shown.returncode == 0, shown
+    sweep = f"-m scaling.sweep {kind} --by sbatch --ranks 2 4 --ranks_per_node 2 --models tiny -- "
+    sweep += "--gpus-per-node=1 --cpus-per-task=1 --time=5 --qos=x"
+    assert sweep in shown.stdout
 
 
 def test_chain_goes_on_link_by_link_and_later_links_find_nothing_left(submit: Submitter) -> None:
@@ -165,3 +180,45 @@ def test_ranks_that_do_not_see_each_other_are_refused(submit: Submitter) -> None
     assert "MPI sees 1 rank(s), but SLURM_STEP_NUM_TASKS=2" in alone.stderr, alone
     assert "78" in alone.stderr
     assert not (submit.folder / "default").exists()
+
+
+# --- bind.sh, which needs no SLURM
+
+
+def bind(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """``slurm/bind.sh command...`` with only these variables."""
+    env = {"PATH": os.environ["PATH"], **variables}
+    line = [os.fspath(ROOT / "slurm" / "bind.sh"), *command]
+    return subprocess.run(line, env=env, capture_output=True, text=True, check=False, timeout=30)
+
+
+def test_rank_goes_beside_its_gpu_and_mpiruns_local_rank_wins() -> None:
+    said = bind(
+        "env", SLURM_LOCALID="0", OMPI_COMM_WORLD_LOCAL_RANK="1", NIC_OF_RANK="mlx5_0 mlx5_3"
+    )
+    assert said.returncode == 0, said
+    assert "UCX_NET_DEVICES=mlx5_3:1" in said.stdout.splitlines()
+
+
+def test_no_gpu_is_hidden_and_the_warning_does_not_end_a_rank_that_starts() -> None:
+    program = "import os, signal; print(os.environ['CUDA_VISIBLE_DEVICES'], signal.getsignal(signal.SIGUSR1).name)"
+    given = {"SLURM_LOCALID": "1", "SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "0,1"}
+    said = bind(sys.executable, "-c", program, **given)
+    assert said.stdout == "0,1 SIG_IGN\n", said
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({}, "no launcher says which rank of its node this is"),
+        (
+            {"SLURM_LOCALID": "2", "SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "0,1"},
+            "has no GPU: the node shows 2 (0,1)",
+        ),
+        ({"SLURM_LOCALID": "2", "NIC_OF_RANK": "a b"}, "NIC_OF_RANK has 2 words"),
+    ],
+)
+def test_rank_that_cannot_be_placed_is_refused(variables: dict[str, str], message: str) -> None:
+    said = bind("true", **variables)
+    assert said.returncode == 78
+    assert message in said.stderr

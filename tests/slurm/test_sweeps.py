@@ -21,9 +21,14 @@ def test_a_sweep_is_submitted_collected_and_reported(
     submit: Submitter, tmp_path: Path, kind: str
 ) -> None:
     study = tmp_path / "study"
-    words = f"--ranks 1 2 --ranks_per_node 1 --models tiny --batches 4 --steps 5 --warm_up 1 --folder {study}"
-    options = "--exclusive=user --mem=0 --time=5 --gpus-per-node=1"
-    done = submit.script(f"{kind}_scaling.sh", *words.split(), "--", *options.split())
+    words = f"--models tiny --batches 4 --steps 5 --warm_up 1 --folder {study}"
+    done = submit.script(
+        f"{kind}_scaling.sh",
+        *words.split(),
+        RANKS="1 2",
+        LOGS=os.fspath(tmp_path),
+        SBATCH_OPTIONS="--exclusive=user --mem=0",
+    )
     assert done.returncode == 0, done
     numbers = [
         line.split()[line.split().index("job") + 1].rstrip(":")
