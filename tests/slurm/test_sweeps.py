@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.mpirun import ROOT
-from tests.slurm.conftest import Submitter
+from tests.slurm.jobs import Submitter
 
 
 @pytest.mark.slow
