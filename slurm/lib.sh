@@ -15,6 +15,7 @@ fail() {
 }
 
 in_job() { [[ -n "${SLURM_JOB_ID:-}" ]]; }
+in_batch() { in_job && [[ "$0" == */slurm_script ]]; } # else somebody sits in front of it: salloc
 
 # --- the machine
 
@@ -165,12 +166,12 @@ enter_job() {
     fi
     export RANKS RANKS_PER_NODE
     # Starts that go on with one another's run: requeues, elements of an array, links of a chain.
-    export HPCZERO_SERIES="${HPCZERO_SERIES:-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}"
+    if in_batch; then export HPCZERO_SERIES="${HPCZERO_SERIES:-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}"; fi
     export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # from 22.05 on srun does not inherit --cpus-per-task
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
     export OMPI_MCA_io="${OMPI_MCA_io:-^ompio}"           # open-mpi/ompi#12718: OMPIO can write wrong data silently
     export PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
-    say "job $(job_name_for_slurm), start $((${SLURM_RESTART_COUNT:-0} + 1)) of series $HPCZERO_SERIES:" \
+    say "job $(job_name_for_slurm), start $((${SLURM_RESTART_COUNT:-0} + 1)) of series ${HPCZERO_SERIES:-none}:" \
         "$SLURM_JOB_NUM_NODES node(s) x $RANKS_PER_NODE rank(s) on $SLURM_JOB_NODELIST, by $LAUNCHER, at $(date -Is)"
     mkdir -p "$LOGS"
     "$PYTHON" -m hpczero.doctor.record "$LOGS/env-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}.json"
@@ -224,6 +225,10 @@ leave_job() {
     local code="$1" state
     say "exit code $code at $(date -Is)"
     if ((code != EXIT_REQUEUE)); then exit "$code"; fi
+    if ! in_batch; then
+        say "saved, and an interactive job is not requeued; the same command goes on"
+        exit "$code"
+    fi
     if [[ "$REQUEUE" != 1 ]]; then
         say "REQUEUE=$REQUEUE: saved, and not requeued; the next link of the chain goes on, or the same command"
         exit "$code"
