@@ -45,7 +45,8 @@ class Options:
         ranks: of each crew, one thread each, bound to no core.
         rounds: measured saves and loads of each way; from 6 on there is a 95 % interval of the median.
         warm_up: rounds before.
-        rest_s: seconds without a write before each save; disks of rented machines are fast only after some.
+        rest_s: seconds of nothing before each save and each load; disks of rented machines are fast only after some, and
+            still write on their side when a save is done.
         steps: of training before each save in the background.
         folder: where the files go for a while; left out, runs.
         seed: of the order in the rounds.
@@ -146,7 +147,11 @@ def measure(options: Options) -> Iterator[Row]:
             tasks = [*crews, "background"] if said["background"] else list(crews)
             for task in order.sample(tasks, len(tasks)):
                 time.sleep(options.rest_s)
-                row = hold(own, disk, options) if task == "background" else move(task, crews, disk)
+                row = (
+                    hold(own, disk, options)
+                    if task == "background"
+                    else move(task, crews, disk, options.rest_s)
+                )
                 if number >= 0:
                     yield {**row, "round": number}
             if number >= 0:
@@ -194,11 +199,12 @@ class Disk:
         return str(path)
 
 
-def move(way: str, crews: dict[str, Crew], disk: Disk) -> Row:
-    """One save and one load."""
+def move(way: str, crews: dict[str, Crew], disk: Disk, rest_s: float) -> Row:
+    """One save and, after a rest, one load."""
     crew = crews[way]
     with disk.folder(way) as folder:
         saved = crew.ask("save", way=way, folder=folder, step=disk.next_step())
+        time.sleep(rest_s)
         loaded = crew.ask("load", way=way, folder=folder)
     return {
         "kind": "move",
