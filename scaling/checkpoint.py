@@ -45,8 +45,8 @@ class Options:
         ranks: of each crew, one thread each, bound to no core.
         rounds: measured saves and loads of each way; from 6 on there is a 95 % interval of the median.
         warm_up: rounds before.
-        rest_s: seconds of nothing before each save and each load; disks of rented machines are fast only after some, and
-            still write on their side when a save is done.
+        rest_s: seconds of nothing before each save and each load; disks of rented machines are fast only after some,
+            and still write on their side when a save is done.
         steps: of training before each save in the background.
         folder: where the files go for a while; left out, runs.
         seed: of the order in the rounds.
