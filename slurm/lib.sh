@@ -252,3 +252,27 @@ train() {
     launch "$PYTHON" -m hpczero.train "$@" || rc=$?
     leave_job "$rc"
 }
+
+# --- scaling studies
+
+# study KIND [OPTIONS...] [-- SBATCH_OPTIONS...]: submit python -m scaling.sweep KIND for $RANKS; ends the script.
+study() {
+    local kind="$1" words=() line
+    shift
+    RANKS="${RANKS:-16 32 64 128 256 400}" # the smallest is what the others are compared with
+    RANKS_PER_NODE="${RANKS_PER_NODE:-16}"
+    GPUS_PER_NODE="${GPUS_PER_NODE:-$RANKS_PER_NODE}"
+    set_up
+    check_site
+    while (($#)) && [[ "$1" != -- ]]; do
+        words+=("$1")
+        shift
+    done
+    # shellcheck disable=SC2206  # several words on purpose
+    line=("$PYTHON" -m scaling.sweep "$kind" --by sbatch --ranks $RANKS --ranks_per_node "$RANKS_PER_NODE" "${words[@]}"
+        -- "${site_options[@]}" "${@:2}")
+    say "${line[*]}"
+    if [[ "${DRY_RUN:-0}" == 1 ]]; then exit; fi
+    cd "$CHECKOUT"
+    exec env -u NODES -u RANKS -u RANKS_PER_NODE "${line[@]}" # each job has its own
+}

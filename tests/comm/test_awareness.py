@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -62,11 +65,16 @@ def test_what_mpich_and_its_kin_leave_in_the_environment(
 
 @pytest.mark.mpi
 @pytest.mark.ranks(1)
-def test_the_library_here_is_asked(comm: object) -> None:
-    """Whatever it says, it says why; the MPI of a machine without a device claims nothing that would be tried."""
+def test_the_library_says_what_its_own_tool_says(comm: object) -> None:
+    tool = shutil.which("ompi_info")
+    if tool is None:
+        pytest.skip("no ompi_info: this MPI is no Open MPI, or its tools are not here")
+    done = subprocess.run([tool, "--parsable", "--all"], capture_output=True, text=True, check=True)
+    built = re.search(r"mpi_built_with_cuda_support:value:(true|false)", done.stdout)
+    assert built, "since Open MPI 1.7"
     found = claim()
+    assert found.aware is (built[1] == "true")
     assert found.reason
-    assert found.aware in (None, False, True)
 
 
 @pytest.mark.limit(180)
