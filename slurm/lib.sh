@@ -273,6 +273,6 @@ study() {
         -- "${site_options[@]}" "${@:2}")
     say "${line[*]}"
     if [[ "${DRY_RUN:-0}" == 1 ]]; then exit; fi
-    cd "$CHECKOUT"
+    cd "$CHECKOUT" || exit
     exec env -u NODES -u RANKS -u RANKS_PER_NODE "${line[@]}" # each job has its own
 }
