@@ -14,20 +14,10 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from hpczero.errors import ConfigError
+from hpczero.values import Transport, node_shape, require
 
 DEFAULT_RUN = "default"
 DEFAULT_GLOBAL_BATCH = 12  # 1, 2, 3, 4, 6 and 12 ranks divide it
-
-
-def require(satisfied: bool, option: str, got: object, expected: str) -> None:
-    """Refuse the value of an option unless it is satisfied.
-
-    Raises:
-        ConfigError: names the option, what was got and what is expected.
-    """
-    if not satisfied:
-        raise ConfigError(f"{option}: got {got!r}, expected {expected}")
 
 
 def _require_positive(section: str, options: object, *names: str) -> None:
@@ -175,9 +165,6 @@ class TrainOptions:
         floor = 0.1 if low is None else low / self.learning_rate
         progress = (step - self.warmup) / max(1, self.steps - 1 - self.warmup)
         return floor + (1 - floor) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
-
-
-Transport = Literal["auto", "flat", "hierarchical", "window", "ipc"]
 
 
 @dataclass(frozen=True)
@@ -328,30 +315,3 @@ class RunConfig:
             self.train, global_batch=global_batch, accumulation=accumulation
         )
         return dataclasses.replace(self, train=train)
-
-
-def parse_nodes(text: str, world_size: int) -> list[int]:
-    """Node of each rank when ``GxL`` nodes of ranks are filled one after the other: 2x2 gives [0, 0, 1, 1].
-
-    Raises:
-        ConfigError: not of this form, or not ``world_size`` ranks.
-    """
-    num_nodes, local_size = node_shape(text, "nodes")
-    if num_nodes * local_size != world_size:
-        raise ConfigError(
-            f"nodes {text}: {num_nodes} x {local_size} = {num_nodes * local_size} ranks, but the job has {world_size}; "
-            "start that many or change parallel.nodes (or HPCZERO_FAKE_NODES)"
-        )
-    return [rank // local_size for rank in range(world_size)]
-
-
-def node_shape(text: str, option: str) -> tuple[int, int]:
-    """(nodes, ranks per node) of ``GxL``.
-
-    Raises:
-        ConfigError: names the ``option`` that has another form.
-    """
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if match is None:
-        raise ConfigError(f"{option}: got {text!r}, expected nodes x ranks per node, such as 2x2")
-    return int(match[1]), int(match[2])

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import torch
 
 from hpczero import log
-from hpczero.config import parse_nodes
 from hpczero.environment import Environment
 from hpczero.errors import TopologyError
 from hpczero.slurm import tasks_per_node
 from hpczero.topology import Topology
+from hpczero.values import parse_nodes
 
 
 def start_topology(nodes: str | None) -> Topology:

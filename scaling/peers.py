@@ -22,9 +22,9 @@ from typing import Literal
 
 import tyro
 
-from hpczero.config import Transport
 from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.options import parse_command_line
+from hpczero.values import Transport
 from scaling.contenders import ENTRIES, FLOOR, Entry, find_entry
 from scaling.cpu import machine_seconds, process_seconds
 from scaling.crew import PEERS_PYTHON, Crew

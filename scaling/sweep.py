@@ -21,9 +21,9 @@ from typing import Literal
 
 import tyro
 
-from hpczero.config import Transport
 from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.options import parse_command_line
+from hpczero.values import Transport
 from scaling.launchers import Local, Slurm, absolute
 from scaling.record import Recorder, Row, circumstances, commit, cores, parse_rows
 from scaling.study import DEFAULT_STEPS, Grid, Point

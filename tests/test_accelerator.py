@@ -108,3 +108,15 @@ def test_nothing_of_cuda_is_loaded_without_a_device() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["False", "False", "False"]
+
+
+def test_a_training_of_ones_own_loads_neither_the_command_line_nor_hdf5() -> None:
+    """``zeroify`` costs a process what it needs; the commands and checkpoints bring the rest."""
+    script = (
+        "import sys, hpczero; hpczero.zeroify; "
+        "print([name for name in ('tyro', 'hpczero.config', 'h5py') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"

@@ -24,6 +24,7 @@ MAX_LINES = 400
 # the same layer. ``__init__`` is the public names of the package, which the rooms below it never use.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
+    ("values",),
     (
         "config",
         "environment",
@@ -80,6 +81,7 @@ TORCH_FREE = (
     "options",
     "plan",
     "precision",
+    "values",
 )
 TORCH_ALLOWED = ("plan.rules",)
 # comm.awareness gives a trial job the environment, and looks for variables of MPI libraries.

@@ -19,9 +19,9 @@ from hpczero.comm.queue import can_run_in_background
 from hpczero.comm.segment import Segment
 from hpczero.comm.selection import DEFAULT, Selection
 from hpczero.comm.tuning import tune
-from hpczero.config import Transport
 from hpczero.errors import CommError, ConfigError
 from hpczero.topology import Topology
+from hpczero.values import Transport
 
 logger = logging.getLogger("hpczero.comm")
 

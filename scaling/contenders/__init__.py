@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from hpczero.config import Transport
 from hpczero.errors import ConfigError
+from hpczero.values import Transport
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,51 @@
+"""What options and environment variables of ours have in common: values they may take, and how wrong ones are refused.
+
+Owns: the names of transports, the form of GxL, the text of a refusal. Must not know: options, variables, MPI, torch.
+A program that only calls ``zeroify`` comes here and never loads the command line's library.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from hpczero.errors import ConfigError
+
+Transport = Literal["auto", "flat", "hierarchical", "window", "ipc"]
+
+
+def require(satisfied: bool, option: str, got: object, expected: str) -> None:
+    """Refuse the value of an option unless it is satisfied.
+
+    Raises:
+        ConfigError: names the option, what was got and what is expected.
+    """
+    if not satisfied:
+        raise ConfigError(f"{option}: got {got!r}, expected {expected}")
+
+
+def parse_nodes(text: str, world_size: int) -> list[int]:
+    """Node of each rank when ``GxL`` nodes of ranks are filled one after the other: 2x2 gives [0, 0, 1, 1].
+
+    Raises:
+        ConfigError: not of this form, or not ``world_size`` ranks.
+    """
+    num_nodes, local_size = node_shape(text, "nodes")
+    if num_nodes * local_size != world_size:
+        raise ConfigError(
+            f"nodes {text}: {num_nodes} x {local_size} = {num_nodes * local_size} ranks, but the job has {world_size}; "
+            "start that many or change parallel.nodes (or HPCZERO_FAKE_NODES)"
+        )
+    return [rank // local_size for rank in range(world_size)]
+
+
+def node_shape(text: str, option: str) -> tuple[int, int]:
+    """(nodes, ranks per node) of ``GxL``.
+
+    Raises:
+        ConfigError: names the ``option`` that has another form.
+    """
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise ConfigError(f"{option}: got {text!r}, expected nodes x ranks per node, such as 2x2")
+    return int(match[1]), int(match[2])
