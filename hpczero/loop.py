@@ -35,7 +35,7 @@ from hpczero.metrics import (
     StepMetrics,
     Stopwatch,
     achieved_tflops,
-    device_memory,
+    device_fields,
     process_peak_nbytes,
     read_metrics,
 )
@@ -156,6 +156,7 @@ def train(
         for step in range(start, config.train.steps):
             watch = Stopwatch()
             waited_s = sharding.collectives.stats.seconds
+            exposed_s = sharding.collectives.exposed.seconds() or 0.0
             micro_losses: list[torch.Tensor] = []
             accelerator.reset_peak()
             for micro_step in range(batch.accumulation):
@@ -183,6 +184,7 @@ def train(
             with watch.phase("communication"):
                 losses = topology.gather(sum(loss.item() for loss in micro_losses))
             waited_s = sharding.collectives.stats.seconds - waited_s
+            exposed_s = (sharding.collectives.exposed.seconds() or 0.0) - exposed_s
             step_s = watch.elapsed_s()
 
             done = step + 1
@@ -228,7 +230,7 @@ def train(
                     state_peak_nbytes=sum(sharding.memory.peak.values())
                     + sharding.optimizer_nbytes(),
                     process_peak_nbytes=process_peak_nbytes(),
-                    **device_memory(accelerator.usage()),
+                    **device_fields(accelerator.usage(), exposed_s),
                 )
             )
             if stopped:

@@ -43,6 +43,7 @@ class StepMetrics:
         device_reserved_nbytes: what torch keeps of the device.
         device_fragmented: share of what is kept that is free in pieces between allocations.
         device_used_nbytes: of all processes that use the device.
+        device_exposed_ms: how long the device's computation stood still for collectives, by the device's clock.
     """
 
     step: int
@@ -69,6 +70,7 @@ class StepMetrics:
     device_reserved_nbytes: int | None = None
     device_fragmented: float | None = None
     device_used_nbytes: int | None = None
+    device_exposed_ms: float | None = None
 
     def to_json(self) -> str:
         """One line of JSON; NaN and infinity, which JSON has not, become null."""
@@ -115,8 +117,8 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     return [StepMetrics.from_json(line) for line in lines if line.endswith("\n")]
 
 
-def device_memory(usage: Mapping[str, int]) -> dict[str, Any]:
-    """The fields of ``StepMetrics`` that tell of ``Accelerator.usage``; none on the host."""
+def device_fields(usage: Mapping[str, int], exposed_s: float) -> dict[str, Any]:
+    """The fields of ``StepMetrics`` that tell of a device, from ``Accelerator.usage``; none on the host."""
     if not usage:
         return {}
     return {
@@ -124,6 +126,7 @@ def device_memory(usage: Mapping[str, int]) -> dict[str, Any]:
         "device_reserved_nbytes": usage["reserved"],
         "device_fragmented": usage["inactive_split"] / max(usage["reserved"], 1),
         "device_used_nbytes": usage["used_by_all"],
+        "device_exposed_ms": exposed_s * 1e3,
     }
 
 

@@ -1,6 +1,6 @@
 """Accelerators: where tensors live, in which order work is done there, what other processes may see of it."""
 
-from hpczero.accelerator.base import Accelerator, Attached, Export, Lane, Mark
+from hpczero.accelerator.base import Accelerator, Attached, Export, Lane, Mark, Span
 from hpczero.accelerator.choice import accelerator_of, choose_accelerator
 from hpczero.accelerator.host import HostAccelerator
 
@@ -11,6 +11,7 @@ __all__ = [
     "HostAccelerator",
     "Lane",
     "Mark",
+    "Span",
     "accelerator_of",
     "choose_accelerator",
 ]

@@ -52,6 +52,22 @@ class Lane(ABC):
         self.mark().wait()
 
 
+class Span(ABC):
+    """From ``Accelerator.span`` to ``end`` on the caller's lane, by the device's own clock."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Here it ends; returns at once."""
+
+    @abstractmethod
+    def passed(self) -> bool:
+        """Whether the device is through with it; after ``end``."""
+
+    @abstractmethod
+    def seconds(self) -> float:
+        """How long it was; waits until the device is through with it. After ``end``."""
+
+
 class Export(ABC):
     """One block of device memory that other processes of the node may map.
 
@@ -104,6 +120,10 @@ class Accelerator(ABC):
     def finish(self) -> None:
         """Return when what torch has started on this thread's current lane is done."""
         self.mark().wait()
+
+    @abstractmethod
+    def span(self) -> Span:
+        """Begins behind what torch has started on this thread's current lane."""
 
     @abstractmethod
     def lane(self) -> Lane:

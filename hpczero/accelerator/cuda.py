@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpczero.accelerator.base import Accelerator, Attached, Export, Lane, Mark
+from hpczero.accelerator.base import Accelerator, Attached, Export, Lane, Mark, Span
 from hpczero.errors import CommError, ConfigError
 
 GRANULE = (
@@ -36,6 +36,26 @@ class _Event(Mark):
 
     def wait(self) -> None:
         self.event.synchronize()
+
+
+class _Events(Span):
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._begin, self._end = (
+            torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        self._begin.record(stream)
+
+    def end(self) -> None:
+        self._end.record(self._stream)
+
+    def passed(self) -> bool:
+        return bool(self._end.query())
+
+    def seconds(self) -> float:
+        self._end.synchronize()
+        return float(self._begin.elapsed_time(self._end)) / 1e3
 
 
 class _Stream(Lane):
@@ -160,6 +180,10 @@ class CudaAccelerator(Accelerator):
     def mark(self) -> Mark:
         """See ``Accelerator``."""
         return _Event(torch.cuda.current_stream(self.device))
+
+    def span(self) -> Span:
+        """See ``Accelerator``."""
+        return _Events(torch.cuda.current_stream(self.device))
 
     def lane(self) -> Lane:
         """See ``Accelerator``."""

@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hpczero.accelerator.base import Accelerator, Attached, Export, Lane, Mark
+from hpczero.accelerator.base import Accelerator, Attached, Export, Lane, Mark, Span
 from hpczero.errors import CommError
 
 FOLDER = Path("/dev/shm")
@@ -26,6 +27,20 @@ FOLDER = Path("/dev/shm")
 class _Passed(Mark):
     def wait(self) -> None:
         return
+
+
+class _HostSpan(Span):
+    def __init__(self) -> None:
+        self._begin = self._end = time.perf_counter()
+
+    def end(self) -> None:
+        self._end = time.perf_counter()
+
+    def passed(self) -> bool:
+        return True
+
+    def seconds(self) -> float:
+        return self._end - self._begin
 
 
 class _Now(Lane):
@@ -116,6 +131,10 @@ class HostAccelerator(Accelerator):
     def mark(self) -> Mark:
         """See ``Accelerator``."""
         return _Passed()
+
+    def span(self) -> Span:
+        """See ``Accelerator``."""
+        return _HostSpan()
 
     def lane(self) -> Lane:
         """See ``Accelerator``."""

@@ -24,7 +24,9 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpczero.accelerator import Span
 from hpczero.comm.blocks import Blocks
+from hpczero.comm.exposed import Exposed
 from hpczero.comm.order import OrderCheck
 from hpczero.comm.reach import HostReach, Reach
 from hpczero.device import Buffer, Memory, Use
@@ -102,6 +104,7 @@ class Collectives(ABC):
         self.node_dtype = node_dtype
         self.memory = memory or Memory()
         self.stats = CommStats()
+        self.exposed = Exposed(self.reach.accelerator)
         self.fingerprint = 0
         self.step = 0
         self._depth = 0
@@ -331,9 +334,12 @@ class _Issue:
         self._owner = owner
         self._watch = nullcontext() if what is None else owner._watchdog.watch(what)
         self._start = 0.0
+        self._span: Span | None = None
 
     def __enter__(self) -> None:
         self._watch.__enter__()
+        if not self._owner._depth:
+            self._span = self._owner.exposed.begin()
         self._owner._depth += 1
         self._start = time.perf_counter()
 
@@ -341,4 +347,5 @@ class _Issue:
         self._owner._depth -= 1
         if not self._owner._depth:  # one call may have to finish an earlier one
             self._owner.stats.seconds += time.perf_counter() - self._start
+            self._owner.exposed.end(self._span)
         self._watch.__exit__(None, None, None)
