@@ -81,7 +81,9 @@ def test_spans_that_are_over_are_not_kept() -> None:
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-def test_a_call_and_the_wait_for_it_count_once_each(comm: MPI.Intracomm, topology: Topology) -> None:
+def test_a_call_and_the_wait_for_it_count_once_each(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
     """The twin's clock is the host's: what it tells is what the accounts of the host tell."""
     transport = hpczero.Flat(topology, reach=StagedReach(LateAccelerator()))
     full = torch.zeros(2 * 40_000)
