@@ -51,7 +51,7 @@ class _Events(Span):
         self._end.record(self._stream)
 
     def passed(self) -> bool:
-        return bool(self._end.query())
+        return bool(self._end.query())  # type: ignore[no-untyped-call]
 
     def seconds(self) -> float:
         self._end.synchronize()
