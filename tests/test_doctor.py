@@ -290,6 +290,8 @@ def test_gpus_are_found_by_their_device_files(tmp_path: Path) -> None:
     assert_problem(software.check_gpu(devices, {}), Status.WARN, "2 on this node", "cuda12")
     with_cupy = software.check_gpu(devices, {"cupy-cuda12x": "13.6"})
     assert with_cupy == Finding("GPU", "2 on this node, cupy-cuda12x 13.6")
+    with_word = software.check_gpu(devices, {"cupy-cuda12x": "13.6"}, "MPI says no")
+    assert with_word == Finding("GPU", "2 on this node, cupy-cuda12x 13.6; MPI says no")
 
 
 # --- report --------------------------------------------------------------------------------------

@@ -64,7 +64,8 @@ def examine(
         found = software.import_torch() if topology.is_root else None
         torch_facts = topology.world.bcast(found, root=0)
     yield software.check_torch(*torch_facts)
-    yield software.check_gpu(software.gpu_devices(), ranks[0].versions)
+    devices = software.gpu_devices()
+    yield software.check_gpu(devices, ranks[0].versions, _word_of_mpi() if devices else "")
     yield storage.check_shared_memory(ranks)
     vendor, version = MPI.get_vendor()
     yield storage.check_mpi_io(vendor, version, environment)
@@ -74,6 +75,14 @@ def examine(
     yield storage.check_hdf5(hdf5, directory)
     with TimeLimit("freeing the communicators", time_limit_s):
         topology.free()
+
+
+def _word_of_mpi() -> str:
+    try:
+        from hpczero.comm.awareness import claim
+    except ImportError:  # without torch; that is another finding
+        return ""
+    return claim().reason
 
 
 def _library() -> Finding:

@@ -99,14 +99,15 @@ def gpu_devices(root: str = "/dev") -> list[str]:
     return [str(path) for path in (*nvidia, *amd)]
 
 
-def check_gpu(devices: Sequence[str], versions: Mapping[str, str]) -> Finding:
-    """GPUs, and CuPy to use them with."""
+def check_gpu(devices: Sequence[str], versions: Mapping[str, str], of_mpi: str = "") -> Finding:
+    """GPUs, CuPy to use them with, and what the MPI library says ``of_mpi`` and their memory."""
     cupy = next((f"{n} {v}" for n, v in versions.items() if n.startswith("cupy")), "")
     if not devices:
         return Finding(
             "GPU", f"none on this node: CPU run{f' ({cupy} not needed)' if cupy else ''}"
         )
     value = f"{len(devices)} on this node, {cupy or 'CuPy is not installed'}"
+    value += f"; {of_mpi}" if of_mpi else ""
     if not cupy:
         remedy = "for GPU transports: pip install 'hpczero[cuda12]' or 'hpczero[cuda13]', as nvidia-smi says"
         return Finding("GPU", value, Status.WARN, remedy)
