@@ -23,6 +23,7 @@ from typing import Any
 from hpczero.config import ResumeOptions, RunConfig
 from hpczero.environment import Environment
 from hpczero.errors import ConfigError
+from hpczero.options import load_toml
 from hpczero.runfolder import RunFolder
 
 FRUITLESS_RESTARTS = 3
@@ -65,9 +66,18 @@ class Attempts:
         self._write("start", committed=committed, ranks=ranks, host=host)
 
     def finished(self, steps: int) -> bool:
-        """Whether an earlier start of the series has done these ``steps``: nothing is left for this one."""
+        """Whether an earlier start of the series has done these ``steps``: nothing is left for this one.
+
+        A start that was killed between its results and its line "end" has finished, too: whoever begins takes the
+        results of before away.
+        """
         ends = [event for event in self._earlier if event["event"] == "end"]
-        return bool(ends) and ends[-1]["code"] == 0 and ends[-1]["step"] == steps
+        if ends and ends[-1]["code"] == 0 and ends[-1]["step"] == steps:
+            return True
+        begun = any(event["event"] == "begin" for event in self._earlier)
+        if not (begun and self._folder.weights.exists() and self._folder.config.exists()):
+            return False
+        return load_toml(self._folder.config, RunConfig).train.steps == steps
 
     def settle(self, config: RunConfig) -> RunConfig:
         """``config``, made to go on where the series is: only its first start begins where the options say."""

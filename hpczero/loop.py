@@ -149,7 +149,7 @@ def train(
     log.info("%s", describe_data(tokens))
     log.info("%s", describe_run(config, batch, seq_len, topology.size))
 
-    stopped = False
+    stopped, held_out_loss = False, None
     stops = Stops(folder.path, topology, signals, Deadline(environment))
     stragglers = Stragglers(topology, every=config.log.stragglers_every)
     with records or nullcontext(), checkpoints:

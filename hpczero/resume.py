@@ -2,7 +2,8 @@
 
 Owns: the decision, and the comparison of the options then and now. Must not know: what a checkpoint is made of.
 
-    --resume.from auto   this run's newest sound checkpoint; of a finished run, only if more steps are asked for
+    --resume.from auto   this run's newest sound checkpoint; of a finished run, one that has its results, only if more
+                         steps are asked for
                   never  from the start
                   PATH   that checkpoint, or the newest sound one in that folder, also of another run
 """
@@ -112,8 +113,15 @@ def identity(config: RunConfig, tokens: TokenFile, model: GPTConfig) -> dict[str
     }
 
 
-def check(found: Loaded, identity: Mapping[str, Any], steps: int) -> None:
+def check(found: Loaded, identity: Mapping[str, Any], steps: int, *, own: bool) -> None:
     """Hold a loaded checkpoint against this run. The same on every rank.
+
+    Args:
+        found: the checkpoint.
+        identity: of this run.
+        steps: that this run shall have.
+        own: the checkpoint is this run's. With all steps behind it, it was lost before it had written its results, which
+            is then what is left to do.
 
     Raises:
         ConfigError: other data, batch or seed: the next sample would not be the next; or nothing is left to do.
@@ -128,7 +136,7 @@ def check(found: Loaded, identity: Mapping[str, Any], steps: int) -> None:
             f"{found.path}: belongs to a run that saw other samples: {'; '.join(problems)}. Use the data and options "
             "of that run, or start anew with another --run.name"
         )
-    if found.step >= steps:
+    if found.step > steps or (found.step == steps and not own):
         raise ConfigError(
             f"{found.path}: has {found.step} steps behind it, and train.steps is {steps}; ask for more"
         )

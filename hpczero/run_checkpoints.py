@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -79,10 +80,10 @@ class RunCheckpoints:
             identity: of the run; see ``resume.identity``.
 
         Returns:
-            Steps done.
+            Steps done. All of them where the run's last checkpoint is there and its results are not.
 
         Raises:
-            ConfigError: it belongs to another run, or has as many steps as are asked for.
+            ConfigError: it belongs to another run, or has more steps than are asked for.
             CheckpointError: it cannot be loaded.
         """
         topology = self._topology
@@ -95,7 +96,8 @@ class RunCheckpoints:
             return 0
         found = load(source, self._model)
         with topology.agreed("compare the checkpoint with the run"):
-            resume.check(found, identity, self._config.train.steps)
+            own = Path(source) == self._folder.checkpoints
+            resume.check(found, identity, self._config.train.steps, own=own)
         self._tell(
             f"going on from {found.path}: step {found.step}, saved by {found.world_size} rank(s)"
         )

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import faulthandler
 import sys
 
 from hpczero.config import ModelOptions
+from hpczero.environment import Environment
 from hpczero.errors import ConfigError, run
 from hpczero.models import PRESETS, GPTConfig
 from hpczero.options import read_run_config
@@ -27,9 +29,26 @@ def main() -> int:
         from hpczero.accelerator import choose_accelerator
 
         accelerator = choose_accelerator(config.parallel.device)  # before MPI binds to a device
+        meet_the_other_ranks_in_mpi_init(Environment.read().timeout_s)
         from hpczero.loop import train
 
         return train(config, model, accelerator, signals)
+
+
+def meet_the_other_ranks_in_mpi_init(timeout_s: float) -> None:
+    """Start MPI. Where a rank never does, the others end here with their stacks, and so the job, instead of waiting.
+
+    The name is what a user reads in that stack: MPI_Init keeps the interpreter's lock, so only faulthandler's own timer
+    can still act, and it says nothing but the stack.
+
+    Args:
+        timeout_s: HPCZERO_TIMEOUT; 0 waits for ever.
+    """
+    if timeout_s:
+        faulthandler.dump_traceback_later(timeout_s, exit=True)
+    import hpczero.topology  # noqa: F401  (its import starts MPI)
+
+    faulthandler.cancel_dump_traceback_later()
 
 
 def model_config(options: ModelOptions) -> GPTConfig:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from hpczero.attempts import Attempts
-from hpczero.config import ResumeOptions, RunConfig, RunOptions
+from hpczero.config import ResumeOptions, RunConfig, RunOptions, TrainOptions
 from hpczero.environment import Environment
 from hpczero.errors import ConfigError
+from hpczero.options import to_toml
 from hpczero.runfolder import RunFolder
 
 SERIES = Environment(series="s", job="7")
@@ -92,6 +93,19 @@ def test_finished_run_leaves_nothing_to_do_unless_more_steps_are_asked_for(tmp_p
     assert Attempts(folder, SERIES).finished(50)
     assert not Attempts(folder, SERIES).finished(60)
     assert not Attempts(folder, Environment(series="another")).finished(50)
+
+
+def test_start_killed_between_its_results_and_its_last_line_has_finished(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    config = RunConfig(train=TrainOptions(steps=40))
+    first = start(folder)
+    folder.create(config.run, to_toml(config))
+    first.begin(0)
+    assert not Attempts(folder, SERIES).finished(40), "no results"
+    folder.weights.touch()
+    assert Attempts(folder, SERIES).finished(40)
+    assert not Attempts(folder, SERIES).finished(60)
+    assert not Attempts(folder, Environment(series="another")).finished(40)
 
 
 def test_half_a_line_of_a_killed_job_costs_that_line_alone(tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def test_nothing_sound_left_is_65_and_nothing_is_deleted(stopped: Path) -> None:
         ({"run__seed": 5}, "run.seed was 0 and is 5"),
         ({"model__layers": 1}, "model.layers was None and is 1"),
         ({"resume__from": "nowhere"}, "nowhere does not exist"),
-        ({"train__steps": 12}, "has 12 steps behind it, and train.steps is 12"),
+        ({"train__steps": 11}, "has 12 steps behind it, and train.steps is 11"),
     ],
 )
 def test_other_options_are_refused_before_anything_changes(
@@ -253,6 +253,28 @@ def test_finished_run_goes_on_only_if_asked_for_more(whole: tuple[Path, list[flo
     job = train(folder)
     assert job.returncode == 78, job
     assert "holds a finished run of 24 steps" in job.stderr, job
+
+
+def test_run_lost_before_its_results_were_written_writes_them(
+    tmp_path: Path, whole: tuple[Path, list[float]]
+) -> None:
+    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
+    weights = tmp_path / "r" / "model.safetensors"
+    expected = weights.read_bytes()
+    weights.unlink()
+    job = train(tmp_path)
+    assert job.returncode == 0, job
+    assert "going on from" in job.stdout + job.stderr, job
+    assert weights.read_bytes() == expected
+    assert losses(tmp_path) == whole[1]
+
+
+def test_checkpoint_of_another_run_with_all_steps_behind_it_leaves_nothing_to_do(
+    tmp_path: Path, whole: tuple[Path, list[float]]
+) -> None:
+    job = train(tmp_path, resume__from=whole[0] / "r")
+    assert job.returncode == 78, job
+    assert "has 24 steps behind it, and train.steps is 24" in job.stderr, job
 
 
 def test_other_data_are_refused(stopped: Path) -> None:

@@ -54,6 +54,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("train")
 
 
+def test_rank_that_never_starts_mpi_does_not_make_the_others_wait_for_ever(folder: Path) -> None:
+    job = ["-m", "hpczero.train", "--run.folder", str(folder), ":", "-n", "1", "sleep", "90"]
+    done = run_ranks(1, job, timeout=80, env={"HPCZERO_TIMEOUT": "6"})
+    assert done.returncode not in (0, 75), done
+    assert "Timeout (0:00:06)!" in done.stderr, done
+    assert "meet_the_other_ranks_in_mpi_init" in done.stderr, done
+
+
 @pytest.fixture(scope="module")
 def on_two_ranks(folder: Path) -> Finished:
     done = train(2, folder, run__name="two", log__every=10)
