@@ -6,19 +6,24 @@ models, data, options of a command.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
 from hpczero import log
+from hpczero.accelerator import Accelerator
 from hpczero.environment import Environment
 from hpczero.errors import TopologyError
 from hpczero.slurm import tasks_per_node
 from hpczero.topology import Topology
 from hpczero.values import parse_nodes
+
+logger = logging.getLogger("hpczero.launch")
 
 
 def start_topology(nodes: str | None) -> Topology:
@@ -62,6 +67,18 @@ def check_placement(counts: Sequence[int], environment: Environment) -> None:
             f"SLURM says {environment.tasks_per_node}. Ask for --nodes and --ntasks-per-node and nothing else that "
             "places ranks (with mpirun: --map-by ppr:N:node); if nodes that share no memory are meant to be one, or "
             "one to be several, say so with --parallel.nodes GxL"
+        )
+
+
+def warn_of_shared_devices(topology: Topology, accelerator: Accelerator) -> None:
+    """Say so if ranks share a device: that is right for a test, and half the speed by mistake. Collective."""
+    key = float(zlib.crc32(f"{socket.gethostname()} {accelerator.identity}".encode()))
+    most = max(Counter(topology.gather(key)).values())
+    if accelerator.identity and most > 1 and topology.is_root:
+        logger.warning(
+            "up to %d ranks share a device; for one each ask for as many GPUs as ranks on every node "
+            "(--ntasks-per-node and --gpus-per-node)",
+            most,
         )
 
 

@@ -30,7 +30,7 @@ from hpczero.data.tokens import VERSION as TOKEN_FILE_VERSION
 from hpczero.deadline import Deadline
 from hpczero.environment import Environment
 from hpczero.errors import EXIT_REQUEUE, ConfigError
-from hpczero.launch import start_topology, use_own_cores
+from hpczero.launch import start_topology, use_own_cores, warn_of_shared_devices
 from hpczero.metrics import (
     StepMetrics,
     Stopwatch,
@@ -142,6 +142,7 @@ def train(
             attempts.begin(start)
     log.info("%s", topology.describe())
     log.info("device: %s", accelerator.describe())
+    warn_of_shared_devices(topology, accelerator)
     log.info("transport: %s", sharding.collectives.describe())
     for line in sharding.collectives.measured():
         log.info("  %s", line)
@@ -167,7 +168,7 @@ def train(
                 is_last = micro_step == batch.accumulation - 1
                 with nullcontext() if is_last else hpczero.no_sync(model):
                     with watch.phase("forward"):
-                        sample = (torch.from_numpy(part).to(accelerator.device) for part in (x, y))
+                        sample = (accelerator.bring(torch.from_numpy(part)) for part in (x, y))
                         loss = model(*sample) / batch.accumulation
                     with watch.phase("backward"):
                         loss.backward()

@@ -120,8 +120,8 @@ def check(found: Loaded, identity: Mapping[str, Any], steps: int, *, own: bool) 
         found: the checkpoint.
         identity: of this run.
         steps: that this run shall have.
-        own: the checkpoint is this run's. With all steps behind it, it was lost before it had written its results, which
-            is then what is left to do.
+        own: the checkpoint is this run's. With all steps behind it, the run was lost before it had written its
+            results, which is then what is left to do.
 
     Raises:
         ConfigError: other data, batch or seed: the next sample would not be the next; or nothing is left to do.

@@ -163,12 +163,13 @@ class Step:
         A rank that finds something wrong at home tells the others here instead of raising alone.
         """
         error = self._local_error()
-        finite = _all_finite([u.owned_gradient for u in self._units if u.has_gradient])
         options = describe_options(optimizer)
         words = [self._comm.fingerprint, zlib.crc32("\n".join(options).encode())]
         seen = np.array(words, dtype=np.uint32).view(np.uint8)  # 4 bytes each, equal on all ranks
-        verdict = np.array([not finite, error is not None], dtype=np.uint8)
         used = np.concatenate([unit.used for unit in self._units] or [np.zeros(0, dtype=bool)])
+        # Last: here a device is waited for, which is better busy while the host does the rest.
+        finite = _all_finite([u.owned_gradient for u in self._units if u.has_gradient])
+        verdict = np.array([not finite, error is not None], dtype=np.uint8)
         mine = np.concatenate([seen, ~seen, verdict, np.packbits(used)])
         agreed = self._comm.agree(mine, name="step")
         equal = agreed[0:8] == ~agreed[8:16]

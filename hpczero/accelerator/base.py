@@ -149,6 +149,15 @@ class Accelerator(ABC):
             CommError: it cannot be seen from here, with the remedy.
         """
 
+    def bring(self, tensor: Tensor) -> Tensor:
+        """``tensor`` of the host, on the device for what is started here from now on; does not wait for the device."""
+        return tensor
+
+    @property
+    def identity(self) -> str:
+        """Names the device on its host, whatever number this process knows it by; empty on the host."""
+        return ""
+
     @abstractmethod
     def describe(self) -> str:
         """One line for a run header."""

@@ -12,6 +12,7 @@ pools (cudaMallocAsync, expandable segments) has none. So what others may see is
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
@@ -59,8 +60,10 @@ class _Events(Span):
 
 
 class _Stream(Lane):
+    """Before what the model computes: copies and sums are short, and somebody waits for them."""
+
     def __init__(self, device: torch.device) -> None:
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def after(self, mark: Mark) -> None:
         assert isinstance(mark, _Event), "marks of one kind of device"
@@ -85,6 +88,7 @@ class _Block(Export):
     def __init__(self, cupy: ModuleType, device: torch.device, nbytes: int) -> None:
         self._runtime = cupy.cuda.runtime
         self._address = 0
+        self.nbytes = 0
         try:
             self._address = self._allocated(-(-max(nbytes, 1) // GRANULE) * GRANULE)
         except self._runtime.CUDARuntimeError as error:
@@ -105,15 +109,18 @@ class _Block(Export):
 
     def _allocated(self, nbytes: int) -> int:
         try:
-            return int(self._runtime.malloc(nbytes))
+            address = int(self._runtime.malloc(nbytes))
         except self._runtime.CUDARuntimeError:
             gc.collect()
             torch.cuda.empty_cache()  # torch may keep what has been freed
-            return int(self._runtime.malloc(nbytes))
+            address = int(self._runtime.malloc(nbytes))
+        self.nbytes = nbytes
+        return address
 
     def close(self) -> None:
         address, self._address = self._address, 0
         self.memory = torch.empty(0, dtype=torch.uint8)
+        self.nbytes = 0
         if address:
             self._runtime.free(address)
 
@@ -171,11 +178,18 @@ class CudaAccelerator(Accelerator):
             )
         self.device = torch.device("cuda", index)
         self._cupy = load_cupy()
-        self.enter_thread()
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        torch.empty(
-            1, device=self.device
-        )  # the context is there before MPI asks for it (mpi4jax#106)
+        self._blocks: weakref.WeakSet[_Block] = weakref.WeakSet()
+        try:
+            self.enter_thread()
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            # The context is there before MPI asks for it (mpi4jax#106).
+            torch.empty(1, device=self.device)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{self.device}: cannot be used by this process ({error}). Where ranks share a device, its compute "
+                "mode must not be exclusive (nvidia-smi -q -d COMPUTE); else start one rank for each device, or use "
+                "--parallel.device cpu"
+            ) from error
 
     def mark(self) -> Mark:
         """See ``Accelerator``."""
@@ -195,11 +209,23 @@ class CudaAccelerator(Accelerator):
 
     def export(self, nbytes: int) -> Export:
         """See ``Accelerator``."""
-        return _Block(self._cupy, self.device, nbytes)
+        block = _Block(self._cupy, self.device, nbytes)
+        self._blocks.add(block)
+        return block
 
     def attach(self, ticket: bytes, nbytes: int) -> Attached:
         """See ``Accelerator``."""
         return _Peer(self._cupy, self.device, ticket, nbytes)
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """See ``Accelerator``."""
+        # Torch keeps the pinned copy until it has been read.
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    @property
+    def identity(self) -> str:
+        """See ``Accelerator``."""
+        return str(getattr(torch.cuda.get_device_properties(self.device), "uuid", self.device))
 
     def describe(self) -> str:
         """See ``Accelerator``."""
@@ -210,11 +236,14 @@ class CudaAccelerator(Accelerator):
         """See ``Accelerator``."""
         stats: dict[str, Any] = torch.cuda.memory_stats(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
+        exported = sum(
+            block.nbytes for block in self._blocks
+        )  # not torch's, and there all the time
         return {
-            "allocated": int(stats.get("allocated_bytes.all.current", 0)),
-            "allocated_peak": int(stats.get("allocated_bytes.all.peak", 0)),
-            "reserved": int(stats.get("reserved_bytes.all.current", 0)),
-            "reserved_peak": int(stats.get("reserved_bytes.all.peak", 0)),
+            "allocated": int(stats.get("allocated_bytes.all.current", 0)) + exported,
+            "allocated_peak": int(stats.get("allocated_bytes.all.peak", 0)) + exported,
+            "reserved": int(stats.get("reserved_bytes.all.current", 0)) + exported,
+            "reserved_peak": int(stats.get("reserved_bytes.all.peak", 0)) + exported,
             "inactive_split": int(stats.get("inactive_split_bytes.all.current", 0)),
             "retries": int(stats.get("num_alloc_retries", 0)),
             "used_by_all": total - free,

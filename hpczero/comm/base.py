@@ -15,7 +15,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -269,11 +269,15 @@ class Collectives(ABC):
 
         return Work(name, watched)
 
+    def waiting(self) -> AbstractContextManager[object]:
+        """Around a wait for other ranks that is no call of its own: it counts as time in calls. Not collective."""
+        return _Issue(self, None)
+
     def _elsewhere(self, name: str, wait: Callable[[], None]) -> Work:
         """Work that another thread does, under the watchdog's eyes; waiting for it counts as time in calls."""
 
         def timed() -> None:
-            with _Issue(self, None):
+            with self.waiting():
                 wait()
 
         return Work(name, timed)

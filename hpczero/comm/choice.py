@@ -9,6 +9,7 @@ import logging
 from typing import get_args
 
 import torch
+from mpi4py import MPI
 
 from hpczero.accelerator import Accelerator, Attached, Export, HostAccelerator
 from hpczero.comm.awareness import reach_of
@@ -65,6 +66,15 @@ def choose(
             "transport: window shares memory of the host, and the model is on a device; use ipc, or leave it to auto"
         )
         error.agreed = True  # the same names and devices everywhere
+        raise error
+    if not reach.accelerator.is_host and MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        # Autograd runs the backward of a device on a thread of its own, and gradients are reduced in there.
+        error = ConfigError(
+            "this MPI may only be called by the thread that started it (thread level below MPI_THREAD_SERIALIZED), but "
+            "torch runs the backward of a device on another one; let MPI start with threads (MPI4PY_RC_THREADS=1, "
+            "MPICH_MAX_THREAD_SAFETY=multiple), or use --parallel.device cpu"
+        )
+        error.agreed = True
         raise error
     if transport == "flat":
         return Flat(topology, strict=strict, node_dtype=node_dtype, reach=reach)

@@ -39,6 +39,7 @@ class SharedGradients:
         accelerator: Accelerator,
         *,
         drain: Callable[[], None],
+        waiting: Callable[[], AbstractContextManager[object]],
         first_column: int,
         tells_late: bool = False,
     ) -> None:
@@ -49,6 +50,7 @@ class SharedGradients:
             memory: ledger.
             accelerator: whose memory it is.
             drain: enters every block of ``reading`` that was put off.
+            waiting: around a wait for other ranks, see ``Collectives.waiting``.
             first_column: of the counters; ``COLUMNS`` are used.
             tells_late: peers are told where a gradient lies when the block of ``reading`` is entered, by a thread that
                 may wait for the device, and not by the call.
@@ -57,6 +59,7 @@ class SharedGradients:
         self._topology = topology
         self._accelerator = accelerator
         self._drain = drain
+        self._waiting = waiting
         self._ready, self._read = first_column, first_column + 1
         self._location = first_column + 2
         self._tells_late = tells_late
@@ -133,7 +136,9 @@ class SharedGradients:
     def _wait_until_read(self, reduction: int) -> None:
         if self._counters is None or self._counters.reached(self._read, reduction):
             return
-        self._drain()  # this rank may be the one that has not read
-        if not self._counters.reached(self._read, reduction):
-            with self._topology.watchdog.watch(f"waiting for peers to read gradient {reduction}"):
-                self._counters.wait(self._read, reduction)
+        what = f"waiting for peers to read gradient {reduction}"
+        with self._waiting():
+            self._drain()  # this rank may be the one that has not read
+            if not self._counters.reached(self._read, reduction):
+                with self._topology.watchdog.watch(what):
+                    self._counters.wait(self._read, reduction)

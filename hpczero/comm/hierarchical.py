@@ -39,6 +39,9 @@ from hpczero.topology import Topology
 
 # Sums in shared memory that a rank may put off: it need not wait for peers that are this many units behind.
 PUT_OFF = IN_TURN - 1
+DEVICE_ROUND_BYTES = (
+    4 * 2**20
+)  # a round costs a device launches and waits of the host, whatever its size
 
 Inside = Literal["window", "ipc", "messages"]
 
@@ -94,7 +97,7 @@ class Hierarchical(Collectives):
             self.memory,
             local_size=topology.node.size,
             node_dtype=node_dtype,
-            selection=selection,
+            selection=self._fitted(selection),
             chunk_nbytes=chunk_nbytes,
             reach=self.reach,
         )
@@ -113,6 +116,7 @@ class Hierarchical(Collectives):
                 self.memory,
                 messages,
                 drain=lambda: self._finish_until(None),
+                waiting=self.waiting,
                 overlap=beside,
             )
         elif topology.node.size > 1 and inside == "ipc":
@@ -122,6 +126,7 @@ class Hierarchical(Collectives):
                 accelerator,
                 messages,
                 drain=lambda: self._finish_until(None),
+                waiting=self.waiting,
                 overlap=beside,
             )
 
@@ -193,7 +198,11 @@ class Hierarchical(Collectives):
         """
         if self._queue is not None:
             self._queue.drain()
-        self._rails.select(selection)
+        self._rails.select(self._fitted(selection))
+
+    def _fitted(self, selection: Selection) -> Selection:
+        is_host = self.reach.accelerator.is_host
+        return selection if is_host else selection.in_rounds_of(DEVICE_ROUND_BYTES)
 
     def settle(self) -> None:
         """See ``Collectives``."""
@@ -236,7 +245,7 @@ class Hierarchical(Collectives):
 
         if self._queue is not None:
             wait = self._queue.start(f"reduce_scatter of {name!r} (step {self.step})", finish)
-            return self._elsewhere(name, self._lending.lend(full, wait))
+            return Work(name, self._lending.lend(full, self._elsewhere(name, wait).wait))
         if self._nodes > 1 or not self._node.shares(full, Use.REDUCE):
             finish()
             return Work(name)

@@ -60,6 +60,7 @@ class Ipc(NodeLevel):
         messages: Messages,
         *,
         drain: Callable[[], None],
+        waiting: Callable[[], AbstractContextManager[object]],
         overlap: bool = False,
     ) -> None:
         """Not collective.
@@ -70,6 +71,7 @@ class Ipc(NodeLevel):
             accelerator: of this rank; ranks of a node may share one device.
             messages: moves buffers that do not fit; closed by ``close``.
             drain: enters every block of ``reading`` that was put off.
+            waiting: around a wait for other ranks, see ``Collectives.waiting``.
             overlap: as in ``Window``.
         """
         super().__init__(topology.node, memory, device=accelerator.device)
@@ -82,6 +84,7 @@ class Ipc(NodeLevel):
             memory,
             accelerator,
             drain=drain,
+            waiting=waiting,
             first_column=FIRST_GRADIENT,
             tells_late=overlap,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpczero.comm.algorithms import EXCHANGES, GATHERS
@@ -72,6 +72,14 @@ class Selection:
     def exchange_for(self, nbytes: int) -> Choice:
         """Of a reduce-scatter with partial sums of ``nbytes``."""
         return _at(self.exchanges, nbytes)
+
+    def in_rounds_of(self, least_nbytes: int) -> Selection:
+        """The same algorithms, in rounds of at least ``least_nbytes``."""
+        gathers, exchanges = (
+            tuple(replace(c, chunk_nbytes=max(c.chunk_nbytes, least_nbytes)) for c in choices)
+            for choices in (self.gathers, self.exchanges)
+        )
+        return replace(self, gathers=gathers, exchanges=exchanges)
 
     @classmethod
     def parse(cls, text: str) -> Selection:

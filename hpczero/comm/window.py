@@ -121,6 +121,7 @@ class Window(NodeLevel):
         messages: Messages,
         *,
         drain: Callable[[], None],
+        waiting: Callable[[], AbstractContextManager[object]],
         overlap: bool = False,
     ) -> None:
         """Not collective.
@@ -130,6 +131,7 @@ class Window(NodeLevel):
             memory: ledger.
             messages: moves buffers that lie elsewhere; closed by ``close``.
             drain: enters every block of ``reading`` that was put off.
+            waiting: around a wait for other ranks, see ``Collectives.waiting``.
             overlap: another thread than the one that calls ``reading`` and ``released`` calls ``spread`` and enters
                 the blocks of ``reading``, in the order of those calls.
         """
@@ -138,7 +140,12 @@ class Window(NodeLevel):
         self._messages = messages
         self._overlap = overlap
         self._gradients = gradients.SharedGradients(
-            topology, memory, HostAccelerator(), drain=drain, first_column=FIRST_GRADIENT
+            topology,
+            memory,
+            HostAccelerator(),
+            drain=drain,
+            waiting=waiting,
+            first_column=FIRST_GRADIENT,
         )
         self._wholes: list[WholeBuffer] = []
         self._places: dict[int, WholeBuffer] = {}

@@ -5,6 +5,7 @@ Owns: compiled kernels, one for each shape of the tree, and the launch. Must not
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from hpczero.kernels.source import MOST_BLOCKS, VECTOR_NBYTES, tree_sum_source
+
+logger = logging.getLogger("hpczero.kernels")
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 THREADS = 256
@@ -27,13 +30,19 @@ def device_tree_sum(
     scale: float,
     accumulate: bool,
     node_dtype: torch.dtype,
-) -> None:
-    """As ``tree_sum``, on torch's current stream of ``out``'s device; blocks may be mapped from other processes."""
+) -> bool:
+    """As ``tree_sum``, on torch's current stream of ``out``'s device; blocks may be mapped from other processes.
+
+    Returns:
+        Whether it was done: not where the kernel cannot be compiled. ``tree_sum``'s operations give the same bits.
+    """
     import cupy
 
     aligned = all(t.data_ptr() % VECTOR_NBYTES == 0 for t in (*blocks, out))
     shape = tuple(tuple(group) for group in groups)
     kernel = _kernel(shape, NAMES[blocks[0].dtype], NAMES[node_dtype], aligned, out.device.index)
+    if kernel is None:
+        return False
     most = torch.cuda.get_device_properties(out.device).multi_processor_count * BLOCKS_PER_SM
     grid = min(max(-(-out.numel() // THREADS), 1), most)
     with cupy.cuda.Device(out.device.index), _current_lane(cupy, out.device):
@@ -48,14 +57,23 @@ def device_tree_sum(
                 cupy.int32(accumulate),
             ),
         )
+    return True
+
+
+# One for each stream, for ever: torch's streams are never destroyed, and a CuPy stream that goes may take its with it.
+_lanes: dict[tuple[int, int], Any] = {}
 
 
 def _current_lane(cupy: Any, device: torch.device) -> Any:
     """Torch's current stream as CuPy's."""
     stream = torch.cuda.current_stream(device)
-    if hasattr(stream, "__cuda_stream__") and hasattr(cupy.cuda.Stream, "from_external"):
-        return cupy.cuda.Stream.from_external(stream)
-    return cupy.cuda.ExternalStream(stream.cuda_stream, device.index)  # CuPy before 14
+    key = (stream.device_index, stream.cuda_stream)
+    if key not in _lanes:
+        if hasattr(stream, "__cuda_stream__") and hasattr(cupy.cuda.Stream, "from_external"):
+            _lanes[key] = cupy.cuda.Stream.from_external(stream)
+        else:
+            _lanes[key] = cupy.cuda.ExternalStream(*reversed(key))  # CuPy before 14
+    return _lanes[key]
 
 
 def can_launch(blocks: Sequence[Tensor]) -> bool:
@@ -71,4 +89,13 @@ def _kernel(
 
     source = tree_sum_source(groups, dtype, node_dtype, aligned=aligned, cuda=True)
     with cupy.cuda.Device(device):
-        return cupy.RawKernel(source, "tree_sum", options=("--std=c++14",))
+        kernel = cupy.RawKernel(source, "tree_sum", options=("--std=c++17",))
+        try:
+            kernel.compile()
+        except Exception as error:  # of the compiler, of its libraries that are missing
+            logger.warning(
+                "the kernel that sums gradients cannot be compiled, and torch's operations do it in several passes: %s",
+                str(error)[-400:],
+            )
+            return None
+    return kernel

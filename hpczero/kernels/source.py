@@ -30,16 +30,24 @@ INLINE uint16_t to_bf16(float value) {
 template <typename T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack { T at[N]; };
 """
 
+# No header: CuPy finds CUDA's only where a toolkit or its wheels are installed (cupy#9295).
 _CUDA = """
-#include <cuda_fp16.h>
 typedef unsigned short uint16_t; typedef unsigned int uint32_t;
 #define INLINE __device__ __forceinline__
 #define ADD(a, b) __fadd_rn(a, b)
 #define MUL(a, b) __fmul_rn(a, b)
 INLINE float from_bits(uint32_t bits) { return __uint_as_float(bits); }
 INLINE uint32_t to_bits(float value) { return __float_as_uint(value); }
-INLINE float from_fp16(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
-INLINE uint16_t to_fp16(float value) { return __half_as_ushort(__float2half_rn(value)); }
+INLINE float from_fp16(uint16_t bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+INLINE uint16_t to_fp16(float value) {
+    uint16_t bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
 """
 
 # For a compiler of the host with -ffp-contract=off.

@@ -47,10 +47,13 @@ def tree_sum(
         accumulate: add to what ``out`` holds instead of replacing it.
         node_dtype: what each node's partial sum is rounded to where there is more than one node.
     """
-    if out.device.type == "cuda" and can_launch(blocks):
-        device_tree_sum(
+    if (
+        out.device.type == "cuda"
+        and can_launch(blocks)
+        and device_tree_sum(
             blocks, out, groups=groups, scale=scale, accumulate=accumulate, node_dtype=node_dtype
         )
+    ):
         return
     most = piece_numel(out.device)
     for start in range(0, out.numel(), most):

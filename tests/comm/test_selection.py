@@ -86,3 +86,10 @@ def test_unknown_names_are_refused(text: str) -> None:
 def test_sizes_meet_in_the_geometric_middle() -> None:
     assert boundary(2**10, 2**12) == 2**11
     assert [size_text(n) for n in (2**14, 2**20, 3 * 2**19)] == ["16 KiB", "1 MiB", "1.5 MiB"]
+
+
+def test_rounds_can_be_made_larger_but_not_smaller() -> None:
+    wide = MEASURED.in_rounds_of(2**19)
+    assert [choice.chunk_nbytes for choice in wide.exchanges] == [2**19, 2**19]
+    assert [choice.algorithm for choice in wide.exchanges] == ["pairwise", "library"]
+    assert MEASURED.in_rounds_of(1) == MEASURED
