@@ -49,6 +49,34 @@ def test_every_new_checkpoint_starts_the_count_anew(tmp_path: Path) -> None:
     start(folder)
 
 
+def test_series_whose_starts_are_all_stopped_at_once_ends_after_three_restarts(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path / "r")
+
+    def run(steps: int, code: int = 75) -> None:
+        done = folder.newest_step()
+        attempts = start(folder)
+        attempts.begin(done)
+        attempts.end(done + steps, code)
+        commit(folder, done + steps)
+
+    for steps in (1, 2, 2, 3, 1, 2):  # three steps are an advance
+        run(steps)
+    run(1)
+    with pytest.raises(ConfigError, match="3 restarts in a row were asked to stop before .* TIME="):
+        start(folder)
+    start(folder, Environment(series="another", job="8"))
+
+
+def test_start_that_is_killed_is_none_that_was_stopped_at_once(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    for step in range(1, 9):  # each saves, and then crashes
+        start(folder).begin(step - 1)
+        commit(folder, step)
+    start(folder)
+
+
 def test_outside_of_a_series_nothing_is_written_or_counted(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
     for _ in range(9):
