@@ -48,7 +48,7 @@ class Attempts:
         """Record that the run starts.
 
         Raises:
-            ConfigError: three restarts in a row have committed no checkpoint, or each was stopped within two steps; more
+            ConfigError: three restarts in a row have committed no checkpoint, or were stopped within two steps each; more
                 of them would not do better.
         """
         if not self._environment.series:
@@ -66,8 +66,8 @@ class Attempts:
         if short >= FRUITLESS_RESTARTS:
             raise ConfigError(
                 f"too little time: {short} restarts in a row were asked to stop before they had done {FEW_STEPS} steps "
-                f"({self._folder.attempts}). Ask for more time (TIME=... or sbatch --time=...), and for the warning less "
-                "early (SIGNAL_S=... or sbatch --signal=B:USR1@...). Then submit it anew; it goes on from step "
+                f"({self._folder.attempts}). Ask for more time (TIME=... or sbatch --time=...), and for the warning "
+                "less early (SIGNAL_S=... or sbatch --signal=B:USR1@...). Then submit it anew; it goes on from step "
                 f"{committed}"
             )
         self._write("start", committed=committed, ranks=ranks, host=host)
@@ -134,7 +134,11 @@ def _at_end(
 def _stopped_at_once(events: list[dict[str, Any]]) -> bool:
     """Whether this start was asked to stop, and saved, before it had come anywhere."""
     begun = [event["step"] for event in events if event["event"] == "begin"]
-    ended = [event["step"] for event in events if event["event"] == "end" and event["code"] == EXIT_REQUEUE]
+    ended = [
+        event["step"]
+        for event in events
+        if event["event"] == "end" and event["code"] == EXIT_REQUEUE
+    ]
     return bool(begun and ended) and ended[-1] - begun[-1] < FEW_STEPS
 
 

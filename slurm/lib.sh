@@ -316,12 +316,12 @@ train() {
 common_multiple() {
     local multiple=1 number a b rest
     for number in "$@"; do
-        a="$multiple" b="$number"
+        a="$multiple" b="$number" # a becomes what divides both
         while ((b > 0)); do
             rest=$((a % b)) a="$b"
             b="$rest"
         done
-        multiple=$((multiple / a * number))
+        multiple=$((multiple * (number / a)))
     done
     echo "$multiple"
 }

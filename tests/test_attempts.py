@@ -32,7 +32,7 @@ def test_fifth_start_without_a_new_checkpoint_is_refused_and_names_the_step(tmp_
     for _ in range(4):  # the first, and three restarts
         start(folder)
     with pytest.raises(
-        ConfigError, match="3 restarts in a row committed no checkpoint after step 0"
+        ConfigError, match=r"3 restarts in a row committed no checkpoint after step 0"
     ):
         start(folder)
     with pytest.raises(ConfigError):  # and again: a refused start does not count
@@ -64,7 +64,9 @@ def test_series_whose_starts_are_all_stopped_at_once_ends_after_three_restarts(
     for steps in (1, 2, 2, 3, 1, 2):  # three steps are an advance
         run(steps)
     run(1)
-    with pytest.raises(ConfigError, match="3 restarts in a row were asked to stop before .* TIME="):
+    with pytest.raises(
+        ConfigError, match=r"3 restarts in a row were asked to stop before .*TIME="
+    ):
         start(folder)
     start(folder, Environment(series="another", job="8"))
 

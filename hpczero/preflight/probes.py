@@ -152,8 +152,8 @@ def _fresh_folder(folder: Path) -> Path:
         path.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(
-            f"--directory: nothing can be written into {folder} ({error.strerror}); give a folder on the file system of "
-            "the run that you may write to"
+            f"--directory: nothing can be written into {folder} ({error.strerror}); give a folder on the file system "
+            "of the run that you may write to"
         ) from error
     return path
 

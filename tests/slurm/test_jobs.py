@@ -142,7 +142,7 @@ def test_signal_to_the_ranks_alone_saves_and_requeues_by_a_slurm_that_is_busy_at
     busy = tmp_path / "bin" / "scontrol"  # the first call of each kind is not answered
     busy.parent.mkdir()
     busy.write_text(
-        '#!/bin/bash\n'
+        "#!/bin/bash\n"
         f'mark={tmp_path}/busy-"$1"\n'
         'if [[ "$1 $2" != "show hostnames" && ! -e "$mark" ]]; then\n'
         '    touch "$mark"; echo "Socket timed out on send/recv operation" >&2; exit 1\n'
