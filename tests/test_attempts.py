@@ -64,9 +64,7 @@ def test_series_whose_starts_are_all_stopped_at_once_ends_after_three_restarts(
     for steps in (1, 2, 2, 3, 1, 2):  # three steps are an advance
         run(steps)
     run(1)
-    with pytest.raises(
-        ConfigError, match=r"3 restarts in a row were asked to stop before .*TIME="
-    ):
+    with pytest.raises(ConfigError, match=r"3 restarts in a row were asked to stop before .*TIME="):
         start(folder)
     start(folder, Environment(series="another", job="8"))
 

@@ -116,6 +116,7 @@ def test_folder_that_cannot_be_written_is_named_in_one_line(tmp_path: Path) -> N
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_rank_that_never_comes_to_mpi_does_not_keep_the_others(tmp_path: Path) -> None:
     # As on a node whose file system hangs while Python is read from it.
     program = (

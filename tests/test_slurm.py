@@ -152,12 +152,13 @@ def test_job_without_a_limit_and_no_job_at_all_are_never_near_their_end() -> Non
         assert not end.is_near(step_s=1e6, save_s=1e6)
 
 
+@pytest.mark.slow
 def test_run_saves_and_asks_to_be_requeued_when_its_time_is_nearly_up(tmp_path: Path) -> None:
     options = "--run.name r --model.preset gpt-micro --model.context 16 --train.steps 1000000 "
     options += "--evaluation.batches 0 --log.plot false --log.tensorboard false --data.cache"
     words = [*options.split(), str(ROOT / "runs" / "tokens"), "--run.folder", str(tmp_path)]
-    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 30)}
-    job = run_ranks(2, ["-m", "hpczero.train", *words], timeout=60, env=env)
+    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 35)}
+    job = run_ranks(2, ["-m", "hpczero.train", *words], timeout=90, env=env)
     assert job.returncode == 75, job
     assert "time limit: " in job.stdout
     assert "stopped after step" in job.stdout
@@ -186,6 +187,7 @@ def test_warning_that_comes_while_a_rank_starts_is_heard(tmp_path: Path) -> None
     assert [p.name for p in (tmp_path / "r" / "checkpoints").glob("step-*")] == ["step-000000001"]
 
 
+@pytest.mark.slow
 def test_warning_that_is_repeated_does_not_end_a_rank_that_ends(tmp_path: Path) -> None:
     # Without bind.sh, from which ranks would have it that they ignore the signal.
     options = "--run.name r --model.preset gpt-micro --model.context 16 --train.steps 1000000 "

@@ -156,8 +156,9 @@ def test_study_hands_its_sizes_to_the_sweep_and_the_sites_options_to_sbatch(
     variables = {"RANKS": "2 4", "RANKS_PER_NODE": "2", "TIME": "5", "DRY_RUN": "1"}
     shown = submit.script(f"{kind}_scaling.sh", "--models", "tiny", "--", "--qos=x", **variables)
     assert shown.returncode == 0, shown
-    sweep = f"-m scaling.sweep {kind} --by sbatch --ranks 2 4 --ranks_per_node 2 --models tiny -- "
-    sweep += "--gpus-per-node=1 --cpus-per-task=1 --time=5 --qos=x"
+    sweep = f"-m scaling.sweep {kind} --by sbatch --ranks 2 4 --ranks_per_node 2 "
+    sweep += "--batches 4 " if kind == "strong" else ""  # what 2 and 4 ranks divide
+    sweep += "--models tiny -- --gpus-per-node=1 --cpus-per-task=1 --time=5 --qos=x"
     assert sweep in shown.stdout
 
 
