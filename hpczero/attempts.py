@@ -48,8 +48,8 @@ class Attempts:
         """Record that the run starts.
 
         Raises:
-            ConfigError: three restarts in a row have committed no checkpoint, or were stopped within two steps each; more
-                of them would not do better.
+            ConfigError: three restarts in a row have committed no checkpoint, or were stopped within two steps each;
+                more of them would not do better.
         """
         if not self._environment.series:
             return
