@@ -16,17 +16,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from hpczero.config import ResumeOptions, RunConfig
 from hpczero.environment import Environment
-from hpczero.errors import ConfigError
+from hpczero.errors import EXIT_REQUEUE, ConfigError
 from hpczero.options import load_toml
 from hpczero.runfolder import RunFolder
 
 FRUITLESS_RESTARTS = 3
+FEW_STEPS = 3  # fewer in a start that was asked to stop: its job is too short, or warned too early
 
 
 class Attempts:
@@ -46,22 +49,27 @@ class Attempts:
         """Record that the run starts.
 
         Raises:
-            ConfigError: three restarts in a row have committed no checkpoint; more of them would not either.
+            ConfigError: three restarts in a row have committed no checkpoint, or were stopped within two steps each;
+                more of them would not do better.
         """
         if not self._environment.series:
             return
         committed = self._folder.newest_step()
-        starts = [event for event in self._earlier if event["event"] == "start"]
-        fruitless = 0
-        for event in reversed(starts[1:]):  # the first start is no restart
-            if event["committed"] != committed:
-                break
-            fruitless += 1
+        restarts = self._starts()[1:]
+        fruitless = _at_end(restarts, lambda events: events[0]["committed"] == committed)
         if fruitless >= FRUITLESS_RESTARTS:
             raise ConfigError(
                 f"crash loop: {fruitless} restarts in a row committed no checkpoint after step {committed} "
                 f"({self._folder.attempts}). Look for the cause in the job's log; save more often "
                 "(--checkpoint.every) if the job's time is too short for it. Then submit it anew"
+            )
+        short = _at_end(restarts, _stopped_at_once)
+        if short >= FRUITLESS_RESTARTS:
+            raise ConfigError(
+                f"too little time: {short} restarts in a row were asked to stop before they had done {FEW_STEPS} steps "
+                f"({self._folder.attempts}). Ask for more time (TIME=... or sbatch --time=...), and for the warning "
+                "less early (SIGNAL_S=... or sbatch --signal=B:USR1@...). Then submit it anew; it goes on from step "
+                f"{committed}"
             )
         self._write("start", committed=committed, ranks=ranks, host=host)
 
@@ -97,6 +105,16 @@ class Attempts:
         """Record how it ended, if it came to a regular end."""
         self._write("end", step=step, code=code)
 
+    def _starts(self) -> list[list[dict[str, Any]]]:
+        """What every earlier start of the series has written, its start first."""
+        starts: list[list[dict[str, Any]]] = []
+        for event in self._earlier:
+            if event["event"] == "start":
+                starts.append([])
+            if starts:
+                starts[-1].append(event)
+        return starts
+
     def _write(self, event: str, **facts: Any) -> None:
         if not self._environment.series:
             return
@@ -114,6 +132,24 @@ class Attempts:
             whole = not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
             with path.open("a", encoding="utf-8") as file:
                 file.write(f"{'' if whole else chr(10)}{json.dumps(line)}\n")
+
+
+def _at_end(
+    starts: Sequence[list[dict[str, Any]]], holds: Callable[[list[dict[str, Any]]], bool]
+) -> int:
+    """How many of the last ones in a row are so."""
+    return len(list(takewhile(holds, reversed(starts))))
+
+
+def _stopped_at_once(events: list[dict[str, Any]]) -> bool:
+    """Whether this start was asked to stop, and saved, before it had come anywhere."""
+    begun = [event["step"] for event in events if event["event"] == "begin"]
+    ended = [
+        event["step"]
+        for event in events
+        if event["event"] == "end" and event["code"] == EXIT_REQUEUE
+    ]
+    return bool(begun and ended) and ended[-1] - begun[-1] < FEW_STEPS
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from hpczero import log
 from hpczero.environment import Environment
+from hpczero.errors import ConfigError
 from hpczero.slurm import ask_time_left
 
 SAVES, STEPS = 3.0, 2.0  # what must fit: a slow file system takes thrice as long, a step twice
@@ -37,7 +38,7 @@ class Deadline:
 
         Args:
             environment: with the job, and its end if SLURM tells it.
-            ask: seconds left of a job by its id; None if that cannot be known.
+            ask: seconds left of a job by its id; infinite without a limit; None if that cannot be known.
             now: seconds since the epoch.
         """
         self._job = environment.job_of_squeue
@@ -45,10 +46,10 @@ class Deadline:
         self._now = now
         self._steps: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._asked_at = -math.inf
-        self._end: float | None = environment.job_end
-        if self._job and self._end is None:
+        self._end = math.inf if environment.job_end is None else environment.job_end
+        if self._job and environment.job_end is None:
             self._look()
-            if self._end is None:
+            if self._end == math.inf:
                 log.info(
                     "time limit: unknown or none; the run stops in time only if it is signalled"
                 )
@@ -56,7 +57,27 @@ class Deadline:
     @property
     def left_s(self) -> float:
         """Seconds until the job ends; infinite where there is no limit."""
-        return math.inf if self._end is None else self._end - self._now()
+        return self._end - self._now()
+
+    def check_room(self, *, save_s: float) -> None:
+        """Refuse a start whose job is too short to come to more than one step: it would stop at its first look.
+
+        Requeued, such a job would do a step at a time for ever. How long a step takes nobody knows yet.
+
+        Args:
+            save_s: seconds of a save, measured or estimated.
+
+        Raises:
+            ConfigError: three saves and the end of the job do not fit into what is left.
+        """
+        needed_s = SAVES * save_s + ENDING_S
+        if not self._holds(needed_s):
+            left_s = max(self.left_s, 0.0)
+            raise ConfigError(
+                f"time limit: {left_s:.0f} s are left of the job, and the run would stop {needed_s:.0f} s before its "
+                f"end (three saves of {save_s:.1f} s, and {ENDING_S:.0f} s): after its first step, at every start. "
+                "Ask for more time: TIME=... with the scripts in slurm/, else sbatch --time=..."
+            )
 
     def is_near(self, *, step_s: float, save_s: float) -> bool:
         """Whether three saves, two steps and the end of the job no longer fit into what is left.
@@ -67,11 +88,7 @@ class Deadline:
         """
         self._steps.append(step_s)
         needed_s = SAVES * save_s + STEPS * max(self._steps) + ENDING_S
-        if self.left_s >= needed_s:
-            return False
-        if self._now() - self._asked_at >= ASK_AGAIN_S:
-            self._look()  # the limit may have been changed since
-        if self.left_s >= needed_s:
+        if self._holds(needed_s):
             return False
         log.info(
             "time limit: %.0f s are left, %.0f s are needed with saves of %.1f s and steps of %.2f s: stopping",
@@ -81,6 +98,11 @@ class Deadline:
             max(self._steps),
         )
         return True
+
+    def _holds(self, needed_s: float) -> bool:
+        if self.left_s < needed_s and self._now() - self._asked_at >= ASK_AGAIN_S:
+            self._look()  # the limit may have been changed since
+        return self.left_s >= needed_s
 
     def _look(self) -> None:
         self._asked_at = self._now()

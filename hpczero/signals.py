@@ -12,19 +12,21 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
 
 class Signals:
-    """Context manager that listens; the handlers of before come back at its end. In the main thread only."""
+    """Context manager that listens. In the main thread only.
+
+    At its end SIGTERM is handled as before, and SIGUSR1 is ignored: a run that stops has heard it, the job's script
+    sends it again in case a rank has not, and by default it would end a rank that is finalizing MPI.
+    """
 
     def __init__(self) -> None:
         self._came = False
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: Any = None  # of SIGTERM; Any: what signal.signal returns
 
     def __enter__(self) -> Signals:
-        for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
+        self._before = signal.signal(signal.SIGTERM, self._note)
+        signal.signal(signal.SIGUSR1, self._note)
         return self
 
     def __exit__(
@@ -33,8 +35,8 @@ class Signals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._before)
 
     @property
     def came(self) -> bool:

@@ -5,6 +5,7 @@ Owns: those texts, and the one command that is asked. Must not know: MPI, torch,
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 
@@ -12,7 +13,9 @@ ASK_LIMIT_S = 15.0
 
 
 def seconds_of(text: str) -> float | None:
-    """Seconds of ``[days-][[hours:]minutes:]seconds`` as squeue prints it; None for UNLIMITED, INVALID, NOT_SET."""
+    """Seconds of ``[days-][[hours:]minutes:]seconds`` as squeue prints it, infinite for UNLIMITED; else None."""
+    if text.strip() == "UNLIMITED":
+        return math.inf
     match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text.strip())
     if match is None:
         return None
@@ -32,7 +35,7 @@ def tasks_per_node(text: str) -> tuple[int, ...] | None:
 
 
 def ask_time_left(job: str) -> float | None:
-    """Seconds until the time limit of ``job`` by squeue; None if it has none, or SLURM cannot be asked."""
+    """Seconds until the time limit of ``job`` by squeue; infinite if it has none; None if SLURM cannot be asked."""
     try:
         asked = subprocess.run(
             ["squeue", "--noheader", "--job", job, "--format", "%L"],

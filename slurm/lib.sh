@@ -4,6 +4,10 @@
 # Owns: finding Python and the machine's file, submitting, launching ranks, signals, and what follows from an exit code.
 
 EXIT_REQUEUE=75 EXIT_MISCONFIGURED=78
+ASK_S=60 # how long a slurmctld that does not answer is asked again
+
+# What to type to start the script again: inside of a job $0 is SLURM's copy of it.
+CALLED="${here:-$0}"
 
 say() { echo "slurm: $*"; }
 
@@ -32,7 +36,7 @@ need_module() {
     for name in "$@"; do
         if ! type module >/dev/null 2>&1; then
             fail "machine file $MACHINE wants the module $name, and this host ($(hostname)) has no module command" \
-                "MACHINE='' ${0##*/}   # or write a machine file without modules: slurm/machines/"
+                "MACHINE='' $CALLED   # or write a machine file without modules: slurm/machines/"
         fi
         if ! module load "$name" || [[ ":${LOADEDMODULES:-}:" != *":$name"[/:]* ]]; then
             fail "the module $name, which machine file $MACHINE wants, cannot be loaded" \
@@ -48,7 +52,7 @@ use_machine() {
     if [[ "$MACHINE" == */* ]]; then file="$MACHINE"; fi
     if [[ ! -r "$file" ]]; then
         fail "no machine file $file; there are: $(cd "$CHECKOUT/slurm/machines" && echo *.sh)" \
-            "MACHINE=dgx-infiniband ${0##*/}   # or a path to your own, or MACHINE='' for none"
+            "MACHINE=dgx-infiniband $CALLED   # or a path to your own, or MACHINE='' for none"
     fi
     # shellcheck disable=SC1090  # chosen by the user
     source "$file"
@@ -62,7 +66,7 @@ set_up() {
     export CHECKOUT MACHINE
     PYTHON="${PYTHON:-$CHECKOUT/.venv/bin/python}"
     if [[ ! -x "$PYTHON" ]] && ! command -v "$PYTHON" >/dev/null; then
-        fail "no Python at $PYTHON" "make setup   # or PYTHON=/path/to/python ${0##*/}; compute nodes must see it too"
+        fail "no Python at $PYTHON" "make setup   # or PYTHON=/path/to/python $CALLED; compute nodes must see it too"
     fi
     LAUNCHER="${LAUNCHER:-srun}"                      # srun, or mpirun where srun and this MPI do not know each other
     MPI_PLUGIN="${MPI_PLUGIN-pmix}"                   # of srun: srun --mpi=list; empty: the site's default
@@ -71,11 +75,11 @@ set_up() {
     REQUEUE="${REQUEUE:-1}"                           # 0: never requeue; for chains
     LOGS="${LOGS:-logs}"                              # what the job notes of its surroundings
     if [[ "$LAUNCHER" != srun && "$LAUNCHER" != mpirun ]]; then
-        fail "LAUNCHER is '$LAUNCHER', expected srun or mpirun" "LAUNCHER=srun ${0##*/}"
+        fail "LAUNCHER is '$LAUNCHER', expected srun or mpirun" "LAUNCHER=srun $CALLED"
     fi
-    for name in NODES RANKS_PER_NODE GPUS_PER_NODE CPUS_PER_RANK; do
+    for name in NODES RANKS_PER_NODE GPUS_PER_NODE CPUS_PER_RANK SIGNAL_S; do
         if [[ -n "${!name:-}" && ! "${!name}" =~ ^[0-9]+$ ]]; then
-            fail "$name is '${!name}', expected a number" "$name=1 ${0##*/}"
+            fail "$name is '${!name}', expected a number" "$name=1 $CALLED"
         fi
     done
     export NUMA_OF_RANK="${NUMA_OF_RANK:-}" NIC_OF_RANK="${NIC_OF_RANK:-}" BIND_VERBOSE="${BIND_VERBOSE:-0}" # for bind.sh
@@ -90,7 +94,7 @@ check_site() {
     for name in ${MACHINE_NEEDS:-}; do
         if [[ -z "${!name:-}" ]]; then
             fail "$name is not set, and machine file $MACHINE says that this kind of site wants one" \
-                "$name=... ${0##*/}   # sacctmgr show associations user=\$USER and sinfo -s show yours"
+                "$name=... $CALLED   # sacctmgr show associations user=\$USER and sinfo -s show yours"
         fi
     done
     site_options=()
@@ -103,13 +107,47 @@ check_site() {
     site_options+=(${SBATCH_OPTIONS:-})
     if [[ "${DRY_RUN:-0}" == 1 ]]; then return; fi
     if ! command -v sbatch >/dev/null; then
-        fail "no sbatch on this host ($(hostname))" "DRY_RUN=1 ${0##*/}   # or do this on a login node of the cluster"
+        fail "no sbatch on this host ($(hostname))" "DRY_RUN=1 $CALLED   # or do this on a login node of the cluster"
     fi
     if [[ -n "${PARTITION:-}" ]]; then
-        known="$(sinfo --noheader --format=%R | sort -u | tr '\n' ' ')"
-        if [[ " $known" != *" $PARTITION "* ]]; then
-            fail "PARTITION is '$PARTITION', and this cluster has: $known" "PARTITION=${known%% *} ${0##*/}"
-        fi
+        known="$(sinfo --all --noheader --format=%R | sort -u | tr '\n' ' ')" || known="" # busy: sbatch will say it
+        for name in ${PARTITION//,/ }; do # sbatch takes several
+            if [[ -n "$known" && " $known" != *" $name "* ]]; then
+                fail "PARTITION is '$PARTITION', and this cluster has: $known" "PARTITION=${known%% *} $CALLED"
+            fi
+        done
+    fi
+}
+
+# of_script SCRIPT PATTERN: what its #SBATCH lines say, the part of the pattern in parentheses.
+of_script() { sed -n "s/^#SBATCH .*$2.*/\1/p" "$1" | tail -n 1; }
+
+# seconds_of TIME: of sbatch's forms m, m:s, h:m:s, d-h, d-h:m, d-h:m:s; 0 for no limit and for anything else.
+seconds_of() {
+    local days=0 rest="$1" parts
+    if [[ ! "$1" =~ ^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$ ]]; then
+        echo 0
+        return
+    fi
+    if [[ "$1" == *-* ]]; then
+        days="${1%%-*}" rest="${1#*-}"
+    elif [[ "$1" != *:*:* ]]; then
+        rest="0:$1"
+    fi
+    IFS=: read -ra parts <<<"$rest"
+    echo $((10#$days * 86400 + 10#${parts[0]} * 3600 + 10#${parts[1]:-0} * 60 + 10#${parts[2]:-0}))
+}
+
+# check_warning SCRIPT: a job that is told to stop as soon as it starts would do a step at a time.
+check_warning() {
+    local limit limit_s warning
+    case " ${SBATCH_OPTIONS:-}" in *" --time"* | *" -t"* | *" --signal"*) return ;; esac # those win, and are the user's
+    limit="${TIME:-$(of_script "$1" '--time=\([^ ]*\)')}"
+    warning="${SIGNAL_S:-$(of_script "$1" '--signal=B:USR1@\([0-9]*\)')}"
+    limit_s="$(seconds_of "$limit")"
+    if ((limit_s > 0 && limit_s <= 10#${warning:-0})); then
+        fail "TIME is $limit, and the run is told to stop SIGNAL_S=$warning seconds before its end: before it starts" \
+            "TIME=$limit SIGNAL_S=$((limit_s / 4)) $CALLED   # more than a step and a save take"
     fi
 }
 
@@ -118,6 +156,7 @@ submit() {
     local script="$CHECKOUT/slurm/$1" options=(--export=ALL)
     shift
     check_site
+    check_warning "$script"
     if [[ -n "${NODES:-}" ]]; then options+=("--nodes=$NODES"); fi
     if [[ -n "${RANKS_PER_NODE:-}" ]]; then options+=("--ntasks-per-node=$RANKS_PER_NODE"); fi
     if [[ -n "${SIGNAL_S:-}" ]]; then options+=("--signal=B:USR1@$SIGNAL_S"); fi
@@ -128,7 +167,7 @@ submit() {
         return
     fi
     sbatch "${options[@]}" "$script" "$@" || fail "SLURM refused the job: its reason is in the line above" \
-        "sinfo -s; sacctmgr show associations user=\$USER   # then PARTITION=... ACCOUNT=... ${0##*/}"
+        "sinfo -s; sacctmgr show associations user=\$USER   # then PARTITION=... ACCOUNT=... $CALLED"
 }
 
 # --- inside the job
@@ -143,21 +182,36 @@ job_name_for_slurm() {
 }
 
 job_state() {
-    scontrol show job -o "$(job_name_for_slurm)" 2>/dev/null | sed -n '1s/.* JobState=\([A-Z_]*\).*/\1/p'
+    scontrol show job -o "$(job_name_for_slurm)" 2>/dev/null | sed -n '1s/.* JobState=\([A-Z_]*\).*/\1/p' | grep .
+}
+
+# insist COMMAND...: until it succeeds, for about a minute: one call that a busy slurmctld leaves out must not cost a restart.
+insist() {
+    local end=$((SECONDS + ASK_S))
+    until "$@"; do
+        if ((SECONDS >= end)); then return 1; fi
+        sleep 5
+    done
+}
+
+# hold NAME GIVEN OPTION: what the user said by a variable against what SLURM gave. What scripts and machine files set
+# by themselves is not exported, and gives way.
+hold() {
+    local name="$1" given="$2" option="$3"
+    if [[ -z "${!name:-}" || "${!name}" == "$given" ]]; then return; fi
+    if [[ "$(declare -p "$name")" =~ ^declare\ -[a-zA-Z]*x ]]; then
+        fail "$name is ${!name}, but SLURM gave $given: sbatch does not read our variables" \
+            "sbatch $option=${!name} ... $CALLED   # or without sbatch: the script submits itself, with its variables"
+    fi
 }
 
 # enter_job: what every job does before its first rank starts.
 enter_job() {
-    local ranks_per_node="${SLURM_NTASKS_PER_NODE:-}"
-    trap : USR1 # so early a warning must not end the job; the run itself knows how much time is left
-    if [[ -n "${NODES:-}" && "$NODES" != "$SLURM_JOB_NUM_NODES" ]]; then
-        fail "NODES is $NODES, but SLURM gave $SLURM_JOB_NUM_NODES node(s): sbatch does not read our variables" \
-            "NODES=$NODES slurm/${SLURM_JOB_NAME:-train}.sh   # without sbatch it submits itself; or sbatch --nodes=$NODES"
-    fi
-    if [[ -n "${RANKS_PER_NODE:-}" && -n "$ranks_per_node" && "$RANKS_PER_NODE" != "$ranks_per_node" ]]; then
-        fail "RANKS_PER_NODE is $RANKS_PER_NODE, but SLURM gave $ranks_per_node tasks per node" \
-            "sbatch --ntasks-per-node=$RANKS_PER_NODE ...   # or let the script submit itself: no sbatch in front"
-    fi
+    local ranks_per_node="${SLURM_NTASKS_PER_NODE:-}" gpus="${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}"
+    hold NODES "$SLURM_JOB_NUM_NODES" --nodes
+    hold RANKS_PER_NODE "${ranks_per_node:-${RANKS_PER_NODE:-}}" --ntasks-per-node
+    hold CPUS_PER_RANK "${SLURM_CPUS_PER_TASK:-1}" --cpus-per-task
+    if [[ "$gpus" != *,* ]]; then hold GPUS_PER_NODE "${gpus##*:}" --gpus-per-node; fi # a100:4, or of several kinds
     RANKS_PER_NODE="${ranks_per_node:-${RANKS_PER_NODE:-1}}"
     RANKS=$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE))
     if [[ -n "${SLURM_NTASKS:-}" && "$SLURM_NTASKS" != "$RANKS" ]]; then
@@ -167,8 +221,10 @@ enter_job() {
     export RANKS RANKS_PER_NODE
     # Starts that go on with one another's run: requeues, elements of an array, links of a chain.
     if in_batch; then export HPCZERO_SERIES="${HPCZERO_SERIES:-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}"; fi
-    export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # from 22.05 on srun does not inherit --cpus-per-task
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
+    if [[ -n "${SLURM_CPUS_PER_TASK:-}" ]]; then # else a rank has what SLURM and the binding leave it
+        export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK" # from 22.05 on srun does not inherit --cpus-per-task
+        export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}"
+    fi
     export OMPI_MCA_io="${OMPI_MCA_io:-^ompio}"           # open-mpi/ompi#12718: OMPIO can write wrong data silently
     export PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
     say "job $(job_name_for_slurm), start $((${SLURM_RESTART_COUNT:-0} + 1)) of series ${HPCZERO_SERIES:-none}:" \
@@ -186,7 +242,8 @@ launch() {
         # Ranks that outlive the first one end by --wait, if not by MPI: also where one has crashed.
         line=(srun ${MPI_PLUGIN:+"--mpi=$MPI_PLUGIN"} "--cpu-bind=$CPU_BIND" --distribution=block:block --wait=30)
         ;;
-    mpirun) line=(mpirun -n "$RANKS" --map-by "ppr:$RANKS_PER_NODE:node" --bind-to none) ;;
+    # Without the variable: mpirun starts its daemons by an srun of its own, one task per node, for which it is not meant.
+    mpirun) line=(env -u SRUN_CPUS_PER_TASK mpirun -n "$RANKS" --map-by "ppr:$RANKS_PER_NODE:node" --bind-to none) ;;
     esac
     # shellcheck disable=SC2206  # several words on purpose
     line+=(${LAUNCH_OPTIONS:-} ${BIND:+"$BIND"} "$@")
@@ -233,14 +290,14 @@ leave_job() {
         say "REQUEUE=$REQUEUE: saved, and not requeued; the next link of the chain goes on, or the same command"
         exit "$code"
     fi
-    state="$(job_state)"
+    state="$(insist job_state)" || true
     if [[ "$state" != RUNNING ]]; then # scancel also sends TERM: who cancels a job does not want it back
         say "saved, and not requeued: the job is ${state:-unknown}; the same command goes on from there"
         exit "$code"
     fi
     say "saved: requeueing $(job_name_for_slurm)"
-    scontrol requeue "$(job_name_for_slurm)" ||
-        say "this site does not requeue; the same command goes on, or a chain: slurm/chain.sh"
+    insist scontrol requeue "$(job_name_for_slurm)" ||
+        say "not requeued within $ASK_S s, perhaps never on this site; the same command goes on, or a chain: slurm/chain.sh"
     sleep 5 # SLURM ends this shell; should it be slow, the job must not end by itself meanwhile
     exit "$code"
 }
@@ -255,11 +312,33 @@ train() {
 
 # --- scaling studies
 
+# common_multiple NUMBERS...: the smallest number that all of them divide: a global batch for all numbers of ranks.
+common_multiple() {
+    local multiple=1 number a b rest
+    for number in "$@"; do
+        a="$multiple" b="$number" # a becomes what divides both
+        while ((b > 0)); do
+            rest=$((a % b)) a="$b"
+            b="$rest"
+        done
+        multiple=$((multiple * (number / a)))
+    done
+    echo "$multiple"
+}
+
 # study KIND [OPTIONS...] [-- SBATCH_OPTIONS...]: submit python -m scaling.sweep KIND for $RANKS; ends the script.
 study() {
-    local kind="$1" words=() line
+    local kind="$1" words=() line size
     shift
-    RANKS="${RANKS:-16 32 64 128 256 400}" # the smallest is what the others are compared with
+    for size in $RANKS; do
+        if [[ ! "$size" =~ ^[1-9][0-9]*$ ]]; then
+            fail "RANKS is '$RANKS', expected numbers of ranks" "RANKS='16 32 64' $CALLED"
+        fi
+    done
+    if [[ "$kind" == strong && " $*" != *" --batches"* ]]; then
+        # shellcheck disable=SC2086  # several words on purpose
+        set -- --batches "$(common_multiple $RANKS)" "$@"
+    fi
     RANKS_PER_NODE="${RANKS_PER_NODE:-16}"
     GPUS_PER_NODE="${GPUS_PER_NODE:-$RANKS_PER_NODE}"
     set_up

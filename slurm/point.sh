@@ -12,10 +12,14 @@
 # A word `python` in front becomes $PYTHON. Ends with the command's exit code; never requeued. Ranks that still run 30 s
 # after the first one has ended are ended by srun: LAUNCH_OPTIONS=--wait=0 lets them.
 set -euo pipefail
+trap : USR1 # a warning that comes early must not end the job; the run itself knows how much time is left
 
 here="${BASH_SOURCE[0]}"
 if [[ "$here" == */slurm_script ]]; then # SLURM runs a copy of this file
-    here="$(scontrol show job -o "$SLURM_JOB_ID" | sed -n '1s/.* Command=\([^ ]*\).*/\1/p')"
+    tries=0 # slurmctld may be busy
+    until here="$(scontrol show job -o "$SLURM_JOB_ID" | sed -n '1s/.* Command=\([^ ]*\).*/\1/p')" || ((tries++ >= 12)); do
+        sleep 5
+    done
 fi
 CHECKOUT="${CHECKOUT:-$(cd -- "$(dirname -- "$here")/.." && pwd)}"
 # shellcheck source-path=SCRIPTDIR source=lib.sh

@@ -13,10 +13,14 @@
 #
 # Give the run a --run.name: a run goes on where the last job with its name stopped.
 set -euo pipefail
+trap : USR1 # a warning that comes early must not end the job; the run itself knows how much time is left
 
 here="${BASH_SOURCE[0]}"
 if [[ "$here" == */slurm_script ]]; then # SLURM runs a copy of this file
-    here="$(scontrol show job -o "$SLURM_JOB_ID" | sed -n '1s/.* Command=\([^ ]*\).*/\1/p')"
+    tries=0 # slurmctld may be busy
+    until here="$(scontrol show job -o "$SLURM_JOB_ID" | sed -n '1s/.* Command=\([^ ]*\).*/\1/p')" || ((tries++ >= 12)); do
+        sleep 5
+    done
 fi
 CHECKOUT="${CHECKOUT:-$(cd -- "$(dirname -- "$here")/.." && pwd)}"
 # shellcheck source-path=SCRIPTDIR source=lib.sh

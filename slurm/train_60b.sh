@@ -16,6 +16,7 @@
 #
 # #SBATCH lines cannot read variables, so inside a job the sizes are what SLURM gave, and others are refused.
 set -euo pipefail
+trap : USR1 # a warning that comes early must not end the job; the run itself knows how much time is left
 
 NODES="${NODES:-${SLURM_JOB_NUM_NODES:-25}}"
 RANKS_PER_NODE="${RANKS_PER_NODE:-${SLURM_NTASKS_PER_NODE:-16}}"
@@ -23,7 +24,7 @@ GPUS_PER_NODE="${GPUS_PER_NODE:-16}"       # 0: a CPU partition
 CPUS_PER_RANK="${CPUS_PER_RANK:-3}"        # DGX-2: 48 cores for 16 ranks
 TIME="${TIME:-24:00:00}"
 SIGNAL_S="${SIGNAL_S:-600}"                # seconds before TIME at which the run is told to save and stop
-MEMORY="${MEMORY:-32GB}"                   # of one GPU, less what CUDA and MPI take
+MEMORY="${MEMORY:-30GB}"                   # of one GPU of 32 GB, less what CUDA and MPI take
 MODEL="${MODEL:-gpt-60b}"                  # 132 layers, hidden 6144, 32 heads
 MICRO_BATCH="${MICRO_BATCH:-4}"            # x 400 ranks = 1600 sequences per step, as in the paper
 ACCUMULATION="${ACCUMULATION:-1}"
@@ -41,15 +42,22 @@ DATA="${DATA:-}"                           # token file of python -m hpczero.dat
 
 here="${BASH_SOURCE[0]}"
 if [[ "$here" == */slurm_script ]]; then # SLURM runs a copy of this file
-    here="$(scontrol show job -o "$SLURM_JOB_ID" | sed -n '1s/.* Command=\([^ ]*\).*/\1/p')"
+    tries=0 # slurmctld may be busy
+    until here="$(scontrol show job -o "$SLURM_JOB_ID" | sed -n '1s/.* Command=\([^ ]*\).*/\1/p')" || ((tries++ >= 12)); do
+        sleep 5
+    done
 fi
 CHECKOUT="${CHECKOUT:-$(cd -- "$(dirname -- "$here")/.." && pwd)}"
 # shellcheck source-path=SCRIPTDIR source=lib.sh
 source "$CHECKOUT/slurm/lib.sh"
 set_up
 
+# As the run will choose, or more than it needs: a node's GPUs read each other's memory, and the next block comes early.
+transport=hierarchical
+if ((GPUS_PER_NODE > 0 && RANKS_PER_NODE > 1)); then transport=ipc; fi
 "$PYTHON" -m hpczero.plan --model "$MODEL" --ranks $((NODES * RANKS_PER_NODE)) --ranks-per-node "$RANKS_PER_NODE" \
-    --memory "$MEMORY" --precision "$PRECISION" --micro-batch "$MICRO_BATCH" --stage "$STAGE"
+    --memory "$MEMORY" --precision "$PRECISION" --micro-batch "$MICRO_BATCH" --stage "$STAGE" \
+    --transport "$transport"
 if ! in_job || [[ "${DRY_RUN:-0}" == 1 ]]; then
     submit train_60b.sh "$@"
     exit

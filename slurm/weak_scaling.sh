@@ -10,4 +10,5 @@ set -euo pipefail
 CHECKOUT="${CHECKOUT:-$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)}"
 # shellcheck source-path=SCRIPTDIR source=lib.sh
 source "$CHECKOUT/slurm/lib.sh"
+RANKS="${RANKS:-16 32 64 128 256 400}" # the smallest is what the others are compared with
 study weak "$@"

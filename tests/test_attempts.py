@@ -33,7 +33,7 @@ def test_fifth_start_without_a_new_checkpoint_is_refused_and_names_the_step(tmp_
     for _ in range(4):  # the first, and three restarts
         start(folder)
     with pytest.raises(
-        ConfigError, match="3 restarts in a row committed no checkpoint after step 0"
+        ConfigError, match=r"3 restarts in a row committed no checkpoint after step 0"
     ):
         start(folder)
     with pytest.raises(ConfigError):  # and again: a refused start does not count
@@ -46,6 +46,34 @@ def test_every_new_checkpoint_starts_the_count_anew(tmp_path: Path) -> None:
     for step in range(1, 4):
         for _ in range(3):
             start(folder)
+        commit(folder, step)
+    start(folder)
+
+
+def test_series_whose_starts_are_all_stopped_at_once_ends_after_three_restarts(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path / "r")
+
+    def run(steps: int, code: int = 75) -> None:
+        done = folder.newest_step()
+        attempts = start(folder)
+        attempts.begin(done)
+        attempts.end(done + steps, code)
+        commit(folder, done + steps)
+
+    for steps in (1, 2, 2, 3, 1, 2):  # three steps are an advance
+        run(steps)
+    run(1)
+    with pytest.raises(ConfigError, match=r"3 restarts in a row were asked to stop before .*TIME="):
+        start(folder)
+    start(folder, Environment(series="another", job="8"))
+
+
+def test_start_that_is_killed_is_none_that_was_stopped_at_once(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    for step in range(1, 9):  # each saves, and then crashes
+        start(folder).begin(step - 1)
         commit(folder, step)
     start(folder)
 

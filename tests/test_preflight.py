@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from hpczero.preflight.verdict import NodeReport, faults, rounds
+from hpczero.preflight.verdict import (
+    NodeReport,
+    Reading,
+    blame,
+    faults,
+    rounds,
+    who_reads_again,
+    who_reads_what,
+)
 from tests.helpers.mpirun import run_ranks
+from tests.helpers.parallel import parallel_assert
+
+if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
+    from mpi4py import MPI
 
 
 def nodes(**changes: Mapping[str, object]) -> list[NodeReport]:
@@ -88,3 +105,123 @@ def test_missing_gpu_ends_the_command_with_1_and_the_option_for_sbatch(tmp_path:
     done = run_ranks(1, ["-m", "hpczero.preflight", *words], timeout=60)
     assert done.returncode == 1, done
     assert re.fullmatch(r"--exclude=[\w-]+", done.stdout.splitlines()[-1])
+
+
+def test_folder_that_cannot_be_written_is_named_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    words = f"--directory {tmp_path}/file/runs --file_mib 1".split()
+    done = run_ranks(2, ["-m", "hpczero.preflight", *words], timeout=60)
+    assert done.returncode == 78, done
+    assert f"--directory: nothing can be written into {tmp_path}/file/runs" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_rank_that_never_comes_to_mpi_does_not_keep_the_others(tmp_path: Path) -> None:
+    # As on a node whose file system hangs while Python is read from it.
+    program = (
+        "import runpy, sys, time\n"
+        "from hpczero.errors import launcher_rank\n"
+        "if launcher_rank() == 1: time.sleep(60)\n"
+        f"sys.argv = ['preflight', '--time_limit', '2', '--directory', {str(tmp_path)!r}]\n"
+        "runpy.run_module('hpczero.preflight', run_name='__main__', alter_sys=True)\n"
+    )
+    done = run_ranks(2, ["-c", program], timeout=90)
+    assert done.returncode != 0, done
+    assert done.seconds < 45, done
+    # The second one where the MPI library holds Python's lock while it starts.
+    assert "did not end within 2 s" in done.stderr or "Timeout (0:00:12)!" in done.stderr, done
+
+
+# --- files of several nodes
+
+
+@contextmanager
+def shared_folder(comm: MPI.Intracomm) -> Iterator[Path]:
+    folder = Path(comm.bcast(tempfile.mkdtemp() if comm.rank == 0 else None))
+    try:
+        yield folder
+    finally:
+        comm.Barrier()
+        if comm.rank == 0:
+            shutil.rmtree(folder)
+
+
+def errors_of_files(comm: MPI.Intracomm, folder: Path) -> list[str]:
+    """What ``try_files`` finds wrong with each rank, taken for a node."""
+    from hpczero.preflight.probes import try_files
+
+    names = [f"n{rank}" for rank in range(comm.size)]
+    return comm.allgather(try_files(comm, names, folder, 10_007)[2])
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2, 3)
+def test_nodes_that_write_and_read_rightly_have_no_fault(comm: MPI.Intracomm) -> None:
+    with shared_folder(comm) as folder:
+        errors = errors_of_files(comm, folder)
+    parallel_assert(comm, errors == [""] * comm.size, str(errors))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_node_that_cannot_write_is_bad_and_its_reader_is_not(comm: MPI.Intracomm) -> None:
+    with shared_folder(comm) as folder:
+        if comm.rank == 0:
+            (folder / "node-1").mkdir()
+        comm.Barrier()
+        errors = errors_of_files(comm, folder)
+    parallel_assert(comm, errors[1].startswith("cannot write: "), str(errors))
+    parallel_assert(comm, not any(errors[:1] + errors[2:]), str(errors))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_node_that_writes_other_bytes_is_bad_where_a_third_one_sees_it(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def garble(file: int) -> None:
+        os.pwrite(file, b"garbled", 5000)
+
+    with shared_folder(comm) as folder:
+        if comm.rank == 1:
+            monkeypatch.setattr(os, "fsync", garble)
+        errors = errors_of_files(comm, folder)
+    if comm.size == 2:  # nobody can tell
+        parallel_assert(comm, all("one of the two is bad" in text for text in errors), str(errors))
+    else:
+        expected = ["", "what it wrote has other bytes on n0 and n2", ""]
+        parallel_assert(comm, errors == expected, str(errors))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(3)
+def test_node_that_reads_other_bytes_is_bad_and_the_writer_is_not(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shared_folder(comm) as folder:
+        if comm.rank == 0:
+            monkeypatch.setattr(Path, "read_bytes", lambda path: b"garbled")
+        errors = errors_of_files(comm, folder)
+    expected = ["what n1 wrote has other bytes here, and is right on n2", "", ""]
+    parallel_assert(comm, errors == expected, str(errors))
+
+
+def test_every_node_that_wrote_is_read_once_by_another_one() -> None:
+    def pairs(wrote: list[bool]) -> list[tuple[int, int]]:
+        return [(reading.reader, reading.writer) for reading in who_reads_what(wrote)]
+
+    assert pairs([True]) == [(0, 0)]
+    assert pairs([True, True, True]) == [(0, 1), (1, 2), (2, 0)]
+    assert pairs([True, False, True, False]) == [(0, 2), (2, 0)]
+    assert pairs([False, True]) == pairs([False]) == []
+
+
+def test_second_reader_has_read_rightly_and_is_neither_of_the_two() -> None:
+    good, wrong = Reading(1, 2), Reading(0, 1, "has other bytes")
+    assert who_reads_again([wrong, good, Reading(2, 0)]) == [Reading(2, 1)]
+    assert who_reads_again([wrong, good, Reading(2, 0, "cannot be read")]) == [Reading(1, 0)]
+    assert who_reads_again([good]) == []
+    assert blame([Reading(0, 0, "has other bytes")], [], ["a"]) == {
+        0: "what it wrote has other bytes"
+    }

@@ -15,7 +15,7 @@ import pytest
 
 from hpczero.deadline import Deadline
 from hpczero.environment import Environment
-from hpczero.errors import TopologyError
+from hpczero.errors import ConfigError, TopologyError
 from hpczero.launch import check_placement
 from hpczero.slurm import ask_time_left, seconds_of, tasks_per_node
 from tests.helpers.mpirun import ROOT, run_command, run_ranks
@@ -30,7 +30,7 @@ from tests.helpers.processes import launch_environment
         ("59:59", 3599.0),
         ("0:07", 7.0),
         ("9\n", 9.0),
-        ("UNLIMITED", None),
+        ("UNLIMITED\n", math.inf),
         ("INVALID", None),
         ("NOT_SET", None),
         ("", None),
@@ -67,6 +67,7 @@ class Clock:
     def __init__(self, left: float | None) -> None:
         self.time = 1000.0
         self.end = None if left is None else self.time + left
+        self.unlimited = False
         self.asked = 0
 
     def now(self) -> float:
@@ -75,6 +76,8 @@ class Clock:
     def ask(self, job: str) -> float | None:
         assert job == "7"
         self.asked += 1
+        if self.unlimited:
+            return math.inf
         return None if self.end is None else self.end - self.time
 
 
@@ -110,18 +113,52 @@ def test_limit_that_was_raised_meanwhile_is_noticed_before_the_run_stops() -> No
     assert (clock.asked, end.left_s) == (2, 3610.0)
 
 
+def test_limit_that_was_taken_away_meanwhile_stops_nothing_any_more() -> None:
+    clock = Clock(left=100.0)
+    end = deadline(clock)
+    clock.time += 90.0
+    clock.unlimited = True
+    assert not end.is_near(step_s=1.0, save_s=1.0)
+    assert end.left_s == math.inf
+
+
+def test_slurm_that_cannot_be_asked_again_leaves_the_end_as_it_was() -> None:
+    clock = Clock(left=100.0)
+    end = deadline(clock)
+    clock.time += 90.0
+    clock.end = None
+    assert end.is_near(step_s=1.0, save_s=1.0)
+    assert (clock.asked, end.left_s) == (2, 10.0)
+
+
+def test_start_is_refused_whose_time_does_not_hold_three_saves_and_the_end() -> None:
+    end = deadline(Clock(left=100.0))
+    end.check_room(save_s=28.0)  # 99 s
+    with pytest.raises(ConfigError, match=r"100 s are left .* stop 102 s before its end .*TIME="):
+        end.check_room(save_s=29.0)
+    Deadline(Environment()).check_room(save_s=1e6)
+
+
+def test_start_is_not_refused_where_the_limit_was_raised_meanwhile() -> None:
+    clock = Clock(left=3600.0)
+    end = deadline(clock, job_end=1060.0)
+    end.check_room(save_s=100.0)
+    assert (clock.asked, end.left_s) == (1, 3600.0)
+
+
 def test_job_without_a_limit_and_no_job_at_all_are_never_near_their_end() -> None:
     for end in (deadline(Clock(left=None)), Deadline(Environment())):
         assert end.left_s == math.inf
         assert not end.is_near(step_s=1e6, save_s=1e6)
 
 
+@pytest.mark.slow
 def test_run_saves_and_asks_to_be_requeued_when_its_time_is_nearly_up(tmp_path: Path) -> None:
     options = "--run.name r --model.preset gpt-micro --model.context 16 --train.steps 1000000 "
     options += "--evaluation.batches 0 --log.plot false --log.tensorboard false --data.cache"
     words = [*options.split(), str(ROOT / "runs" / "tokens"), "--run.folder", str(tmp_path)]
-    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 7)}
-    job = run_ranks(2, ["-m", "hpczero.train", *words], timeout=60, env=env)
+    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 35)}
+    job = run_ranks(2, ["-m", "hpczero.train", *words], timeout=90, env=env)
     assert job.returncode == 75, job
     assert "time limit: " in job.stdout
     assert "stopped after step" in job.stdout
@@ -148,6 +185,28 @@ def test_warning_that_comes_while_a_rank_starts_is_heard(tmp_path: Path) -> None
         process.kill()
     assert process.wait() == 75
     assert [p.name for p in (tmp_path / "r" / "checkpoints").glob("step-*")] == ["step-000000001"]
+
+
+@pytest.mark.slow
+def test_warning_that_is_repeated_does_not_end_a_rank_that_ends(tmp_path: Path) -> None:
+    # Without bind.sh, from which ranks would have it that they ignore the signal.
+    options = "--run.name r --model.preset gpt-micro --model.context 16 --train.steps 1000000 "
+    options += "--evaluation.batches 0 --log.plot false --log.tensorboard false --data.cache"
+    words = [*options.split(), str(ROOT / "runs" / "tokens"), "--run.folder", str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hpczero.train", *words],
+        env=launch_environment(PYTHONPATH=os.fspath(ROOT), OMP_NUM_THREADS="1"),
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            if (tmp_path / "r" / "metrics.jsonl").exists():
+                process.send_signal(signal.SIGUSR1)
+            time.sleep(0.002)
+    finally:
+        process.kill()
+    assert process.wait() == 75
 
 
 def test_element_of_an_array_asks_for_itself_and_not_for_all_of_them() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpczero.doctor.limit import TimeLimit
 from hpczero.errors import EXIT_FAILURE, ConfigError, run
 from hpczero.options import parse_command_line
 from hpczero.preflight.verdict import Fault, NodeReport, faults
@@ -63,12 +64,12 @@ def main() -> int:
         "Exit code 0: all good, 1: some are bad, 86: it hung.",
         default=Options(),
     )
-    # Here and not at the top: these imports start MPI, which --help and bad options must not do.
-    from hpczero.doctor.limit import TimeLimit
-    from hpczero.preflight.probes import examine
-    from hpczero.topology import Topology
-
+    # The imports too: they start MPI, where all wait for a node that does not answer.
     with TimeLimit("the trial of all nodes", options.time_limit):
+        # Here and not at the top: --help and bad options must not start MPI.
+        from hpczero.preflight.probes import examine
+        from hpczero.topology import Topology
+
         topology = Topology.of_world()
         reports = examine(
             topology,

@@ -11,13 +11,21 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
 
 from hpczero.doctor.software import gpu_devices
-from hpczero.preflight.verdict import NodeReport, rounds
+from hpczero.errors import ConfigError
+from hpczero.preflight.verdict import (
+    NodeReport,
+    blame,
+    rounds,
+    who_reads_again,
+    who_reads_what,
+)
 from hpczero.topology import Topology
 
 MIB = 2**20
@@ -44,37 +52,34 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in asked.stdout.splitlines())
 
 
-def try_files(leaders: MPI.Comm, folder: Path, nbytes: int) -> tuple[float, float, str]:
+def try_files(
+    leaders: MPI.Comm, names: list[str], folder: Path, nbytes: int
+) -> tuple[float, float, str]:
     """(written MB/s, read MB/s, what went wrong): each node writes, and reads what the next one wrote.
 
-    The next one's, because its own would come from this node's memory. Collective over ``leaders``.
+    The next one's, because its own would come from this node's memory. A file that one node reads wrongly is read by
+    another one, too, so that the reader is not blamed for the writer. Collective over ``leaders``.
+
+    Args:
+        leaders: one rank of each node.
+        names: of the nodes.
+        folder: on the file system of the run; there already.
+        nbytes: of each node's file.
     """
-    folder = leaders.bcast(_fresh_folder(folder) if leaders.rank == 0 else None)
-    written = read = 0.0
-    error = ""
-    try:
-        start = time.perf_counter()
-        with _path(folder, leaders.rank).open("wb") as file:
-            file.write(_content(leaders.rank, nbytes).tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        written = nbytes / (time.perf_counter() - start) / 1e6
-    except OSError as problem:
-        error = str(problem)
-    leaders.Barrier()
-    other = (leaders.rank + 1) % leaders.size
-    try:
-        start = time.perf_counter()
-        found = _path(folder, other).read_bytes()
-        read = nbytes / (time.perf_counter() - start) / 1e6
-        if found != _content(other, nbytes).tobytes() and not error:
-            error = f"what node {other} wrote is read with other bytes"
-    except OSError as problem:
-        error = error or str(problem)
-    leaders.Barrier()
-    if leaders.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    return written, read, error
+    me = leaders.rank
+    written, problem = _write(folder, me, nbytes)
+    unwritten = leaders.allgather(problem)  # before anybody reads
+    chosen = {r.reader: r for r in who_reads_what([not text for text in unwritten])}
+    read = 0.0
+    if me in chosen:
+        read, problem = _read(folder, chosen[me].writer, nbytes)
+        chosen[me] = replace(chosen[me], error=problem)
+    readings = [r for r in leaders.allgather(chosen.get(me)) if r is not None]
+    mine = [r for r in who_reads_again(readings) if r.reader == me]
+    again = [replace(r, error=_read(folder, r.writer, nbytes)[1]) for r in mine]
+    again = [r for part in leaders.allgather(again) for r in part]
+    blamed = blame(readings, again, names)
+    return written, read, "; ".join(filter(None, (unwritten[me], blamed.get(me))))
 
 
 def try_pairs(leaders: MPI.Comm, names: list[str], nbytes: int, most: int) -> dict[str, float]:
@@ -113,12 +118,18 @@ def examine(
         file_nbytes: of each node's file.
         pair_nbytes: of each message between nodes.
         most_rounds: in which nodes meet; fewer than the nodes leave pairs out.
+
+    Raises:
+        ConfigError: nothing can be written into ``folder``; on every rank.
     """
+    with topology.agreed("make a folder for the files"):
+        place = str(_fresh_folder(folder)) if topology.is_root else ""
+    place = topology.broadcast_text(place)
     leaders = topology.world.Split(0 if topology.local_rank == 0 else MPI.UNDEFINED, topology.rank)
     report = None
     if topology.local_rank == 0:
         names = leaders.allgather(node_name(environment))
-        written, read, error = try_files(leaders, folder, file_nbytes)
+        written, read, error = try_files(leaders, names, Path(place), file_nbytes)
         report = NodeReport(
             name=names[leaders.rank],
             ranks=topology.local_size,
@@ -129,13 +140,46 @@ def examine(
             pairs=try_pairs(leaders, names, pair_nbytes, most_rounds),
         )
         leaders.Free()
-    return [found for found in topology.world.allgather(report) if found is not None]
+    reports = [found for found in topology.world.allgather(report) if found is not None]
+    if topology.is_root:
+        shutil.rmtree(place, ignore_errors=True)
+    return reports
 
 
 def _fresh_folder(folder: Path) -> Path:
     path = folder / f".hpczero-preflight-{os.getpid()}-{time.time_ns()}"
-    path.mkdir(parents=True)
+    try:
+        path.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--directory: nothing can be written into {folder} ({error.strerror}); give a folder on the file system "
+            "of the run that you may write to"
+        ) from error
     return path
+
+
+def _write(folder: Path, node: int, nbytes: int) -> tuple[float, str]:
+    """(MB/s, what went wrong)."""
+    try:
+        start = time.perf_counter()
+        with _path(folder, node).open("wb") as file:
+            file.write(_content(node, nbytes).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return 0.0, f"cannot write: {error}"
+    return nbytes / (time.perf_counter() - start) / 1e6, ""
+
+
+def _read(folder: Path, node: int, nbytes: int) -> tuple[float, str]:
+    """(MB/s, what went wrong) with the file of ``node``."""
+    try:
+        start = time.perf_counter()
+        found = _path(folder, node).read_bytes()
+        rate = nbytes / (time.perf_counter() - start) / 1e6
+    except OSError as error:
+        return 0.0, f"cannot be read ({error})"
+    return rate, "" if found == _content(node, nbytes).tobytes() else "has other bytes"
 
 
 def _path(folder: Path, node: int) -> Path:

@@ -42,6 +42,21 @@ class NodeReport:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """Node ``reader`` reads the file that node ``writer`` wrote; both are numbers.
+
+    Attributes:
+        reader: of the file.
+        writer: of the file.
+        error: what is wrong with the file as the reader sees it, or empty.
+    """
+
+    reader: int
+    writer: int
+    error: str = ""
+
+
+@dataclass(frozen=True)
 class Fault:
     """Why a node is bad."""
 
@@ -100,3 +115,63 @@ def rounds(nodes: int, most: int) -> list[list[tuple[int, int]]]:
         found.append([(min(p), max(p)) for p in pairs if max(p) < nodes])
     stride = max(1, -(-len(found) // most))
     return found[::stride]
+
+
+def who_reads_what(wrote: Sequence[bool]) -> list[Reading]:
+    """Each node that has written a file reads that of the next one that has; a node by itself reads its own.
+
+    A node that cannot write is bad already: whether it can read says nothing more of it, and less of the writer.
+
+    Args:
+        wrote: of each node, whether its file is there.
+    """
+    writers = [node for node, done in enumerate(wrote) if done]
+    if len(writers) == 1 < len(wrote):
+        return []
+    return [
+        Reading(reader, writer)
+        for reader, writer in zip(writers, writers[1:] + writers[:1], strict=True)
+    ]
+
+
+def who_reads_again(readings: Sequence[Reading]) -> list[Reading]:
+    """For each file that was read wrongly, a node that has neither written it nor read any wrongly; may be none."""
+    found = []
+    for bad in filter(lambda reading: reading.error, readings):
+        sound = (
+            r.reader for r in readings if not r.error and r.reader not in (bad.reader, bad.writer)
+        )
+        reader = next(sound, None)
+        if reader is not None:
+            found.append(Reading(reader, bad.writer))
+    return found
+
+
+def blame(
+    readings: Sequence[Reading], again: Sequence[Reading], names: Sequence[str]
+) -> dict[int, str]:
+    """What is wrong, by the number of the node that is to blame for it.
+
+    Args:
+        readings: the first ones.
+        again: those of ``who_reads_again``, done.
+        names: of the nodes.
+    """
+    second = {reading.writer: reading for reading in again}
+    texts: dict[int, list[str]] = {}
+    for bad in filter(lambda reading: reading.error, readings):
+        witness = second.get(bad.writer)
+        if bad.writer == bad.reader:
+            text, guilty = f"what it wrote {bad.error}", {bad.writer}
+        elif witness is None:  # as of two nodes: nobody can tell
+            text = f"what {names[bad.writer]} wrote {bad.error} on {names[bad.reader]}: one of the two is bad"
+            guilty = {bad.writer, bad.reader}
+        elif witness.error:
+            text = f"what it wrote {bad.error} on {names[bad.reader]} and {names[witness.reader]}"
+            guilty = {bad.writer}
+        else:
+            text = f"what {names[bad.writer]} wrote {bad.error} here, and is right on {names[witness.reader]}"
+            guilty = {bad.reader}
+        for node in guilty:
+            texts.setdefault(node, []).append(text)
+    return {node: "; ".join(found) for node, found in texts.items()}

@@ -189,6 +189,7 @@ class SlurmCluster:
         lines += [
             "NodeName=dgx[1-25] CPUs=48 RealMemory=1500000 Gres=gpu:16 State=CLOUD",
             "PartitionName=dgx2 Nodes=dgx[1-25] MaxTime=2-0 State=UP",
+            f"PartitionName=hidden Nodes={','.join(self.nodes)} Hidden=YES State=UP",
         ]
         self.configuration.write_text("\n".join([*lines, ""]))
 

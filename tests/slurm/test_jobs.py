@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,53 @@ def test_scancel_signal_saves_and_requeues_only_the_element_it_names(
     (step,) = {e["step"] for e in job.attempts if e["event"] == "end"}
     assert step in saved_steps(job)
     assert "time limit: unknown" not in job.log  # squeue knows the element
+
+
+def test_signal_to_the_ranks_alone_saves_and_requeues_by_a_slurm_that_is_busy_at_first(
+    submit: Submitter, tmp_path: Path
+) -> None:
+    busy = tmp_path / "bin" / "scontrol"  # the first call of each kind is not answered
+    busy.parent.mkdir()
+    busy.write_text(
+        "#!/bin/bash\n"
+        f'mark={tmp_path}/busy-"$1"\n'
+        'if [[ "$1 $2" != "show hostnames" && ! -e "$mark" ]]; then\n'
+        '    touch "$mark"; echo "Socket timed out on send/recv operation" >&2; exit 1\n'
+        "fi\n"
+        f'exec {shutil.which("scontrol")} "$@"\n'
+    )
+    busy.chmod(0o755)
+    machine = tmp_path / "site.sh"
+    machine.write_text(f'PATH="{busy.parent}:$PATH"\n')
+    job = submit.train(variables={"MACHINE": str(machine)}, **TINY, train__steps=ENDLESS)
+    job.wait_for_steps(3)
+    job.scancel("--signal=USR1")
+    job.wait(lambda: job.field("Restarts") == "1", "the requeue")
+    job.scancel()
+    job.wait(lambda: not job.cluster.run(["squeue", "-h"]).stdout, "the end")
+    (step,) = {e["step"] for e in job.attempts if e.get("code") == 75}
+    assert step in saved_steps(job)
+    assert "asked to stop at" not in job.log  # the batch shell has heard nothing
+    assert {path.name for path in tmp_path.glob("busy-*")} == {"busy-show", "busy-requeue"}
+
+
+def test_warning_that_comes_while_the_script_looks_around_does_not_end_the_job(
+    submit: Submitter, tmp_path: Path
+) -> None:
+    machine = tmp_path / "site.sh"
+    machine.write_text(
+        'if [[ -n "${SLURM_JOB_ID:-}" ]]; then\n'
+        f'    touch "{tmp_path}/waits"; until [[ -e "{tmp_path}/go" ]]; do sleep 0.1; done\n'
+        "fi\n"
+    )
+    job = submit.train(variables={"MACHINE": str(machine)}, **TINY, train__steps=5)
+    job.wait((tmp_path / "waits").exists, "its first lines")
+    job.scancel("--signal=USR1", "--batch")
+    time.sleep(1)  # signals are delivered when slurmd comes to it, and nothing says so
+    (tmp_path / "go").touch()
+    job.wait_for_state("COMPLETED", "FAILED")
+    assert job.field("ExitCode") == "0:0", job.log
+    assert len(job.metrics) == 5
 
 
 def test_cancelled_job_saves_and_does_not_come_back(submit: Submitter) -> None:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import tyro
 
-from tests.helpers.mpirun import ROOT
+from hpczero.options import parse_command_line
+from scaling.study import Point
+from scaling.sweep import Options
+from tests.helpers.mpirun import ROOT, Finished, run_command
 from tests.slurm.jobs import OPTIONS, Job, Submitter, words_of
 
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sh")) + sorted((ROOT / "slurm" / "machines").glob("*.sh"))
@@ -39,7 +46,9 @@ def test_60b_dry_run_shows_the_plan_for_400_ranks_and_the_line(submit: Submitter
     unset = {"NODES": "", "RANKS_PER_NODE": "", "GPUS_PER_NODE": "", "CPUS_PER_RANK": ""}
     shown = submit.script("train_60b.sh", **unset, DRY_RUN="1", TIME="", SIGNAL_S="")
     assert shown.returncode == 0, shown
-    assert "400 ranks on 25 nodes of 16 (512.0 GB per node), 32.0 GB per rank" in shown.stdout
+    assert "400 ranks on 25 nodes of 16 (480.0 GB per node), 30.0 GB per rank, transport ipc" in (
+        shown.stdout
+    )
     assert "gpt-60b: 60,119,623,680 parameters" in shown.stdout
     line = next(line for line in shown.stdout.splitlines() if line.startswith("slurm: sbatch "))
     sizes = "--nodes=25 --ntasks-per-node=16 --gpus-per-node=16 --cpus-per-task=3 --time=24:00:00"
@@ -50,11 +59,16 @@ def test_60b_dry_run_shows_the_plan_for_400_ranks_and_the_line(submit: Submitter
 @pytest.mark.parametrize(
     ("script", "variables", "message"),
     [
-        ("train_60b.sh", {"NODES": "2", "RANKS_PER_NODE": "16"}, "from 46 ranks on it fits"),
+        ("train_60b.sh", {"NODES": "2", "RANKS_PER_NODE": "16"}, "from 56 ranks on it fits"),
         ("train.sh", {"PARTITION": "nope"}, "PARTITION is 'nope', and this cluster has: dgx2 gpu"),
         ("train.sh", {"MACHINE": "nope"}, "no machine file"),
         ("train.sh", {"MACHINE": "dgx-infiniband"}, "wants the module openmpi"),
         ("train.sh", {"PYTHON": "/nowhere/python"}, "no Python at /nowhere/python"),
+        ("train.sh", {"PARTITION": "gpu,nope"}, "PARTITION is 'gpu,nope', and this cluster has"),
+        ("train.sh", {"TIME": "1", "SIGNAL_S": "60"}, "TIME is 1, and the run is told to stop"),
+        ("train.sh", {"TIME": "5", "SIGNAL_S": ""}, "SIGNAL_S=300 seconds before its end"),
+        ("train.sh", {"SIGNAL_S": "10m"}, "SIGNAL_S is '10m', expected a number"),
+        ("strong_scaling.sh", {"RANKS": "16 many"}, "RANKS is '16 many', expected numbers"),
         ("train.sh", {"NODES": "two"}, "NODES is 'two', expected a number"),
         ("train.sh", {"LAUNCHER": "ssh"}, "LAUNCHER is 'ssh', expected srun or mpirun"),
         ("train.sh", {"SBATCH_OPTIONS": "--gpus-per-node=99"}, "SLURM refused the job"),
@@ -78,15 +92,61 @@ def test_site_that_wants_an_account_is_told_so(submit: Submitter) -> None:
     assert "ACCOUNT is not set" in refused.stderr
 
 
-def test_sizes_that_are_not_those_of_the_job_are_refused_in_it(submit: Submitter) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "given"),
+    [
+        ("NODES", "2", "1"),
+        ("RANKS_PER_NODE", "4", "1"),
+        ("CPUS_PER_RANK", "4", "1"),
+        ("GPUS_PER_NODE", "2", "0"),
+    ],
+)
+def test_sizes_that_are_not_those_of_the_job_are_refused_in_it(
+    submit: Submitter, name: str, value: str, given: str
+) -> None:
     # sbatch in front: the variable cannot reach the #SBATCH lines.
+    script = ROOT / "slurm" / "train.sh"
     submitted = submit.cluster.run(
-        ["sbatch", "--parsable", ROOT / "slurm" / "train.sh"], env={"NODES": "2"}, cwd=submit.folder
+        ["sbatch", "--parsable", script], env={name: value}, cwd=submit.folder
     )
     job = Job(submit.cluster, submitted.stdout.strip(), submit.folder)
     job.wait_for_state("FAILED")
     assert job.field("ExitCode") == "78:0"
-    assert "NODES is 2, but SLURM gave 1 node(s)" in job.log
+    assert f"{name} is {value}, but SLURM gave {given}:" in job.log
+    assert f" {script} " in job.log  # what to type, and not SLURM's copy
+    assert "slurm_script" not in job.log
+
+
+def test_several_and_hidden_partitions_are_taken(submit: Submitter) -> None:
+    options = {"SBATCH_OPTIONS": "--parsable --test-only"}
+    for partition in ("gpu,dgx2", "hidden"):
+        taken = submit.script("train.sh", PARTITION=partition, **options)
+        assert taken.returncode == 0, taken
+
+
+@pytest.mark.parametrize(("launcher", "shown"), [("srun", True), ("mpirun", False)])
+def test_cores_of_a_rank_are_told_to_srun_and_not_to_the_daemons_of_mpirun(
+    submit: Submitter, launcher: str, shown: bool
+) -> None:
+    sizes = {"NODES": "1", "CPUS_PER_RANK": "2", "LAUNCHER": launcher}
+    submitted = submit.script("point.sh", "env", SBATCH_OPTIONS="--parsable --mem=0", **sizes)
+    job = Job(submit.cluster, submitted.stdout.split()[-1], submit.folder)
+    job.wait_for_state("COMPLETED", "FAILED")
+    lines = job.log.splitlines()
+    assert "SLURM_CPUS_PER_TASK=2" in lines, job.log
+    assert ("SRUN_CPUS_PER_TASK=2" in lines) == shown, job.log
+
+
+def test_rank_without_a_number_of_cores_is_not_held_to_one(submit: Submitter) -> None:
+    script = ROOT / "slurm" / "point.sh"
+    env = {"CPU_BIND": "none"}
+    submitted = submit.cluster.run(
+        ["sbatch", "--parsable", "--mem=0", script, "env"], env=env, cwd=submit.folder
+    )
+    job = Job(submit.cluster, submitted.stdout.strip(), submit.folder)
+    job.wait_for_state("COMPLETED", "FAILED")
+    assert "SLURM_PROCID=0" in job.log, job.log
+    assert "SRUN_CPUS_PER_TASK=" not in job.log
 
 
 @pytest.mark.parametrize("kind", ["weak", "strong"])
@@ -96,9 +156,75 @@ def test_study_hands_its_sizes_to_the_sweep_and_the_sites_options_to_sbatch(
     variables = {"RANKS": "2 4", "RANKS_PER_NODE": "2", "TIME": "5", "DRY_RUN": "1"}
     shown = submit.script(f"{kind}_scaling.sh", "--models", "tiny", "--", "--qos=x", **variables)
     assert shown.returncode == 0, shown
-    sweep = f"-m scaling.sweep {kind} --by sbatch --ranks 2 4 --ranks_per_node 2 --models tiny -- "
-    sweep += "--gpus-per-node=1 --cpus-per-task=1 --time=5 --qos=x"
+    sweep = f"-m scaling.sweep {kind} --by sbatch --ranks 2 4 --ranks_per_node 2 "
+    sweep += "--batches 4 " if kind == "strong" else ""  # what 2 and 4 ranks divide
+    sweep += "--models tiny -- --gpus-per-node=1 --cpus-per-task=1 --time=5 --qos=x"
     assert sweep in shown.stdout
+
+
+def points_of(shown: str) -> list[Point]:
+    """Those of the sweep that a script has said it would start."""
+    line = next(line for line in shown.splitlines() if " -m scaling.sweep " in line)
+    words = shlex.split(line.partition(" -m scaling.sweep ")[2])
+    options = parse_command_line(
+        Options,
+        words[: words.index("--")],
+        prog="",
+        description="",
+        default=Options(kind=tyro.MISSING),
+    )
+    return options.points
+
+
+@pytest.mark.parametrize("kind", ["weak", "strong"])
+def test_studies_defaults_and_their_own_example_are_points_of_a_sweep(kind: str) -> None:
+    script = ROOT / "slurm" / f"{kind}_scaling.sh"
+    example = re.search(r"^#   (RANKS=.*)$", script.read_text(), re.MULTILINE)
+    assert example is not None
+    for line in (f"slurm/{kind}_scaling.sh", example[1]):
+        shown = run_command(["bash", "-c", line], timeout=30, env={"DRY_RUN": "1"})
+        assert shown.returncode == 0, shown
+        points = points_of(shown.stdout)
+        assert len(points) >= 3
+        assert points[0].ranks == 16
+        if kind == "strong":
+            assert len({point.global_batch for point in points}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("30", 1800),
+        ("08:09", 489),
+        ("12:00:00", 43200),
+        ("1-12", 129600),
+        ("1-0:30", 88200),
+        ("1-0:0:1", 86401),
+        ("0", 0),
+        ("UNLIMITED", 0),
+        ("", 0),
+    ],
+)
+def test_time_is_read_in_every_form_of_sbatch(text: str, seconds: int) -> None:
+    said = in_lib(f"seconds_of '{text}'")
+    assert said.stdout == f"{seconds}\n", said
+
+
+def test_job_that_slurm_does_not_answer_ends_with_75_all_the_same(tmp_path: Path) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/bash\necho "$1" >>"$0.asked"; echo "timed out" >&2; exit 1\n')
+    scontrol.chmod(0o755)
+    left = "ASK_S=1 SLURM_JOB_ID=7 REQUEUE=1; in_batch() { true; }; leave_job 75"
+    said = in_lib(left, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert said.returncode == 75, said
+    assert "not requeued: the job is unknown" in said.stdout
+    assert (tmp_path / "scontrol.asked").read_text() == "show\nshow\n"
+
+
+def in_lib(line: str, **variables: str) -> Finished:
+    """``line`` of bash where slurm/lib.sh is loaded, as in the scripts."""
+    program = f"set -euo pipefail; source {ROOT}/slurm/lib.sh; {line}"
+    return run_command(["bash", "-c", program], timeout=30, env=variables)
 
 
 def test_chain_goes_on_link_by_link_and_later_links_find_nothing_left(submit: Submitter) -> None:
@@ -164,6 +290,23 @@ def test_preflight_names_the_node_without_its_gpus(submit: Submitter) -> None:
     assert set(report["nodes"][0]["pairs"]) == {"host2"}
     assert (submit.folder / "logs" / f"exclude-{job.number}").read_text() == "--exclude=host2\n"
     assert not list(submit.folder.glob(".hpczero-preflight-*"))
+
+
+def test_preflight_names_the_node_that_never_answers(submit: Submitter) -> None:
+    python = submit.folder / "python"  # which hangs on one node, as on a file system that does
+    python.write_text(
+        '#!/bin/bash\n[[ "$SLURMD_NODENAME" != host2 ]] || exec sleep 300\n'
+        f'exec {ROOT}/.venv/bin/python "$@"\n'
+    )
+    python.chmod(0o755)
+    variables = {"PYTHON": str(python), "START_S": "10"}
+    submitted = submit.script("preflight.sh", SBATCH_OPTIONS="--parsable --mem=0", **variables)
+    assert submitted.returncode == 0, submitted
+    job = Job(submit.cluster, submitted.stdout.split()[-1], submit.folder)
+    job.wait_for_state("FAILED", "COMPLETED")
+    assert job.log.splitlines()[-1] == "--exclude=host2", job.log
+    assert "bad: host2: no answer within 10 s" in job.log
+    assert job.field("ExitCode") == "1:0"
 
 
 def test_ranks_that_do_not_see_each_other_are_refused(submit: Submitter) -> None:
