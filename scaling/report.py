@@ -28,6 +28,7 @@ from scaling.page import Report, page
 from scaling.record import ROOT, Row, commit, of_kind, parse_rows
 from scaling.rows import is_sound
 
+
 def gpu_text(rows: list[Row]) -> str:
     """What `scaling.gpu` printed, and where."""
     head = next(of_kind(rows, "run"))

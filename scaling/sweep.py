@@ -284,7 +284,9 @@ def submit(
         write_job(folder.collector, last)
         say(f"job {last}: collects into {folder.rows}, when the others have ended")
     if problem is not None:
-        say(f"{len(jobs)} of {len(points)} points are in the queue; the same command submits the rest")
+        say(
+            f"{len(jobs)} of {len(points)} points are in the queue; the same command submits the rest"
+        )
         raise problem
 
 

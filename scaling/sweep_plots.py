@@ -84,8 +84,8 @@ def scaling_figure(rows: list[Row]) -> Figure:
         _plain_ticks(axes, ranks)
     up.yaxis.set_major_formatter(ScalarFormatter())
     handles, names = up.get_legend_handles_labels()
-    bars = "95 % intervals" if bars_are_intervals(rows) else "ranges, where too few jobs for 95 %"
-    legend = {"title": f"bars: {bars}", "title_fontsize": "small", "fontsize": "small"}
+    said = "95 % intervals" if bars_are_intervals(rows) else "ranges, where too few jobs for 95 %"
+    legend = {"title": f"bars: {said}", "title_fontsize": "small", "fontsize": "small"}
     figure.legend(handles, names, loc="outside lower center", ncols=2, **legend)
     return figure
 

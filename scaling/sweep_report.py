@@ -42,7 +42,13 @@ def text(rows: list[Row]) -> str:
     """Heading, conditions, tables, losses; markdown."""
     parts = [heading(rows), "", *conditions(rows), ""]
     for curve in curves(rows):
-        parts += [f"**{curve.name}**", "", *_mixture(curve), _scaling_table(curve), _parts_table(curve)]
+        parts += [
+            f"**{curve.name}**",
+            "",
+            *_mixture(curve),
+            _scaling_table(curve),
+            _parts_table(curve),
+        ]
         parts.append(_memory_table(curve))
     parts += [*loss_parity(rows), ""]
     return "\n".join(parts)

@@ -62,7 +62,7 @@ def test_ranks_bound_to_one_core_each_are_not_more_ranks_than_cores(tmp_path: Pa
     launcher.write_text(
         "#!/bin/bash\nunset HPCZERO_LAUNCH\nranks=$1\nshift\n"
         f"bind='cores=({cores[0]} {cores[1]}); exec taskset -c "
-        "${cores[${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}]} \"$@\"'\n"
+        '${cores[${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}]} "$@"\'\n'
         f'exec {ROOT}/install/launch.sh "$ranks" bash -c "$bind" bound "$@"\n'
     )
     launcher.chmod(0o755)
@@ -111,7 +111,9 @@ def test_a_device_that_is_not_there_is_refused_and_not_replaced(tmp_path: Path) 
 
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
-    assert "cuda was asked for, and torch sees none" in str(refused(tmp_path / "row", device="cuda"))
+    assert "cuda was asked for, and torch sees none" in str(
+        refused(tmp_path / "row", device="cuda")
+    )
     assert "expected one of auto, cpu, cuda" in str(refused(tmp_path / "row", device="tpu"))
 
 

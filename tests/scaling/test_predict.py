@@ -150,8 +150,7 @@ def test_strong_scaling_keeps_the_global_batch() -> None:
 def test_checkpointing_by_force_needs_less_memory() -> None:
     command = ["--machine", "dgx-h100", "--model", "gpt-8b", "--ranks", "64", "--micro_batch", "4"]
     plain, forced = (
-        json.loads(predict(*command, *more, "--json").stdout)
-        for more in ([], ["--checkpointing"])
+        json.loads(predict(*command, *more, "--json").stdout) for more in ([], ["--checkpointing"])
     )
     assert (plain["checkpointing"], forced["checkpointing"]) == (False, True)
     assert forced["needed_nbytes"] < 0.9 * plain["needed_nbytes"]

@@ -47,7 +47,7 @@ def test_rows_without_what_a_report_needs_are_left_out_and_counted(
 ) -> None:
     whole = rows()
     damaged = [json.dumps(row) for row in ({"kind": "point"}, {**whole[1], "point": {"model": 1}})]
-    empty = {**whole[1], "samples_ms": dict.fromkeys(whole[1]["samples_ms"], [])}
+    empty = {**whole[1], "samples_ms": {part: [] for part in whole[1]["samples_ms"]}}
     path = write(tmp_path / "sweep-strong.jsonl", whole, *damaged, json.dumps(empty), '{"kin')
     page = tmp_path / "page.html"
     said = shown(path, "--page", page)

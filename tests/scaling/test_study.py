@@ -96,7 +96,9 @@ def test_the_default_batch_of_a_strong_study_serves_all_its_ranks() -> None:
 
 def test_a_refused_batch_is_told_one_that_would_do() -> None:
     grid = dataclasses.replace(STRONG, batches=[10], ranks=[2, 3, 4])
-    with pytest.raises(ConfigError, match="which 3 ranks do not.*: 12 would do, as would any other"):
+    with pytest.raises(
+        ConfigError, match=r"which 3 ranks do not.*: 12 would do, as would any other"
+    ):
         grid.points()
     assert dataclasses.replace(grid, batches=[12]).points()
 

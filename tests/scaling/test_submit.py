@@ -85,9 +85,7 @@ Study = Callable[..., dict[str, list[str]]]
 
 
 @pytest.fixture
-def study(
-    sbatch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Study:
+def study(sbatch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Study:
     """Types the command of a study of two points; returns the arguments of the jobs that it has submitted."""
 
     def type_it(*options: str, queued: tuple[str, ...] | None = ()) -> dict[str, list[str]]:
@@ -130,7 +128,9 @@ def test_nothing_is_submitted_while_nobody_knows_what_is_queued(
     study: Study, tmp_path: Path
 ) -> None:
     study()
-    with pytest.raises(HpcZeroError, match=r"jobs 101, 102, 103 .* \(slurmctld is away\); type the"):
+    with pytest.raises(
+        HpcZeroError, match=r"jobs 101, 102, 103 .* \(slurmctld is away\); type the"
+    ):
         study(queued=None)
     assert len(list((tmp_path / "jobs").iterdir())) == 3
 
@@ -144,7 +144,10 @@ def test_what_was_submitted_before_a_refusal_is_collected(
     first, last = (path.read_text().splitlines() for path in sorted(sbatch.iterdir()))
     assert "scaling.point" in first
     assert {"--collect", "--dependency=afterany:101"} <= set(last)
-    assert "1 of 2 points are in the queue; the same command submits the rest" in capsys.readouterr().err
+    assert (
+        "1 of 2 points are in the queue; the same command submits the rest"
+        in capsys.readouterr().err
+    )
     (tmp_path / "refusing").unlink()
     rest = study(queued=("101", "102"))
     assert len(rest) == 2
@@ -165,7 +168,9 @@ def test_a_job_that_fails_leaves_no_row_of_an_earlier_tree(
         module.collect(StudyFolder(tmp_path / "study", "strong"))
 
 
-def test_jobs_are_told_what_the_submitter_knows(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_are_told_what_the_submitter_knows(
+    study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "commit", lambda: "abc")
     for job in list(study("--partition=a100").values())[:2]:
         order = json.loads(job[-2])
@@ -174,9 +179,7 @@ def test_jobs_are_told_what_the_submitter_knows(study: Study, monkeypatch: pytes
         assert order["key"] == Point.of_json(order["point"]).key("abc", order["setting"])
 
 
-def test_an_empty_answer_of_squeue_is_a_failure_if_it_says_so(
-    sbatch: Path, tmp_path: Path
-) -> None:
+def test_an_empty_answer_of_squeue_is_a_failure_if_it_says_so(sbatch: Path, tmp_path: Path) -> None:
     squeue = tmp_path / "bin" / "squeue"
     squeue.write_text("#!/bin/bash\nexit 3\n")
     squeue.chmod(0o755)

@@ -140,7 +140,10 @@ def test_rows_of_a_killed_job_leave_the_others(tmp_path: Path) -> None:
         (["strong", "--ranks", "3", "--batches", "4"], "global batch of 4, which 3 ranks"),
         (["strong", "--grow"], "--grow: strong scaling keeps the model"),
         (["weak", "--models", "nothing"], "--models: got 'nothing'"),
-        (["strong", "--ranks", "16", "100", "--batches", "4"], ": 400 would do, as would any other multiple of 400"),
+        (
+            ["strong", "--ranks", "16", "100", "--batches", "4"],
+            ": 400 would do, as would any other multiple of 400",
+        ),
         (["weak", "--steps", "0"], "--steps: got 0, expected at least 1"),
         (["weak", "--", "--partition=gpu"], "after --, which only --by sbatch takes"),
         (["sideways"], "invalid choice|expected|weak"),

@@ -25,7 +25,6 @@ from scaling.sweep_report import as_csv, loss_parity, text
 from tests.scaling.studies import PARTS, PROBE, rows
 
 
-
 def test_strong_efficiency_is_time_over_time_and_ranks() -> None:
     (curve,) = curves(rows())
     assert [round(m.step.median, 3) for m in curve.points] == [100.5, 60.3, 40.2]
