@@ -33,7 +33,7 @@ CHECKPOINT = "checkpoint"
 MIB = 2**20
 MIXED = "Some curves mix machines or libraries, named with each"
 # Nats, of points that train on the same samples. fp32: the order of sums, as in `scaling.peers`. Half precision: each
-# rank rounds the gradient of its own samples before it is summed, so other ranks round other numbers; the unit roundoff,
+# rank rounds the gradient of its own samples before it is summed, so other ranks round other numbers; unit roundoff,
 # which is 16 times what 38 steps of the workload `tiny` are apart.
 LOSS_TOLERANCES = {"fp32": 1e-4, "bf16": 2**-8, "fp16": 2**-11}
 
