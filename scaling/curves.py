@@ -1,8 +1,9 @@
 """The numbers of a scaling study: curves, speed-up, efficiency, and how sure they are.
 
 Owns: what is compared with what. Must not know: how it was measured, how it is written or drawn. A step takes as long
-as its slowest rank. Medians have the 95 % interval of order statistics (`scaling.spread`); speed-up and efficiency are
-ratios of medians, with the 95 % interval of a percentile bootstrap, drawn with a fixed seed.
+as its slowest rank. What a point takes is the median of its jobs, and of each job the median of its steps: steps of one
+job are not independent of each other, jobs are (`scaling.jobs` says how sure that is). Speed-up and efficiency are
+ratios of what two points take.
 """
 
 from __future__ import annotations
@@ -13,16 +14,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
-import numpy as np
-
-from scaling.host import predict_on_host
+from scaling.host import predict_on_host, transport_of
+from scaling.jobs import Ratio, ratio_of_jobs, spread_of_jobs
 from scaling.probe import Measured as MeasuredKernels
 from scaling.record import Row, of_kind
-from scaling.spread import CONFIDENCE, Spread
-from scaling.study import Point
+from scaling.spread import Spread
+from scaling.study import Point, nodes_of
 
 PARTS = ("compute", "communication", "optimizer", "data", "other")
-RESAMPLES = 2000
 BUSY_SHARE = 0.05  # of the processors, for other programs: more than that makes times worthless
 
 
@@ -39,19 +38,19 @@ class Measured:
     rows: Sequence[Row]
 
     @cached_property
-    def steps_ms(self) -> list[float]:
-        """Every step of every job, of its slowest rank, checkpoints left out."""
+    def jobs_ms(self) -> list[list[float]]:
+        """Of each job every step, of its slowest rank, checkpoints left out."""
         found = []
         for row in self.rows:
             parts = [row["samples_ms"][part] for part in PARTS]
-            for step in zip(*parts, strict=True):
-                found.append(max(map(math.fsum, zip(*step, strict=True))))
+            steps = zip(*parts, strict=True)
+            found.append([max(map(math.fsum, zip(*step, strict=True))) for step in steps])
         return found
 
     @cached_property
     def step(self) -> Spread:
         """Milliseconds."""
-        return Spread.of(self.steps_ms)
+        return spread_of_jobs(self.jobs_ms)
 
     def part_ms(self, part: str) -> float:
         """Mean over steps, ranks and jobs: costs are averaged arithmetically."""
@@ -70,8 +69,8 @@ class Measured:
         return self.flops / self.point.ranks / (self.step.median / 1e3) / 1e12
 
     def worst(self, name: str) -> float:
-        """Largest value of any rank and job."""
-        return float(max(max(row[name]) for row in self.rows))
+        """Largest value of any rank and job; 0 where records do not have it."""
+        return float(max(max(row.get(name, [0])) for row in self.rows))
 
     @property
     def pss_nbytes(self) -> float:
@@ -85,36 +84,33 @@ class Measured:
 
     @cached_property
     def predicted_ms(self) -> float | None:
-        """By `scaling.model`, from what the ranks themselves measured; None between nodes, whose links they did not."""
-        point = self.point
-        if point.nodes > 1 or point.precision != "fp32":
-            return None
-        found = [
-            predict_on_host(
-                point.config,
-                MeasuredKernels.of_ranks(row["probe"]),
-                ranks=point.ranks,
-                stage=point.stage,
-                micro_batch=point.micro_batch,
-                accumulation=point.batch // point.micro_batch,
+        """By `scaling.model`, from what the ranks themselves measured and for the transport they ran over.
+
+        None where they measured no links (several nodes), no such kernels (a device, other precisions than fp32), or
+        the model knows no such transport.
+        """
+        point, found = self.point, []
+        for row in self.rows:
+            transport = transport_of(row["transport"])
+            if point.nodes > 1 or point.precision != "fp32" or not row["probe"] or not transport:
+                return None
+            found.append(
+                predict_on_host(
+                    point.config,
+                    MeasuredKernels.of_ranks(row["probe"]),
+                    ranks=point.ranks,
+                    stage=point.stage,
+                    micro_batch=point.micro_batch,
+                    accumulation=point.batch // point.micro_batch,
+                    transport=transport,
+                )
             )
-            for row in self.rows
-        ]
         return median(prediction.step_s for prediction in found) * 1e3
 
     @property
     def planned_nbytes(self) -> int:
         """What the plan said beforehand, activations excluded."""
         return int(self.rows[0]["planned"]["total"])
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A ratio to the base, with its interval; at the base itself exactly 1."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -134,13 +130,17 @@ class Curve:
         """Of fewest ranks: N0."""
         return self.points[0]
 
+    @property
+    def base_ranks(self) -> int:
+        """N0 itself: what does not fit on few ranks begins with more."""
+        return self.base.point.ranks
+
     def speed_up(self, measured: Measured) -> Ratio:
         """FLOP/s of all ranks over those of the base; for a fixed global batch that is T(N0) / T(N)."""
-        found = _ratio_of_medians(self.base.steps_ms, measured.steps_ms)
+        found = ratio_of_jobs(self.base.jobs_ms, measured.jobs_ms)
         if measured is self.base:
-            return Ratio(1.0, 1.0, 1.0)
-        scale = measured.flops / self.base.flops
-        return Ratio(found.value * scale, found.low * scale, found.high * scale)
+            return Ratio(1.0, 1.0, 1.0, found.is_interval)
+        return found.times(measured.flops / self.base.flops)
 
     def predicted_speed_up(self, measured: Measured) -> float | None:
         """As ``speed_up``, of the predictions."""
@@ -151,17 +151,29 @@ class Curve:
 
     def efficiency(self, measured: Measured) -> Ratio:
         """The speed-up over the ideal one."""
-        found, ideal = self.speed_up(measured), measured.point.ranks / self.base.point.ranks
-        return Ratio(found.value / ideal, found.low / ideal, found.high / ideal)
+        return self.speed_up(measured).times(self.base_ranks / measured.point.ranks)
+
+    @cached_property
+    def mixed(self) -> dict[str, list[str]]:
+        """Circumstances that should be equal for all rows and are not, with their values."""
+        return differing([row for measured in self.points for row in measured.rows])
 
 
 def curves(rows: list[Row]) -> list[Curve]:
-    """All curves of a study, in the order they were asked for."""
+    """All curves of a study, by name."""
     head = next(of_kind(rows, "run"))
+    limits = head.get("ranks_per_node")
+    placements = limits if isinstance(limits, list) else [limits]  # records of old have a number
     jobs: dict[tuple[str, int], list[tuple[Point, Row]]] = {}
     for row in of_kind(rows, "point"):
         point = Point.of_json(row["point"])
-        jobs.setdefault((curve_name(head, point), point.ranks), []).append((point, row))
+        for most in placements if len(placements) > 1 else [None]:
+            name = curve_name(head, point)
+            if most is not None:
+                if nodes_of(point.ranks, most) != point.nodes:
+                    continue
+                name += f", {most} ranks per node"
+            jobs.setdefault((name, point.ranks), []).append((point, row))
     found: dict[str, list[Measured]] = {}
     for (name, _), members in sorted(jobs.items(), key=lambda item: item[0][1]):
         measured = Measured(members[0][0], [row for _, row in members])
@@ -175,6 +187,38 @@ def curve_name(head: Row, point: Point) -> str:
     strong = head["study"] == "strong"
     batch = f"global batch {point.global_batch}" if strong else f"batch {point.batch} per rank"
     return f"{model}, stage {point.stage}, {batch}"
+
+
+def circumstances_of(row: Row) -> dict[str, str]:
+    """What must be equal for times to be compared."""
+    setting = row.get("setting", {})
+    return {
+        "device": computes_on(row),
+        "MPI": row["mpi"],
+        "torch": row["versions"].get("torch", ""),
+        **{name: value for name, value in setting.items() if name.startswith("HPCZERO_")},
+        **{name: setting[name] for name in ("partition", "constraint") if name in setting},
+    }
+
+
+def computes_on(row: Row) -> str:
+    """The processor, or the device with the processor beside it."""
+    if row.get("device", "cpu") == "cpu":
+        return str(row["cpu"])
+    return f"{row['device_name']}, beside {row['cpu']}"
+
+
+def differing(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """By circumstance: all its values, where there are several."""
+    found = [circumstances_of(row) for row in rows]
+    names = dict.fromkeys(name for one in found for name in one)
+    values = {name: sorted({one.get(name) or "not set" for one in found}) for name in names}
+    return {name: several for name, several in values.items() if len(several) > 1}
+
+
+def commits(rows: list[Row]) -> str:
+    """Of the points, each once."""
+    return ", ".join(sorted({row["commit"] for row in of_kind(rows, "point")}))
 
 
 def busy(rows: list[Row]) -> bool:
@@ -195,20 +239,3 @@ def parity_groups(rows: list[Row]) -> dict[str, list[Row]]:
 def loss_difference(row: Row, reference: Row) -> list[float]:
     """Absolute difference of the losses of each step that both have."""
     return [abs(a - b) for a, b in zip(row["losses"], reference["losses"], strict=False)]
-
-
-def _ratio_of_medians(numerator: Sequence[float], denominator: Sequence[float]) -> Ratio:
-    """Median over median, and a 95 % percentile bootstrap; the same numbers every time.
-
-    Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), ch. 13.
-    """
-    draw = np.random.default_rng(0)
-
-    def medians(values: Sequence[float]) -> np.ndarray:
-        found = np.asarray(values)
-        return np.median(found[draw.integers(len(found), size=(RESAMPLES, len(found)))], axis=1)
-
-    low, high = np.quantile(
-        medians(numerator) / medians(denominator), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
-    )
-    return Ratio(median(numerator) / median(denominator), float(low), float(high))

@@ -6,6 +6,7 @@ Owns: which measurement stands for which number of a machine. Must not know: how
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from hpczero.models.config import GPTConfig
 from scaling.machine import Machine
@@ -13,6 +14,14 @@ from scaling.model import Prediction, predict
 from scaling.probe import Measured
 from scaling.record import cores, machine_name
 from scaling.work import Job
+
+Known = Literal["flat", "hierarchical", "window"]
+# How ``Collectives.describe`` begins on one node, and which transport of the model that is.
+TRANSPORTS: dict[str, Known] = {
+    "flat": "flat",
+    "messages": "hierarchical",
+    "shared memory": "window",
+}
 
 
 def host_machine(measured: Measured, ranks: int) -> Machine:
@@ -49,8 +58,9 @@ def predict_on_host(
     stage: int,
     micro_batch: int,
     accumulation: int = 1,
+    transport: Known | None = None,
 ) -> Prediction:
-    """One step in fp32 on so many ranks of this host, over the transport that ``auto`` takes on one node.
+    """One step in fp32 on so many ranks of this host.
 
     Args:
         model: its sizes.
@@ -59,6 +69,7 @@ def predict_on_host(
         stage: of ZeRO.
         micro_batch: sequences of one forward.
         accumulation: forwards of one step.
+        transport: between them; None: what ``auto`` takes on one node.
     """
     job = Job(
         model=model,
@@ -69,7 +80,16 @@ def predict_on_host(
         micro_batch=micro_batch,
         accumulation=accumulation,
         checkpointing=model.checkpoint_activations,
-        transport="window" if ranks > 1 else "flat",
+        transport=transport or ("window" if ranks > 1 else "flat"),
         kernels=measured,
     )
     return predict(job)
+
+
+def transport_of(described: str) -> Known | None:
+    """Which transport of the model a record speaks of; None where the model has none such.
+
+    Args:
+        described: by ``Collectives.describe`` of the transport that ran, whatever was asked for.
+    """
+    return next((known for name, known in TRANSPORTS.items() if described.startswith(name)), None)

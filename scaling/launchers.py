@@ -137,6 +137,34 @@ class Slurm:
             )
         return number.group()
 
+    def queued(self, jobs: Sequence[str], clusters: str = "") -> set[str]:
+        """Those of ``jobs`` that wait or run.
+
+        Args:
+            jobs: numbers, of this user.
+            clusters: where they were sent, if not to the one here.
+
+        Raises:
+            HpcZeroError: squeue is missing or does not answer; with what to do.
+        """
+        if not jobs:
+            return set()
+        command = ["squeue", "--noheader", "--format=%A", f"--user={os.getuid()}"]
+        command += [f"--clusters={clusters}"] if clusters else []
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            code = done.returncode
+            problem = (done.stderr.strip() or f"exit code {code}") if code else ""
+        except OSError as error:
+            problem = str(error)
+        if problem:
+            raise HpcZeroError(
+                f"squeue cannot say whether jobs {', '.join(jobs)} of this study are still in the queue ({problem}); "
+                f"type the same command again later, or, if they are not: rm {self.logs.parent}/points/*.job "
+                f"{self.logs.parent}/*.collector"
+            )
+        return set(jobs) & set(done.stdout.split())
+
 
 def _python_path() -> str:
     """The tree first, so that the job runs this code from any folder."""

@@ -3,6 +3,10 @@
 Owns: the loop that is timed, and what a row says of it. Must not know: the study, the other points, how jobs are
 started. Every rank times its own steps; rank 0 writes the row when all is done, so a file is either whole or not there.
 The loop makes the calls of ``hpczero.loop`` in their order; the tokens are drawn at random and lie in memory.
+
+A device does later what the host starts now. Before a clock is read that separates one part of a step from the next,
+the host waits for the device, so that a part's time is the device's; where it stood still for collectives, its own
+clock says (``hpczero.comm.exposed``).
 """
 
 from __future__ import annotations
@@ -10,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -21,11 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpczero.errors import ConfigError, run
-from scaling.record import Row, circumstances
+from scaling.crowding import Host, Share, cpus, foreign_share, numbers, oversubscribed
+from scaling.record import UNKNOWN, Row, circumstances
 from scaling.study import Point
 from scaling.workload import LEARNING_RATE
 
 if TYPE_CHECKING:
+    from hpczero.accelerator import Accelerator
     from hpczero.topology import Topology
 
 MEMORY_STEPS = 3  # after the timed ones, while a thread looks at the PSS
@@ -40,6 +45,9 @@ def main() -> int:
         return 0 if sys.argv[1:] in (["--help"], ["-h"]) else ConfigError.exit_code
     order = read_order(sys.argv[1])
     point = Point.of_json(order["point"])
+    from hpczero.accelerator import choose_accelerator
+
+    accelerator = choose_accelerator(point.device)  # before MPI binds to a device
     from hpczero.launch import start_topology
 
     topology = start_topology(None)
@@ -50,9 +58,11 @@ def main() -> int:
                 f"got {topology.size} rank(s) on {topology.num_nodes} node(s), the point is for {point.ranks} on "
                 f"{point.nodes}; start that many, or name HPCZERO_FAKE_NODES"
             )
-    row = measure(topology, point)
+    row = measure(topology, point, accelerator)
     if topology.is_root:
-        write_row({"kind": "point", "key": order["key"], **row}, Path(sys.argv[2]))
+        if row["commit"] == UNKNOWN:  # no git on this node; the one that submitted had it
+            row["commit"] = order["commit"]
+        write_row({"kind": "point", **order, **row}, Path(sys.argv[2]))
     topology.free()
     return 0
 
@@ -70,15 +80,20 @@ def use_threads(topology: Topology, threads: int) -> None:
 
 
 def read_order(text: str) -> dict[str, Any]:  # Any: JSON
-    """The key and the point that the sweep asks for.
+    """The point that the sweep asks for, its key, and what the sweep knows: commit and setting.
 
     Raises:
         ConfigError: something else.
     """
     try:
         order = json.loads(text)
-        return {"key": str(order["key"]), "point": dict(order["point"])}
-    except (ValueError, KeyError, TypeError) as error:
+        return {
+            "key": str(order["key"]),
+            "commit": str(order.get("commit", UNKNOWN)),
+            "setting": dict(order.get("setting", {})),
+            "point": dict(order["point"]),
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"got {text!r}, expected the JSON that scaling.sweep gives: {error!r}"
         ) from error
@@ -92,7 +107,7 @@ def write_row(row: Row, path: Path) -> None:
     unfinished.replace(path)
 
 
-def measure(topology: Topology, point: Point) -> Row:
+def measure(topology: Topology, point: Point, accelerator: Accelerator) -> Row:
     """The row of ``point``; whole on rank 0. Collective."""
     import torch
     from mpi4py import MPI
@@ -109,9 +124,12 @@ def measure(topology: Topology, point: Point) -> Row:
     load_libraries()
     baseline = pss_nbytes()
     with ExitStack() as stack:
-        trainer = Trainer(topology, point, stack)
+        trainer = Trainer(topology, point, stack, accelerator)
         losses = [trainer.step()[1] for _ in range(point.warm_up)]
-        hpczero.sharding(trainer.model).memory.reset_peak()  # set-up is not part of a step
+        sharding = hpczero.sharding(trainer.model)
+        sharding.memory.reset_peak()  # set-up is not part of a step
+        accelerator.reset_peak()
+        here = Host.here()
         topology.barrier()
         begin, busy, own = time.perf_counter(), machine_seconds(), time.process_time()
         splits = []
@@ -120,40 +138,42 @@ def measure(topology: Topology, point: Point) -> Row:
             splits.append(split)
             losses.append(loss)
         window_s = time.perf_counter() - begin
-        busy, own = machine_seconds() - busy, time.process_time() - own
+        share = Share(here, time.process_time() - own, machine_seconds() - busy, window_s)
         with PeakPss() as peak:
             losses += [trainer.step()[1] for _ in range(MEMORY_STEPS)]
-        sharding = hpczero.sharding(trainer.model)
         ledger = sum(sharding.memory.peak.values()) + sharding.optimizer_nbytes()
         sharing = sharding.collectives.sharing
         planned = sharding.plan.memory(sharing=sharing)
         traffic = sharding.plan.traffic(sharing=sharing)
         described = sharding.collectives.describe()
-        probed = probe(topology)  # for a prediction beside the measurement
+        # For a prediction beside the measurement; it measures the host, which says nothing of a device.
+        probed = probe(topology) if accelerator.is_host else None
     mine = {
         "samples": {part: [getattr(split, f"{part}_ms") for split in splits] for part in PARTS},
         "losses": losses,
         "pss_peak_nbytes": peak.nbytes,
         "pss_baseline_nbytes": baseline,
         "ledger_nbytes": ledger,
+        "device_peak_nbytes": accelerator.usage().get("allocated_peak", 0),
+        "device": (accelerator.device.type, accelerator.describe().partition(", as ")[0]),
         "probe": probed,
-        "host": host(),
-        "machine_s": busy,
-        "cpu_s": own,
-        "window_s": window_s,
+        "share": share,
     }
     ranks = topology.world.gather(mine, root=0) or [mine]
-    hosts = [rank["host"] for rank in ranks]
+    hosts = [rank["share"].host for rank in ranks]
     return {
         **circumstances(),
+        "cpu": cpus(hosts),
+        "device": " and ".join(sorted({rank["device"][0] for rank in ranks})),
+        "device_name": " and ".join(sorted({rank["device"][1] for rank in ranks})),
         "point": point.as_json(),
         "mpi": MPI.Get_library_version().split(",")[0].strip("\0 \n"),
         "slurm_job": os.environ.get("SLURM_JOB_ID", ""),
         "placement": placement(topology),
         "ranks_per_node": [len(node) for node in topology.nodes],
-        "hosts": [sorted(set(hosts)).index(name) for name in hosts],  # numbers: names tell nothing
+        "hosts": numbers(hosts),
         # Nodes that are one machine in truth: whatever is measured between them is no scaling.
-        "emulated": topology.num_nodes > len({boot for boot, _ in hosts}),
+        "emulated": topology.num_nodes > len(set(numbers(hosts))),
         "oversubscribed": oversubscribed(hosts),
         "transport": described,
         "threads": torch.get_num_threads(),
@@ -167,27 +187,30 @@ def measure(topology: Topology, point: Point) -> Row:
         "pss_peak_nbytes": [rank["pss_peak_nbytes"] for rank in ranks],
         "pss_baseline_nbytes": [rank["pss_baseline_nbytes"] for rank in ranks],
         "ledger_nbytes": [rank["ledger_nbytes"] for rank in ranks],
+        "device_peak_nbytes": [rank["device_peak_nbytes"] for rank in ranks],
         "planned": {
             **{name: getattr(planned, name) for name in planned.__dataclass_fields__},
             "total": planned.total,
             "sent": traffic.nbytes,
         },
-        "foreign_share": foreign_share(ranks),
-        "probe": [rank["probe"] for rank in ranks],
+        "foreign_share": foreign_share([rank["share"] for rank in ranks]),
+        "probe": [rank["probe"] for rank in ranks if rank["probe"] is not None],
     }
 
 
 class Trainer:
     """The model, its data and its steps; everything is given back when ``stack`` is left without an error."""
 
-    def __init__(self, topology: Topology, point: Point, stack: ExitStack) -> None:
+    def __init__(
+        self, topology: Topology, point: Point, stack: ExitStack, accelerator: Accelerator
+    ) -> None:
         import torch
 
         import hpczero
         from hpczero.data import Batches
         from hpczero.models import GPT
 
-        self.topology, self.point = topology, point
+        self.topology, self.point, self.accelerator = topology, point, accelerator
         with torch.device("meta"):
             self.model = GPT(point.config)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
@@ -198,12 +221,14 @@ class Trainer:
             topology=topology,
             precision=point.precision,
             transport=point.transport,
+            device=accelerator,
             initialize=partial(self.model.initialize, seed=point.seed),
         )
         stack.push(self._release)
         tokens = draw_tokens(point.config.vocab_size, point.seed)
         self._batches = Batches(tokens, point.config.context, point.global_batch, point.seed)
-        self._stats = hpczero.sharding(self.model).collectives.stats
+        self._collectives = hpczero.sharding(self.model).collectives
+        self._exposed_s = 0.0  # of a device, when it was last waited for
         self._checkpoints = _checkpoints(self.model, topology, point, stack)
         self._done = 0
 
@@ -220,10 +245,10 @@ class Trainer:
         import hpczero
         from hpczero.metrics import StepSplit, Stopwatch
 
-        point, topology = self.point, self.topology
+        point, topology, device = self.point, self.topology, self.accelerator.device
         accumulation = point.batch // point.micro_batch
-        watch = Stopwatch(lambda: self._stats.seconds)
-        total = 0.0
+        watch = Stopwatch(self._waited_s)
+        losses = []
         for micro_step in range(accumulation):
             with watch.phase("data"):
                 x, y = self._batches.micro_batch(
@@ -232,15 +257,20 @@ class Trainer:
             last = micro_step == accumulation - 1
             with nullcontext() if last else hpczero.no_sync(self.model):
                 with watch.phase("forward"):
-                    loss = self.model(torch.from_numpy(x), torch.from_numpy(y)) / accumulation
+                    sample = (torch.from_numpy(part).to(device) for part in (x, y))
+                    loss = self.model(*sample) / accumulation
                 with watch.phase("backward"):
                     loss.backward()
-            total += loss.item()
+                    if last:
+                        self._finish()
+            losses.append(loss.detach())
         with watch.phase("optimizer"):
             hpczero.clip_grad_norm_(self.model, 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
+            self._finish()
         with watch.phase("communication"):
+            total = sum(loss.item() for loss in losses)
             topology.gather(total)
         step_s = watch.elapsed_s()
         self._done += 1
@@ -248,6 +278,16 @@ class Trainer:
             with watch.phase("checkpoint"):
                 self._checkpoints.save(self._done)
         return StepSplit.of(watch, step_s), total
+
+    def _finish(self) -> None:
+        """Wait for the device, before a clock is read; on the host all is done already."""
+        self.accelerator.finish()
+        self._exposed_s = self._collectives.exposed.seconds() or 0.0
+
+    def _waited_s(self) -> float:
+        """Seconds this rank has stood still for collectives so far, by the clock of whatever computes."""
+        host = self.accelerator.is_host
+        return self._collectives.stats.seconds if host else self._exposed_s
 
 
 def draw_tokens(vocab_size: int, seed: int) -> Any:  # Any: a numpy array
@@ -271,31 +311,6 @@ def _checkpoints(model: Any, topology: Topology, point: Point, stack: ExitStack)
             folder = stack.enter_context(tempfile.TemporaryDirectory(dir=".", prefix="point-"))
     folder = topology.broadcast_text(folder)
     return stack.enter_context(Checkpoints(Path(folder), model, keep=1))
-
-
-def host() -> tuple[str, int]:
-    """(what tells this machine from all others, cores this rank may use)."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = socket.gethostname()
-    return boot, len(os.sched_getaffinity(0))
-
-
-def oversubscribed(hosts: list[tuple[str, int]]) -> bool:
-    """Whether some machine runs more ranks than it has cores for them."""
-    return any(hosts.count(name) > name[1] for name in set(hosts))
-
-
-def foreign_share(ranks: list[Row]) -> float:
-    """Share of a machine's CPU time that other programs took during the timed steps; the worst machine counts."""
-    shares = []
-    for name in {rank["host"] for rank in ranks}:
-        here = [rank for rank in ranks if rank["host"] == name]
-        own = sum(rank["cpu_s"] for rank in here)
-        busy, window = (max(rank[what] for rank in here) for what in ("machine_s", "window_s"))
-        shares.append(max(busy - own, 0.0) / (window * (os.cpu_count() or 1)))
-    return max(shares)
 
 
 def _by_step(ranks: list[Row], part: str) -> list[list[float]]:

@@ -257,7 +257,7 @@ def as_json(prediction: Prediction, most: int, checkpointed: bool) -> dict[str, 
         "tokens_per_s": prediction.tokens_per_s,
         "tflops_per_rank": prediction.tflops,
         "mfu": prediction.mfu,
-        "needed_nbytes": job.fit.needed_nbytes,
+        "needed_nbytes": job.needed_nbytes,
     }
 
 

@@ -44,7 +44,7 @@ def forecast_table(found: Sequence[tuple[Prediction, int, bool]]) -> str:
                 f"{prediction.tflops:.3g}",
                 f"{prediction.mfu:.0%}",
                 f"{prediction.tokens_per_s / job.ranks / base:.0%}",
-                f"{job.fit.needed_nbytes / 1e9:.1f}",
+                f"{job.needed_nbytes / 1e9:.1f}",
             ]
         )
     return table(header, cells)

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+CHANGED, UNKNOWN = "+changes", "unknown"  # see `commit`
 
 Row = dict[str, Any]  # Any: JSON; each kind of row has its own names
 
@@ -133,8 +134,13 @@ def commit() -> str:
         # Results of other runs and notes do not change what is measured.
         changed = git("status", "--porcelain", "--", "hpczero", "scaling", ":!scaling/results")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return f"{head}+changes" if changed else head
+        return UNKNOWN
+    return f"{head}{CHANGED}" if changed else head
+
+
+def names_code(commit: str) -> bool:
+    """Whether two measurements of this ``commit`` have measured the same code."""
+    return commit != UNKNOWN and not commit.endswith(CHANGED)
 
 
 def versions(*packages: str) -> dict[str, str]:

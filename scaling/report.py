@@ -17,6 +17,7 @@ from hpczero.options import parse_command_line
 from scaling import (
     checkpoint_report,
     collectives_report,
+    gpu,
     peers_report,
     predict_report,
     sweep_plots,
@@ -24,12 +25,29 @@ from scaling import (
     transports_report,
 )
 from scaling.page import Report, page
-from scaling.record import ROOT, Row, commit, parse_rows
+from scaling.record import ROOT, Row, commit, of_kind, parse_rows
+from scaling.rows import is_sound
+
+
+def gpu_text(rows: list[Row]) -> str:
+    """What `scaling.gpu` printed, and where."""
+    head = next(of_kind(rows, "run"))
+    where = "a twin on the host, whose times mean nothing" if head.get("twin") else "a device"
+    return (
+        f"Checks of {where}: {head['machine']}, commit {head['commit']}, {head['date']}.\n\n"
+        f"{gpu.report(rows)}"
+    )
+
+
+def draw_nothing(rows: list[Row], path: Path) -> None:
+    """For tables that have no figure."""
+
 
 # By the beginning of a file's name.
 TEXT: dict[str, Callable[[list[Row]], str]] = {
     "checkpoint": checkpoint_report.text,
     "collectives": collectives_report.text,
+    "gpu": gpu_text,
     "peers": peers_report.text,
     "predict": predict_report.text,
     "sweep": sweep_report.text,
@@ -38,11 +56,22 @@ TEXT: dict[str, Callable[[list[Row]], str]] = {
 DRAW: dict[str, Callable[[list[Row], Path], None]] = {
     "checkpoint": checkpoint_report.draw,
     "collectives": collectives_report.draw,
+    "gpu": draw_nothing,
     "peers": peers_report.draw,
     "predict": predict_report.draw,
     "sweep": sweep_plots.draw,
     "transports": transports_report.draw,
 }
+
+# What a report meets where a row has the right names and senseless values.
+UNREPORTABLE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True)
@@ -68,21 +97,13 @@ def main() -> int:
         default=Options(),
     )
     given = [Path(name) for name in options.files]
-    reports = []
+    reports, problems = [], []
     for path in given or sorted((ROOT / "scaling" / "results").rglob("*.jsonl")):
-        kind = path.name.split("-")[0]
-        if kind not in TEXT:
-            raise ConfigError(f"{path}: got a file of {kind!r}, expected {', '.join(TEXT)}")
-        rows, malformed = read(path)
-        if malformed:
-            sys.stderr.write(f"report: {path}: {malformed} malformed line(s) skipped\n")
-        text = TEXT[kind](rows)
-        sys.stdout.write(f"{text}\n\n")
-        DRAW[kind](rows, path.with_suffix(".png"))
-        if kind == "sweep":
-            DRAW[kind](rows, path.with_suffix(".svg"))
-            sweep_report.write_tables(rows, path)
-        reports.append(Report(path.stem, rows, text, DRAW[kind]))
+        try:
+            reports.append(show(path))
+        except ConfigError as error:  # the other files are still worth showing
+            problems.append(error)
+            say(f"left out: {error}")
     if options.page is not None:
         remark = (
             f"Drawn by commit {commit()} from the records named below. Each section says on what machine and by which "
@@ -90,12 +111,40 @@ def main() -> int:
         )
         whole = page(reports, title="hpczero: measurements", remark=remark)
         Path(options.page).write_text(whole, encoding="utf-8")
-        sys.stderr.write(f"report: page in {options.page}\n")
+        say(f"page in {options.page}")
+    if given and problems:
+        raise problems[0]
     return 0
 
 
-def read(path: Path) -> tuple[list[Row], int]:
-    """(rows, number of malformed lines) of a file of results.
+def show(path: Path) -> Report:
+    """Print the report of one file and write what belongs beside it.
+
+    Raises:
+        ConfigError: it cannot be read, there is nothing to report, or nothing here reports such files.
+    """
+    kind = path.stem.split("-")[0]
+    if kind not in TEXT:
+        raise ConfigError(f"{path}: got a file of {kind!r}, expected {', '.join(TEXT)}")
+    rows, malformed = read(path, kind)
+    try:
+        text = TEXT[kind](rows)
+        if malformed:
+            text = with_remark(text, f"Left out: {malformed} malformed line(s) of this file.")
+        for suffix in (".png", ".svg") if kind == "sweep" else (".png",):
+            DRAW[kind](rows, path.with_suffix(suffix))
+        if kind == "sweep":
+            sweep_report.write_tables(rows, path, text)
+    except UNREPORTABLE as error:
+        raise ConfigError(
+            f"{path}: holds values that cannot be reported ({error!r}); correct the line or remove it"
+        ) from error
+    sys.stdout.write(f"{text}\n\n")
+    return Report(path.stem, rows, text, DRAW[kind])
+
+
+def read(path: Path, kind: str) -> tuple[list[Row], int]:
+    """(sound rows, number of malformed lines) of a file of results.
 
     Raises:
         ConfigError: it cannot be read, or there is nothing to report.
@@ -104,13 +153,26 @@ def read(path: Path) -> tuple[list[Row], int]:
         rows, malformed = parse_rows(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    kinds = {row["kind"] for row in rows}
+    found = [row for row in rows if is_sound(kind, row)]
+    malformed += len(rows) - len(found)
+    kinds = {row["kind"] for row in found}
     if "run" not in kinds or len(kinds) < 2:
         raise ConfigError(
-            f"{path}: has no finished measurement ({len(rows)} row(s), {malformed} malformed line(s)); a sweep is "
+            f"{path}: has no finished measurement ({len(found)} row(s), {malformed} malformed line(s)); a sweep is "
             "collected by: python -m scaling.sweep weak|strong --folder FOLDER --collect"
         )
-    return rows, malformed
+    return found, malformed
+
+
+def with_remark(text: str, remark: str) -> str:
+    """``text`` with a paragraph behind its first."""
+    first, _, others = text.partition("\n")
+    return f"{first}\n\n{remark}\n{others}"
+
+
+def say(line: str) -> None:
+    """Remarks, on stderr."""
+    sys.stderr.write(f"report: {line}\n")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,6 +31,8 @@ DEFINITIONS = {
     "per rank over those at N0.",
 }
 DEFAULT_STEPS = 30  # after warm-up; Hoefler and Belli, SC15, and enough for a 95 % interval
+DEFAULT_BATCH = 4  # sequences of a rank in a weak study
+DEFAULT_MICRO_BATCH = 8  # most of one forward, where the batch is not given
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Point:
         steps: that count.
         checkpoint_every: steps between checkpoints; 0: none.
         threads: of each rank, the same whatever the ranks; 0: as many as it has cores.
+        device: cpu, cuda, or auto: cuda where torch sees one.
         job: number among jobs that measure the same.
     """
 
@@ -67,6 +72,7 @@ class Point:
     threads: int = 0
     job: int = 0
     seed: int = SEED
+    device: str = "cpu"  # of records that say nothing of it
 
     @property
     def global_batch(self) -> int:
@@ -78,9 +84,15 @@ class Point:
         """Of every node."""
         return self.ranks // self.nodes
 
-    def key(self, commit: str) -> str:
-        """16 hexadecimal digits that are equal for equal measurements of the same commit."""
-        text = json.dumps({**self.as_json(), "commit": commit}, sort_keys=True)
+    def key(self, commit: str, setting: Mapping[str, str] | None = None) -> str:
+        """16 hexadecimal digits that are equal for equal measurements of the same commit.
+
+        Args:
+            commit: of the code.
+            setting: what `scaling.setting` knows beforehand of where and how it will run.
+        """
+        circumstances = {"commit": commit, "setting": dict(setting or {})}
+        text = json.dumps({**self.as_json(), **circumstances}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
@@ -118,8 +130,8 @@ class Grid:
         models: names in ``WORKLOADS`` or ``PRESETS``.
         stages: ZeRO stages.
         ranks: numbers of ranks; the smallest is the base, N0.
-        batches: weak: sequences per rank; strong: sequences of all ranks.
-        ranks_per_node: most ranks of one node; None: all ranks on one node.
+        batches: weak: sequences per rank; strong: sequences of all ranks; None: ``default_batch``.
+        ranks_per_node: most ranks of one node, each value a curve of its own; None: all ranks on one node.
         jobs: how often each point is measured, each time in a job of its own.
         micro_batch: most sequences of one forward; None: as many as a rank has.
     """
@@ -129,8 +141,8 @@ class Grid:
     models: Sequence[str]
     stages: Sequence[int]
     ranks: Sequence[int]
-    batches: Sequence[int]
-    ranks_per_node: int | None = None
+    batches: Sequence[int] | None = None
+    ranks_per_node: Sequence[int] | None = None
     jobs: int = 1
     micro_batch: int | None = None
 
@@ -139,8 +151,16 @@ class Grid:
         """A sentence for reports."""
         return DEFINITIONS["weak-grown" if self.grow else self.kind]
 
+    @property
+    def default_batch(self) -> int:
+        """Weak: of a rank. Strong: what all numbers of ranks divide, two sequences or more for each of the most."""
+        if self.kind == "weak":
+            return DEFAULT_BATCH
+        step = math.lcm(*self.ranks)
+        return step * -(-2 * max(self.ranks) // step)
+
     def points(self, **settings: Any) -> list[Point]:  # Any: fields of Point
-        """All of them, those of fewest ranks first; ``settings`` are equal for all.
+        """All of them, each once, those of fewest ranks first; ``settings`` are equal for all.
 
         Raises:
             ConfigError: numbers that do not divide, an unknown model, a model that is missing.
@@ -150,62 +170,70 @@ class Grid:
             raise ConfigError(
                 f"--grow: got {len(self.models)} models for {len(ranks)} numbers of ranks, expected one for each"
             )
-        found = []
+        found: dict[Point, None] = {}
         for job in range(self.jobs):
             for index, size in enumerate(ranks):
                 models = [self.models[index]] if self.grow else self.models
-                nodes = self.nodes(size)
-                for model in models:
-                    for stage in self.stages:
-                        for batch in self.batches:
-                            mine = self._batch_per_rank(batch, size)
-                            micro = self._micro_batch(mine)
-                            point = Point(
-                                model=model,
-                                config=find_model(model),
-                                stage=stage,
-                                ranks=size,
-                                nodes=nodes,
-                                batch=mine,
-                                micro_batch=micro,
-                                job=job,
-                                **settings,
-                            )
-                            found.append(point)
-        return found
+                placements = [nodes_of(size, most) for most in self.ranks_per_node or (None,)]
+                cells = itertools.product(models, self.stages, self._batches, placements)
+                for model, stage, batch, nodes in cells:
+                    mine = self._batch_per_rank(batch, size)
+                    point = Point(
+                        model=model,
+                        config=find_model(model),
+                        stage=stage,
+                        ranks=size,
+                        nodes=nodes,
+                        batch=mine,
+                        micro_batch=self._micro_batch(mine),
+                        job=job,
+                        **settings,
+                    )
+                    found[point] = None  # few ranks lie in the same way whatever a node may hold
+        return list(found)
 
-    def nodes(self, ranks: int) -> int:
-        """Nodes that so many ranks fill.
-
-        Raises:
-            ConfigError: they would not fill them equally.
-        """
-        most = self.ranks_per_node
-        if most is None or ranks <= most:
-            return 1
-        if ranks % most:
-            raise ConfigError(
-                f"--ranks: got {ranks}, expected a multiple of --ranks_per_node {most} (or fewer than that)"
-            )
-        return ranks // most
+    @property
+    def _batches(self) -> Sequence[int]:
+        return (self.default_batch,) if self.batches is None else self.batches
 
     def _batch_per_rank(self, batch: int, ranks: int) -> int:
         if self.kind == "weak":
             return batch
         if batch % ranks:
+            step = math.lcm(*self.ranks)
             raise ConfigError(
                 f"--batches: got a global batch of {batch}, which {ranks} ranks do not divide; strong scaling keeps "
-                f"the global batch, so it must be a multiple of every number of ranks"
+                f"the global batch, so it must be a multiple of every number of ranks: {step * -(-batch // step)} "
+                f"would do, as would any other multiple of {step}"
             )
         return batch // ranks
 
     def _micro_batch(self, batch: int) -> int:
+        if self.batches is None:
+            # A batch that nobody chose need not fit into memory at once, and divides as it happens to.
+            most = min(self.micro_batch or DEFAULT_MICRO_BATCH, batch)
+            return max(size for size in range(1, most + 1) if batch % size == 0)
         most = min(self.micro_batch or batch, batch)
         if batch % most:
             raise ConfigError(
                 f"--micro_batch: got {most}, which does not divide the {batch} sequences of a rank"
             )
         return most
+
+
+def nodes_of(ranks: int, ranks_per_node: int | None) -> int:
+    """Nodes that so many ranks fill, ``ranks_per_node`` at most on each; None: one node.
+
+    Raises:
+        ConfigError: they would not fill them equally.
+    """
+    if ranks_per_node is None or ranks <= ranks_per_node:
+        return 1
+    if ranks % ranks_per_node:
+        raise ConfigError(
+            f"--ranks: got {ranks}, expected a multiple of --ranks_per_node {ranks_per_node} (or fewer than that)"
+        )
+    return ranks // ranks_per_node
 
 
 def find_model(name: str) -> GPTConfig:

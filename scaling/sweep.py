@@ -3,10 +3,9 @@
     python -m scaling.sweep strong --ranks 1 2 --stages 0 3 --models gpt-8x512 --batches 8
     python -m scaling.sweep weak --by sbatch --ranks 8 16 32 --ranks_per_node 8 -- --partition=gpu --time=30:00
 
-Owns: which points are left to do, the folder of a study, collecting its rows into one file. Must not know: what a
-point measures, how a job is started. A folder holds ``points/KEY.json``, one for each point that is done, ``logs`` of
-SLURM's jobs, ``sweep-KIND.plan``, what was asked for, and ``sweep-KIND.jsonl``, its rows, which ``python -m
-scaling.report`` reads.
+Owns: which points are left to do, in which order they are started, collecting their rows into one file, which
+``python -m scaling.report`` reads. Must not know: what a point measures, how a job is started, what lies where in the
+folder of a study.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ import tyro
 from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.options import parse_command_line
 from hpczero.values import Transport
+from scaling.folder import StudyFolder, read_job, write_job
 from scaling.launchers import Local, Slurm, absolute
-from scaling.record import Recorder, Row, circumstances, commit, cores, parse_rows
+from scaling.record import Recorder, Row, circumstances, commit, cores, names_code
+from scaling.setting import Setting, local, slurm
 from scaling.study import DEFAULT_STEPS, Grid, Point
-
-CHANGED = "+changes"
 
 
 @dataclass(frozen=True)
@@ -38,15 +37,19 @@ class Options:
     Attributes:
         kind: strong: fixed model and global batch; weak: fixed batch per rank.
         ranks: numbers of ranks; the smallest is the base of all ratios.
-        ranks_per_node: most ranks of one node; left out, one node. Without sbatch more nodes than one are emulated.
+        ranks_per_node: most ranks of one node; several give a curve for each. Left out, one node. Without sbatch more
+            nodes than one are emulated.
         models: workloads such as gpt-8x512 and tiny, or presets such as gpt2-xl.
         grow: weak only: the n-th model runs on the n-th number of ranks.
         stages: ZeRO stages.
-        batches: sequences of one rank (weak) or of all ranks (strong).
-        micro_batch: most sequences of one forward; left out, all that a rank has.
+        batches: sequences of one rank (weak) or of all ranks (strong). Left out: 4; strong: what all numbers of ranks
+            divide, at least two for each rank.
+        micro_batch: most sequences of one forward; left out, all that a rank has, or 8 at most where --batches is left
+            out too.
         precision: of parameters and activations.
         transport: how ranks exchange; see hpczero.train.
-        steps: measured ones of each point.
+        device: where ranks compute; auto: on GPUs where torch sees one.
+        steps: measured ones of each point; fewer than 30 are no study, and the report says so.
         warm_up: steps before.
         checkpoint_every: steps between checkpoints during the measured steps; 0: none.
         threads: of each rank; every point must have as many, or ranks are not compared with ranks. Left out: locally
@@ -57,21 +60,22 @@ class Options:
             follows a bare -- are options of sbatch, such as a partition and a time.
         in_turn: a bare --in_turn: each SLURM job waits for the one before.
         folder: of the study.
-        any_commit: a bare --any_commit: points measured with another commit count as done.
+        any_commit: a bare --any_commit: points measured with another commit count as done, the newest of each.
         collect: a bare --collect: measure nothing, only collect what is done of what was asked for last.
         limit_s: longest time of one local job.
     """
 
     kind: tyro.conf.Positional[Literal["weak", "strong"]]
     ranks: tuple[int, ...] = (1, 2)
-    ranks_per_node: int | None = None
+    ranks_per_node: tuple[int, ...] | None = None
     models: tuple[str, ...] = ("gpt-8x512",)
     grow: tyro.conf.UseCounterAction[int] = 0
     stages: tuple[Literal[0, 1, 2, 3], ...] = (3,)
-    batches: tuple[int, ...] = (4,)
+    batches: tuple[int, ...] | None = None
     micro_batch: int | None = None
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     transport: Transport = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     steps: int = DEFAULT_STEPS
     warm_up: int = 5
     checkpoint_every: int = 0
@@ -85,13 +89,13 @@ class Options:
     limit_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "models", "stages", "batches"):
-            if not getattr(self, name):
+        for name in ("ranks", "models", "stages", "batches", "ranks_per_node"):
+            if getattr(self, name) == ():
                 raise ConfigError(f"--{name}: got nothing, expected at least one")
-        for name in ("ranks", "batches"):
-            if min(getattr(self, name)) < 1:
+        for name in ("ranks", "batches", "ranks_per_node"):
+            if min(getattr(self, name) or (1,)) < 1:
                 raise ConfigError(f"--{name}: got {getattr(self, name)}, expected 1 or above")
-        for name in ("steps", "warm_up", "threads", "jobs", "ranks_per_node", "micro_batch"):
+        for name in ("steps", "warm_up", "threads", "jobs", "micro_batch"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name}: got {value}, expected at least 1")
@@ -132,70 +136,11 @@ class Options:
             threads=self.threads_per_rank,
             precision=self.precision,
             transport=self.transport,
+            device=self.device,
             steps=self.steps,
             warm_up=self.warm_up,
             checkpoint_every=self.checkpoint_every,
         )
-
-
-class StudyFolder:
-    """The files of one study."""
-
-    def __init__(self, path: Path, kind: str) -> None:
-        self.path = path
-        self.plan = path / f"sweep-{kind}.plan"
-        self.rows = path / f"sweep-{kind}.jsonl"
-
-    def point(self, key: str) -> Path:
-        """Where the row of a point is."""
-        return self.path / "points" / f"{key}.json"
-
-    def write_plan(self, options: Options, points: Sequence[Point], now: str) -> None:
-        """Remember what was asked for, for the job that collects."""
-        head = {
-            "study": options.kind,
-            "grow": bool(options.grow),
-            "definition": options.grid.definition,
-            "steps": options.steps,
-            "warm_up": options.warm_up,
-            "asked_at": now,
-            "any_commit": bool(options.any_commit),
-            "points": [point.as_json() for point in points],
-        }
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.plan.write_text(json.dumps(head) + "\n", encoding="utf-8")
-
-    def read_plan(self) -> Row:
-        """What was asked for last.
-
-        Raises:
-            ConfigError: nothing was, or the file is damaged.
-        """
-        try:
-            head: Row = json.loads(self.plan.read_text(encoding="utf-8"))
-            return head
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{self.plan}: cannot be read ({error}); run the sweep without --collect first"
-            ) from error
-
-    def finished(self, point: Point, now: str, *, any_commit: bool) -> tuple[Row | None, int]:
-        """The row of ``point`` if it is done, and the number of lines that could not be read.
-
-        A row of another commit counts only with ``any_commit``.
-        """
-        malformed = 0
-        paths = sorted((self.path / "points").glob("*.json")) if any_commit else []
-        for path in (self.point(point.key(now)), *paths):
-            if not path.is_file():
-                continue
-            rows, bad = parse_rows(path, needs=("point", "samples_ms", "commit"))
-            malformed += bad
-            for row in rows:
-                same = row["point"] == point.as_json()
-                if same and (any_commit or row["commit"] == now):
-                    return row, malformed
-        return None, malformed
 
 
 def main() -> int:
@@ -214,33 +159,71 @@ def main() -> int:
     if options.collect:
         return collect(folder)
     points, now = options.points, commit()
-    # Uncommitted changes have no name: what was measured with them may have been measured with others.
-    reusable = bool(options.any_commit) or not now.endswith(CHANGED)
+    known = slurm(for_sbatch) if options.by == "sbatch" else local()
+    # Code without a name: what was measured with it may have been measured with other code.
+    reusable = bool(options.any_commit) or names_code(now)
     left = [
         p
         for p in points
-        if not reusable or folder.finished(p, now, any_commit=bool(options.any_commit))[0] is None
+        if not reusable
+        or folder.finished(p, now, known, any_commit=bool(options.any_commit))[0] is None
     ]
-    folder.write_plan(options, points, now)
+    folder.write_plan(plan_head(options, now, known), points)
     say(f"{len(points)} points, {len(points) - len(left)} done already, commit {now}")
     if options.by == "sbatch" and left:
-        submit(options, folder, left, now, for_sbatch)
+        submit(options, folder, left, Order(now, known), for_sbatch)
         return 0
-    failed = measure(options, folder, left, now)
+    failed = measure(options, folder, left, Order(now, known))
     code = collect(folder)
     return 1 if failed else code
 
 
-def measure(options: Options, folder: StudyFolder, points: Sequence[Point], now: str) -> int:
+def plan_head(options: Options, now: str, known: Setting) -> Row:
+    """What was asked for, but for the points: the first row of the records."""
+    return {
+        "study": options.kind,
+        "grow": bool(options.grow),
+        "definition": options.grid.definition,
+        "steps": options.steps,
+        "warm_up": options.warm_up,
+        "ranks_per_node": options.ranks_per_node,
+        "asked_at": now,
+        "setting": known,
+        "any_commit": bool(options.any_commit),
+    }
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all points of one call have in common, and a job is told.
+
+    Attributes:
+        commit: as the submitter sees it; a compute node may have no git.
+        setting: known beforehand.
+    """
+
+    commit: str
+    setting: Setting
+
+    def key(self, point: Point) -> str:
+        """Of the files of ``point``."""
+        return point.key(self.commit, self.setting)
+
+    def arguments(self, point: Point, path: Path) -> list[str]:
+        """Of Python, for a job that measures ``point`` and writes its row to ``path``."""
+        order = {"key": self.key(point), "commit": self.commit, "setting": self.setting}
+        return ["-m", "scaling.point", json.dumps({**order, "point": point.as_json()}), str(path)]
+
+
+def measure(options: Options, folder: StudyFolder, points: Sequence[Point], order: Order) -> int:
     """All ``points`` here, one after the other; returns how many failed. A failure does not keep the others."""
     launcher, failed = Local(options.limit_s), 0
+    folder.forget([order.key(point) for point in points])
     for number, point in enumerate(points, start=1):
         say(f"[{number}/{len(points)}] {point.describe()}")
-        path = folder.point(point.key(now))
-        path.unlink(missing_ok=True)
         try:
             launcher.start(
-                _arguments(point, path, now),
+                order.arguments(point, folder.point(order.key(point))),
                 ranks=point.ranks,
                 nodes=point.nodes,
                 threads=point.threads,
@@ -255,31 +238,56 @@ def submit(
     options: Options,
     folder: StudyFolder,
     points: Sequence[Point],
-    now: str,
+    order: Order,
     for_sbatch: Sequence[str],
 ) -> None:
-    """A job for each point, and one after all of them that collects."""
+    """A job for each point that has none in the queue, and one after all of them that collects.
+
+    Raises:
+        HpcZeroError: sbatch refused, or squeue could not say what is queued; what was submitted before is collected.
+    """
     launcher = Slurm(for_sbatch, folder.path / "logs", in_turn=bool(options.in_turn))
-    jobs: list[str] = []
+    known = dict(folder.jobs([order.key(point) for point in points]))
+    collector = read_job(folder.collector)
+    clusters = order.setting.get("clusters", "")
+    queued = launcher.queued([*known.values(), *filter(None, [collector])], clusters)
+    jobs = [number for number in known.values() if number in queued]
+    waiting, problem = len(jobs), None
     for point in points:
-        path = folder.point(point.key(now))
-        job = launcher.submit(
-            _arguments(point, path, now),
-            nodes=point.nodes,
-            ranks_per_node=point.ranks_per_node,
-            after=jobs[-1:] if launcher.in_turn else (),
-            name=f"{options.kind}-{point.ranks}",
-        )
+        key = order.key(point)
+        if known.get(key) in queued:
+            say(f"in the queue already: {point.describe()} ({known[key]})")
+            continue
+        folder.forget([key])
+        try:
+            job = launcher.submit(
+                order.arguments(point, folder.point(key)),
+                nodes=point.nodes,
+                ranks_per_node=point.ranks_per_node,
+                after=jobs[-1:] if launcher.in_turn else (),
+                name=f"{options.kind}-{point.ranks}",
+            )
+        except HpcZeroError as error:
+            problem = error
+            break
+        write_job(folder.job(key), job)
         jobs.append(job)
         say(f"job {job}: {point.describe()}")
-    last = launcher.submit(
-        ["-m", "scaling.sweep", options.kind, "--folder", str(folder.path), "--collect"],
-        nodes=1,
-        ranks_per_node=1,
-        after=jobs,
-        name=f"{options.kind}-collect",
-    )
-    say(f"job {last}: collects into {folder.rows}, when the others have ended")
+    if len(jobs) > waiting or (jobs and collector not in queued):
+        last = launcher.submit(
+            ["-m", "scaling.sweep", options.kind, "--folder", str(folder.path), "--collect"],
+            nodes=1,
+            ranks_per_node=1,
+            after=jobs,
+            name=f"{options.kind}-collect",
+        )
+        write_job(folder.collector, last)
+        say(f"job {last}: collects into {folder.rows}, when the others have ended")
+    if problem is not None:
+        say(
+            f"{len(jobs)} of {len(points)} points are in the queue; the same command submits the rest"
+        )
+        raise problem
 
 
 def collect(folder: StudyFolder) -> int:
@@ -290,15 +298,18 @@ def collect(folder: StudyFolder) -> int:
     """
     plan = folder.read_plan()
     points = [Point.of_json(values) for values in plan["points"]]
-    now, found, malformed, stale = plan["asked_at"], [], 0, 0
+    order = Order(plan["asked_at"], plan.get("setting", {}))
+    found, malformed, stale = [], 0, 0
     for point in points:
-        row, bad = folder.finished(point, now, any_commit=plan["any_commit"])
+        row, bad = folder.finished(
+            point, order.commit, order.setting, any_commit=plan["any_commit"]
+        )
         malformed += bad
         if row is not None:
             found.append(row)
         elif not bad:
-            stale += folder.point(point.key(now)).is_file()
-    left_out = f"malformed lines: {malformed}; points that ran with other code than {now}: {stale}"
+            stale += folder.point(order.key(point)).is_file()
+    left_out = f"malformed lines: {malformed}; points that ran with other code than {order.commit}: {stale}"
     if not found:
         raise ConfigError(
             f"{folder.path}: none of the {len(points)} points of the {plan['study']} scaling study is finished "
@@ -321,11 +332,6 @@ def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
         return words, ()
     place = words.index("--")
     return words[:place], words[place + 1 :]
-
-
-def _arguments(point: Point, path: Path, now: str) -> list[str]:
-    order = json.dumps({"key": point.key(now), "point": point.as_json()})
-    return ["-m", "scaling.point", order, str(path)]
 
 
 def say(line: str) -> None:

@@ -19,15 +19,17 @@ from scaling.curves import (
     PARTS,
     Curve,
     Measured,
-    Ratio,
     busy,
+    commits,
+    computes_on,
     curves,
     loss_difference,
     parity_groups,
 )
+from scaling.jobs import Ratio
 from scaling.record import Row, of_kind
 from scaling.study import Point
-from scaling.sweep_report import CHECKPOINT, MIB
+from scaling.sweep_report import CHECKPOINT, MIB, bars_are_intervals
 
 COLOURS = (
     "#0072b2",
@@ -49,18 +51,21 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def scaling_figure(rows: list[Row]) -> Figure:
-    """Speed-up and efficiency over ranks, with the ideal line and 95 % intervals."""
+    """Speed-up and efficiency over ranks, each curve over its own N0, with the ideal line of every N0 and 95 % bars."""
     figure, (up, efficiency) = _figure(rows, 2, width=12, height=4.8)
     found = curves(rows)
     ranks = sorted({m.point.ranks for curve in found for m in curve.points})
-    base = min(ranks)
-    up.plot(ranks, [r / base for r in ranks], color="0.5", linestyle="--", label="ideal")
+    bases = sorted({curve.base_ranks for curve in found})
+    for base, shade in zip(bases, ("0.4", "0.6", "0.75") * len(bases), strict=False):
+        beyond = [r for r in ranks if r >= base]
+        name = "ideal" if len(bases) == 1 else f"ideal, N0 = {base}"
+        up.plot(beyond, [r / base for r in beyond], color=shade, linestyle="--", label=name)
     efficiency.axhline(100.0, color="0.5", linestyle="--", label="ideal")
     for number, curve in enumerate(found):
         style: dict[str, Any] = {  # Any: keywords of matplotlib
             "color": COLOURS[number % len(COLOURS)],
             "marker": MARKERS[number % len(MARKERS)],
-            "label": curve.name,
+            "label": f"{curve.name}, N0 = {curve.base_ranks}",
         }
         shift = 2 ** (0.03 * (number - (len(found) - 1) / 2))  # so that bars do not hide each other
         _with_bars(up, curve, [curve.speed_up(m) for m in curve.points], shift, 1.0, style)
@@ -68,8 +73,9 @@ def scaling_figure(rows: list[Row]) -> Figure:
         bars = [curve.efficiency(m) for m in curve.points]
         _with_bars(efficiency, curve, bars, shift, 100.0, style)
     up.set_yscale("log", base=2)
-    up.set_ylabel(f"speed-up over {base} rank(s)")
-    efficiency.set_ylabel("efficiency, %")
+    over = f"{bases[0]} rank(s)" if len(bases) == 1 else "the N0 ranks of each curve"
+    up.set_ylabel(f"speed-up over {over}")
+    efficiency.set_ylabel(f"efficiency over {over}, %")
     low, high = efficiency.get_ylim()
     efficiency.set_ylim(min(low, 0.0), max(high, 110.0))
     for axes in (up, efficiency):
@@ -78,7 +84,9 @@ def scaling_figure(rows: list[Row]) -> Figure:
         _plain_ticks(axes, ranks)
     up.yaxis.set_major_formatter(ScalarFormatter())
     handles, names = up.get_legend_handles_labels()
-    figure.legend(handles, names, fontsize="small", loc="outside lower center", ncols=2)
+    said = "95 % intervals" if bars_are_intervals(rows) else "ranges, where too few jobs for 95 %"
+    legend = {"title": f"bars: {said}", "title_fontsize": "small", "fontsize": "small"}
+    figure.legend(handles, names, loc="outside lower center", ncols=2, **legend)
     return figure
 
 
@@ -172,12 +180,15 @@ def _figure(
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     head, points = next(of_kind(rows, "run")), list(of_kind(rows, "point"))
-    where = f"{points[0]['cpu']}, commit {head['asked_at']}"
+    devices = " | ".join(sorted({computes_on(row) for row in points}))
+    where = f"{devices}, commit {commits(rows)}"
     title = f"{head['study']} scaling: {where}"
     if any(row["emulated"] for row in points):
         title = f"EMULATED nodes on one machine, NOT scaling ({head['study']} set-up): {where}"
     elif any(row["oversubscribed"] for row in points):
         title = f"MORE RANKS THAN CORES, NOT scaling ({head['study']} set-up): {where}"
+    if mixed := {name for curve in curves(rows) for name in curve.mixed}:
+        title += f"\nCurves MIX points of different {', '.join(sorted(mixed))}: NOT comparable"
     if busy(rows):
         title = f"BUSY MACHINE, times are no result. {title}"
     figure.suptitle(title, fontsize="medium")
@@ -208,7 +219,7 @@ def _prediction(up: Axes, efficiency: Axes, curve: Curve, colour: str) -> None:
     """Dotted: what the model says, from what the ranks measured of the host they ran on."""
     ups = {m.point.ranks: curve.predicted_speed_up(m) for m in curve.points}
     found = {ranks: value for ranks, value in ups.items() if value is not None}
-    base = curve.base.point.ranks
+    base = curve.base_ranks
     if len(found) > 1:
         style: dict[str, Any] = {
             "color": colour,

@@ -75,7 +75,8 @@ class Wires:
         job, stage = self.job, self.job.plan.stage
         steps, sharing = job.accumulation, job.sharing
         root, *blocks = job.plan.units
-        hides = job.overlap and job.nodes > 1
+        # Flat has no queue: every call of it is over when it returns.
+        hides = job.overlap and job.nodes > 1 and job.transport != "flat"
         gathers = stage.shards_parameters and not sharing.lasting
         exposed = whole = AGREEMENTS * self._agreement_s()
         for step in range(steps):

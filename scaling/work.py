@@ -13,7 +13,7 @@ from hpczero.errors import ConfigError
 from hpczero.layout import Sharing
 from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.plan.plan import Plan
-from hpczero.plan.sizing import Fit, blockwise_plan, fit
+from hpczero.plan.sizing import Fit, activation_nbytes, blockwise_plan, fit
 from hpczero.plan.sizing import Machine as Room
 from scaling.machine import Kernels, Machine, Roofline
 
@@ -130,6 +130,21 @@ class Job:
             precision=self.precision,
             sequence=self.model.context,
             micro_batch=self.micro_batch,
+        )
+
+    @property
+    def needed_nbytes(self) -> int:
+        """Of a rank: states, buffers and activations, which are checkpointed if this job says so, whatever would fit.
+
+        Raises:
+            ConfigError: with model parallelism, as ``fit``.
+        """
+        return self.fit.memory.total + activation_nbytes(
+            self.model,
+            sequence=self.model.context,
+            batch=self.micro_batch,
+            itemsize=self.plan.precision.param_itemsize,
+            checkpointing=self.checkpointing,
         )
 
     def _sliced(self, shape: tuple[int, ...]) -> tuple[int, ...]:

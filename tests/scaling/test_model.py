@@ -120,6 +120,17 @@ def test_overlap_hides_no_more_than_there_is_to_compute() -> None:
             assert hidden.hidden_s == 0.0
 
 
+def test_over_flat_nothing_is_hidden_on_any_number_of_nodes() -> None:
+    # every call of it is over when it returns
+    for ranks in (4, 8, 64):
+        hiding, plain = (
+            predict(job(ranks=ranks, transport="flat", micro_batch=32, overlap=overlap))
+            for overlap in (True, False)
+        )
+        assert hiding.hidden_s == 0.0
+        assert hiding.communication_s == plain.communication_s
+
+
 # --- compute
 
 
@@ -177,6 +188,13 @@ def test_a_hundred_thousand_ranks_take_seconds() -> None:
 def test_ranks_must_fill_nodes() -> None:
     with pytest.raises(ConfigError, match="multiple of the 4 ranks of a node of round"):
         job(ranks=6)
+
+
+def test_activations_that_are_checkpointed_by_force_count_as_such() -> None:
+    case = Job(PRESETS["gpt-8b"], load_machine("dgx-a100"), 64, 3, "bf16", 1)
+    forced = dataclasses.replace(case, checkpointing=True)
+    assert case.needed_nbytes == case.fit.needed_nbytes
+    assert forced.needed_nbytes < case.needed_nbytes
 
 
 # --- machine files

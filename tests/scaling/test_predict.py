@@ -147,6 +147,18 @@ def test_strong_scaling_keeps_the_global_batch() -> None:
         )
 
 
+def test_checkpointing_by_force_needs_less_memory() -> None:
+    command = ["--machine", "dgx-h100", "--model", "gpt-8b", "--ranks", "64", "--micro_batch", "4"]
+    plain, forced = (
+        json.loads(predict(*command, *more, "--json").stdout) for more in ([], ["--checkpointing"])
+    )
+    assert (plain["checkpointing"], forced["checkpointing"]) == (False, True)
+    assert forced["needed_nbytes"] < 0.9 * plain["needed_nbytes"]
+    shown = predict(*command, "--checkpointing").stdout
+    header, _, line = cells(shown)
+    assert line[header.index("GB/rank")] == f"{forced['needed_nbytes'] / 1e9:.1f}"
+
+
 def test_sources_are_shown() -> None:
     done = predict("--machine", "slingshot-a100", "--ranks", "16", "--sources")
     assert "- nic_rate: NERSC" in done.stdout, done

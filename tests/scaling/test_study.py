@@ -36,7 +36,7 @@ def test_a_growing_model_has_one_size_for_each_number_of_ranks() -> None:
 
 
 def test_ranks_fill_whole_nodes() -> None:
-    grid = dataclasses.replace(WEAK, ranks_per_node=2)
+    grid = dataclasses.replace(WEAK, ranks_per_node=[2])
     assert {p.ranks: (p.nodes, p.ranks_per_node) for p in grid.points()} == {
         1: (1, 1),
         2: (1, 2),
@@ -80,3 +80,38 @@ def test_equal_measurements_have_one_key_and_others_do_not() -> None:
 def test_what_is_no_point_is_refused() -> None:
     with pytest.raises(ConfigError, match="not a point of a sweep"):
         Point.of_json({"model": "tiny"})
+
+
+def test_the_default_batch_of_a_strong_study_serves_all_its_ranks() -> None:
+    for ranks in ([1, 2], [16, 32, 64, 128, 256, 400], [3], [1]):
+        grid = dataclasses.replace(STRONG, batches=None, ranks=ranks)
+        points = grid.points()
+        assert {p.global_batch for p in points} == {grid.default_batch}
+        assert min(p.batch for p in points) >= 2
+        assert all(p.micro_batch <= 8 and p.batch % p.micro_batch == 0 for p in points)
+    assert dataclasses.replace(STRONG, batches=None, ranks=[1, 2]).default_batch == 4
+    weak = dataclasses.replace(WEAK, batches=None, ranks=[16, 400]).points()
+    assert {p.batch for p in weak} == {4}
+
+
+def test_a_refused_batch_is_told_one_that_would_do() -> None:
+    grid = dataclasses.replace(STRONG, batches=[10], ranks=[2, 3, 4])
+    with pytest.raises(
+        ConfigError, match=r"which 3 ranks do not.*: 12 would do, as would any other"
+    ):
+        grid.points()
+    assert dataclasses.replace(grid, batches=[12]).points()
+
+
+def test_nodes_vary_at_the_same_ranks_and_no_point_is_measured_twice() -> None:
+    grid = dataclasses.replace(WEAK, stages=[3], ranks_per_node=[1, 2, 4])
+    found = [(p.ranks, p.nodes) for p in grid.points()]
+    assert found == [(1, 1), (2, 2), (2, 1), (4, 4), (4, 2), (4, 1)]
+
+
+def test_the_device_and_the_setting_make_another_key() -> None:
+    point = WEAK.points()[0]
+    keys = [point.key("abc"), point.key("abc", {"partition": "a100"})]
+    keys += [point.key("abc", {"partition": "h100"})]
+    keys += [dataclasses.replace(point, device=device).key("abc") for device in ("auto", "cuda")]
+    assert len(set(keys)) == 5

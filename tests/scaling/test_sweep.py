@@ -1,22 +1,19 @@
-"""Sweeps: a real one on two numbers of ranks, what is skipped, what is damaged, and what goes to SLURM."""
+"""Sweeps: a real one on two numbers of ranks, what is skipped, what is damaged. SLURM: test_submit.py."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from hpczero.errors import ConfigError, HpcZeroError
-from scaling import launchers
-from scaling.launchers import Slurm
-from scaling.point import foreign_share, oversubscribed
+from hpczero.errors import ConfigError
+from scaling.folder import StudyFolder
 from scaling.record import parse_rows, read_rows
 from scaling.study import Grid
-from scaling.sweep import StudyFolder, collect
+from scaling.sweep import collect
 from tests.helpers.mpirun import Finished, run_command
 
 POINTS = Grid("strong", False, ["tiny"], [0, 3], [1, 2], [4]).points(steps=3, warm_up=1)
@@ -26,7 +23,9 @@ def sweep(*arguments: str, timeout: float = 180) -> Finished:
     return run_command([sys.executable, "-m", "scaling.sweep", *arguments], timeout)
 
 
-def planned(folder: Path, *, done: Sequence[int] = (), commit: str = "abc") -> StudyFolder:
+def planned(
+    folder: Path, *, done: Sequence[int] = (), commit: str = "abc", **changes: object
+) -> StudyFolder:
     """A study whose points ``done`` are finished."""
     study = StudyFolder(folder, "strong")
     head = {
@@ -45,7 +44,7 @@ def planned(folder: Path, *, done: Sequence[int] = (), commit: str = "abc") -> S
         path = study.point(POINTS[number].key("abc"))
         path.parent.mkdir(exist_ok=True)
         row = {"kind": "point", "point": POINTS[number].as_json(), "samples_ms": {}}
-        path.write_text(json.dumps({**row, "commit": commit}) + "\n")
+        path.write_text(json.dumps({**row, "commit": commit, **changes}) + "\n")
     return study
 
 
@@ -121,9 +120,9 @@ def test_a_study_without_a_finished_point_says_so(tmp_path: Path) -> None:
 
 def test_points_of_another_commit_do_not_count_unless_asked(tmp_path: Path) -> None:
     study = planned(tmp_path, done=(0,), commit="abd")
-    assert study.finished(POINTS[0], "abc", any_commit=False)[0] is None
-    assert study.finished(POINTS[0], "abc", any_commit=True)[0] is not None
-    assert study.finished(POINTS[1], "abc", any_commit=True)[0] is None
+    assert study.finished(POINTS[0], "abc", {}, any_commit=False)[0] is None
+    assert study.finished(POINTS[0], "abc", {}, any_commit=True)[0] is not None
+    assert study.finished(POINTS[1], "abc", {}, any_commit=True)[0] is None
     with pytest.raises(ConfigError, match="points that ran with other code than abc: 1"):
         collect(study)
 
@@ -141,6 +140,10 @@ def test_rows_of_a_killed_job_leave_the_others(tmp_path: Path) -> None:
         (["strong", "--ranks", "3", "--batches", "4"], "global batch of 4, which 3 ranks"),
         (["strong", "--grow"], "--grow: strong scaling keeps the model"),
         (["weak", "--models", "nothing"], "--models: got 'nothing'"),
+        (
+            ["strong", "--ranks", "16", "100", "--batches", "4"],
+            ": 400 would do, as would any other multiple of 400",
+        ),
         (["weak", "--steps", "0"], "--steps: got 0, expected at least 1"),
         (["weak", "--", "--partition=gpu"], "after --, which only --by sbatch takes"),
         (["sideways"], "invalid choice|expected|weak"),
@@ -173,81 +176,51 @@ def test_a_failing_point_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     assert "none of the 1 points" in done.stderr
 
 
-# --- SLURM: here what is asked of sbatch; tests/slurm asks a real one
+def test_of_several_commits_the_newest_row_counts(tmp_path: Path) -> None:
+    study = planned(tmp_path)
+    (tmp_path / "points").mkdir()
+    row = {"kind": "point", "point": POINTS[0].as_json(), "samples_ms": {}}
+    # names in one order, dates in another
+    for name, commit, day in (("a", "old", 1), ("b", "new", 3), ("c", "abc", 2)):
+        path = tmp_path / "points" / f"{name}.json"
+        date = f"2026-01-0{day}T00:00:00+00:00"
+        path.write_text(json.dumps({**row, "commit": commit, "date": date}) + "\n")
+    found, _ = study.finished(POINTS[0], "abc", {}, any_commit=True)
+    assert found is not None
+    assert found["commit"] == "new"
 
 
-@pytest.fixture
-def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An sbatch that writes down its arguments and counts jobs; returns the folder of what it wrote."""
-    folder = tmp_path / "jobs"
-    folder.mkdir()
-    script = tmp_path / "bin" / "sbatch"
-    script.parent.mkdir()
-    script.write_text(
-        f'#!/bin/bash\nn=$(ls {folder} | wc -l)\nprintf "%s\\n" "$@" > {folder}/$((n + 101))\n'
-        'echo "$((n + 101));cluster"\n'
+def test_points_of_another_machine_do_not_count_even_if_any_commit_does(tmp_path: Path) -> None:
+    study = planned(tmp_path, done=(0,), machine="there")
+    for any_commit in (False, True):
+        here = study.finished(POINTS[0], "abc", {"machine": "here"}, any_commit=any_commit)
+        assert here == (None, 0)
+    assert study.finished(POINTS[0], "abc", {"machine": "there"}, any_commit=True)[0] is not None
+    elsewhere = planned(tmp_path, done=(1,), setting={"partition": "a100"})
+    for partition, counts in (("a100", True), ("h100", False)):
+        setting = {"partition": partition}
+        row, _ = elsewhere.finished(POINTS[1], "abc", setting, any_commit=True)
+        assert (row is not None) is counts
+
+
+@pytest.mark.slow
+@pytest.mark.limit(200)
+def test_what_no_commit_names_is_measured_again(tmp_path: Path) -> None:
+    command = ["weak", "--models", "tiny", "--ranks", "1", "--steps", "2", "--warm_up", "1"]
+    command = [sys.executable, "-m", "scaling.sweep", *command, "--folder", str(tmp_path)]
+    nowhere = {"GIT_DIR": str(tmp_path / "nowhere")}  # as outside of a checkout
+    for _ in range(2):
+        done = run_command(command, 90, env=nowhere)
+        assert done.returncode == 0, done
+        assert "1 points, 0 done already, commit unknown" in done.stderr
+    assert read_rows(tmp_path / "sweep-weak.jsonl")[1]["commit"] == "unknown"
+
+
+def test_a_study_of_emulated_nodes_may_vary_them_at_the_same_ranks(tmp_path: Path) -> None:
+    command = ["weak", "--models", "tiny", "--ranks", "4", "--ranks_per_node", "1", "2", "4"]
+    failing = {"HPCZERO_LAUNCH": "false"}
+    done = run_command(
+        [sys.executable, "-m", "scaling.sweep", *command, "--folder", tmp_path], 60, env=failing
     )
-    script.chmod(0o755)
-    point = tmp_path / "point.sh"
-    point.write_text("#!/bin/bash\n")
-    monkeypatch.setattr(launchers, "POINT_SCRIPT", point)
-    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
-    return folder
-
-
-def test_points_become_jobs_and_one_more_collects(
-    sbatch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from scaling import sweep as module
-
-    arguments = ["strong", "--by", "sbatch", "--models", "tiny", "--ranks", "2", "4"]
-    arguments += ["--batches", "4", "--ranks_per_node", "2", "--in_turn"]
-    arguments += ["--folder", str(tmp_path / "study"), "--", "--partition=gpu", "--time=30:00"]
-    monkeypatch.setattr(sys, "argv", ["sweep", *arguments])
-    assert module.main() == 0
-    first, second, last = (
-        (sbatch / number).read_text().splitlines() for number in ("101", "102", "103")
-    )
-    assert {"--parsable", "--nodes=1", "--ntasks-per-node=2", "--partition=gpu"} <= set(first)
-    assert {"--nodes=2", "--ntasks-per-node=2", "--dependency=afterany:101"} <= set(second)
-    assert {"--nodes=1", "--ntasks-per-node=1", "--dependency=afterany:101:102"} <= set(last)
-    assert "--collect" in last
-    assert f"--output={tmp_path / 'study' / 'logs'}/%x-%j.log" in first
-    script = first.index(str(tmp_path / "point.sh"))
-    assert first[script + 1 : script + 4] == ["python", "-m", "scaling.point"]
-    assert json.loads(first[script + 4])["point"]["ranks"] == 2
-
-
-def test_a_refusal_of_sbatch_is_passed_on(sbatch: Path, tmp_path: Path) -> None:
-    (tmp_path / "bin" / "sbatch").write_text("#!/bin/bash\necho invalid partition >&2\nexit 1\n")
-    with pytest.raises(HpcZeroError, match=r"sbatch refused \(1\): invalid partition; the command"):
-        Slurm([], tmp_path / "logs", in_turn=False).submit(
-            ["-c", "0"], nodes=1, ranks_per_node=1, name="x"
-        )
-
-
-def test_without_sbatch_the_error_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigError, match="there is no sbatch here"):
-        Slurm([], tmp_path / "logs", in_turn=False).submit([], nodes=1, ranks_per_node=1, name="x")
-
-
-# --- what a row says of its conditions
-
-
-def test_ranks_beyond_the_cores_of_a_machine_are_told() -> None:
-    assert not oversubscribed([("a", 2), ("a", 2), ("b", 2)])
-    assert oversubscribed([("a", 2), ("a", 2), ("a", 2), ("b", 2)])
-
-
-def test_time_of_other_programs_is_what_ranks_did_not_take() -> None:
-    cores = os.cpu_count() or 1
-
-    def rank(host: str, own: float, busy: float) -> dict[str, object]:
-        return {"host": (host, 2), "cpu_s": own, "machine_s": busy, "window_s": 10.0}
-
-    quiet = [rank("a", 9.0, 18.5), rank("a", 9.5, 18.4)]
-    assert foreign_share(quiet) == 0.0
-    assert foreign_share([*quiet, rank("b", 5.0, 9.0)]) == pytest.approx(4.0 / (10.0 * cores))
+    for nodes in (4, 2, 1):
+        assert f"4 rank(s) on {nodes} node(s)" in done.stderr, done

@@ -11,7 +11,6 @@ import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import median
-from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -21,92 +20,9 @@ from scaling import report as report_command
 from scaling.curves import curves
 from scaling.page import Report, page
 from scaling.record import Row
-from scaling.study import Grid
 from scaling.sweep_plots import FIGURES, draw
 from scaling.sweep_report import as_csv, loss_parity, text
-
-MIB = 2**20
-KINDS = ("norm", "gelu", "add", "fork", "bias", "copy", "loss")
-PROBE: dict[str, Any] = {
-    "products": {"64": 1e10, "1024": 5e10},
-    "elements": {f"{kind}/{way}": 1e-9 for kind in KINDS for way in ("forward", "backward")},
-    "attention": [2e10, 1e10],
-    "update": 1e-9,
-    "sums": [1e-9, 1e-9],
-    "memory_rate": 1e10,
-    "dispatch": 1e-6,
-    "exchange": 5e9,
-    "wait": 1e-5,
-}
-PARTS = ("compute", "communication", "optimizer", "data", "other", "checkpoint")
-
-
-def rows(
-    kind: str = "strong",
-    *,
-    times: dict[int, float] | None = None,
-    stages: tuple[int, ...] = (3,),
-    grow: bool = False,
-    **changes: object,
-) -> list[Row]:
-    """A study whose steps take ``times[ranks]`` ms, 1 % more in every second step, on a machine of many cores."""
-    times = times or {1: 100.0, 2: 60.0, 4: 40.0}
-    models = ["tiny", "gpt-micro", "gpt-nano"] if grow else ["tiny"]
-    grid = Grid(kind, grow, models, stages, sorted(times), [8])  # type: ignore[arg-type]
-    found: list[Row] = [
-        {
-            "kind": "run",
-            "study": kind,
-            "grow": grow,
-            "definition": grid.definition,
-            "steps": 10,
-            "warm_up": 1,
-            "asked_at": "abc",
-            "points_asked": 4,
-            "points_done": 3,
-            "malformed": 2,
-        }
-    ]
-    for point in grid.points(steps=10, warm_up=1):
-        slow = [times[point.ranks] * (1.01 if step % 2 else 1.0) for step in range(10)]
-        shares = {"compute": 0.7, "communication": 0.2, "optimizer": 0.1}
-        samples = {
-            part: [
-                [ms * shares.get(part, 0.0) / (r + 1) for r in range(point.ranks)] for ms in slow
-            ]
-            for part in PARTS
-        }
-        samples["checkpoint"][4] = [50.0] * point.ranks
-        row: Row = {
-            "kind": "point",
-            "point": point.as_json(),
-            "commit": "abc",
-            "cpu": "a CPU",
-            "cores": 8,
-            "memory_gib": 64,
-            "kernel": "6",
-            "mpi": "an MPI",
-            "python": "3",
-            "versions": {"torch": "2"},
-            "date": "today",
-            "placement": f"1x{point.ranks}",
-            "hosts": [0] * point.ranks,
-            "emulated": False,
-            "oversubscribed": False,
-            "transport": "window",
-            "threads": 1,
-            "flops_per_token": 1000 * point.config.layers,
-            "samples_ms": samples,
-            "losses": [5.0 - 0.1 * step for step in range(14)],
-            "pss_peak_nbytes": [300 * MIB] * point.ranks,
-            "pss_baseline_nbytes": [250 * MIB] * point.ranks,
-            "ledger_nbytes": [39 * MIB] * point.ranks,
-            "planned": {"total": 40 * MIB},
-            "foreign_share": 0.01,
-            "probe": [PROBE] * point.ranks,
-        }
-        found.append(row | changes)
-    return found
+from tests.scaling.studies import PARTS, PROBE, rows
 
 
 def test_strong_efficiency_is_time_over_time_and_ranks() -> None:
@@ -369,7 +285,7 @@ def test_chromium_shows_every_figure(tmp_path: Path) -> None:
 def test_a_file_without_measurements_is_named(tmp_path: Path) -> None:
     path = tmp_path / "sweep-strong.jsonl"
     path.write_text('{"kind": "run"}\n{"kin\n')
-    with pytest.raises(Exception, match=r"has no finished measurement \(1 row\(s\), 1 malformed"):
-        report_command.read(path)
+    with pytest.raises(Exception, match=r"has no finished measurement \(0 row\(s\), 2 malformed"):
+        report_command.read(path, "sweep")
     with pytest.raises(Exception, match="cannot be read"):
-        report_command.read(tmp_path / "nothing.jsonl")
+        report_command.read(tmp_path / "nothing.jsonl", "sweep")

@@ -1,0 +1,107 @@
+"""The report command on files that somebody was killed writing, has edited, or that it does not know."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpczero.errors import ConfigError
+from scaling import report
+from scaling.record import Row
+from tests.scaling.studies import rows
+
+GPU: list[Row] = [
+    {"kind": "run", "machine": "nvidia-h200", "commit": "abc", "date": "today", "twin": False},
+    {"kind": "speed", "model": "124M", "way": "hpczero", "of_plain": 0.99},
+]
+Report = Callable[..., str]
+
+
+def write(path: Path, found: list[Row], *lines: str) -> Path:
+    path.write_text("\n".join([*map(json.dumps, found), *lines]) + "\n")
+    return path
+
+
+@pytest.fixture
+def shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Report:
+    """Runs the command in a tree whose scaling/results is empty; returns what it printed."""
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    (tmp_path / "scaling" / "results").mkdir(parents=True)
+
+    def run_it(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["report", *map(str, arguments)])
+        assert report.main() == 0
+        return capsys.readouterr().out
+
+    return run_it
+
+
+def test_rows_without_what_a_report_needs_are_left_out_and_counted(
+    shown: Report, tmp_path: Path
+) -> None:
+    whole = rows()
+    damaged = [json.dumps(row) for row in ({"kind": "point"}, {**whole[1], "point": {"model": 1}})]
+    empty = {**whole[1], "samples_ms": {part: [] for part in whole[1]["samples_ms"]}}
+    path = write(tmp_path / "sweep-strong.jsonl", whole, *damaged, json.dumps(empty), '{"kin')
+    page = tmp_path / "page.html"
+    said = shown(path, "--page", page)
+    assert "Left out: 4 malformed line(s) of this file." in said
+    assert "Left out: 4 malformed line(s) of this file." in page.read_text()
+    assert "Left out: 4 malformed" in path.with_suffix(".md").read_text()
+    clean = shown(write(tmp_path / "sweep-weak.jsonl", rows()))
+    assert "Left out" not in clean
+    assert clean.splitlines()[-4:] == said.splitlines()[-4:]  # the tables are the same
+
+
+def test_the_table_of_a_gpu_is_shown_with_all_others(shown: Report, tmp_path: Path) -> None:
+    results = tmp_path / "scaling" / "results"
+    write(results / "gpu.jsonl", GPU)
+    write(results / "sweep-strong.jsonl", rows())
+    page = tmp_path / "page.html"
+    said = shown("--page", page)
+    assert "Checks of a device: nvidia-h200, commit abc, today." in said
+    assert "tokens/s at least 0.97 of plain torch: 0.99, met" in said
+    assert "Strong scaling" in said
+    assert "nvidia-h200" in page.read_text()
+    assert not list(results.glob("gpu*.png"))
+
+
+def test_files_that_cannot_be_reported_do_not_keep_the_others(
+    shown: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "scaling" / "results"
+    write(results / "weather-today.jsonl", GPU)
+    write(results / "peers-x.jsonl", [{"kind": "run"}])
+    senseless = rows()
+    senseless[1]["losses"] = 3
+    write(results / "sweep-strong.jsonl", senseless)
+    good = write(results / "sweep-weak.jsonl", rows())
+    assert shown().count("Strong scaling") == 1
+    with pytest.raises(ConfigError, match="got a file of 'weather', expected checkpoint"):
+        shown(results / "weather-today.jsonl", good)
+    told = capsys.readouterr()
+    assert "Strong scaling" in told.out  # of the file that was good
+    with pytest.raises(ConfigError, match=r"sweep-strong.*holds values that cannot be reported"):
+        shown(results / "sweep-strong.jsonl")
+
+
+def test_reasons_why_files_are_left_out_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "scaling" / "results"
+    results.mkdir(parents=True)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    write(results / "weather-today.jsonl", GPU)
+    write(results / "peers-x.jsonl", [{"kind": "run"}])
+    monkeypatch.setattr(sys, "argv", ["report"])
+    assert report.main() == 0
+    told = capsys.readouterr().err
+    assert "left out:" in told
+    assert "got a file of 'weather'" in told
+    assert "peers-x.jsonl: has no finished measurement (0 row(s), 1 malformed" in told

@@ -1,0 +1,55 @@
+"""What makes two measurements of one point different before either has run."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpczero.errors import ConfigError
+from scaling import setting
+from scaling.record import machine_name
+
+
+def test_a_partition_is_a_setting_and_a_time_limit_is_none() -> None:
+    settings = [
+        setting.slurm(words, {})
+        for words in (
+            ["--partition=a100", "--time=30:00"],
+            ["-p", "a100", "--time", "1:00:00", "--account=x"],
+            ["-pa100"],
+            ["--partition", "h100", "--time=30:00"],
+            [],
+        )
+    ]
+    assert settings[0] == settings[1] == settings[2]
+    assert settings[0]["partition"] == "a100"
+    assert settings[3]["partition"] == "h100"
+    assert "partition" not in settings[4]
+    assert setting.slurm([], {"SBATCH_PARTITION": "a100"}) == settings[0]
+
+
+def test_gpus_and_cores_of_a_rank_are_settings() -> None:
+    found = setting.slurm(["--gpus-per-node=4", "-c", "8", "--gres=gpu:4", "-C", "ib"], {})
+    wanted = {"gpus_per_node": "4", "cpus_per_task": "8", "gres": "gpu:4", "constraint": "ib"}
+    assert wanted.items() <= found.items()
+
+
+def test_our_variables_are_settings_unless_they_change_no_time() -> None:
+    plain = setting.local({})
+    assert setting.local({"HPCZERO_TIMEOUT": "9", "HPCZERO_SERIES": "3", "HOME": "x"}) == plain
+    assert setting.local({"HPCZERO_TRANSPORT": "flat"}) == {**plain, "HPCZERO_TRANSPORT": "flat"}
+    assert plain["machine"] == machine_name()
+    assert {"torch", "mpi4py"} <= plain.keys()
+
+
+def test_an_option_without_its_value_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"--partition.*expected one argument"):
+        setting.slurm(["--partition"], {})
+
+
+def test_rows_that_do_not_say_their_setting_count_on_their_own_machine_only() -> None:
+    here = {"machine": "a", "torch": "2"}
+    assert setting.agrees({"setting": here}, here)
+    assert not setting.agrees({"setting": {**here, "torch": "3"}}, here)
+    assert setting.agrees({"machine": "a"}, here)
+    assert not setting.agrees({"machine": "b"}, here)
+    assert setting.agrees({"machine": "b"}, {"partition": "x"})  # nobody knows
