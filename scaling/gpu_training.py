@@ -116,9 +116,7 @@ def parity(bench: Bench) -> Iterator[Row]:
     for way in ways:
         for precision, stage in product(("fp32", "bf16"), range(4)):
             what = {"precision": precision, "stage": stage, "way": way}
-            built, said = _attempted(
-                bench, config, stage=stage, precision=precision, transport=way
-            )
+            built, said = _attempted(bench, config, stage=stage, precision=precision, transport=way)
             if built is None:
                 yield {**what, "said": said}
                 break

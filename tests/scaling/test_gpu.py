@@ -85,7 +85,9 @@ def test_a_check_that_crashes_or_hangs_costs_its_own_figures_only() -> None:
 
 @pytest.mark.limit(90)
 def test_a_check_that_hangs_says_where() -> None:
-    fault = "def hangs(bench):\n    time.sleep(60)\n    yield {}\ngpu_checks.CHECKS['facts'] = hangs"
+    fault = (
+        "def hangs(bench):\n    time.sleep(60)\n    yield {}\ngpu_checks.CHECKS['facts'] = hangs"
+    )
     rows, problem = job(planted(fault), "facts", 25.0, twin=True)
     assert not rows
     assert problem.startswith("not done after 25 s")
