@@ -100,7 +100,7 @@ def _collectives(rows: list[Row], twin: bool) -> Iterator[Verdict]:
     for row in rows:
         if row["way"] == "copy":
             continue
-        size = f"{row['nbytes'] / 2**20:.0f} MiB, {row['ranks']} ranks"
+        size = f"{row['nbytes'] / 2**20:g} MiB, {row['ranks']} ranks"
         where = f"{row['operation']} of {size}"
         yield f"{where}, {row['way']}: right", _met(str(row["right"]), row["right"])
         if row["way"] != "ipc":
