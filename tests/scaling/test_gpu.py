@@ -123,15 +123,18 @@ def test_where_peers_memory_does_not_work_the_other_ways_are_measured(
     assert f"{check} by ipc on 2 ranks works: no, missed" in shown
 
 
-@pytest.mark.limit(120)
+@pytest.mark.limit(90)
 def test_ranks_that_run_out_of_memory_say_so_and_end() -> None:
+    # Freeing communicators under a window that is in use may hang, on some MPI: here it does.
     fault = """
 import torch
+from hpczero.topology import Topology
+Topology.free = lambda topology: time.sleep(600)
 def full(*given):
     raise torch.OutOfMemoryError("planted")
 gpu_training._train = full
 """
-    rows, problem = job([*launcher(2), *planted(fault)], "fits_not", 100.0, twin=True)
+    rows, problem = job([*launcher(2), *planted(fault)], "fits_not", 50.0, twin=True)
     assert not problem
     assert [(row["trains"], row["said"]) for row in rows] == [(False, "planted")]
 
