@@ -1,210 +1,206 @@
 """Checks and measurements on one device that ranks share: ``mpirun -n 2 python -m scaling.gpu_checks NAME JSON``.
 
-Owns: what each check does in the ranks. Must not know: limits, goals, the order of a run. Rank 0 prints one JSON line
-for each row. ``twin`` runs the same code on the host with small sizes: so it is tested where there is no device.
+Owns: what each check does in the ranks, and how a rank ends. Must not know: limits, goals, the order of a run. Rank 0
+prints one JSON line for each row. ``twin`` runs the same code on the host with small sizes: so it is tested where
+there is no device.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from hpczero.accelerator import Accelerator, HostAccelerator, choose_accelerator
-from hpczero.errors import run
+from hpczero.accelerator import HostAccelerator, choose_accelerator
+from hpczero.errors import CommError, run
 from hpczero.kernels.tree_sum import tree_sum
-from hpczero.models.config import GPTConfig, flops_per_token
+from scaling.gpu_bench import DEVICE, TWIN, Bench, Row, mps
 
 if TYPE_CHECKING:
-    from hpczero.topology import Topology
+    from hpczero.comm import Collectives
 
-Row = dict[str, Any]
-MIB = 2**20
-REPEATS = 7
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What differs between a device and its twin."""
-
-    sum_numel: int
-    messages: tuple[int, ...]
-    tiny: GPTConfig
-    models: tuple[tuple[str, GPTConfig, int], ...]  # name, network, sequences of one step
-    large: tuple[GPTConfig, int]
-
-
-def _gpt(layers: int, hidden: int, heads: int, vocab: int, context: int) -> GPTConfig:
-    return GPTConfig(vocab_size=vocab, context=context, layers=layers, hidden=hidden, heads=heads)
-
-
-_TINY = _gpt(3, 48, 3, 101, 24)
-DEVICE = Sizes(
-    sum_numel=64 * MIB,
-    messages=(64 * MIB, 512 * MIB),
-    tiny=_TINY,
-    models=(
-        ("124M", _gpt(12, 768, 12, 50304, 1024), 16),
-        ("1.5B", _gpt(48, 1600, 25, 50304, 1024), 8),
-    ),
-    large=(_gpt(48, 1600, 25, 50304, 1024), 4),
-)
-TWIN = Sizes(
-    sum_numel=MIB // 8,
-    messages=(MIB // 4,),
-    tiny=_TINY,
-    models=(("tiny", _gpt(2, 64, 2, 256, 32), 2),),
-    large=(_gpt(2, 64, 2, 256, 32), 2),
-)
-
-
-class Bench:
-    """The device, the ranks that share it, and a clock that waits for it."""
-
-    def __init__(self, accelerator: Accelerator, sizes: Sizes, *, twin: bool) -> None:
-        from hpczero.topology import Topology
-
-        self.accelerator = accelerator
-        self.sizes = sizes
-        self.twin = twin
-        self.topology: Topology = Topology.of_world()
-
-    def seconds(self, call: Callable[[], object], repeats: int = REPEATS) -> list[float]:
-        """Of the slowest rank, each time from a common start until the device is through; the first is left out."""
-        found = []
-        for _ in range(repeats + 1):
-            self.accelerator.finish()
-            self.topology.barrier()
-            start = time.perf_counter()
-            call()
-            self.accelerator.finish()
-            found.append(max(self.topology.gather(time.perf_counter() - start)))
-        return found[1:]
-
-    def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=self.accelerator.device)
+COLLECTIVE_CALLS = 5
+SUM_NUMEL = 100_003  # of the sums whose bits are compared
+NOTICE_S = 5.0  # before the end, for a job to say where it is
+OVERTIME_S = 15.0  # after it, for a rank whose launcher has not ended it
 
 
 def facts(bench: Bench) -> Iterator[Row]:
-    """What there is, and what MPI says of device memory."""
+    """What there is, and what MPI says of device memory; last whether that is true, which takes a trial."""
     from mpi4py import MPI
 
-    from hpczero.comm.awareness import claim
+    from hpczero.comm.awareness import claim, decide, tried_once
+    from hpczero.environment import Environment
 
-    said = claim()
-    yield {
+    said, (shared, how) = claim(), mps()
+    turns = "run at a time" if shared else "take turns"
+    found: Row = {
         "device": bench.accelerator.describe(),
+        "devices this process sees": torch.cuda.device_count(),
         "torch": torch.__version__,
-        "mpi": MPI.Get_library_version().split(",")[0].strip("\0 \n"),
-        "gpu_aware_claim": said.aware,
-        "reason": said.reason,
+        "CUDA of torch": torch.version.cuda,
+        "MPI": MPI.Get_library_version().split(",")[0].strip("\0 \n"),
+        "MPI says it takes device memory": f"{said.aware}: {said.reason}",
+        "CUDA MPS": f"{how}: kernels of ranks that share a device {turns}",
         **bench.accelerator.usage(),
     }
+    for name, value in found.items():
+        yield {"fact": name, "value": value}
+    if not bench.accelerator.is_host:
+        aware, why = decide(Environment.read().gpu_aware, said, tried_once)
+        given = f"{'yes' if aware else 'no'}: {why}"
+        yield {"fact": "MPI is given device memory", "value": given, "gpu_aware": aware}
 
 
 def kernels(bench: Bench) -> Iterator[Row]:
     """The sum against the device's own copy, and against the host's sum, bit by bit; the cast of masters."""
-    numel = bench.sizes.sum_numel
-    source, target = bench.empty(numel), bench.empty(numel)
-    copy_s = min(bench.seconds(lambda: target.copy_(source)))
+    nbytes = bench.sizes.kernel_nbytes
+    source, target = bench.empty(nbytes // 8), bench.empty(nbytes // 8)
+    copy_s = bench.device_seconds(lambda: target.copy_(source))
     copy_rate = 2 * source.nbytes / copy_s
     yield {"kernel": "copy", "gb_per_s": copy_rate / 1e9, "of_copy": 1.0}
-    half = bench.empty(numel, torch.bfloat16)
-    cast_s = min(bench.seconds(lambda: half.copy_(source)))
+    half = bench.empty(nbytes // 8, torch.bfloat16)
+    cast_s = bench.device_seconds(lambda: half.copy_(source))
     rate = (source.nbytes + half.nbytes) / cast_s
     yield {"kernel": "cast fp32 to bf16", "gb_per_s": rate / 1e9, "of_copy": rate / copy_rate}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for count in (2, 4, 8):
-            generator = torch.Generator().manual_seed(count)
-            few = [torch.randn(100_003, generator=generator).to(dtype) for _ in range(count)]
-            expected, groups = torch.empty(100_003), [range(count)]
-            tree_sum(few, expected, groups=groups, scale=0.3)
-            there = bench.empty(100_003)
-            blocks = [block.to(bench.accelerator.device) for block in few]
-            tree_sum(blocks, there, groups=groups, scale=0.3)
-            blocks = [bench.empty(numel, dtype).fill_(1) for _ in range(count)]
-            took = min(
-                bench.seconds(
-                    lambda blocks=blocks, groups=groups: tree_sum(  # type: ignore[misc]
-                        blocks, target, groups=groups, scale=0.5
-                    )
-                )
-            )
-            rate = (sum(block.nbytes for block in blocks) + target.nbytes) / took
+            wrong = wrong_sums(bench, dtype, count)
+            rate = _sum_rate(bench, dtype, count)
             yield {
                 "kernel": f"sum of {count} {str(dtype).removeprefix('torch.')}",
                 "gb_per_s": rate / 1e9,
                 "of_copy": rate / copy_rate,
-                "bits_equal": torch.equal(there.cpu(), expected),
+                "bits_equal": not wrong,
+                "wrong": ", ".join(wrong),
             }
 
 
+def _sum_rate(bench: Bench, dtype: torch.dtype, count: int) -> float:
+    """Bytes that the sum of ``count`` blocks reads and writes in a second."""
+    numel = bench.sizes.kernel_nbytes // (count * dtype.itemsize + 4)
+    blocks = [bench.empty(numel, dtype).fill_(1) for _ in range(count)]
+    out, groups = bench.empty(numel), [range(count)]
+    took = bench.device_seconds(lambda: tree_sum(blocks, out, groups=groups, scale=0.5))
+    return (sum(block.nbytes for block in blocks) + out.nbytes) / took
+
+
+def wrong_sums(bench: Bench, dtype: torch.dtype, count: int) -> list[str]:
+    """The cases in which the device's sum has not the bits of the host's: on the default lane, twice on another."""
+    generator = torch.Generator().manual_seed(count)
+    few = [torch.randn(SUM_NUMEL + 1, generator=generator).to(dtype) for _ in range(count)]
+    before = torch.randn(SUM_NUMEL, generator=generator)
+    one, two = [range(count)], [range(count // 2), range(count // 2, count)]
+    cases: dict[str, tuple[int, dict[str, Any]]] = {  # first element, arguments
+        "one group": (0, {"groups": one}),
+        "unaligned": (1, {"groups": one}),
+        "accumulate": (0, {"groups": one, "accumulate": True}),
+        "two groups": (0, {"groups": two, "node_dtype": dtype}),
+    }
+    there = [block.to(bench.accelerator.device) for block in few]
+    lane = bench.accelerator.lane()
+    wrong = []
+    for name, (first, given) in cases.items():
+        expected = before.clone()
+        # Copies: the host's sum is not to meet the alignment that the device's is tried with.
+        cut = [block[first : first + SUM_NUMEL].clone() for block in few]
+        tree_sum(cut, expected, scale=0.3, **given)
+        blocks = [block[first : first + SUM_NUMEL] for block in there]
+        for where in ("default lane", "own lane", "own lane again"):
+            out = bench.empty(SUM_NUMEL + first)[first:]
+            out.copy_(before)
+            if where == "default lane":
+                tree_sum(blocks, out, scale=0.3, **given)
+            else:
+                lane.after(bench.accelerator.mark())
+                with lane.current():
+                    tree_sum(blocks, out, scale=0.3, **given)
+                lane.finish()
+            if not torch.equal(out.cpu().view(torch.int32), expected.view(torch.int32)):
+                wrong.append(f"{name} ({where})")
+    return wrong
+
+
 def collectives(bench: Bench) -> Iterator[Row]:
-    """All-gather and reduce-scatter by every way, and the bound: what the copies alone take on a shared device."""
+    """All-gather and reduce-scatter by every way, and the bound: what the copies alone take on a shared device.
+
+    Peers' memory comes last: it is what may not work, and what it says then is a row.
+    """
     from hpczero.comm import Flat, Hierarchical
     from hpczero.comm.awareness import reach_of
     from hpczero.comm.reach import DirectReach, HostReach, Reach, StagedReach
-    from hpczero.device import Use
 
-    accelerator, size = bench.accelerator, bench.topology.size
+    accelerator = bench.accelerator
     staged: Reach = HostReach() if accelerator.is_host else StagedReach(accelerator)
-    ways: dict[str, Callable[[], Any]] = {
-        "ipc": lambda: Hierarchical(bench.topology, inside="ipc", reach=staged),
-        "staged": lambda: Flat(bench.topology, reach=staged),
+    ways: dict[str, Callable[[], Collectives]] = {
+        "staged": lambda: Flat(bench.topology, reach=staged)
     }
     if isinstance(reach_of(accelerator, bench.topology), DirectReach):
         ways["mpi"] = lambda: Flat(bench.topology, reach=DirectReach(accelerator))
+    ways["ipc"] = lambda: Hierarchical(bench.topology, inside="ipc", reach=staged)
     for nbytes in bench.sizes.messages:
-        numel = nbytes // 4 // size * size
-        shard = numel // size
-        source, target = bench.empty(numel), bench.empty(numel)
-        bound = min(bench.seconds(lambda source=source, target=target: target.copy_(source)))  # type: ignore[misc]
-        yield {"way": "copy", "operation": "copy", "nbytes": nbytes, "ms": bound * 1e3}
-        del source, target
-        for name, make in ways.items():
-            transport = make()
-            whole = transport.allocate(numel, torch.float32, category="w", use=Use.GATHER)
-            gradient = transport.allocate(numel, torch.float32, category="g", use=Use.REDUCE)
-            transport.settle()
-            gradient.take()
-            out = bench.empty(shard)
-            mine = slice(
-                bench.topology.shard_index * shard, (bench.topology.shard_index + 1) * shard
-            )
-            whole.tensor.zero_()
-            whole.tensor[mine] = bench.topology.shard_index + 1.0
-            gradient.tensor.fill_(bench.topology.rank + 1.0)
+        yield {"way": "copy", "operation": "copy", "nbytes": nbytes, "ms": _copy_ms(bench, nbytes)}
+    for way, make in ways.items():
+        for nbytes in bench.sizes.messages:
+            said = ""
+            try:
+                for row in _moved(bench, make(), nbytes):
+                    yield {"way": way, "nbytes": nbytes, **row}
+            except CommError as error:
+                said = bench.survived(error)
+            if said:
+                yield {"way": way, "nbytes": nbytes, "said": said}
+                break
 
-            def gather(transport: Any = transport, whole: Any = whole) -> None:
-                transport.all_gather(whole.tensor, name="w").wait()
 
-            def reduce(
-                transport: Any = transport, gradient: Any = gradient, out: Tensor = out
-            ) -> None:
-                transport.reduce_scatter(gradient.tensor, out, scale=1.0, name="g").wait()
+def _copy_ms(bench: Bench, nbytes: int) -> float:
+    source, target = bench.empty(nbytes // 4), bench.empty(nbytes // 4)
+    return bench.device_seconds(lambda: target.copy_(source)) * 1e3
 
-            for operation, call in (("all_gather", gather), ("reduce_scatter", reduce)):
-                took = bench.seconds(call)
-                if operation == "all_gather":
-                    expected = torch.arange(1.0, size + 1).repeat_interleave(shard)
-                    right = torch.equal(whole.tensor.cpu(), expected)
-                else:
-                    right = bool((out == size * (size + 1) / 2).all())
-                yield {
-                    "way": name,
-                    "operation": operation,
-                    "nbytes": nbytes,
-                    "ms": sorted(took)[len(took) // 2] * 1e3,
-                    "all_ms": [1e3 * s for s in took],
-                    "right": all(bench.topology.gather(float(right))),
-                }
-            transport.close()
+
+def _moved(bench: Bench, transport: Collectives, nbytes: int) -> Iterator[Row]:
+    """Both operations on ``nbytes`` by ``transport``, which is closed at the end."""
+    from hpczero.device import Use
+
+    size, me = bench.topology.size, bench.topology.shard_index
+    shard = nbytes // 4 // size
+    whole = transport.allocate(shard * size, torch.float32, category="w", use=Use.GATHER)
+    gradient = transport.allocate(shard * size, torch.float32, category="g", use=Use.REDUCE)
+    transport.settle()
+    gradient.take()
+    out = bench.empty(shard)
+    whole.tensor.zero_()
+    whole.tensor[me * shard : (me + 1) * shard] = me + 1.0
+    gradient.tensor.fill_(bench.topology.rank + 1.0)
+
+    def gather() -> None:
+        transport.all_gather(whole.tensor, name="w").wait()
+
+    def reduce() -> None:
+        transport.reduce_scatter(gradient.tensor, out, scale=1.0, name="g").wait()
+
+    for operation, call in (("all_gather", gather), ("reduce_scatter", reduce)):
+        took = bench.seconds(call, calls=COLLECTIVE_CALLS)
+        if operation == "all_gather":
+            expected = torch.arange(1.0, size + 1).repeat_interleave(shard)
+            right = torch.equal(whole.tensor.cpu(), expected)
+        else:
+            right = bool((out == size * (size + 1) / 2).all())
+        yield {
+            "operation": operation,
+            "ms": sorted(took)[len(took) // 2] * 1e3,
+            "all_ms": [1e3 * s for s in took],
+            "right": all(bench.topology.gather(float(right))),
+            "time_sliced": bench.time_sliced,
+        }
+    transport.close()
 
 
 CHECKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
@@ -214,30 +210,38 @@ CHECKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
 }
 
 
-def tokens_per_s(config: GPTConfig, sequences: int, step_s: float) -> float:
-    """Of one rank."""
-    return sequences * config.context / step_s
-
-
-def tflops(config: GPTConfig, sequences: int, step_s: float) -> float:
-    """Model FLOPs of one rank and second, in 1e12: 6 N + 12 L C T for each token."""
-    return tokens_per_s(config, sequences, step_s) * flops_per_token(config) / 1e12
-
-
 def main() -> int:
     """Run one check; rank 0 prints its rows. Collective over MPI's world."""
     name, options = sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    if "end" in options:
+        _heed(float(options["end"]))
     twin = bool(options.get("twin"))
     accelerator = HostAccelerator() if twin else choose_accelerator("cuda")  # before MPI
     from scaling.gpu_training import TRAINING
 
     bench = Bench(accelerator, TWIN if twin else DEVICE, twin=twin)
     for row in {**CHECKS, **TRAINING}[name](bench):
-        if bench.topology.is_root:
-            sys.stdout.write(json.dumps(row) + "\n")
-            sys.stdout.flush()
+        bench.say(row)
+    if bench.left_open:
+        _leave(bench)
     bench.topology.free()
     return 0
+
+
+def _heed(end: float) -> None:
+    """Shortly before ``end`` (seconds since the epoch) all stacks go to stderr; nothing of us stays long after it."""
+    left_s = end - time.time()
+    faulthandler.dump_traceback_later(max(left_s - NOTICE_S, 0.1))
+    signal.alarm(max(int(left_s + OVERTIME_S), 1))  # ends the process, also inside of a library
+
+
+def _leave(bench: Bench) -> None:
+    """End all ranks without MPI's finalize, which may wait for ever under open windows; the last row says so."""
+    bench.topology.barrier()
+    bench.say({"left": True})
+    bench.topology.barrier()  # a launcher ends the others when the first is gone
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

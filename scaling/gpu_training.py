@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hpczero
+from hpczero.errors import CommError
 from hpczero.models import GPT, GPTConfig
-from scaling.gpu_checks import Bench, Row, tflops, tokens_per_s
+from hpczero.models.config import parameter_count
+from scaling.gpu_bench import Bench, Row, tflops, tokens_per_s
 
 STEPS = 4
 WARM_UP = 3
 TIMED = 8
+TILE_NUMEL = 2**20
 
 
 def _tokens(
@@ -59,13 +63,29 @@ def _sharded(
     return model, optimizer
 
 
+def _attempted(
+    bench: Bench, config: GPTConfig, **options: Any
+) -> tuple[tuple[nn.Module, Any] | None, str]:
+    """``_sharded``, or None and what all ranks said where that way does not work here."""
+    try:
+        return _sharded(bench, config, **options), ""
+    except CommError as error:
+        return None, bench.survived(error)
+
+
 def _fill(tensor: Tensor) -> None:
     """The same million small random numbers again and again."""
-    tile = 0.02 * torch.randn(2**20, generator=torch.Generator().manual_seed(0))
-    flat, tile = tensor.view(-1), tile.to(tensor.device)
+    flat, tile = tensor.view(-1), _tile(tensor.device)
     for start in range(0, flat.numel(), len(tile)):
         piece = flat[start : start + len(tile)]
         piece.copy_(tile[: len(piece)])
+
+
+@cache
+def _tile(device: torch.device) -> Tensor:
+    """Drawn once: a large network has hundreds of parameters."""
+    generator = torch.Generator().manual_seed(0)
+    return (0.02 * torch.randn(TILE_NUMEL, generator=generator)).to(device)
 
 
 def _train(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -89,29 +109,29 @@ def parity(bench: Bench) -> Iterator[Row]:
     plain = _built(config).to(device)
     optimizer = _adamw(plain)
     expected = [float(_train(plain, optimizer, x, y)) for x, y in samples]
+    # Peers' memory last: it is what may not work, or take the job with it.
     ways = ["flat", "hierarchical", "ipc"] if size > 1 else ["flat"]
-    for precision in ("fp32", "bf16"):
-        first: list[float] | None = None
-        for stage in range(4):
-            for way in ways:
-                model, optimizer = _sharded(
-                    bench, config, stage=stage, precision=precision, transport=way
-                )
-                mine = slice(bench.topology.rank, bench.topology.rank + 1)
-                losses = []
-                for x, y in samples:
-                    loss = float(_train(model, optimizer, x[mine], y[mine]))
-                    losses.append(sum(bench.topology.gather(loss)) / size)
-                hpczero.release(model)
-                first = first or losses
-                pairs = zip(losses, expected, strict=True)
-                yield {
-                    "precision": precision,
-                    "stage": stage,
-                    "way": way,
-                    "bits_equal": losses == first,
-                    "largest_relative_difference": max(abs(a - b) / abs(b) for a, b in pairs),
-                }
+    first: dict[str, list[float]] = {}
+    mine = slice(bench.topology.rank, bench.topology.rank + 1)
+    for way in ways:
+        for precision, stage in product(("fp32", "bf16"), range(4)):
+            what = {"precision": precision, "stage": stage, "way": way}
+            built, said = _attempted(bench, config, stage=stage, precision=precision, transport=way)
+            if built is None:
+                yield {**what, "said": said}
+                break
+            model, optimizer = built
+            losses = []
+            for x, y in samples:
+                loss = float(_train(model, optimizer, x[mine], y[mine]))
+                losses.append(sum(bench.topology.gather(loss)) / size)
+            hpczero.release(model)
+            pairs = zip(losses, expected, strict=True)
+            yield {
+                **what,
+                "bits_equal": losses == first.setdefault(precision, losses),
+                "largest_relative_difference": max(abs(a - b) / abs(b) for a, b in pairs),
+            }
 
 
 def speed(bench: Bench) -> Iterator[Row]:
@@ -159,16 +179,26 @@ def speed(bench: Bench) -> Iterator[Row]:
             }
 
 
+def plain_model(config: GPTConfig, device: torch.device) -> GPT:
+    """What the baseline trains, in fp32: as many parameters as ours has."""
+    with torch.device("meta"):
+        model = GPT(config)
+    model = model.to_empty(device=device)
+    if config.tie_embeddings:
+        model.lm_head.weight = model.wte.weight  # to_empty has given each its own
+    numel, expected = sum(p.numel() for p in model.parameters()), parameter_count(config)
+    assert numel == expected, f"plain torch would train {numel:,} parameters, not {expected:,}"
+    with torch.no_grad():
+        for parameter in model.parameters():
+            _fill(parameter.data)
+    return model
+
+
 def _plain_step(
     config: GPTConfig, device: torch.device, x: Tensor, y: Tensor
 ) -> Callable[[], None]:
     """bf16 parameters, fp32 masters, stock fused AdamW: what a careful user writes by hand."""
-    with torch.device("meta"):
-        model = GPT(config)
-    model = model.to_empty(device=device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            _fill(parameter.data)
+    model = plain_model(config, device)
     masters: list[Tensor] = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
     model = model.to(torch.bfloat16)
     parameters: list[Tensor] = list(model.parameters())
@@ -201,31 +231,44 @@ def overlap(bench: Bench) -> Iterator[Row]:
     x, y = _tokens(config, sequences, bench.topology.rank, bench.accelerator.device)
     median: dict[str, float] = {}
     alone = Topology.alone()
-    ways: dict[str, dict[str, Any]] = {
-        "alone": {"topology": alone},
-        "one after the other": {"overlap": False, "transport": "ipc"},
-        "beside": {"overlap": True, "transport": "ipc"},
-    }
-    for way, options in ways.items():
+    transport = "ipc"
+    # The one that matters first: a rest of time may not do for all.
+    for way in ("alone", "beside", "one after the other"):
         _forget(bench)
-        model, optimizer = _sharded(
-            bench, config, quickly=True, stage=3, precision="bf16", **options
-        )
+        given: dict[str, Any] = {"quickly": True, "stage": 3, "precision": "bf16"}
+        if way == "alone":
+            given["topology"] = alone
+        else:
+            given.update(transport=transport, overlap=way == "beside")
+        built, said = _attempted(bench, config, **given)
+        if built is None:
+            yield {"way": f"{way}, {transport}", "said": said}
+            given["transport"] = transport = "hierarchical"
+            built = _sharded(bench, config, **given)
+        model, optimizer = built
         step = partial(_train, model, optimizer, x, y)
         for _ in range(WARM_UP):
             step()
         took = bench.seconds(step, TIMED)
         hpczero.release(model)
         median[way] = sorted(took)[len(took) // 2]
-        serial = median.get("one after the other", 0.0) - median["alone"]
         yield {
             "way": way,
+            "transport": "" if way == "alone" else transport,
             "step_ms": median[way] * 1e3,
+            "of_alone": median[way] / median["alone"],
+            "exposed": _exposed(median),
+            "time_sliced": bench.time_sliced,
             "all_ms": [1e3 * s for s in took],
-            "exposed": (median[way] - median["alone"]) / serial if serial > 0 else None,
         }
-        del model, optimizer, step
+        del built, model, optimizer, step
     alone.free()
+
+
+def _exposed(median: dict[str, float]) -> float | None:
+    """Share of the serial communication's time that is left beside the computation; None until all are measured."""
+    serial = median.get("one after the other", 0.0) - median["alone"]
+    return (median["beside"] - median["alone"]) / serial if serial > 0 else None
 
 
 def fits(bench: Bench, stage: int = 3) -> Iterator[Row]:
@@ -233,28 +276,27 @@ def fits(bench: Bench, stage: int = 3) -> Iterator[Row]:
     config, sequences = bench.sizes.large
     sequences = 1 if not bench.twin else sequences
     x, y = _tokens(config, sequences, bench.topology.rank, bench.accelerator.device)
-    with torch.device("meta"):
-        numel = sum(p.numel() for p in GPT(config).parameters())
-    share = int(
-        16 * numel * 0.9
-    )  # of bytes; stage 0 needs 16 for each parameter, before activations
+    share = int(16 * parameter_count(config) * 0.9)  # stage 0 needs 16 bytes each, and activations
     total = bench.accelerator.usage().get("total", 0)
     if total:
-        torch.cuda.set_per_process_memory_fraction(share / total, bench.accelerator.device)
+        fraction = min(share / total, 1.0)
+        torch.cuda.set_per_process_memory_fraction(fraction, bench.accelerator.device)
     problem = ""
     try:
         model, optimizer = _sharded(bench, config, quickly=True, stage=stage, precision="bf16")
         _train(model, optimizer, x, y)
         bench.accelerator.finish()
     except (torch.OutOfMemoryError, hpczero.HpcZeroError) as error:
-        problem = str(error).splitlines()[0]
+        problem = str(error).partition("\n")[0]
     yield {
         "stage": stage,
         "cap_nbytes": share if total else None,
         "trains": not problem,
         "said": problem,
     }
-    if not problem:
+    if problem:
+        bench.left_open = True  # in the middle of a step, of which nothing can be given back
+    else:
         hpczero.release(model)
 
 

@@ -1,0 +1,193 @@
+"""What the checks of ``scaling.gpu_checks`` share: sizes, the device with its ranks, two clocks.
+
+Owns: how a time is taken, what differs between a device and its twin on the host, whether ranks take turns on a
+device. Must not know: what is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hpczero.accelerator import Accelerator
+from hpczero.errors import HpcZeroError
+from hpczero.models.config import GPTConfig, flops_per_token
+
+if TYPE_CHECKING:
+    from hpczero.topology import Topology
+
+Row = dict[str, Any]
+MIB = 2**20
+REPEATS = 7
+CALLS = 20  # of a kernel without a pause: one may be over before the host has read its clock
+MPS_S = 5.0
+MPS_FOLDER = "/tmp/nvidia-mps"  # where CUDA looks if CUDA_MPS_PIPE_DIRECTORY is not set
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What differs between a device and its twin."""
+
+    kernel_nbytes: int  # that one call of a kernel reads and writes, or three quarters of it
+    messages: tuple[int, ...]
+    tiny: GPTConfig
+    models: tuple[tuple[str, GPTConfig, int], ...]  # name, network, sequences of one step
+    large: tuple[GPTConfig, int]
+
+
+def _gpt(layers: int, hidden: int, heads: int, vocab: int, context: int) -> GPTConfig:
+    return GPTConfig(vocab_size=vocab, context=context, layers=layers, hidden=hidden, heads=heads)
+
+
+_TINY = _gpt(3, 48, 3, 101, 24)
+DEVICE = Sizes(
+    kernel_nbytes=2048 * MIB,
+    messages=(64 * MIB, 512 * MIB),
+    tiny=_TINY,
+    models=(
+        ("124M", _gpt(12, 768, 12, 50304, 1024), 16),
+        ("1.5B", _gpt(48, 1600, 25, 50304, 1024), 8),
+    ),
+    large=(_gpt(48, 1600, 25, 50304, 1024), 4),
+)
+TWIN = Sizes(
+    kernel_nbytes=MIB,
+    messages=(MIB // 4,),
+    tiny=_TINY,
+    models=(("tiny", _gpt(2, 64, 2, 256, 32), 2),),
+    large=(_gpt(2, 64, 2, 256, 32), 2),
+)
+
+
+class Bench:
+    """The device, the ranks that share it, and two clocks: the host's, which waits for the device, and the device's.
+
+    Attributes:
+        left_open: a transport could not be closed: MPI must not be finalized under its windows.
+    """
+
+    def __init__(self, accelerator: Accelerator, sizes: Sizes, *, twin: bool) -> None:
+        from hpczero.topology import Topology
+
+        self.accelerator = accelerator
+        self.sizes = sizes
+        self.twin = twin
+        self.topology: Topology = Topology.of_world()
+        self.left_open = False
+
+    def seconds(
+        self, call: Callable[[], object], repeats: int = REPEATS, *, calls: int = 1
+    ) -> list[float]:
+        """By the host's clock, of the slowest rank: what one of ``calls`` took, in each repetition. Collective.
+
+        From a common start until the device is through. For calls that wait on the host themselves, or long ones. The
+        first repetition is left out.
+        """
+        found = []
+        for _ in range(repeats + 1):
+            self.accelerator.finish()
+            self.topology.barrier()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            self.accelerator.finish()
+            found.append(max(self.topology.gather((time.perf_counter() - start) / calls)))
+        return found[1:]
+
+    def device_seconds(self, call: Callable[[], object], *, calls: int = CALLS) -> float:
+        """By the device's clock, of the slowest rank: what one of ``calls`` without a pause took at least. Collective.
+
+        For calls that return before they are done.
+        """
+        found = []
+        call()
+        for _ in range(REPEATS):
+            self.accelerator.finish()
+            self.topology.barrier()
+            span = self.accelerator.span()
+            for _ in range(calls):
+                call()
+            span.end()
+            found.append(max(self.topology.gather(span.seconds() / calls)))
+        return min(found)
+
+    def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.accelerator.device)
+
+    @cached_property
+    def time_sliced(self) -> bool:
+        """Whether ranks share a device on which the kernels of only one process run at a time. Collective."""
+        if self.accelerator.is_host:
+            return False
+        device = self.accelerator.device
+        name = getattr(torch.cuda.get_device_properties(device), "uuid", device)
+        mine = zlib.crc32(f"{socket.gethostname()} {name}".encode())
+        most = max(Counter(self.topology.gather(float(mine))).values())
+        return most > 1 and not all(self.topology.gather(float(mps()[0])))
+
+    def survived(self, error: HpcZeroError) -> str:
+        """What an error said that all ranks have in common, so that the check can go on.
+
+        Raises:
+            HpcZeroError: ``error``, if other ranks may be waiting for this one; that ends the job.
+        """
+        if self.topology.size > 1 and not error.agreed:
+            raise error
+        self.left_open = True
+        return str(error).partition("\n")[0]
+
+    def say(self, row: Row) -> None:
+        """Print one row, if this is rank 0; it is out when this returns."""
+        if self.topology.is_root:
+            sys.stdout.write(json.dumps(row) + "\n")
+            sys.stdout.flush()
+
+
+def mps() -> tuple[bool, str]:
+    """Whether CUDA MPS is on, by which kernels of several processes run on a device at a time, and how we know.
+
+    Asks a daemon that runs already; never starts one. Without it processes take turns on the device.
+    """
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "")
+    named = f"CUDA_MPS_PIPE_DIRECTORY is {folder or 'not set'}"
+    try:
+        done = subprocess.run(
+            ["nvidia-cuda-mps-control"],
+            input="get_server_list\n",
+            capture_output=True,
+            text=True,
+            timeout=MPS_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"{named}, nvidia-cuda-mps-control does not answer"
+    except OSError:
+        there = (Path(folder or MPS_FOLDER) / "control").exists()
+        pipe = f"{'a' if there else 'no'} pipe of a daemon is there"
+        return there, f"{named}, no nvidia-cuda-mps-control to ask, {pipe}"
+    answers = done.returncode == 0 and "cannot find" not in (done.stdout + done.stderr).lower()
+    return answers, f"{named}, {'a' if answers else 'no'} control daemon answers"
+
+
+def tokens_per_s(config: GPTConfig, sequences: int, step_s: float) -> float:
+    """Of one rank."""
+    return sequences * config.context / step_s
+
+
+def tflops(config: GPTConfig, sequences: int, step_s: float) -> float:
+    """Model FLOPs of one rank and second, in 1e12: 6 N + 12 L C T for each token."""
+    return tokens_per_s(config, sequences, step_s) * flops_per_token(config) / 1e12

@@ -1,0 +1,121 @@
+"""What the figures of ``python -m scaling.gpu`` should be, and how they are shown.
+
+Owns: the goals and the tables. Must not know: how a check is run, what it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from scaling.record import Row
+from scaling.table import table
+
+HIDDEN = ("kind", "all_ms")  # columns that are in the rows and not in the tables
+SLICED = "time-sliced: not judged"  # kernels of several processes take turns without CUDA MPS
+
+Verdict = tuple[str, str]  # what, with its figure
+
+
+def report(rows: list[Row]) -> str:
+    """All rows as tables, then each goal with its figure."""
+    parts = []
+    for check in dict.fromkeys(row["kind"] for row in rows):
+        if check not in ("run", "failure"):
+            parts.append(f"{check}\n\n{_table([row for row in rows if row['kind'] == check])}")
+    failures = [_failure(row) for row in rows if row["kind"] == "failure"]
+    if failures:
+        parts.append("not run or failed\n\n" + "\n".join(failures))
+    parts.append("goals\n\n" + "\n".join(f"- {what}: {how}" for what, how in goals(rows)))
+    return "\n\n".join(parts)
+
+
+def _table(rows: list[Row]) -> str:
+    columns = [c for c in dict.fromkeys(k for row in rows for k in row) if c not in HIDDEN]
+    return table(columns, [[_text(row.get(column)) for column in columns] for row in rows])
+
+
+def _failure(row: Row) -> str:
+    first, *others = row["said"].splitlines()
+    lines = [f"- {row['check']} on {row['ranks']} rank(s): {first}", *others]
+    return "\n      ".join(lines)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.3g}" if isinstance(value, float) else str(value)
+
+
+def goals(rows: list[Row]) -> Iterator[Verdict]:
+    """Each goal of a GPU run that these rows can speak of."""
+    twin = any(row.get("twin") for row in rows)  # whose times mean nothing
+
+    def of(check: str, wanted: Callable[[Row], bool] = lambda row: True) -> list[Row]:
+        return [row for row in rows if row["kind"] == check and wanted(row)]
+
+    yield from _kernels(of("kernels"), twin)
+    for check in ("parity", "collectives", "overlap"):
+        for row in of(check, lambda row: bool(row.get("said"))):
+            yield f"{check} by {row['way']} on {row['ranks']} ranks works", _met("no", False)
+    yield from _parity(of("parity", lambda row: not row.get("said")))
+    yield from _collectives(of("collectives", lambda row: not row.get("said")), twin)
+    if twin:
+        return
+    for row in of("speed", lambda row: row["way"] == "hpczero"):
+        ratio = row["of_plain"]
+        yield f"{row['model']}: tokens/s at least 0.97 of plain torch", _met(ratio, ratio >= 0.97)
+    for row in of("overlap", lambda row: row.get("exposed") is not None):
+        met = _met(row["exposed"], row["exposed"] <= 0.2, sliced=bool(row.get("time_sliced")))
+        yield "exposed communication at most 0.2 of the serial", met
+    capped = [row for check in ("fits", "fits_not") for row in of(check)]
+    held = {row["stage"]: row["trains"] for row in capped if row["cap_nbytes"] is not None}
+    if held:
+        right = held.get(3, False) and not held.get(0, False)
+        yield "does not fit at stage 0, trains at stage 3", _met(str(held), right)
+
+
+def _kernels(rows: list[Row], twin: bool) -> Iterator[Verdict]:
+    rows = [row for row in rows if "sum" in row["kernel"] or "cast" in row["kernel"]]
+    if not rows:
+        return
+    least = min(row["of_copy"] for row in rows)
+    if not twin:
+        yield "kernels at least 0.85 of the copy's rate", _met(least, least >= 0.85)
+    bits = all(row.get("bits_equal", True) for row in rows)
+    yield "sums have the host's bits", _met("yes" if bits else "no", bits)
+
+
+def _parity(rows: list[Row]) -> Iterator[Verdict]:
+    if not rows:
+        return
+    equal = all(row["bits_equal"] for row in rows)
+    yield "stages and transports bit-identical", _met("yes" if equal else "no", equal)
+    fp32 = [r["largest_relative_difference"] for r in rows if r["precision"] == "fp32"]
+    if fp32:
+        yield "fp32 losses within 1e-5 of plain torch", _met(max(fp32), max(fp32) <= 1e-5)
+
+
+def _collectives(rows: list[Row], twin: bool) -> Iterator[Verdict]:
+    bounds = () if twin else (("copy", 0.8), ("mpi", 2.0), ("staged", 5.0))
+    for row in rows:
+        if row["way"] == "copy":
+            continue
+        size = f"{row['nbytes'] / 2**20:g} MiB, {row['ranks']} ranks"
+        where = f"{row['operation']} of {size}"
+        yield f"{where}, {row['way']}: right", _met(str(row["right"]), row["right"])
+        if row["way"] != "ipc":
+            continue
+        same = [r for r in rows if (r["ranks"], r["nbytes"]) == (row["ranks"], row["nbytes"])]
+        for other, least in bounds:
+            of_it = [r for r in same if r["way"] == other]
+            ms = [r["ms"] for r in of_it if r["operation"] in ("copy", row["operation"])]
+            if ms:
+                ratio = ms[0] / row["ms"]
+                sliced = other == "copy" and bool(row.get("time_sliced"))
+                met = _met(ratio, ratio >= least, sliced=sliced)
+                yield f"{where}: {other} / ipc at least {least}", met
+
+
+def _met(figure: float | str, met: bool, *, sliced: bool = False) -> str:
+    verdict = SLICED if sliced else "met" if met else "missed"
+    return f"{_text(figure)}, {verdict}"
