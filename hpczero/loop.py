@@ -127,6 +127,9 @@ def train(
     config, folder = config.pinned(batch.global_batch), RunFolder.of(config.run)
     identity = resume.identity(config, tokens, model_config)
     checkpoints = RunCheckpoints(config, folder, model)
+    deadline = Deadline(environment)
+    with topology.agreed("hold the job's time against a save"):
+        deadline.check_room(save_s=checkpoints.save_s)
     start = checkpoints.begin(identity)
     set_options(optimizer, config.train)
     scheduler = LambdaLR(optimizer, config.train.learning_rate_factor, last_epoch=start - 1)
@@ -151,7 +154,7 @@ def train(
     log.info("%s", describe_run(config, batch, seq_len, topology.size))
 
     stopped, held_out_loss = False, None
-    stops = Stops(folder.path, topology, signals, Deadline(environment))
+    stops = Stops(folder.path, topology, signals, deadline)
     stragglers = Stragglers(topology, every=config.log.stragglers_every)
     with records or nullcontext(), checkpoints:
         for step in range(start, config.train.steps):

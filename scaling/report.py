@@ -17,7 +17,7 @@ from hpczero.options import parse_command_line
 from scaling import (
     checkpoint_report,
     collectives_report,
-    gpu,
+    gpu_goals,
     peers_report,
     predict_report,
     sweep_plots,
@@ -35,7 +35,7 @@ def gpu_text(rows: list[Row]) -> str:
     where = "a twin on the host, whose times mean nothing" if head.get("twin") else "a device"
     return (
         f"Checks of {where}: {head['machine']}, commit {head['commit']}, {head['date']}.\n\n"
-        f"{gpu.report(rows)}"
+        f"{gpu_goals.report(rows)}"
     )
 
 
