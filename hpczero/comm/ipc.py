@@ -174,10 +174,11 @@ class Ipc(NodeLevel):
         """See ``NodeLevel``."""
         if self._counters is not None:
             self._gradients.close()
-            self._parts.clear()
-            for attached in self._attached:
-                attached.close()
-            self._attached.clear()
+        self._parts.clear()
+        for attached in self._attached:  # some of them, where ``settle`` failed
+            attached.close()
+        self._attached.clear()
+        if self._counters is not None:
             self.comm.Barrier()  # nobody has it mapped when its owner gives it back
             self._counters.free()
             self._counters = None

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 import hpczero
-from hpczero.accelerator import host
+from hpczero.accelerator import Attached, host
 from hpczero.comm import choose, segment
+from hpczero.device import Use
 from hpczero.errors import CommError, ConfigError, TopologyError
 from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert
@@ -183,3 +185,32 @@ def test_where_peers_cannot_be_mapped_auto_takes_messages(
             MLP(), None, topology=topology, transport="ipc", device=LateAccelerator()
         ),
     )
+
+
+class UnreachablePeer(LateAccelerator):
+    """The last rank cannot map the one before it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.mapped: list[Attached] = []
+        self._rank = rank
+
+    def attach(self, ticket: bytes, nbytes: int) -> Attached:
+        if self._rank == 2 and self.mapped:
+            raise CommError("the memory of rank 1 cannot be mapped")
+        self.mapped.append(super().attach(ticket, nbytes))
+        return self.mapped[-1]
+
+
+@pytest.mark.ranks(3)
+def test_where_one_rank_cannot_map_its_peers_nobody_keeps_them_mapped(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    accelerator = UnreachablePeer(comm.rank)
+    transport = choose(topology, "ipc", accelerator=accelerator)
+    transport.allocate(12, torch.float32, category="c", use=Use.REDUCE)
+    raises_on_all(comm, CommError, "rank 1 cannot be mapped", transport.settle)
+    parallel_assert(comm, len(accelerator.mapped) == (1 if comm.rank == 2 else 2))
+    transport.close()
+    left = [attached.memory.numel() for attached in accelerator.mapped]
+    parallel_assert(comm, not any(left), f"{left}")
