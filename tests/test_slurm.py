@@ -155,7 +155,7 @@ def test_job_without_a_limit_and_no_job_at_all_are_never_near_their_end() -> Non
 @pytest.mark.slow
 def test_run_saves_and_asks_to_be_requeued_when_its_time_is_nearly_up(tmp_path: Path) -> None:
     options = "--run.name r --model.preset gpt-micro --model.context 16 --train.steps 1000000 "
-    options += "--evaluation.batches 0 --log.plot false --log.tensorboard false --data.cache"
+    options += "--evaluation.batches 0 --checkpoint.every 0 --log.plot false --log.tensorboard false --data.cache"
     words = [*options.split(), str(ROOT / "runs" / "tokens"), "--run.folder", str(tmp_path)]
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 35)}
     job = run_ranks(2, ["-m", "hpczero.train", *words], timeout=90, env=env)
