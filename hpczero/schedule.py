@@ -186,16 +186,17 @@ class Schedule:
         return pytree.tree_unflatten(leaves, spec)
 
     def _make_whole(self, units: Sequence[Unit]) -> None:
-        """Wait until ``units`` are whole; what comes after them is on its way before."""
+        """Wait until ``units`` are whole; what comes after them is on its way then."""
         for unit in units:
             unit.unshard()
+        for unit in units:
+            unit.wait_for_unshard()
         if self._prefetch is not None:
+            # Not before the wait, which proves that peers are at most a unit behind: no more is held than planned.
             for unit in units:
                 following = self._prefetch.next_after(unit)
                 if following is not None:
                     following.unshard()
-        for unit in units:
-            unit.wait_for_unshard()
 
     def _end_pass(self) -> None:
         """Give back what was made whole ahead and then not used."""

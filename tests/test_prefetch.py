@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -172,4 +173,25 @@ def test_bytes_held_between_nodes_equal_the_plan(
         exchange = memory.current.get("exchange", 0)
         said = f"exchange {exchange}, plan {plan.exchange}"
         parallel_assert(comm, abs(exchange - plan.exchange) <= 0.03 * plan.exchange, said)
+    topology.free()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(4)
+def test_a_rank_whose_peer_is_late_holds_no_more_than_the_plan(comm: MPI.Intracomm) -> None:
+    topology = hpczero.Topology.create(comm, [2 * rank // comm.size for rank in range(comm.size)])
+    model = tiny_gpt(vocab_size=512, context=64, layers=6, hidden=64, heads=4)
+    optimizer, batch = adamw(model), tiny_tokens(comm.rank)
+    with zeroified(model, optimizer, topology=topology, transport="window") as sharding:
+        if topology.local_rank == 0:
+            for module in model.modules():
+                module.register_forward_hook(lambda *_: time.sleep(0.004))
+        for _ in range(3):
+            sharding.memory.reset_peak()
+            model(batch, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        plan = sharding.plan.memory(sharing=sharding.collectives.sharing)
+        peak = sharding.memory.peak.get("unsharded", 0)
+        parallel_assert(comm, peak <= 1.03 * plan.unsharded, f"peak {peak}, plan {plan.unsharded}")
     topology.free()

@@ -92,6 +92,7 @@ class WholeBuffer(Buffer):
             return
         self.generation += 1
         if not self._held:
+            self._window.drop_released()  # a peer that was late may have come since: one unit less beside this one
             self.segment.claim(*self.part)
             self._memory.add(self._category, self._nbytes)
             self._held = True
@@ -218,10 +219,16 @@ class Window(NodeLevel):
         if self._counters is not None and whole.held:
             self._counters.publish(FIRST_WHOLE + whole.number, whole.generation)
             self._to_drop[whole.number] = whole
-            for other in list(self._to_drop.values()):  # a peer may have been late last time
-                if self._counters.reached(FIRST_WHOLE + other.number, other.generation):
-                    other.drop()
-                    del self._to_drop[other.number]
+            self.drop_released()
+
+    def drop_released(self) -> None:
+        """Give back what every rank of the node has released by now; not collective."""
+        if self._counters is None:
+            return
+        for other in list(self._to_drop.values()):
+            if self._counters.reached(FIRST_WHOLE + other.number, other.generation):
+                other.drop()
+                del self._to_drop[other.number]
 
     def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
         """See ``NodeLevel``."""
