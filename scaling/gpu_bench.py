@@ -35,7 +35,7 @@ MIB = 2**20
 REPEATS = 7
 CALLS = 20  # of a kernel without a pause: one may be over before the host has read its clock
 MPS_S = 5.0
-MPS_FOLDER = "/tmp/nvidia-mps"  # where CUDA looks if CUDA_MPS_PIPE_DIRECTORY is not set
+MPS_FOLDER = "/tmp/nvidia-mps"  # CUDA's own default of CUDA_MPS_PIPE_DIRECTORY (its MPS guide)
 
 
 @dataclass(frozen=True)

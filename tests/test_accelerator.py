@@ -98,16 +98,19 @@ def test_exported_memory_is_seen_by_another_process_and_leaves_no_file() -> None
     block.close()
 
 
+def said_by(script: str) -> str:
+    """What a new interpreter prints."""
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def test_nothing_of_cuda_is_loaded_without_a_device() -> None:
     """Not CuPy, and no context: the package runs where there is neither."""
     script = (
         "import sys, torch, hpczero.zero, hpczero.accelerator, hpczero.kernels.tree_sum; "
         "print('cupy' in sys.modules, 'hpczero.accelerator.cuda' in sys.modules, torch.cuda.is_initialized())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["False", "False", "False"]
+    assert said_by(script).split() == ["False", "False", "False"]
 
 
 def test_a_training_of_ones_own_loads_neither_the_command_line_nor_hdf5() -> None:
@@ -116,7 +119,4 @@ def test_a_training_of_ones_own_loads_neither_the_command_line_nor_hdf5() -> Non
         "import sys, hpczero; hpczero.zeroify; "
         "print([name for name in ('tyro', 'hpczero.config', 'h5py') if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "[]\n"
+    assert said_by(script) == "[]\n"

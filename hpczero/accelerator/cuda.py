@@ -236,9 +236,8 @@ class CudaAccelerator(Accelerator):
         """See ``Accelerator``."""
         stats: dict[str, Any] = torch.cuda.memory_stats(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
-        exported = sum(
-            block.nbytes for block in self._blocks
-        )  # not torch's, and there all the time
+        # Not torch's, and there all the time.
+        exported = sum(block.nbytes for block in self._blocks)
         return {
             "allocated": int(stats.get("allocated_bytes.all.current", 0)) + exported,
             "allocated_peak": int(stats.get("allocated_bytes.all.peak", 0)) + exported,

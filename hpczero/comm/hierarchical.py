@@ -39,9 +39,8 @@ from hpczero.topology import Topology
 
 # Sums in shared memory that a rank may put off: it need not wait for peers that are this many units behind.
 PUT_OFF = IN_TURN - 1
-DEVICE_ROUND_BYTES = (
-    4 * 2**20
-)  # a round costs a device launches and waits of the host, whatever its size
+# A round costs a device launches and waits of the host, whatever its size.
+DEVICE_ROUND_BYTES = 4 * 2**20
 
 Inside = Literal["window", "ipc", "messages"]
 
