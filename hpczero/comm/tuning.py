@@ -7,8 +7,9 @@ units, stages, what a selection is used for.
 From small blocks to large ones every candidate does the real thing, sums included, on all rails at once; the time of a
 candidate is that of the slowest rank, the least of a few runs (noise only adds). What is far slower than the best is
 not tried at the next size, except the default, and a size that would break the budget is not tried at all: the choice
-for the size before holds from there on. All ranks see all times, so all stop and choose alike. A candidate takes the
-place of the default only if it is faster by a margin, so that noise does not choose.
+for the size before holds from there on, unless that was a short one, where latency decides, which tells nothing of long
+blocks; then the default serves them. All ranks see all times, so all stop and choose alike. A candidate takes the place
+of the default only if it is faster by a margin, so that noise does not choose.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -37,8 +39,9 @@ from hpczero.topology import Topology
 
 logger = logging.getLogger("hpczero.comm")
 
-VERSION = 1  # of the measurement: what another version remembered is not used
+VERSION = 2  # of the measurement: what another version remembered is not used
 SIZES = (2**14, 2**17, 2**20, 2**23)  # bytes of a block
+LONG = 2**17  # bytes from which on the time of a block is that of the links
 CHUNKS = {  # bytes of a round; on slow links short rounds overlap best, on fast ones each round costs a few calls
     "pairwise": (ROUND_BYTES, 4 * ROUND_BYTES, 32 * ROUND_BYTES),
     "library": (32 * ROUND_BYTES,),
@@ -193,11 +196,12 @@ def _exchange_trials(topology: Topology, node_dtype: torch.dtype) -> Candidates:
 
 def _measure(topology: Topology, candidates: Candidates, *, budget_s: float) -> tuple[Choice, ...]:
     """The choice at every size that the budget allows. Collective; see [Note: Measuring]."""
-    left_s, running = budget_s, list(candidates.choices)
+    left_s, running, default = budget_s, list(candidates.choices), candidates.choices[0]
     chosen: list[Choice] = []
     before: dict[Choice, float] = {}
     for index, nbytes in enumerate(SIZES):
         here = _that_differ(running, nbytes)
+        from_nbytes = boundary(SIZES[index - 1], nbytes) if index else 0
         runs = RUNS
         if before:
             growth, usual = nbytes / SIZES[index - 1], min(before.values())
@@ -205,12 +209,13 @@ def _measure(topology: Topology, candidates: Candidates, *, budget_s: float) -> 
             if expected_s * RUNS > left_s:
                 runs = 2
             if expected_s * runs > left_s:
+                if SIZES[index - 1] < LONG:
+                    chosen.append(replace(default, from_nbytes=from_nbytes))
                 break
         times: dict[Choice, float] = {}
         for choice in here:
             times[choice], spent = _time(topology, candidates, choice, nbytes, runs)
             left_s -= spent
-        default = candidates.choices[0]
         best = min(times, key=lambda choice: times[choice])
         if default in times and times[best] > MARGIN * times[default]:
             best = default
@@ -218,7 +223,7 @@ def _measure(topology: Topology, candidates: Candidates, *, budget_s: float) -> 
             Choice(
                 best.algorithm,
                 best.chunk_nbytes,
-                from_nbytes=boundary(SIZES[index - 1], nbytes) if index else 0,
+                from_nbytes=from_nbytes,
                 at_nbytes=nbytes,
                 seconds={candidate_name(c.algorithm, c.chunk_nbytes): s for c, s in times.items()},
             )

@@ -13,7 +13,7 @@ import torch
 
 import hpczero
 from hpczero.comm import choose, tuning
-from hpczero.comm.selection import DEFAULT, NAMES
+from hpczero.comm.selection import DEFAULT, NAMES, Choice
 from hpczero.comm.tuning import cache_file, tune
 from tests.helpers.parallel import parallel_assert
 
@@ -56,7 +56,7 @@ def test_every_algorithm_that_fits_is_measured_and_all_ranks_choose_alike(
     parallel_assert(comm, all(seconds > 0 for seconds in first.seconds.values()))
     measured = {name.partition("/")[0] for name in selection.exchanges[0].seconds}
     parallel_assert(comm, measured == set(NAMES["reduce_scatter"]), str(selection))
-    sizes = [choice.at_nbytes for choice in selection.exchanges]
+    sizes = [choice.at_nbytes for choice in selection.exchanges if choice.seconds]
     parallel_assert(comm, sizes[0] == 2**14 and sizes == sorted(set(sizes)), str(sizes))
     # the best of what was measured, or the default where it is about as good
     for choice, default in (
@@ -76,6 +76,32 @@ def test_the_next_job_measures_nothing_unless_asked(comm: MPI.Intracomm, nodes: 
     parallel_assert(comm, same, f"{first} {second}")
     third = tune(nodes, torch.float32, fresh=True)
     parallel_assert(comm, third.origin.startswith("measured in"), third.origin)
+
+
+@pytest.mark.parametrize(("seconds_of_a_byte", "measured"), [(1e-6, 2**14), (6e-8, 2**17)])
+def test_what_wins_by_its_latency_does_not_serve_blocks_that_were_too_long_to_measure(
+    comm: MPI.Intracomm,
+    nodes: Topology,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds_of_a_byte: float,
+    measured: int,
+) -> None:
+    def over_a_slow_link(
+        _nodes: object, _candidates: object, choice: Choice, nbytes: int, runs: int
+    ) -> tuple[float, float]:
+        latency_nbytes = 0 if choice.algorithm == "library" else 10_000
+        took = (latency_nbytes + nbytes) * seconds_of_a_byte
+        return took, took * runs
+
+    monkeypatch.setattr(tuning, "_time", over_a_slow_link)
+    selection = tune(nodes, torch.float32)
+    said = str(selection)
+    parallel_assert(comm, max(choice.at_nbytes for choice in selection.gathers) == measured, said)
+    parallel_assert(comm, selection.gather_for(2**14).algorithm == "library", said)
+    # A size whose time was the link's speaks for longer ones.
+    longer = "pairwise" if measured == 2**14 else "library"
+    parallel_assert(comm, selection.gather_for(2**23).algorithm == longer, said)
+    parallel_assert(comm, selection.exchange_for(2**23).algorithm == longer, said)
 
 
 @pytest.mark.ranks(4)
