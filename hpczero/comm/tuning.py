@@ -6,10 +6,10 @@ units, stages, what a selection is used for.
 [Note: Measuring]
 From small blocks to large ones every candidate does the real thing, sums included, on all rails at once; the time of a
 candidate is that of the slowest rank, the least of a few runs (noise only adds). What is far slower than the best is
-not tried at the next size, except the default, and a size that would break the budget is not tried at all: the choice
-for the size before holds from there on, unless that was a short one, where latency decides, which tells nothing of long
-blocks; then the default serves them. All ranks see all times, so all stop and choose alike. A candidate takes the place
-of the default only if it is faster by a margin, so that noise does not choose.
+not tried at the next size, except the default, and a size that would break the budget is not tried at all: the default
+serves it, unless another was far better at a size whose time is the links'; what wins with short blocks wins by its
+latency, which tells nothing of long ones. All ranks see all times, so all stop and choose alike. A candidate takes the
+place of the default only if it is faster by a margin, so that noise does not choose.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ CHUNKS = {  # bytes of a round; on slow links short rounds overlap best, on fast
 BUDGET_S = 2.0
 RUNS = 4  # at most, and 2 where a run takes long
 WORSE = 4.0  # times the best: not tried at larger sizes, unless it is the default
+FAR_BETTER = 0.67  # of the default's time: serves longer blocks unmeasured
 MARGIN = 0.95  # of the default's time: what replaces it must be below
 
 Trial = Callable[[], None]
@@ -209,7 +210,8 @@ def _measure(topology: Topology, candidates: Candidates, *, budget_s: float) -> 
             if expected_s * RUNS > left_s:
                 runs = 2
             if expected_s * runs > left_s:
-                if SIZES[index - 1] < LONG:
+                speaks = SIZES[index - 1] >= LONG and default in before
+                if not speaks or min(before.values()) > FAR_BETTER * before[default]:
                     chosen.append(replace(default, from_nbytes=from_nbytes))
                 break
         times: dict[Choice, float] = {}

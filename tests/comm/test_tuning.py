@@ -78,28 +78,34 @@ def test_the_next_job_measures_nothing_unless_asked(comm: MPI.Intracomm, nodes: 
     parallel_assert(comm, third.origin.startswith("measured in"), third.origin)
 
 
-@pytest.mark.parametrize(("seconds_of_a_byte", "measured"), [(1e-6, 2**14), (6e-8, 2**17)])
+@pytest.mark.parametrize(
+    ("seconds_of_a_byte", "advantage", "measured", "longer"),
+    [
+        (1e-6, 0.5, 2**14, "pairwise"),
+        (6e-8, 0.9, 2**17, "pairwise"),
+        (6e-8, 0.6, 2**17, "library"),  # at a size whose time is the links', and by far
+    ],
+)
 def test_what_wins_by_its_latency_does_not_serve_blocks_that_were_too_long_to_measure(
     comm: MPI.Intracomm,
     nodes: Topology,
     monkeypatch: pytest.MonkeyPatch,
     seconds_of_a_byte: float,
+    advantage: float,
     measured: int,
+    longer: str,
 ) -> None:
     def over_a_slow_link(
         _nodes: object, _candidates: object, choice: Choice, nbytes: int, runs: int
     ) -> tuple[float, float]:
-        latency_nbytes = 0 if choice.algorithm == "library" else 10_000
-        took = (latency_nbytes + nbytes) * seconds_of_a_byte
-        return took, took * runs
+        took = nbytes * seconds_of_a_byte * (advantage if choice.algorithm == "library" else 1.0)
+        return took, nbytes * seconds_of_a_byte * runs
 
     monkeypatch.setattr(tuning, "_time", over_a_slow_link)
     selection = tune(nodes, torch.float32)
     said = str(selection)
     parallel_assert(comm, max(choice.at_nbytes for choice in selection.gathers) == measured, said)
     parallel_assert(comm, selection.gather_for(2**14).algorithm == "library", said)
-    # A size whose time was the link's speaks for longer ones.
-    longer = "pairwise" if measured == 2**14 else "library"
     parallel_assert(comm, selection.gather_for(2**23).algorithm == longer, said)
     parallel_assert(comm, selection.exchange_for(2**23).algorithm == longer, said)
 
