@@ -79,7 +79,7 @@ class Options:
     """What to show.
 
     Attributes:
-        files: results (.jsonl); without any, all in scaling/results.
+        files: results (.jsonl), or folders of them, such as that of a study; without any, all in scaling/results.
         page: also write one HTML page of all of them, which needs no network and no other file.
     """
 
@@ -96,7 +96,7 @@ def main() -> int:
         description=str(main.__doc__),
         default=Options(),
     )
-    given = [Path(name) for name in options.files]
+    given = [path for name in options.files for path in results_in(Path(name))]
     reports, problems = [], []
     for path in given or sorted((ROOT / "scaling" / "results").rglob("*.jsonl")):
         try:
@@ -115,6 +115,23 @@ def main() -> int:
     if given and problems:
         raise problems[0]
     return 0
+
+
+def results_in(path: Path) -> list[Path]:
+    """``path`` itself, or the results in it and its folders.
+
+    Raises:
+        ConfigError: a folder without any.
+    """
+    if not path.is_dir():
+        return [path]
+    found = sorted(file for file in path.rglob("*.jsonl") if file.stem.split("-")[0] in TEXT)
+    if not found:
+        raise ConfigError(
+            f"{path}: holds no results, expected files such as sweep-weak.jsonl; a study that has not been collected yet "
+            "is, by its own command with --collect"
+        )
+    return found
 
 
 def show(path: Path) -> Report:

@@ -59,6 +59,17 @@ def test_rows_without_what_a_report_needs_are_left_out_and_counted(
     assert clean.splitlines()[-4:] == said.splitlines()[-4:]  # the tables are the same
 
 
+def test_a_folder_stands_for_the_results_in_it(shown: Report, tmp_path: Path) -> None:
+    study = tmp_path / "study"
+    (study / "weak").mkdir(parents=True)
+    path = write(study / "weak" / "sweep-weak.jsonl", rows())
+    write(study / "metrics.jsonl", [{"kind": "step"}])  # of a training, beside them
+    assert shown(study) == shown(path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"empty: holds no results, .*--collect"):
+        shown(tmp_path / "empty")
+
+
 def test_the_table_of_a_gpu_is_shown_with_all_others(shown: Report, tmp_path: Path) -> None:
     results = tmp_path / "scaling" / "results"
     write(results / "gpu.jsonl", GPU)
