@@ -128,8 +128,8 @@ def results_in(path: Path) -> list[Path]:
     found = sorted(file for file in path.rglob("*.jsonl") if file.stem.split("-")[0] in TEXT)
     if not found:
         raise ConfigError(
-            f"{path}: holds no results, expected files such as sweep-weak.jsonl; a study that has not been collected yet "
-            "is, by its own command with --collect"
+            f"{path}: holds no results, expected files such as sweep-weak.jsonl; a study that has not been collected "
+            "yet is, by its own command with --collect"
         )
     return found
 
