@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -225,18 +226,20 @@ def test_nothing_is_left_when_its_owner_is_killed(possible: None) -> None:
         start_new_session=True,
     )
     try:
+        ours, found = os.readlink("/proc/self/ns/pid"), list[str]()
 
-        def ranks() -> list[int]:
-            lines = {
-                process.pid: Path(f"/proc/{process.pid}/cmdline").read_bytes()
-                for process in family(owner.pid)
-                if process.alive()
-            }
-            return [pid for pid, line in lines.items() if line.endswith(b"\0hang\0")]
+        def ranks_are_there() -> bool:
+            found.clear()  # one look sees them or does not: it misses whoever is between two parents
+            for process in family(owner.pid):
+                with suppress(OSError):  # gone since
+                    line = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+                    namespace = os.readlink(f"/proc/{process.pid}/ns/pid")
+                    if line.endswith(b"\0hang\0") and namespace != ours:
+                        found.append(namespace)
+            return len(found) == 3  # the launcher and both
 
-        assert eventually(lambda: len(ranks()) >= 2)
-        (namespace,) = {os.readlink(f"/proc/{pid}/ns/pid") for pid in ranks()[-2:]}
-        assert namespace != os.readlink("/proc/self/ns/pid")
+        assert eventually(ranks_are_there)
+        (namespace,) = set(found)
         os.kill(owner.pid, signal.SIGKILL)
         assert eventually(lambda: not inhabitants(namespace))
     finally:
