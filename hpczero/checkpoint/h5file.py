@@ -95,6 +95,7 @@ def _allocate(file: h5py.File, dataset: Dataset) -> None:
     creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    creation.set_obj_track_times(False)  # the same state is the same file, whenever it is saved
     space = h5py.h5s.create_simple((dataset.numel,))
     kind = h5py.h5t.py_create(np.dtype(dataset.dtype), logical=True)
     parent, _, leaf = dataset.name.rpartition("/")

@@ -170,6 +170,26 @@ def check_table(columns: dict[str, Any]) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.ranks(1)
+def test_no_object_of_the_file_keeps_the_time(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    program = Program(topology)
+    program.train(1)
+    path = program.save(folder / "saved") / STATE_FILE
+    program.close()
+    kept: list[str] = []
+
+    def look(name: str, thing: h5py.Group | h5py.Dataset) -> None:
+        if h5py.h5g.get_objinfo(thing.id).mtime:
+            kept.append(name)
+
+    with h5py.File(path) as file:
+        file.visititems(look)
+    parallel_assert(comm, not kept, str(kept))
+
+
+@pytest.mark.mpi
 @pytest.mark.ranks(1, 3)
 def test_both_writers_make_the_same_file(
     comm: MPI.Intracomm,

@@ -36,7 +36,7 @@ class TestFlatInSmallChunks(CollectivesSuite):
         """Not with 20 bytes at a time."""
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, 4)
 class TestFlatOverALateDevice(CollectivesSuite):
     @staticmethod
     def make(topology: Topology, **options: Any) -> hpczero.Flat:
