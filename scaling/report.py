@@ -1,4 +1,4 @@
-"""All results as text, and their plots drawn anew: ``python -m scaling.report [FILE ...] [--page report.html]``.
+"""All results as text, and their plots drawn anew: ``python -m scaling.report [FILE or FOLDER ...] [--page P]``.
 
 Owns: which report belongs to which file. Must not know: how anything was measured.
 """
@@ -96,14 +96,20 @@ def main() -> int:
         description=str(main.__doc__),
         default=Options(),
     )
-    given = [path for name in options.files for path in results_in(Path(name))]
     reports, problems = [], []
-    for path in given or sorted((ROOT / "scaling" / "results").rglob("*.jsonl")):
+    found: dict[Path, None] = {}  # each once, in the order given
+    for name in options.files:
+        try:
+            found.update(dict.fromkeys(results_in(Path(name))))
+        except ConfigError as error:  # what else was given is still worth showing
+            problems.append(error)
+    for path in found if options.files else sorted((ROOT / "scaling/results").rglob("*.jsonl")):
         try:
             reports.append(show(path))
-        except ConfigError as error:  # the other files are still worth showing
+        except ConfigError as error:
             problems.append(error)
-            say(f"left out: {error}")
+    for problem in problems:
+        say(f"left out: {problem}")
     if options.page is not None:
         remark = (
             f"Drawn by commit {commit()} from the records named below. Each section says on what machine and by which "
@@ -112,7 +118,7 @@ def main() -> int:
         whole = page(reports, title="hpczero: measurements", remark=remark)
         Path(options.page).write_text(whole, encoding="utf-8")
         say(f"page in {options.page}")
-    if given and problems:
+    if options.files and problems:
         raise problems[0]
     return 0
 

@@ -236,7 +236,7 @@ def test_nothing_is_left_when_its_owner_is_killed(possible: None) -> None:
                     namespace = os.readlink(f"/proc/{process.pid}/ns/pid")
                     if line.endswith(b"\0hang\0") and namespace != ours:
                         found.append(namespace)
-            return len(found) == 3  # the launcher and both
+            return len(found) >= 3  # the launcher and both
 
         assert eventually(ranks_are_there)
         (namespace,) = set(found)

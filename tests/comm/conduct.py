@@ -59,8 +59,6 @@ class ConductSuite:
         yield transport
         transport.close()
 
-    # --- all_gather
-
     # --- refusals: before anything is sent, on the rank that calls
 
     @ONE_NODE

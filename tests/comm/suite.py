@@ -58,6 +58,8 @@ def expected_sum(
 class CollectivesSuite(ConductSuite):
     """Subclass it as ``TestX`` and set ``make`` to what builds the transport; options are those of ``Collectives``."""
 
+    # --- all_gather
+
     def test_all_gather_fills_every_shard_with_its_owners_bits(
         self, comm: MPI.Intracomm, topology: Topology, transport: Collectives
     ) -> None:

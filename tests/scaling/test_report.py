@@ -68,6 +68,10 @@ def test_a_folder_stands_for_the_results_in_it(shown: Report, tmp_path: Path) ->
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"empty: holds no results, .*--collect"):
         shown(tmp_path / "empty")
+    page = tmp_path / "page.html"
+    with pytest.raises(ConfigError, match="empty: holds no results"):
+        shown(tmp_path / "empty", study, path, "--page", page)
+    assert page.read_text().count(">sweep-weak</h2>") == 1  # shown all the same, and once
 
 
 def test_the_table_of_a_gpu_is_shown_with_all_others(shown: Report, tmp_path: Path) -> None:
