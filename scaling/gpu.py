@@ -25,13 +25,12 @@ import tyro
 from hpczero.errors import ConfigError, run
 from hpczero.options import parse_command_line
 from scaling.gpu_goals import report
-from scaling.record import ROOT, Recorder, Row, circumstances, machine_name, slug
+from scaling.record import LEFT, ROOT, Recorder, Row, circumstances, machine_name, slug
 
 ALL_S = 450.0
 GRACE_S = 5.0
 STARVED_S = 20.0  # a check that has less left is not started
 TAIL_LINES, TAIL_CHARACTERS = 60, 6000
-LEFT = {"left": True}  # the row of a job that has said all and ends without MPI's consent
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ def job(
         out.seek(0)
         rows, cut_off = _rows(out.read())
         if LEFT in rows:  # all was said, and the launcher does not like how it ended
-            rows.remove(LEFT)
+            rows = [row for row in rows if row != LEFT]
             problem = ""
         if cut_off:
             problem = f"{problem or 'done'}; {cut_off} row(s) cut off and left out"

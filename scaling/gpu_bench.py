@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,15 +27,16 @@ from torch import Tensor
 from hpczero.accelerator import Accelerator
 from hpczero.errors import HpcZeroError
 from hpczero.models.config import GPTConfig, flops_per_token
+from scaling.record import LEFT, Row
 
 if TYPE_CHECKING:
     from hpczero.topology import Topology
 
-Row = dict[str, Any]
 MIB = 2**20
 REPEATS = 7
 CALLS = 20  # of a kernel without a pause: one may be over before the host has read its clock
 MPS_S = 5.0
+OTHERS_S = 3.0  # for ranks that stop at about the same time, each by itself
 MPS_FOLDER = "/tmp/nvidia-mps"  # CUDA's own default of CUDA_MPS_PIPE_DIRECTORY (its MPS guide)
 
 
@@ -47,6 +49,7 @@ class Sizes:
     tiny: GPTConfig
     models: tuple[tuple[str, GPTConfig, int], ...]  # name, network, sequences of one step
     large: tuple[GPTConfig, int]
+    capped: tuple[GPTConfig, int]  # to be trained in less memory than its states take
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocab: int, context: int) -> GPTConfig:
@@ -63,6 +66,7 @@ DEVICE = Sizes(
         ("1.5B", _gpt(48, 1600, 25, 50304, 1024), 8),
     ),
     large=(_gpt(48, 1600, 25, 50304, 1024), 4),
+    capped=(_gpt(48, 1600, 25, 50304, 1024), 1),
 )
 TWIN = Sizes(
     kernel_nbytes=MIB,
@@ -70,6 +74,7 @@ TWIN = Sizes(
     tiny=_TINY,
     models=(("tiny", _gpt(2, 64, 2, 256, 32), 2),),
     large=(_gpt(2, 64, 2, 256, 32), 2),
+    capped=(_gpt(8, 512, 8, 2048, 64), 1),
 )
 
 
@@ -128,6 +133,20 @@ class Bench:
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=self.accelerator.device)
 
+    def cap(self, nbytes: int) -> None:
+        """Let this process take at most ``nbytes`` from now on.
+
+        Of the device's memory, by torch; on the twin of private memory, beyond what it has.
+        """
+        if not self.accelerator.is_host:
+            fraction = min(nbytes / self.accelerator.usage()["total"], 1.0)
+            torch.cuda.set_per_process_memory_fraction(fraction, self.accelerator.device)
+            return
+        status = Path("/proc/self/status").read_text()
+        (held,) = (line for line in status.splitlines() if line.startswith("VmData:"))
+        most = int(held.split()[1]) * 1024 + nbytes
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
     @cached_property
     def time_sliced(self) -> bool:
         """Whether ranks share a device on which the kernels of only one process run at a time. Collective."""
@@ -153,8 +172,28 @@ class Bench:
     def say(self, row: Row) -> None:
         """Print one row, if this is rank 0; it is out when this returns."""
         if self.topology.is_root:
-            sys.stdout.write(json.dumps(row) + "\n")
-            sys.stdout.flush()
+            _print(row)
+
+    def leave(self) -> NoReturn:
+        """End all ranks without MPI's finalize, which may wait for ever under open windows. Collective."""
+        self.topology.barrier()
+        self.say(LEFT)
+        self.topology.barrier()  # a launcher ends the others when the first is gone
+        sys.stderr.flush()
+        os._exit(0)
+
+    def leave_alone(self, row: Row) -> NoReturn:
+        """Print one row of this rank and end all ranks, whatever the others are doing; they may do the same."""
+        _print({"rank": self.topology.rank, **row})
+        time.sleep(OTHERS_S)
+        _print(LEFT)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _print(row: Row) -> None:
+    sys.stdout.write(json.dumps(row) + "\n")
+    sys.stdout.flush()
 
 
 def mps() -> tuple[bool, str]:

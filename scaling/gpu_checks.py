@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import os
 import signal
 import sys
 import time
@@ -21,7 +20,8 @@ import torch
 from hpczero.accelerator import HostAccelerator, choose_accelerator
 from hpczero.errors import CommError, run
 from hpczero.kernels.tree_sum import tree_sum
-from scaling.gpu_bench import DEVICE, TWIN, Bench, Row, mps
+from scaling.gpu_bench import DEVICE, TWIN, Bench, mps
+from scaling.record import Row
 
 if TYPE_CHECKING:
     from hpczero.comm import Collectives
@@ -223,7 +223,7 @@ def main() -> int:
     for row in {**CHECKS, **TRAINING}[name](bench):
         bench.say(row)
     if bench.left_open:
-        _leave(bench)
+        bench.leave()
     bench.topology.free()
     return 0
 
@@ -233,15 +233,6 @@ def _heed(end: float) -> None:
     left_s = end - time.time()
     faulthandler.dump_traceback_later(max(left_s - NOTICE_S, 0.1))
     signal.alarm(max(int(left_s + OVERTIME_S), 1))  # ends the process, also inside of a library
-
-
-def _leave(bench: Bench) -> None:
-    """End all ranks without MPI's finalize, which may wait for ever under open windows; the last row says so."""
-    bench.topology.barrier()
-    bench.say({"left": True})
-    bench.topology.barrier()  # a launcher ends the others when the first is gone
-    sys.stderr.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":

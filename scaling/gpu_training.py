@@ -18,11 +18,13 @@ import hpczero
 from hpczero.errors import CommError
 from hpczero.models import GPT, GPTConfig
 from hpczero.models.config import parameter_count
-from scaling.gpu_bench import Bench, Row, tflops, tokens_per_s
+from scaling.gpu_bench import Bench, tflops, tokens_per_s
+from scaling.record import Row
 
 STEPS = 4
 WARM_UP = 3
 TIMED = 8
+CAPPED_STEPS = 2  # the second beside the optimizer's state
 TILE_NUMEL = 2**20
 
 
@@ -141,28 +143,26 @@ def speed(bench: Bench) -> Iterator[Row]:
         x, y = _tokens(config, sequences, 0, device)
         found: dict[str, list[float]] = {}
         memory: dict[str, int] = {}
-        planned = 0
+        planned, activations = 0, _activations_nbytes(bench, config, x, y)
         for way in ("plain", "hpczero", "plain", "hpczero"):
             _forget(bench)
             bench.accelerator.reset_peak()
             step: Callable[[], object]
             if way == "plain":
                 step = _plain_step(config, device, x, y)
-                planned_now = 0
             else:
                 model, optimizer = _sharded(bench, config, quickly=True, stage=3, precision="bf16")
-                planned_now = hpczero.sharding(model).plan.memory().states
-
+                sharded = hpczero.sharding(model)
+                planned = sharded.plan.memory(sharing=sharded.collectives.sharing).total
                 step = partial(_train, model, optimizer, x, y)
 
             for _ in range(WARM_UP):
                 step()
             found.setdefault(way, []).extend(bench.seconds(step, TIMED))
             memory[way] = bench.accelerator.usage().get("allocated_peak", 0)
-            planned = max(planned, planned_now)
             if way == "hpczero":
                 hpczero.release(model)
-                del model, optimizer
+                del model, optimizer, sharded
             del step
         median = {way: sorted(times)[len(times) // 2] for way, times in found.items()}
         for way, step_s in median.items():
@@ -174,9 +174,32 @@ def speed(bench: Bench) -> Iterator[Row]:
                 "tflops": tflops(config, sequences, step_s),
                 "of_plain": median["plain"] / step_s,
                 "peak_nbytes": memory[way],
-                "planned_states_nbytes": planned if way == "hpczero" else None,
+                "planned_nbytes": planned if way == "hpczero" else None,
+                "activations_nbytes": activations,
+                "of_planned": _of_planned(memory, planned, activations)
+                if way == "hpczero"
+                else None,
                 "all_ms": [1e3 * s for s in found[way]],
             }
+
+
+def _activations_nbytes(bench: Bench, config: GPTConfig, x: Tensor, y: Tensor) -> int:
+    """What one forward and backward of the plain network in bf16 takes at most beyond its parameters; 0 on the host."""
+    _forget(bench)
+    model = plain_model(config, bench.accelerator.device).to(torch.bfloat16)
+    found = 0
+    for _ in range(2):  # the first also takes what libraries keep
+        before = bench.accelerator.usage().get("allocated", 0)
+        bench.accelerator.reset_peak()
+        model(x, y).backward()
+        found = bench.accelerator.usage().get("allocated_peak", 0) - before
+        model.zero_grad()
+    return found
+
+
+def _of_planned(memory: dict[str, int], planned: int, activations: int) -> float | None:
+    """Peak of hpczero's steps over what was foretold; None where the device does not say."""
+    return memory["hpczero"] / (planned + activations) if activations else None
 
 
 def plain_model(config: GPTConfig, device: torch.device) -> GPT:
@@ -273,31 +296,31 @@ def _exposed(median: dict[str, float]) -> float | None:
 
 def fits(bench: Bench, stage: int = 3) -> Iterator[Row]:
     """A model whose states do not fit one rank's share of memory at stage 0 trains at stage 3; memory capped."""
-    config, sequences = bench.sizes.large
-    sequences = 1 if not bench.twin else sequences
+    config, sequences = bench.sizes.capped
     x, y = _tokens(config, sequences, bench.topology.rank, bench.accelerator.device)
     share = int(16 * parameter_count(config) * 0.9)  # stage 0 needs 16 bytes each, and activations
-    total = bench.accelerator.usage().get("total", 0)
-    if total:
-        fraction = min(share / total, 1.0)
-        torch.cuda.set_per_process_memory_fraction(fraction, bench.accelerator.device)
-    problem = ""
+    bench.cap(share)
+    row: Row = {"stage": stage, "cap_nbytes": share}
+    # Flat: nothing of it in memory that the cap does not count, shared or exported.
+    given: dict[str, Any] = {"stage": stage, "precision": "bf16", "transport": "flat"}
     try:
-        model, optimizer = _sharded(bench, config, quickly=True, stage=stage, precision="bf16")
-        _train(model, optimizer, x, y)
+        model, optimizer = _sharded(bench, config, quickly=True, **given)
+        for _ in range(CAPPED_STEPS):
+            _train(model, optimizer, x, y)
         bench.accelerator.finish()
-    except (torch.OutOfMemoryError, hpczero.HpcZeroError) as error:
-        problem = str(error).partition("\n")[0]
-    yield {
-        "stage": stage,
-        "cap_nbytes": share if total else None,
-        "trains": not problem,
-        "said": problem,
-    }
-    if problem:
-        bench.left_open = True  # in the middle of a step, of which nothing can be given back
-    else:
-        hpczero.release(model)
+    except (MemoryError, RuntimeError, hpczero.HpcZeroError) as error:
+        if not _of_memory(error):
+            raise
+        # In the middle of a step, and the others at another place in it.
+        bench.leave_alone({**row, "trains": False, "said": str(error).partition("\n")[0]})
+    yield {**row, "trains": True, "said": ""}
+    hpczero.release(model)
+
+
+def _of_memory(error: Exception) -> bool:
+    """Torch has a class of errors for devices only, and hpczero says where and why in its own."""
+    known = (MemoryError, torch.OutOfMemoryError, hpczero.HpcZeroError)
+    return isinstance(error, known) or "can't allocate memory" in str(error)
 
 
 TRAINING: dict[str, Callable[[Bench], Iterator[Row]]] = {

@@ -22,6 +22,8 @@ CHANGED, UNKNOWN = "+changes", "unknown"  # see `commit`
 
 Row = dict[str, Any]  # Any: JSON; each kind of row has its own names
 
+LEFT: Row = {"left": True}  # the last of a job that has said all and ends without MPI's consent
+
 
 class Recorder:
     """Writes rows to ``path`` when the measurement is complete; until then they lie beside it."""
