@@ -24,6 +24,7 @@ from scaling.record import Row
 STEPS = 4
 WARM_UP = 3
 TIMED = 8
+STAGES = (0, 3)
 CAPPED_STEPS = 2  # the second beside the optimizer's state
 TILE_NUMEL = 2**20
 
@@ -137,50 +138,59 @@ def parity(bench: Bench) -> Iterator[Row]:
 
 
 def speed(bench: Bench) -> Iterator[Row]:
-    """One rank: hpczero beside plain torch, the same network in bf16 with fp32 masters, in turns."""
+    """One rank: hpczero beside plain torch, the same network in bf16 with fp32 masters, in turns.
+
+    At the stage that keeps parameters whole as plain torch does, and at the one that makes each of them anew for
+    forward and backward.
+    """
     device = bench.accelerator.device
     for name, config, sequences in bench.sizes.models:
         x, y = _tokens(config, sequences, 0, device)
-        found: dict[str, list[float]] = {}
-        memory: dict[str, int] = {}
-        planned, activations = 0, _activations_nbytes(bench, config, x, y)
-        for way in ("plain", "hpczero", "plain", "hpczero"):
+        found: dict[int | None, list[float]] = {}
+        memory: dict[int | None, int] = {}
+        planned: dict[int | None, int] = {}
+        activations = _activations_nbytes(bench, config, x, y)
+        for stage in 2 * (None, *STAGES):
             _forget(bench)
             bench.accelerator.reset_peak()
             step: Callable[[], object]
-            if way == "plain":
+            model = None
+            if stage is None:
                 step = _plain_step(config, device, x, y)
             else:
-                model, optimizer = _sharded(bench, config, quickly=True, stage=3, precision="bf16")
+                model, optimizer = _sharded(
+                    bench, config, quickly=True, stage=stage, precision="bf16"
+                )
                 sharded = hpczero.sharding(model)
-                planned = sharded.plan.memory(sharing=sharded.collectives.sharing).total
+                planned[stage] = sharded.plan.memory(sharing=sharded.collectives.sharing).total
                 step = partial(_train, model, optimizer, x, y)
-
+                del optimizer, sharded
             for _ in range(WARM_UP):
                 step()
-            found.setdefault(way, []).extend(bench.seconds(step, TIMED))
-            memory[way] = bench.accelerator.usage().get("allocated_peak", 0)
-            if way == "hpczero":
+            found.setdefault(stage, []).extend(bench.seconds(step, TIMED))
+            memory[stage] = bench.accelerator.usage().get("allocated_peak", 0)
+            if model is not None:
                 hpczero.release(model)
-                del model, optimizer, sharded
-            del step
-        median = {way: sorted(times)[len(times) // 2] for way, times in found.items()}
-        for way, step_s in median.items():
-            yield {
+            del step, model
+        median = {stage: sorted(times)[len(times) // 2] for stage, times in found.items()}
+        for stage, step_s in median.items():
+            row = {
                 "model": name,
-                "way": way,
+                "way": "plain" if stage is None else "hpczero",
+                "stage": stage,
                 "step_ms": step_s * 1e3,
                 "tokens_per_s": tokens_per_s(config, sequences, step_s),
                 "tflops": tflops(config, sequences, step_s),
-                "of_plain": median["plain"] / step_s,
-                "peak_nbytes": memory[way],
-                "planned_nbytes": planned if way == "hpczero" else None,
-                "activations_nbytes": activations,
-                "of_planned": _of_planned(memory, planned, activations)
-                if way == "hpczero"
-                else None,
-                "all_ms": [1e3 * s for s in found[way]],
+                "of_plain": median[None] / step_s,
+                "peak_nbytes": memory[stage],
+                "all_ms": [1e3 * s for s in found[stage]],
             }
+            if stage is not None:
+                foretold = planned[stage] + activations
+                row["planned_nbytes"] = planned[stage]
+                row["activations_nbytes"] = activations
+                row["of_planned"] = memory[stage] / foretold if activations else None
+            yield row
 
 
 def _activations_nbytes(bench: Bench, config: GPTConfig, x: Tensor, y: Tensor) -> int:
@@ -195,11 +205,6 @@ def _activations_nbytes(bench: Bench, config: GPTConfig, x: Tensor, y: Tensor) -
         found = bench.accelerator.usage().get("allocated_peak", 0) - before
         model.zero_grad()
     return found
-
-
-def _of_planned(memory: dict[str, int], planned: int, activations: int) -> float | None:
-    """Peak of hpczero's steps over what was foretold; None where the device does not say."""
-    return memory["hpczero"] / (planned + activations) if activations else None
 
 
 def plain_model(config: GPTConfig, device: torch.device) -> GPT:

@@ -14,6 +14,7 @@ from scaling.gpu import Options, job, launcher
 from scaling.gpu_bench import TWIN, mps
 from scaling.gpu_goals import goals, report
 from scaling.gpu_training import plain_model
+from scaling.record import Row
 
 NO_EXPORTS = """
 from pathlib import Path
@@ -40,7 +41,7 @@ def planted(fault: str) -> list[str]:
         ("parity", 2, {"stage", "way", "bits_equal"}),
         ("collectives", 2, {"way", "ms"}),
         ("overlap", 2, {"way", "exposed"}),
-        ("speed", 1, {"way", "of_plain", "of_planned"}),
+        ("speed", 1, {"way", "stage", "of_plain"}),
     ],
 )
 def test_checks_run_on_the_twin(check: str, ranks: int, columns: set[str]) -> None:
@@ -193,16 +194,24 @@ def test_plain_torch_trains_as_many_parameters_as_we_do() -> None:
 
 
 def test_goals_of_a_run_are_met_or_missed_by_its_rows() -> None:
-    rows = [
+    rows: list[Row] = [
         {"kind": "run", "twin": False},
         {"kind": "kernels", "kernel": "sum of 2 bfloat16", "of_copy": 0.9, "bits_equal": True},
-        {"kind": "speed", "model": "124M", "way": "hpczero", "of_plain": 0.5, "of_planned": 1.04},
+        {"kind": "speed", "model": "124M", "way": "plain", "stage": None, "of_plain": 1.0},
+        {
+            "kind": "speed",
+            "model": "124M",
+            "way": "hpczero",
+            "stage": 3,
+            "of_plain": 0.5,
+            "of_planned": 1.04,
+        },
         {"kind": "failure", "check": "fits", "ranks": 4, "said": "not done after 60 s\nrank 1"},
     ]
     said = dict(goals(rows))
     assert said["kernels at least 0.85 of the copy's rate"] == "0.9, met"
-    assert said["124M: tokens/s at least 0.97 of plain torch"] == "0.5, missed"
-    assert said["124M: peak memory at most 1.05 of plan and activations"] == "1.04, met"
+    assert said["124M, stage 3: tokens/s at least 0.97 of plain torch"] == "0.5, missed"
+    assert said["124M, stage 3: peak memory at most 1.05 of plan and activations"] == "1.04, met"
     assert "fits on 4 rank(s): not done after 60 s\n      rank 1" in report(rows)
 
 
