@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import hpczero
-from hpczero.errors import CommError
+from hpczero.errors import CommError, HpcZeroError
 from hpczero.models import GPT, GPTConfig
 from hpczero.models.config import parameter_count
 from scaling.gpu_bench import Bench, tflops, tokens_per_s
@@ -313,7 +313,7 @@ def fits(bench: Bench, stage: int = 3) -> Iterator[Row]:
         for _ in range(CAPPED_STEPS):
             _train(model, optimizer, x, y)
         bench.accelerator.finish()
-    except (MemoryError, RuntimeError, hpczero.HpcZeroError) as error:
+    except (MemoryError, RuntimeError, HpcZeroError) as error:
         if not _of_memory(error):
             raise
         # In the middle of a step, and the others at another place in it.
@@ -323,9 +323,10 @@ def fits(bench: Bench, stage: int = 3) -> Iterator[Row]:
 
 
 def _of_memory(error: Exception) -> bool:
-    """Torch has a class of errors for devices only, and hpczero says where and why in its own."""
-    known = (MemoryError, torch.OutOfMemoryError, hpczero.HpcZeroError)
-    return isinstance(error, known) or "can't allocate memory" in str(error)
+    """Torch has a class of errors for devices only; of another rank's there is the text alone."""
+    known = ("can't allocate memory", "out of memory", "MemoryError")
+    of_class = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return of_class or any(words in str(error) for words in known)
 
 
 TRAINING: dict[str, Callable[[Bench], Iterator[Row]]] = {

@@ -155,6 +155,19 @@ gpu_training._train = full
     assert found == [(rank, False, "planted") for rank in full]
 
 
+@pytest.mark.limit(90)
+def test_an_error_that_is_not_of_memory_is_no_proof_that_a_model_does_not_fit() -> None:
+    fault = """
+from hpczero.errors import CommError
+def broken(*given):
+    raise CommError("planted")
+gpu_training._train = broken
+"""
+    rows, problem = job([*launcher(2), *planted(fault)], "fits_not", 60.0, twin=True)
+    assert not rows
+    assert "planted" in problem
+
+
 def test_what_fits_is_judged_where_both_stages_were_tried() -> None:
     tried = [
         {"kind": "fits", "stage": 3, "trains": True},
