@@ -1,7 +1,7 @@
 """What the checks of ``scaling.gpu_checks`` share: sizes, the device with its ranks, two clocks.
 
 Owns: how a time is taken, what differs between a device and its twin on the host, whether ranks take turns on a
-device. Must not know: what is measured.
+device, the cap of memory, how ranks print rows and end. Must not know: what is measured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hpczero.accelerator import Accelerator
-from hpczero.errors import HpcZeroError
+from hpczero.errors import HpcZeroError, abort_job
 from hpczero.models.config import GPTConfig, flops_per_token
 from scaling.record import LEFT, Row
 
@@ -183,12 +183,12 @@ class Bench:
         os._exit(0)
 
     def leave_alone(self, row: Row) -> NoReturn:
-        """Print one row of this rank and end all ranks, whatever the others are doing; they may do the same."""
+        """Print one row of this rank and end the job, whatever the others are doing; they may do the same."""
         _print({"rank": self.topology.rank, **row})
         time.sleep(OTHERS_S)
         _print(LEFT)
-        sys.stderr.flush()
-        os._exit(1)
+        abort_job(1)
+        os._exit(1)  # one rank alone
 
 
 def _print(row: Row) -> None:

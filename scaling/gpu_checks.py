@@ -1,8 +1,8 @@
 """Checks and measurements on one device that ranks share: ``mpirun -n 2 python -m scaling.gpu_checks NAME JSON``.
 
-Owns: what each check does in the ranks, and how a rank ends. Must not know: limits, goals, the order of a run. Rank 0
-prints one JSON line for each row. ``twin`` runs the same code on the host with small sizes: so it is tested where
-there is no device.
+Owns: what each check does in the ranks. Must not know: limits, goals, the order of a run. One JSON line is printed for
+each row, by rank 0 unless a rank has to end alone. ``twin`` runs the same code on the host with small sizes: so it is
+tested where there is no device.
 """
 
 from __future__ import annotations

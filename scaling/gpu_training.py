@@ -186,10 +186,8 @@ def speed(bench: Bench) -> Iterator[Row]:
                 "all_ms": [1e3 * s for s in found[stage]],
             }
             if stage is not None:
-                foretold = planned[stage] + activations
                 row["planned_nbytes"] = planned[stage]
                 row["activations_nbytes"] = activations
-                row["of_planned"] = memory[stage] / foretold if activations else None
             yield row
 
 
@@ -313,6 +311,7 @@ def fits(bench: Bench, stage: int = 3) -> Iterator[Row]:
         for _ in range(CAPPED_STEPS):
             _train(model, optimizer, x, y)
         bench.accelerator.finish()
+        bench.topology.barrier()  # on all ranks
     except (MemoryError, RuntimeError, HpcZeroError) as error:
         if not _of_memory(error):
             raise
@@ -324,7 +323,7 @@ def fits(bench: Bench, stage: int = 3) -> Iterator[Row]:
 
 def _of_memory(error: Exception) -> bool:
     """Torch has a class of errors for devices only; of another rank's there is the text alone."""
-    known = ("can't allocate memory", "out of memory", "MemoryError")
+    known = ("can't allocate memory", "out of memory", "MemoryError", "ALLOC_FAILED")
     of_class = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     return of_class or any(words in str(error) for words in known)
 

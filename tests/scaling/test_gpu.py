@@ -169,7 +169,7 @@ gpu_training._train = broken
 
 
 def test_what_fits_is_judged_where_both_stages_were_tried() -> None:
-    tried = [
+    tried: list[Row] = [
         {"kind": "fits", "stage": 3, "trains": True},
         {"kind": "fits_not", "stage": 0, "trains": False},
         {"kind": "fits_not", "stage": 0, "trains": False},
@@ -177,6 +177,9 @@ def test_what_fits_is_judged_where_both_stages_were_tried() -> None:
     what = "does not fit at stage 0, trains at stage 3"
     assert what not in dict(goals(tried[:1]))
     assert dict(goals(tried))[what].endswith(", met")
+    one_ran_out: Row = {"kind": "fits", "stage": 3, "trains": False}
+    for rows in ([one_ran_out, *tried], [*tried, one_ran_out]):
+        assert dict(goals(rows))[what].endswith(", missed")
     tried[0]["trains"] = False
     assert dict(goals(tried))[what].endswith(", missed")
 
@@ -217,7 +220,9 @@ def test_goals_of_a_run_are_met_or_missed_by_its_rows() -> None:
             "way": "hpczero",
             "stage": 3,
             "of_plain": 0.5,
-            "of_planned": 1.04,
+            "peak_nbytes": 104,
+            "planned_nbytes": 70,
+            "activations_nbytes": 30,
         },
         {"kind": "failure", "check": "fits", "ranks": 4, "said": "not done after 60 s\nrank 1"},
     ]
@@ -225,6 +230,9 @@ def test_goals_of_a_run_are_met_or_missed_by_its_rows() -> None:
     assert said["kernels at least 0.85 of the copy's rate"] == "0.9, met"
     assert said["124M, stage 3: tokens/s at least 0.97 of plain torch"] == "0.5, missed"
     assert said["124M, stage 3: peak memory at most 1.05 of plan and activations"] == "1.04, met"
+    rows[3]["peak_nbytes"] = 106
+    said = dict(goals(rows))
+    assert said["124M, stage 3: peak memory at most 1.05 of plan and activations"] == "1.06, missed"
     assert "fits on 4 rank(s): not done after 60 s\n      rank 1" in report(rows)
 
 

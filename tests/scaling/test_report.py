@@ -16,7 +16,14 @@ from tests.scaling.studies import rows
 
 GPU: list[Row] = [
     {"kind": "run", "machine": "nvidia-h200", "commit": "abc", "date": "today", "twin": False},
-    {"kind": "speed", "model": "124M", "way": "hpczero", "of_plain": 0.99},
+    {
+        "kind": "speed",
+        "model": "124M",
+        "way": "hpczero",
+        "stage": 3,
+        "of_plain": 0.99,
+        "peak_nbytes": 0,
+    },
 ]
 Report = Callable[..., str]
 
@@ -81,7 +88,7 @@ def test_the_table_of_a_gpu_is_shown_with_all_others(shown: Report, tmp_path: Pa
     page = tmp_path / "page.html"
     said = shown("--page", page)
     assert "Checks of a device: nvidia-h200, commit abc, today." in said
-    assert "tokens/s at least 0.97 of plain torch: 0.99, met" in said
+    assert "124M, stage 3: tokens/s at least 0.97 of plain torch: 0.99, met" in said
     assert "Strong scaling" in said
     assert "nvidia-h200" in page.read_text()
     assert not list(results.glob("gpu*.png"))
