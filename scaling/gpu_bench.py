@@ -37,7 +37,6 @@ REPEATS = 7
 CALLS = 20  # of a kernel without a pause: one may be over before the host has read its clock
 MPS_S = 5.0
 OTHERS_S = 3.0  # for ranks that stop at about the same time, each by itself
-MPS_FOLDER = "/tmp/nvidia-mps"  # CUDA's own default of CUDA_MPS_PIPE_DIRECTORY (its MPS guide)
 
 
 @dataclass(frozen=True)
@@ -215,8 +214,8 @@ def mps() -> tuple[bool, str]:
     except subprocess.TimeoutExpired:
         return False, f"{named}, nvidia-cuda-mps-control does not answer"
     except OSError:
-        there = (Path(folder or MPS_FOLDER) / "control").exists()
-        pipe = f"{'a' if there else 'no'} pipe of a daemon is there"
+        there = bool(folder) and (Path(folder) / "control").exists()
+        pipe = f"{'a' if there else 'no'} pipe of a daemon is named"
         return there, f"{named}, no nvidia-cuda-mps-control to ask, {pipe}"
     answers = done.returncode == 0 and "cannot find" not in (done.stdout + done.stderr).lower()
     return answers, f"{named}, {'a' if answers else 'no'} control daemon answers"
