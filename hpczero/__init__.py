@@ -10,8 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpczero.accumulation import accumulate
     from hpczero.comm import Collectives, Flat, Hierarchical
     from hpczero.errors import HpcZeroError
+    from hpczero.forward_methods import register_forward
     from hpczero.layout import ShardLayout
     from hpczero.plan import Plan, Stage
     from hpczero.precision import LossScale, Precision
@@ -42,11 +44,13 @@ _HOME = {
     "Sharding": "hpczero.sharded_model",
     "Stage": "hpczero.plan",
     "Topology": "hpczero.topology",
+    "accumulate": "hpczero.accumulation",
     "clip_grad_norm_": "hpczero.zero",
     "full_gradients": "hpczero.zero",
     "full_state_dict": "hpczero.zero",
     "gathered": "hpczero.zero",
     "no_sync": "hpczero.zero",
+    "register_forward": "hpczero.forward_methods",
     "release": "hpczero.zero",
     "sharding": "hpczero.zero",
     "zeroify": "hpczero.zero",
@@ -64,11 +68,13 @@ __all__ = [
     "Sharding",
     "Stage",
     "Topology",
+    "accumulate",
     "clip_grad_norm_",
     "full_gradients",
     "full_state_dict",
     "gathered",
     "no_sync",
+    "register_forward",
     "release",
     "sharding",
     "zeroify",

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -26,9 +27,13 @@ from hpczero.config import ResumeOptions, RunConfig
 from hpczero.environment import Environment
 from hpczero.errors import EXIT_REQUEUE, ConfigError
 from hpczero.options import load_toml
+from hpczero.regularfile import read_bytes
 from hpczero.runfolder import RunFolder
 
+logger = logging.getLogger("hpczero.attempts")
+
 FRUITLESS_RESTARTS = 3
+_NUMBERS = {"start": ("committed",), "begin": ("step",), "end": ("step", "code")}
 FEW_STEPS = 3  # fewer in a start that was asked to stop: its job is too short, or warned too early
 
 
@@ -85,7 +90,9 @@ class Attempts:
         begun = any(event["event"] == "begin" for event in self._earlier)
         if not (begun and self._folder.weights.exists() and self._folder.config.exists()):
             return False
-        return load_toml(self._folder.config, RunConfig).train.steps == steps
+        with suppress(ConfigError):  # whoever chooses where to begin says so
+            return load_toml(self._folder.config, RunConfig).train.steps == steps
+        return False
 
     def settle(self, config: RunConfig) -> RunConfig:
         """``config``, made to go on where the series is: only its first start begins where the options say."""
@@ -93,7 +100,9 @@ class Attempts:
             return config
         saved = self._folder.has_checkpoints
         # The folder is ours: what is in it without a checkpoint is what the start before has left.
-        run = dataclasses.replace(config.run, overwrite=not saved)
+        run = dataclasses.replace(
+            config.run, overwrite=not saved and not self._folder.weights.exists()
+        )
         resume = ResumeOptions() if saved else config.resume
         return dataclasses.replace(config, run=run, resume=resume)
 
@@ -153,12 +162,36 @@ def _stopped_at_once(events: list[dict[str, Any]]) -> bool:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Every whole line; what a killed job has half written is left out."""
+    """Every whole line; what a killed job has half written is left out, and so is, with a warning, what is damaged.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     events: list[dict[str, Any]] = []
-    with suppress(FileNotFoundError):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):
-                event = json.loads(line)
-                if isinstance(event, dict) and "event" in event:
-                    events.append(event)
+    wrong = []
+    try:
+        lines = read_bytes(path).split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read as the record of earlier starts: {error.strerror}; move it away to go on without"
+        ) from error
+    for number, line in enumerate(lines, 1):
+        event: Any = None
+        with suppress(ValueError, RecursionError):
+            event = json.loads(line.strip(b"\0 \t\r") or b"null")
+        if isinstance(event, dict) and _is_event(event):
+            events.append(event)
+        elif line.strip(b"\0 \t\r") and number < len(lines):
+            wrong.append(number)
+    if wrong:
+        logger.warning(
+            "%s: %d line(s) cannot be read, the first is %d; left out", path, len(wrong), wrong[0]
+        )
     return events
+
+
+def _is_event(event: Mapping[str, Any]) -> bool:
+    numbers = _NUMBERS.get(str(event.get("event")))
+    return numbers is not None and all(type(event.get(name)) is int for name in numbers)

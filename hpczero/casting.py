@@ -3,64 +3,293 @@
 Owns: inputs to the parameter dtype, outputs to fp32, and the loss scale's entry into backward. Must not know: units,
 MPI.
 
-Users call ``loss.backward()`` as always: the gradient that enters the model is multiplied by the loss scale at the
-model's outputs, in fp32, before it becomes fp16, so nothing outside the model is scaled.
+Users call ``loss.backward()`` as always. The gradient that enters the model is multiplied by the loss scale at the
+model's outputs, in fp32, before it becomes fp16; the gradient of an input is divided by it. So nothing outside the
+model is scaled.
+
+[Note: Whose containers]
+A batch in a dictionary, a list or an object stays that object: its tensors are exchanged for cast ones while the model
+runs, and put back after it. What the model adds to it stays there, in fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
+
+from hpczero.backward import current_task, next_node_number
+from hpczero.errors import StepError
+from hpczero.tensors import Attributes, Replacement, TooMany
 
 
 class Casting:
     """Hooks on the root module; none in fp32."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, scale: Callable[[], float]) -> None:
-        """Args: dtype, of parameters and activations; scale, the current loss scale."""
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        scale: Callable[[], float],
+        *,
+        scaled: bool,
+        units: Iterable[nn.Module] = (),
+        about_hooks: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Register the hooks.
+
+        Args:
+            model: whose calls are cast.
+            dtype: of parameters and activations.
+            scale: the current loss scale.
+            scaled: whether there is one.
+            units: modules of units; under a loss scale they may not be called by themselves.
+            about_hooks: called where forward hooks see tensors that carry no loss scale.
+        """
         self._dtype = dtype
         self._scale = scale
+        self._scales = scaled
+        self._attributes = Attributes(model)
+        self._about_hooks = about_hooks
+        self._inner = [m for m in model.modules() if m is not model and m not in set(units)]
         self._scaled_task: int | None = None
+        self._open: list[_Cast | None] = []
         self._handles: list[RemovableHandle] = []
         if dtype is not torch.float32:
             self._handles = [
                 model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True),
-                model.register_forward_hook(self._cast_outputs),
+                model.register_forward_hook(self._cast_outputs, with_kwargs=True, always_call=True),
             ]
+
+        if scaled:
+            self._handles += [
+                unit.register_forward_pre_hook(self._check_unit, prepend=True)
+                for unit in units
+                if unit is not model
+            ]
+
+    def _check_unit(self, module: nn.Module, args: Any) -> None:
+        self.check_inside(type(module).__name__)
+
+    def check_inside(self, what: str) -> None:
+        """Refuse a part of the model that is used by itself under a loss scale.
+
+        Raises:
+            StepError: its gradient would lack the scale that is divided out afterwards.
+        """
+        alone = self._scales and not self._open and current_task() is None
+        if alone and torch.is_grad_enabled():
+            raise StepError(
+                f"{what} was called outside of the model, so its gradients would carry no loss scale; call the model "
+                "itself, or a method of it (hpczero.register_forward), when training in fp16"
+            )
 
     def remove(self) -> None:
         """Take the hooks away."""
         for handle in self._handles:
             handle.remove()
 
-    def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        def cast(leaf: Any) -> Any:
-            floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
-            return leaf.to(self._dtype) if floating else leaf
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """``function(*args, **kwargs)`` with the casts of a call of the model."""
+        if not self._handles:
+            return function(*args, **kwargs)
+        args, kwargs = self._cast_inputs(None, args, dict(kwargs))
+        output = None
+        try:
+            output = function(*args, **kwargs)
+        finally:
+            output = self._cast_outputs(None, args, kwargs, output)
+        return output
 
-        return pytree.tree_map(cast, (args, kwargs))
+    def _cast_inputs(self, module: nn.Module | None, args: Any, kwargs: Any) -> Any:
+        if self._open:
+            # Within a call of the model: all is cast already, and the loss scale must enter once.
+            self._open.append(None)
+            return args, kwargs
+        cast = _Cast(self._dtype, self._scale if self._scales else None)
+        self._open.append(cast)
+        try:
+            inputs = cast.inputs.of((args, kwargs))
+            if self._scales:
+                self._attributes.replace(cast.state)
+                if torch.is_grad_enabled() and any(m._forward_hooks for m in self._inner):
+                    self._about_hooks()
+        except TooMany:
+            cast.undo()
+            raise StepError(_TOO_MANY) from None
+        return inputs
 
-    def _cast_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
-        def cast(leaf: Any) -> Any:
-            if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
-                return leaf
-            return _ScaledOutput.apply(leaf, self._enter_backward)  # type: ignore[no-untyped-call]
+    def _cast_outputs(
+        self, module: nn.Module | None, args: Any, kwargs: Any, output: Any = None
+    ) -> Any:
+        if not self._open:
+            return None
+        cast = self._open.pop()
+        if cast is None:
+            return output
+        cast.undo()
+        cast.check_unchanged()
+        values = (*args, *kwargs.values())
+        if self._scales and any(cast.has_changed(v) for v in values if isinstance(v, Tensor)):
+            raise StepError(_IN_PLACE)
 
-        return pytree.tree_map(cast, output)
+        def change(tensor: Tensor) -> Tensor:
+            """In what the model returns: the caller's tensors as they were, all others in fp32."""
+            given = cast.given(tensor)
+            if given is not None or not tensor.is_floating_point():
+                return tensor if given is None else given
+            if cast.is_made_here(tensor) or (tensor.requires_grad and tensor.is_leaf):
+                return self._scaled_output(tensor)  # the model's own, or one of its parameters
+            return tensor.float()
 
-    def _enter_backward(self) -> float:
-        self._scaled_task = torch._C._current_graph_task_id()
-        return self._scale()
+        def change_argument(tensor: Tensor) -> Tensor:
+            given = cast.given(tensor)
+            if given is not None:
+                return given
+            return self._scaled_output(tensor) if cast.is_made_here(tensor) else tensor
+
+        def change_attribute(tensor: Tensor) -> Tensor:
+            return self._scaled_output(tensor) if cast.is_made_here(tensor) else tensor
+
+        walk = Replacement(change)  # one for all: what is found twice is changed once
+        try:
+            output = walk.of(output)
+            walk.change = change_argument
+            walk.of([value for value in values if not isinstance(value, Tensor)])
+            if self._scales:
+                walk.change = change_attribute
+                self._attributes.replace(walk)
+        except TooMany:
+            raise StepError(_TOO_MANY) from None
+        return output
+
+    def _scaled_output(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        result: Tensor = _ScaledOutput.apply(tensor, self._scale)  # type: ignore[no-untyped-call]
+        if result.grad_fn is not None:
+            # Before other hooks on this node, which may reduce units that nothing uses.
+            result.grad_fn.register_prehook(self._enter_backward)
+        return result
+
+    def _enter_backward(self, gradients: Sequence[Tensor | None]) -> None:
+        self._scaled_task = current_task()
 
     @property
     def scaled(self) -> bool:
         """Whether the backward that runs came in through the model's outputs, and so carries the loss scale."""
-        return self._scaled_task == torch._C._current_graph_task_id()
+        return self._scaled_task == current_task()
+
+
+_TOO_MANY = (
+    "the model's arguments, results or attributes hold more objects than a search for tensors to cast may look at; "
+    "pass tensors, or containers of them"
+)
+_IN_PLACE = (
+    "the model changed a tensor among its arguments in place. In half precision it is given cast copies, so the change "
+    "would be lost, or its gradient would miss the loss scale; return the result, or train in fp32"
+)
+
+
+class _Cast:
+    """What one call of the model was given.
+
+    Attributes:
+        inputs: the exchange of tensors in arguments.
+        state: the exchange of tensors that an earlier call left on attributes, with their graph.
+    """
+
+    def __init__(self, dtype: torch.dtype, scale: Callable[[], float] | None) -> None:
+        self.inputs = Replacement(self._change)
+        self.state = Replacement(self._change_state)
+        self._start = next_node_number()
+        self._dtype = dtype
+        self._scale = scale
+        self._given: dict[int, tuple[Tensor, Tensor, int, int | None]] = {}
+        self._originals: dict[int, Tensor] = {}
+
+    def _change(self, tensor: Tensor) -> Tensor:
+        copy = self._cast(tensor) if tensor.is_floating_point() else tensor
+        node = copy.grad_fn
+        number = None if node is None else node._sequence_nr()
+        self._given[id(copy)] = (copy, tensor, copy._version, number)
+        if copy is not tensor:
+            self._originals[id(tensor)] = tensor
+        return copy
+
+    def _change_state(self, tensor: Tensor) -> Tensor:
+        has_graph = tensor.is_floating_point() and tensor.grad_fn is not None
+        return self._cast(tensor) if has_graph else tensor
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        if tensor.requires_grad and self._scale is not None and torch.is_grad_enabled():
+            copy: Tensor = _UnscaledInput.apply(tensor, self._dtype, self._scale)  # type: ignore[no-untyped-call]
+            return copy
+        return tensor.to(self._dtype)
+
+    def undo(self) -> None:
+        """Put the caller's tensors back, and the attributes of before."""
+        self.inputs.undo()
+        self.state.undo()
+
+    def given(self, tensor: Tensor) -> Tensor | None:
+        """The caller's own tensor in whose place ``tensor`` was put, unless the model has changed that since."""
+        if id(tensor) in self._originals:
+            return tensor
+        found = self._given.get(id(tensor))
+        return None if found is None or self.has_changed(tensor) else found[1]
+
+    def has_changed(self, tensor: Tensor) -> bool:
+        """Whether the model made a tensor among its arguments another one, with another history."""
+        found = self._given.get(id(tensor))
+        if found is None:
+            return False
+        node = tensor.grad_fn
+        return found[3] != (None if node is None else node._sequence_nr())
+
+    def is_made_here(self, tensor: Tensor) -> bool:
+        """Whether autograd made ``tensor`` since the call began, the casts of its inputs included."""
+        node = tensor.grad_fn
+        return node is not None and node._sequence_nr() >= self._start
+
+    def check_unchanged(self) -> None:
+        """Raise if the model wrote into a cast copy.
+
+        Raises:
+            StepError: the caller's tensor would not have what the model wrote.
+        """
+        for copy, tensor, version, _ in self._given.values():
+            if copy is not tensor and copy._version != version:
+                raise StepError(_IN_PLACE)
+
+
+class _UnscaledInput(torch.autograd.Function):
+    """To the parameter dtype; the gradient comes back without the loss scale, in the tensor's own dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dtype: torch.dtype, scale: Callable[[], float]) -> Tensor:
+        ctx.dtype, ctx.scale = tensor.dtype, scale
+        ctx.set_materialize_grads(False)
+        return tensor.to(dtype) if tensor.dtype is not dtype else tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
+        (gradient,) = gradients
+        if torch.is_grad_enabled():
+            raise StepError(
+                "a gradient of gradients (create_graph=True) in fp16: its own backward would carry another power of "
+                "the loss scale; train with precision='bf16' or 'fp32'"
+            )
+        return (
+            None if gradient is None else (gradient.float() / ctx.scale()).to(ctx.dtype),
+            None,
+            None,
+        )
 
 
 class _ScaledOutput(torch.autograd.Function):

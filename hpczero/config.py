@@ -9,29 +9,47 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from hpczero.errors import ConfigError
+from hpczero.optiontypes import MOST, checked_path
 from hpczero.values import Transport, node_shape, require
 
 DEFAULT_RUN = "default"
+MOST_STEPS = 10**15
+MOST_SAMPLES = 2**31 - 1
 DEFAULT_GLOBAL_BATCH = 12  # 1, 2, 3, 4, 6 and 12 ranks divide it
 
 
-def _require_positive(section: str, options: object, *names: str) -> None:
+def _require_positive(section: str, options: object, *names: str, most: int = MOST) -> None:
     """Options that are unset or at least 1."""
     for name in names:
         value = getattr(options, name)
-        require(value is None or value >= 1, f"{section}.{name}", value, "at least 1")
+        expected = "at least 1" if value is None or value < 1 else f"at most {most}"
+        require(value is None or 1 <= value <= most, f"{section}.{name}", value, expected)
+
+
+def _require_path(option: str, value: str | None) -> None:
+    """Unset, or what can be the name of a file, and be written into config.toml."""
+    try:
+        if value is not None:
+            checked_path(value).encode()
+    except UnicodeEncodeError:
+        require(False, option, value, "a path in UTF-8")
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from error
 
 
 def _require_amount(section: str, options: object, *names: str) -> None:
     """Options that are 0 or above, and finite."""
     for name in names:
         value = getattr(options, name)
-        require(0 <= value < math.inf, f"{section}.{name}", value, "a finite number, 0 or above")
+        most = MOST if isinstance(value, int) else sys.float_info.max
+        require(0 <= value <= most, f"{section}.{name}", value, "a finite number, 0 or above")
 
 
 @dataclass(frozen=True)
@@ -42,7 +60,7 @@ class RunOptions:
         name: of the run; its files lie in <folder>/<name>.
         folder: parent of all run folders.
         seed: of initial weights and order of samples; results depend on it alone, not on the number of ranks.
-        overwrite: replace the results of an earlier run of this name; always done for the name "default".
+        overwrite: delete an earlier run of this name; one called "default" is otherwise moved to a name with the date.
     """
 
     name: str = DEFAULT_RUN
@@ -57,7 +75,9 @@ class RunOptions:
             self.name,
             "letters, digits and . _ + - only, because it names a folder",
         )
-        require(self.seed >= 0, "run.seed", self.seed, "0 or above")
+        _require_path("run.name", self.name)
+        _require_path("run.folder", self.folder)
+        require(0 <= self.seed <= MOST, "run.seed", self.seed, f"0 to {MOST}")
 
 
 @dataclass(frozen=True)
@@ -108,6 +128,10 @@ class DataOptions:
     tokenizer: Literal["bytes", "bpe"] = "bytes"
     cache: str = "runs/tokens"
 
+    def __post_init__(self) -> None:
+        _require_path("data.path", self.path)
+        _require_path("data.cache", self.cache)
+
 
 @dataclass(frozen=True)
 class TrainOptions:
@@ -139,7 +163,9 @@ class TrainOptions:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
-        _require_positive("train", self, "steps", "global_batch", "micro_batch", "accumulation")
+        _require_positive("train", self, "steps", most=MOST_STEPS)
+        batch = ("global_batch", "micro_batch", "accumulation")
+        _require_positive("train", self, *batch, most=MOST_SAMPLES)
         _require_amount("train", self, "learning_rate", "warmup", "weight_decay", "clip")
         peak = self.learning_rate
         require(0 < peak < math.inf, "train.learning_rate", peak, "a finite number above 0")
@@ -195,6 +221,8 @@ class ParallelOptions:
     def __post_init__(self) -> None:
         if self.nodes is not None:
             node_shape(self.nodes, "parallel.nodes")
+        algorithms = self.algorithms
+        require(algorithms.isascii(), "parallel.algorithms", algorithms, "names of algorithms")
 
 
 @dataclass(frozen=True)
@@ -246,6 +274,9 @@ class ResumeOptions:
     """
 
     from_: Annotated[str, tyro.conf.arg(name="from")] = "auto"
+
+    def __post_init__(self) -> None:
+        _require_path("resume.from", self.from_)
 
 
 @dataclass(frozen=True)

@@ -120,13 +120,21 @@ class Buffer:
     def release(self) -> None:
         """Give the memory back, content lost; nothing if it is released.
 
-        Memory that somebody else also points to (``parameter.numpy()``) stays held: torch refuses to take it from
-        under them.
+        Memory that ``parameter.numpy()`` points to stays held: torch refuses to take it from under NumPy.
         """
         if not self._keep and self._held and self.tensor.untyped_storage().resizable():
             self.tensor.untyped_storage().resize_(0)
             self._memory.add(self._category, -self._nbytes)
             self._held = False
+
+    @property
+    def pinned(self) -> bool:
+        """Whether ``release`` would have to keep memory that it should give back."""
+        return self._held and not self._keep and not self.tensor.untyped_storage().resizable()
+
+    def renew(self) -> None:
+        """Leave the memory to whoever else points to it; hold other memory, content undefined, in the same tensor."""
+        self.tensor.data = torch.empty_like(self.tensor)
 
 
 class Fresh:

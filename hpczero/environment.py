@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
-from hpczero.values import Transport, node_shape, require
+from hpczero.values import Transport, digits, node_shape, require
 
 MALLOC_VARIABLES = (
     "GLIBC_TUNABLES",
@@ -111,7 +111,7 @@ class Environment:
         job = values.get("SLURM_JOB_ID", "")
         array, task = values.get("SLURM_ARRAY_JOB_ID"), values.get("SLURM_ARRAY_TASK_ID")
         job_end = values.get("SLURM_JOB_END_TIME", "")
-        launched_by = next((n for n in SIZE_VARIABLES if values.get(n, "").isdigit()), "")
+        launched_by = next((n for n in SIZE_VARIABLES if digits(values.get(n, "")) is not None), "")
         of_step = launched_by == "SLURM_STEP_NUM_TASKS"
         tasks = "SLURM_STEP_TASKS_PER_NODE" if of_step else "SLURM_NTASKS_PER_NODE"
         return cls(
@@ -131,10 +131,10 @@ class Environment:
             {"0": False, "1": True, "": None}[_switch(values, "HPCZERO_GPU_AWARE")],
             _local_rank(values),
             values.get("PYTORCH_CUDA_ALLOC_CONF") or values.get("PYTORCH_ALLOC_CONF") or "",
-            float(job_end) if job_end.isdigit() else None,
+            None if (end := digits(job_end)) is None else float(end),
             values.get("HPCZERO_SERIES", ""),
             launched_by,
-            int(values[launched_by]) if launched_by else None,
+            digits(values[launched_by]) if launched_by else None,
             values.get(tasks, ""),
         )
 
@@ -142,8 +142,9 @@ class Environment:
 def _local_rank(values: Mapping[str, str]) -> int | None:
     # mpirun inside an sbatch script leaves SLURM_LOCALID at 0 for all ranks, so it comes last.
     for name in LOCAL_RANK_VARIABLES:
-        if values.get(name, "").isdecimal():
-            return int(values[name])
+        rank = digits(values.get(name, ""))
+        if rank is not None:
+            return rank
     return None
 
 

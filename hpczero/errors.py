@@ -6,11 +6,14 @@ through the module that is already loaded (an error must never be what starts MP
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 EXIT_FAILURE = 1
@@ -19,6 +22,10 @@ EXIT_REQUEUE = 75
 EXIT_MISCONFIGURED = 78
 EXIT_HANG = 86
 EXIT_READER_LEFT = 141
+
+EXHAUSTED = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+)
 
 
 class HpcZeroError(Exception):
@@ -92,7 +99,7 @@ def launcher_rank() -> int:
     """Rank by the launcher's environment, before MPI is up; 0 where there is no launcher."""
     for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"):
         value = os.environ.get(name, "")
-        if value.isdigit():
+        if value.isascii() and value.isdigit() and len(value) < 10:
             return int(value)
     return 0
 
@@ -106,25 +113,55 @@ def abort_job(code: int) -> None:
         and not mpi.Is_finalized()
         and mpi.COMM_WORLD.size > 1
     ):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # a log on a full disk must not keep the other ranks waiting
+                stream.flush()
         mpi.COMM_WORLD.Abort(code)
 
 
 def report(error: BaseException) -> int:
     """Write ``error`` to stderr with the rank in front and return its exit code.
 
-    Our own errors print as one line; anything else with its traceback.
+    Our own errors, and the machine's, print as one line; anything else with its traceback.
     """
+    code = error.exit_code if isinstance(error, HpcZeroError) else EXIT_FAILURE
+    text = f"{type(error).__name__}: {error}"
+    if not isinstance(error, HpcZeroError):
+        text = _of_the_machine(error) or "".join(traceback.format_exception(error))
     rank = launcher_rank()
-    if isinstance(error, HpcZeroError):
-        sys.stderr.write(f"[rank {rank}] {type(error).__name__}: {error}\n")
+    with suppress(OSError):  # the disk may be full that stderr is on
+        sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.rstrip().splitlines()))
         sys.stderr.flush()
-        return error.exit_code
-    text = "".join(traceback.format_exception(error))
-    sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.rstrip().splitlines()))
-    sys.stderr.flush()
-    return EXIT_FAILURE
+    return code
+
+
+def _of_the_machine(error: BaseException) -> str | None:
+    """One line, where it is the machine that has no more to give: a traceback says nothing then."""
+    own = Path(__file__)
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [(Path(f.filename), f.lineno) for f in frames]
+    ours = [
+        f"{path.name}:{line}" for path, line in places if own.parent in path.parents and path != own
+    ]
+    where = f" (at {ours[-1]})" if ours else ""
+    if isinstance(error, OSError) and error.errno in EXHAUSTED:
+        what = error.filename or "a file, or the output"
+        return (
+            f"OSError: {what}: {os.strerror(error.errno)}{where}. Make room or raise the limit, and start again; what "
+            "was saved before stays"
+        )
+    out_of_memory = (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+    )
+    if out_of_memory:
+        first = next(iter(str(error).splitlines()), "")
+        return (
+            f"{type(error).__name__}: {first}{where}. Out of memory: take a smaller model or micro-batch, or more "
+            "ranks on more nodes; `python -m hpczero.plan` says what fits"
+        )
+    return None
 
 
 def install_abort_hook() -> None:
@@ -166,6 +203,8 @@ def run(main: Callable[[], int | None]) -> None:
         # As a C program that is piped into head: nobody is there to tell.
         left = isinstance(error, BrokenPipeError) and _reader_left()
         code = EXIT_READER_LEFT if left else report(error)
+        if isinstance(error, OSError) and error.errno in EXHAUSTED:
+            _drop_output()
         if not getattr(error, "agreed", False):
             abort_job(code)
     sys.exit(code)
@@ -177,5 +216,13 @@ def _reader_left() -> bool:
     poll.register(sys.stdout.fileno(), 0)
     left = bool(poll.poll(0))
     if left:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
     return left
+
+
+def _drop_output() -> None:
+    """What is still in the buffer of stdout is thrown away: Python would fail with it once more at its very end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,6 +7,7 @@ is shown.
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 from typing import Literal
@@ -49,8 +50,13 @@ class _StandardOutput(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         # One write per record: a launcher interleaves the output of ranks between writes.
-        sys.stdout.write(f"{self.format(record)}\n")
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(f"{self.format(record)}\n")
+            sys.stdout.flush()
+        except OSError as error:
+            # Of a log on a full disk; training goes on. Python keeps what it can and writes it when there is room.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
 
 class _Formatter(logging.Formatter):

@@ -13,6 +13,7 @@ import zlib
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,8 @@ from hpczero.data.tokens import VERSION as TOKEN_FILE_VERSION
 from hpczero.deadline import Deadline
 from hpczero.environment import Environment
 from hpczero.errors import EXIT_REQUEUE, ConfigError
-from hpczero.launch import start_topology, use_own_cores, warn_of_shared_devices
+from hpczero.header import tell_header
+from hpczero.launch import start_topology, use_own_cores
 from hpczero.metrics import (
     StepMetrics,
     Stopwatch,
@@ -42,8 +44,11 @@ from hpczero.metrics import (
 from hpczero.models import GPT, GPTConfig, flops_per_token
 from hpczero.options import to_toml
 from hpczero.records import Records
+from hpczero.roomcheck import check_room
 from hpczero.run_checkpoints import RunCheckpoints
 from hpczero.runfolder import RunFolder
+from hpczero.runlock import RunLock
+from hpczero.sharded_model import Sharding
 from hpczero.signals import Signals
 from hpczero.stops import Stops, Wish
 from hpczero.stragglers import Stragglers
@@ -71,9 +76,23 @@ def train(
     topology = start_topology(config.parallel.nodes)
     log.configure(rank=topology.rank, node_index=topology.node_index, level=config.log.level)
     use_own_cores(topology)
-
-    # What was asked for, held against the ranks and the data.
     check_same_options(config, topology)
+    with RunLock(RunFolder.of(config.run), topology) as lock:
+        code = train_in(lock, config, model_config, accelerator, signals, topology)
+    topology.free()
+    return code
+
+
+def train_in(
+    lock: RunLock,
+    config: RunConfig,
+    model_config: GPTConfig,
+    accelerator: Accelerator,
+    signals: Signals,
+    topology: Topology,
+) -> int:
+    """``train`` in a run folder that is ours alone."""
+    # What was asked for, held against the ranks and the data.
     with topology.agreed("look at earlier starts of this run"):
         # On the other ranks, as outside of a series of jobs, there is nothing to look at.
         environment = Environment.read() if topology.is_root else Environment()
@@ -84,7 +103,6 @@ def train(
             config = attempts.settle(config)
     if any(topology.gather(float(nothing_left))):
         log.info("nothing left to do: an earlier start has done all %d steps", config.train.steps)
-        topology.free()
         return 0
     with topology.agreed("spread the batch over the ranks"):
         batch = Batch.resolve(config.train, topology.size)
@@ -92,6 +110,7 @@ def train(
     model_config = dataclasses.replace(model_config, vocab_size=tokens.vocab_size)
     seq_len = model_config.context
     with topology.agreed("lay out the samples"):
+        check_room(model_config, batch, topology, accelerator.device.type)
         batches = Batches(tokens.train, seq_len, batch.global_batch, config.run.seed)
         held_out = None
         if config.evaluation.batches:
@@ -126,32 +145,27 @@ def train(
     # From the start, or from a checkpoint of any number of ranks and any stage.
     config, folder = config.pinned(batch.global_batch), RunFolder.of(config.run)
     identity = resume.identity(config, tokens, model_config)
-    checkpoints = RunCheckpoints(config, folder, model)
+    checkpoints = RunCheckpoints(config, folder, model, lock=lock.lock)
     deadline = Deadline(environment)
     with topology.agreed("hold the job's time against a save"):
         deadline.check_room(save_s=checkpoints.save_s)
-    start = checkpoints.begin(identity)
+    begin = checkpoints.begin(identity)
+    start = begin.step
     set_options(optimizer, config.train)
     scheduler = LambdaLR(optimizer, config.train.learning_rate_factor, last_epoch=start - 1)
     records = None
     with topology.agreed("start the records"):
         if topology.is_root:
-            if start:
+            if begin.resumed:
                 resume.tell_changes(folder, config)
-                folder.go_on(to_toml(config))
+                folder.go_on(to_toml(begin.config))
             else:
+                lock.make_room(config.run)
                 folder.create(config.run, to_toml(config))
-            records = Records(folder, config.log, num_steps=config.train.steps, start=start)
+            steps = config.train.steps
+            records = Records(folder, config.log, num_steps=steps, start=start, own=begin.own)
             attempts.begin(start)
-    log.info("%s", topology.describe())
-    log.info("device: %s", accelerator.describe())
-    warn_of_shared_devices(topology, accelerator)
-    log.info("transport: %s", sharding.collectives.describe())
-    for line in sharding.collectives.measured():
-        log.info("  %s", line)
-    log.info("%s", sharding.plan.describe(sharding.collectives.sharing))
-    log.info("%s", describe_data(tokens))
-    log.info("%s", describe_run(config, batch, seq_len, topology.size))
+    tell_header(sharding, accelerator, tokens, config, batch, seq_len)
 
     stopped, held_out_loss = False, None
     stops = Stops(folder.path, topology, signals, deadline)
@@ -168,14 +182,13 @@ def train(
                     x, y = batches.micro_batch(
                         step, micro_step, topology.rank, topology.size, batch.accumulation
                     )
-                is_last = micro_step == batch.accumulation - 1
-                with nullcontext() if is_last else hpczero.no_sync(model):
+                with hpczero.accumulate(model, micro_step, batch.accumulation):
                     with watch.phase("forward"):
                         sample = (accelerator.bring(torch.from_numpy(part)) for part in (x, y))
-                        loss = model(*sample) / batch.accumulation
+                        loss = model(*sample)
                     with watch.phase("backward"):
                         loss.backward()
-                micro_losses.append(loss.detach())
+                micro_losses.append(loss.detach() / batch.accumulation)
             waits_s = sharding.collectives.stats.seconds - waited_s
             own_ms = sum(watch.ms(phase) for phase in ("data", "forward", "backward"))
             stragglers.note(own_ms / 1e3 - waits_s)
@@ -201,18 +214,12 @@ def train(
                 log.info("%s", line)
             wish = stops.wish(step_s=watch.elapsed_s(), save_s=checkpoints.save_s)
             stopped = wish is Wish.STOP and done < config.train.steps
-            with watch.phase("checkpoint"):
-                position = {**identity, "samples": done * batch.global_batch}
-                checkpoints.after_step(done, position, wish)
-            if records is None:
-                if stopped:
-                    break
-                continue
-            tokens_per_s = batch.global_batch * seq_len / step_s
-            tflops = achieved_tflops(tokens_per_s, flops_per_token(model_config), topology.size)
-            peak = config.log.peak_tflops
-            records.write(
-                StepMetrics(
+            measured = None
+            if records is not None:
+                tokens_per_s = batch.global_batch * seq_len / step_s
+                tflops = achieved_tflops(tokens_per_s, flops_per_token(model_config), topology.size)
+                peak = config.log.peak_tflops
+                measured = StepMetrics(
                     step=done,
                     tokens=done * batch.global_batch * seq_len,
                     loss=sum(losses) / topology.size,
@@ -230,21 +237,25 @@ def train(
                     backward_ms=watch.ms("backward"),
                     optimizer_ms=watch.ms("optimizer"),
                     communication_ms=watch.ms("communication") + waited_s * 1e3,
-                    checkpoint_ms=watch.ms("checkpoint"),
-                    state_peak_nbytes=sum(sharding.memory.peak.values())
-                    + sharding.optimizer_nbytes(),
-                    process_peak_nbytes=process_peak_nbytes(),
-                    **device_fields(accelerator.usage(), exposed_s),
+                    checkpoint_ms=0.0,
+                    **peaks(sharding, accelerator, exposed_s),
                 )
-            )
+                records.note(measured, durable=checkpoints.is_due(done, wish))
+            with watch.phase("checkpoint"):
+                position = {**identity, "samples": done * batch.global_batch}
+                checkpoints.after_step(done, position, wish)
+            if records is not None and measured is not None:
+                now = peaks(sharding, accelerator, exposed_s)
+                saving_ms = watch.ms("checkpoint")
+                records.write(dataclasses.replace(measured, checkpoint_ms=saving_ms, **now))
             if stopped:
                 break
     if stopped:
-        log.info("stopped after step %d, as asked; the same command goes on from there", done)
+        next_command = resume.next_command(config, in_series=bool(environment.series))
+        log.info("stopped after step %d, as asked; %s", done, next_command)
         attempts.end(done, EXIT_REQUEUE)
         hpczero.release(model)
         tokens.close()
-        topology.free()
         return EXIT_REQUEUE
     log.debug(
         "peak memory %.0f MiB, %.1f s in collectives",
@@ -255,6 +266,7 @@ def train(
     weights = hpczero.full_state_dict(model)
     with topology.agreed("write the results"):
         if weights is not None:
+            lock.lock.check()
             write_weights(
                 folder.weights,
                 weights,
@@ -274,7 +286,6 @@ def train(
     log.info("done: python -m hpczero.sample %s --prompt 'def ' shows what it learnt", folder.path)
     hpczero.release(model)
     tokens.close()
-    topology.free()
     return 0
 
 
@@ -340,6 +351,15 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object
     ]
 
 
+def peaks(sharding: Sharding, accelerator: Accelerator, exposed_s: float) -> dict[str, Any]:
+    """The fields of ``StepMetrics`` that a save after the step may raise."""
+    return {
+        "state_peak_nbytes": sum(sharding.memory.peak.values()) + sharding.optimizer_nbytes(),
+        "process_peak_nbytes": process_peak_nbytes(),
+        **device_fields(accelerator.usage(), exposed_s),
+    }
+
+
 def is_due(done: int, every: int, num_steps: int) -> bool:
     """Whether something that happens each ``every`` steps (0: never) and after the last one happens now."""
     return done == num_steps or (every > 0 and done % every == 0)
@@ -363,23 +383,6 @@ def evaluate(
         total += loss.item() * part.num_samples
     model.train()
     return sum(topology.gather(total)) / len(held_out)
-
-
-def describe_data(tokens: TokenFile) -> str:
-    """What is read, for the run header."""
-    return (
-        f"data: {tokens.path}: {len(tokens.train):,} training and {len(tokens.validation):,} held-out "
-        f"tokens, vocabulary of {tokens.vocab_size:,}"
-    )
-
-
-def describe_run(config: RunConfig, batch: Batch, seq_len: int, world_size: int) -> str:
-    """What is done, and where results go, for the run header."""
-    return (
-        f"run: {config.train.steps} steps of {batch.global_batch * seq_len:,} tokens = micro batch "
-        f"{batch.micro_batch} x accumulation {batch.accumulation} x {world_size} rank(s) x {seq_len} "
-        f"tokens; results in {RunFolder.of(config.run).path}"
-    )
 
 
 def draw_losses(config: RunConfig, folder: RunFolder) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
+import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from hpczero.errors import DataError
+from hpczero.regularfile import read_bytes
+
+LIMIT_NBYTES = 2**36  # of a metrics file
+NAMED_SPANS = 5  # of many in a message
+
+logger = logging.getLogger("hpczero.metrics")
 
 
 @dataclass(frozen=True)
@@ -79,42 +89,149 @@ class StepMetrics:
         return json.dumps(finite, allow_nan=False)
 
     @classmethod
-    def from_json(cls, line: str) -> StepMetrics:
-        """The record of a line; null is NaN again where a value was expected."""
-        values: dict[str, Any] = json.loads(line)
+    def from_json(cls, line: str | bytes) -> StepMetrics:
+        """The record of a line; null is NaN again where a value was expected.
+
+        Raises:
+            ValueError: it is no such record.
+        """
+        try:
+            values = json.loads(line)
+        except RecursionError as error:
+            raise ValueError("nested too deep") from error
+        if not isinstance(values, dict):
+            raise ValueError("not an object")
         for name, value in values.items():
             if value is None and name not in ("held_out_loss", "mfu") and "device" not in name:
                 values[name] = math.nan
-        return cls(**values)
+            elif value is not None and (type(value) not in (int, float) or abs(value) >= 2**63):
+                raise ValueError(f"{name} is no such number")
+        if type(values.get("step")) is not int:
+            raise ValueError("no step")
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one line per step, complete on disk before the next step starts."""
+    """``metrics.jsonl``: one line per step, there before the step is saved and before the next one starts."""
 
     def __init__(self, path: Path, *, start: int = 0) -> None:
-        """Lines of steps after ``start``, of a run that was taken up again, are gone, and half a line with them."""
-        lines = []
-        if start and path.exists():
-            lines = [m.to_json() + "\n" for m in read_metrics(path) if m.step <= start]
-        temporary = path.with_suffix(".jsonl.new")
-        temporary.write_text("".join(lines), encoding="utf-8")
-        temporary.replace(path)
-        self._file = path.open("a", encoding="utf-8")
+        """Lines of steps after ``start``, of a run that was taken up again, are gone, and half a line with them.
 
-    def write(self, metrics: StepMetrics) -> None:
-        """Append a line and hand it to the operating system."""
-        self._file.write(f"{metrics.to_json()}\n")
-        self._file.flush()
+        Lines that cannot be read do not stop a run: they are named, and the file is kept as it was beside the new one.
+        """
+        found: dict[int, StepMetrics] = {}
+        if start and path.exists():
+            records, damage = _read(path)
+            found = {record.step: record for record in records if record.step <= start}
+            if damage:
+                date = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+                old = path.with_name(f"{path.name}.damaged-{date}")
+                path.rename(old)
+                logger.warning("%s: %s; left out here, and kept in %s", path, damage, old.name)
+            if found and len(found) <= start - min(found):
+                lost = sorted(set(range(min(found), start + 1)) - found.keys())
+                logger.warning("%s: has no lines of steps %s", path, _spans(lost))
+        if start and not found:
+            logger.warning("%s: has no line of the %d steps before; it begins anew", path, start)
+        text = "".join(f"{found[step].to_json()}\n" for step in sorted(found))
+        temporary = path.with_suffix(".jsonl.new")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+        self._path = path
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        self._final = len(text.encode())  # bytes that never change again
+        self._tail: list[
+            tuple[int, bytes]
+        ] = []  # what follows: the last line, and what the disk refused
+        self._told = False
+
+    def write(self, metrics: StepMetrics, *, durable: bool = False) -> None:
+        """Append a line and hand it to the operating system; of the same step as the last one, replace that.
+
+        What cannot be written is warned of, and tried again with the next line.
+
+        Args:
+            metrics: of a step.
+            durable: have it on the disk before this returns.
+        """
+        line = metrics.to_json().encode()
+        if self._tail and self._tail[-1][0] == metrics.step:
+            # In place, by one write, so that the line is there whenever this process is killed.
+            line = line.ljust(len(self._tail.pop()[1]) - 1)
+        elif not self._told:
+            self._final += sum(len(old) for _, old in self._tail)
+            self._tail.clear()
+        self._tail.append((metrics.step, line + b"\n"))
+        try:
+            data, offset = b"".join(line for _, line in self._tail), self._final
+            while data:
+                done = os.pwrite(self._descriptor, data, offset)
+                data, offset = data[done:], offset + done
+            if durable:
+                os.fsync(self._descriptor)
+            self._told = False
+        except OSError as error:
+            if not self._told:
+                logger.warning(
+                    "%s: cannot be written (%s); trying again", self._path, error.strerror
+                )
+            self._told = True
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        os.close(self._descriptor)
+        if self._told:
+            steps = _spans([step for step, _ in self._tail])
+            logger.warning("%s: lines of steps %s could not be written", self._path, steps)
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """Every complete line of a metrics file; the last line of a killed run may be missing its end and is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [StepMetrics.from_json(line) for line in lines if line.endswith("\n")]
+    """Every complete line of a metrics file; the last line of a killed run may be missing its end and is left out.
+
+    So are lines that something has damaged, with a warning.
+
+    Raises:
+        FileNotFoundError: there is no file.
+        DataError: it is no file, or cannot be read.
+    """
+    records, damage = _read(path)
+    if damage:
+        logger.warning("%s: %s; left out", path, damage)
+    return records
+
+
+def _read(path: Path) -> tuple[list[StepMetrics], str]:
+    """Records, and what is wrong with the others."""
+    records, wrong, reason = [], [], ""
+    try:
+        *lines, _ = read_bytes(path, LIMIT_NBYTES).split(b"\n")
+    except FileNotFoundError:
+        raise
+    except OSError as error:  # a folder, a FIFO, more than such a file can be
+        text = f"{path}: {error.strerror}; move it away, the run goes on without it"
+        raise DataError(text) from error
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(StepMetrics.from_json(line.strip(b"\0 \t\r")))
+        except ValueError as error:
+            wrong.append(number)
+            reason = reason or str(error)
+    return records, f"line(s) {_spans(wrong)} cannot be read ({reason})" if wrong else ""
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """The first few runs of rising numbers, as ``1-3, 7``."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    text = ", ".join("-".join(map(str, span)) for span in spans[:NAMED_SPANS])
+    return text if len(spans) <= NAMED_SPANS else f"{text} and others"
 
 
 def device_fields(usage: Mapping[str, int], exposed_s: float) -> dict[str, Any]:

@@ -55,7 +55,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
             f"optimizer {name} {REFUSED[name]}; a shard does not hold those. "
             f"Use an elementwise one: {', '.join(c.__name__ for c in ELEMENTWISE)}"
         )
-    if not isinstance(optimizer, ELEMENTWISE) and not getattr(kind, "hpczero_elementwise", False):
+    # A subclass with a step of its own is another update rule. torch wraps ``step``, and keeps the module's name.
+    known = isinstance(optimizer, ELEMENTWISE) and kind.step.__module__.startswith("torch.optim.")
+    if not known and not getattr(kind, "hpczero_elementwise", False):
         raise PlanError(
             f"optimizer {name} is not known to be elementwise; expected one of "
             f"{', '.join(c.__name__ for c in ELEMENTWISE)}. If each element of its update depends on that "

@@ -14,7 +14,6 @@ import dataclasses
 import difflib
 import io
 import json
-import os
 import re
 import sys
 import types
@@ -27,6 +26,8 @@ import tyro
 
 from hpczero.config import RunConfig
 from hpczero.errors import ConfigError, launcher_rank
+from hpczero.optiontypes import checked, registry
+from hpczero.regularfile import read_text, reason, shown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,6 +35,9 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 T = TypeVar("T")
+
+TOML_NBYTES = 2**20
+SAID = 800  # characters of a complaint
 
 
 def read_run_config(args: Sequence[str]) -> RunConfig:
@@ -72,8 +76,6 @@ def parse_command_line(
         ConfigError: unknown option, wrong type, or a value that ``cls`` refuses.
         SystemExit: after ``--help``, with 0.
     """
-    registry = tyro.constructors.ConstructorRegistry()
-    registry.primitive_rule(_bool_rule)
     # Without a terminal tyro uses no colours, which a launcher's pseudo-terminal would otherwise bring into log files.
     help_text = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     complaint = io.StringIO()
@@ -86,7 +88,7 @@ def parse_command_line(
                 description=description,
                 default=tyro.MISSING_NONPROP if default is None else default,
                 use_underscores=True,
-                registry=registry,
+                registry=registry(),
                 config=(tyro.conf.FlagConversionOff,),
             )
     except SystemExit as end:
@@ -105,12 +107,12 @@ def load_toml(path: Path, cls: type[T]) -> T:
         ConfigError: a file that cannot be read, an unknown name, a wrong type, or a value that ``cls`` refuses.
     """
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(read_text(path, TOML_NBYTES))
     except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read as options: {os.strerror(error.errno or 0)}"
-        ) from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as options: {reason(error)}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: is not TOML: it is nested too deeply") from error
+    except ValueError as error:  # also a number of more digits than Python reads
         raise ConfigError(f"{path}: is not TOML: {error}") from error
     try:
         return _from_table(cls, tables, prefix="")
@@ -151,9 +153,13 @@ def _from_table(cls: type[T], table: Mapping[str, object], prefix: str) -> T:
 
 def _convert(value: object, hint: Any, name: str) -> object:  # Any: a type form has no common type
     """``value`` if it is what the annotation ``hint`` says."""
+    try:
+        checked(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
-            raise ConfigError(f"{name}: got {value!r}, expected a section [{name}]")
+            raise ConfigError(f"{name}: got {shown(value)}, expected a section [{name}]")
         return _from_table(typing.cast("type[object]", hint), value, prefix=f"{name}.")
     choices = typing.get_args(hint)
     if typing.get_origin(hint) in (Union, types.UnionType):
@@ -163,12 +169,12 @@ def _convert(value: object, hint: Any, name: str) -> object:  # Any: a type form
         # not only ==: True would pass for 1
         if not any(type(value) is type(choice) and value == choice for choice in choices):
             raise ConfigError(
-                f"{name}: got {value!r}, expected one of {', '.join(map(str, choices))}"
+                f"{name}: got {shown(value)}, expected one of {', '.join(map(str, choices))}"
             )
         return value
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, list) or len(value) != len(choices):
-            raise ConfigError(f"{name}: got {value!r}, expected a list of {len(choices)}")
+            raise ConfigError(f"{name}: got {shown(value)}, expected a list of {len(choices)}")
         return tuple(
             _convert(item, choice, name) for item, choice in zip(value, choices, strict=True)
         )
@@ -176,7 +182,7 @@ def _convert(value: object, hint: Any, name: str) -> object:  # Any: a type form
         return float(value)
     if type(value) is not hint:
         raise ConfigError(
-            f"{name}: got {value!r} ({type(value).__name__}), expected {hint.__name__}"
+            f"{name}: got {shown(value)} ({type(value).__name__}), expected {hint.__name__}"
         )
     return value
 
@@ -192,24 +198,11 @@ def _toml_value(value: object) -> str:
     return repr(value)
 
 
-def _bool_rule(
-    info: tyro.constructors.PrimitiveTypeInfo,
-) -> tyro.constructors.PrimitiveConstructorSpec[bool] | None:
-    """``true`` and ``false`` as in TOML, so that every option is ``--section.key value``."""
-    if info.type is not bool:
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="{true,false}",
-        choices=("true", "false"),
-        instance_from_str=lambda words: words[0] == "true",
-        is_instance=lambda value: isinstance(value, bool),
-        str_from_instance=lambda value: [str(value).lower()],
-    )
-
-
 def _plain(box: str) -> str:
     """The sentences inside tyro's box, on one line: a log interleaves the lines of ranks."""
     rows = (row.strip("│ ") for row in box.splitlines() if row.startswith("│"))
     words = " ".join(";" if row.startswith("─") else row for row in rows)
-    return re.sub(r"\s+", " ", words).replace(" ;", ";") or box.strip()
+    said = re.sub(r"\s+", " ", words).replace(" ;", ";") or box.strip()
+    # What was typed is in it; in a form that any terminal and log file takes.
+    said = said.encode(errors="backslashreplace").decode()
+    return said if len(said) <= SAID else f"{said[: SAID // 2]} ... {said[-SAID // 2 :]}"

@@ -1,16 +1,17 @@
 """The guard on parameters whose memory is given back.
 
-Owns: the error a user gets for touching a sharded parameter. Must not know: units, MPI. Without it torch would read
-freed memory.
+Owns: the error a user gets for touching a sharded parameter, without which torch would read freed memory; and who
+answers for ``parameter.grad``. Must not know: units, MPI.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from hpczero.errors import StepError
 
@@ -27,8 +28,24 @@ _METADATA: frozenset[Any] = frozenset(
     [getattr(torch.Tensor, name) for name in _METADATA_METHODS.split()]
     + [getattr(torch.Tensor, name).__get__ for name in _METADATA_FIELDS.split()]
     + [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")]
-    + [torch.is_floating_point, torch.is_complex]
+    + [torch.is_floating_point, torch.is_complex, torch._has_compatible_shallow_copy_type]
 )
+# What module.to and its kin call; they return the very tensor where nothing is to be changed.
+_CONVERSION_METHODS = "to float double half bfloat16 type cpu cuda"
+_CONVERSIONS: frozenset[Any] = frozenset(
+    getattr(torch.Tensor, name) for name in _CONVERSION_METHODS.split()
+)
+
+
+def moved_or_cast(title: str, before: Tensor, after: Tensor) -> str:
+    """What to say where ``before`` would become ``after``."""
+    same = (before.dtype, before.device) == (after.dtype, after.device)
+    become = "get other memory" if same else f"become {after.dtype} on {after.device}"
+    return (
+        f"{title} is {before.dtype} on {before.device} and would {become}, but a zeroified model cannot be moved or "
+        "cast: its shards would stay behind. Do it before zeroify; for half precision pass precision='bf16' or 'fp16' "
+        "to zeroify, for a device device='cuda'"
+    )
 
 
 class ShardedParameter(nn.Parameter):
@@ -45,9 +62,16 @@ class ShardedParameter(nn.Parameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer metadata, refuse everything that touches elements."""
+        kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
+        if func in _CONVERSIONS and isinstance(args[0], ShardedParameter):
+            return _unchanged(func, args[0], args[1:], kwargs)
+        if func == _SET_DATA and args[0] is args[1]:
+            return None  # the end of a conversion that changed nothing
+        if func is torch.autograd.backward:
+            return _backward_to(args, kwargs)
         name = next((a.qualified_name for a in args if isinstance(a, ShardedParameter)), "")
         name = name or cls.qualified_name
         what = getattr(func, "__name__", str(func))
@@ -55,30 +79,157 @@ class ShardedParameter(nn.Parameter):
             what = getattr(getattr(func, "__self__", None), "__name__", what)
         raise StepError(
             f"parameter {name!r} is sharded and its memory given back (stage 3), but {what!r} needs its "
-            "value. Inside the model: a module other than its own uses it; make the module that uses it "
-            "the unit (rule=...) or call through that module. Outside: wrap the access in "
-            "`with hpczero.gathered(model):`, or use hpczero.full_state_dict(model)"
+            "value. In a method other than forward (generate, encode): hpczero.register_forward(model, 'encode') once "
+            "makes it work. Outside of the model: use it inside `with hpczero.gathered(model):`, or use "
+            "hpczero.full_state_dict(model). Inside forward: a module other than its own uses it; make the module "
+            "that uses it the unit (rule=...) or call through that module"
         )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse ``pickle``, ``torch.save`` and ``copy.deepcopy`` of the parameter or of a module that holds it."""
+        raise StepError(
+            f"parameter {self.qualified_name!r} is sharded and its memory given back (stage 3), so neither it nor a "
+            "module that holds it can be copied or pickled; do that inside `with hpczero.gathered(model):`, or use "
+            "hpczero.full_state_dict(model)"
+        )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """As ``__reduce_ex__``."""
+        self.__reduce_ex__(4)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"ShardedParameter({self.qualified_name!r}, shape={tuple(self.shape)}, {self.dtype})"
 
 
+class GradientSight(Protocol):
+    """What stands at ``parameter.grad`` while autograd has put nothing there."""
+
+    def look(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The value of ``parameter.grad``."""
+        ...
+
+    def assign(self, value: torch.Tensor | None) -> None:
+        """``parameter.grad = value`` outside of backward."""
+        ...
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _unchanged(
+    func: Callable[..., Any], parameter: ShardedParameter, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """``parameter`` itself, if ``func`` would change nothing; what ``func`` says, if it only asks (``type()``).
+
+    Raises:
+        StepError: says what it would become.
+    """
+    empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    options = dict(kwargs)
+    memory_format = options.pop("memory_format", None) or torch.preserve_format
+    changed = func(empty, *args, **options)
+    with torch._C.DisableTorchFunctionSubclass():
+        kept = memory_format is torch.preserve_format or parameter.is_contiguous(
+            memory_format=memory_format
+        )
+    if changed is empty and kept:
+        return parameter
+    if not isinstance(changed, Tensor):
+        return changed
+    title = f"parameter {parameter.qualified_name!r}"
+    raise StepError(
+        f"{moved_or_cast(title, parameter, changed)}. To read the parameter alone, sharded at stage 3, do so inside "
+        "`with hpczero.gathered(model):`"
+    )
+
+
+def _backward_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """``backward(inputs=...)`` of sharded parameters: where their gradients arrive is known without their values."""
+    inputs = kwargs.get("inputs") or ()
+    with torch._C.DisableTorchFunctionSubclass():
+        edges = [get_gradient_edge(x) if isinstance(x, ShardedParameter) else x for x in inputs]
+    torch.autograd.backward(*args, **{**kwargs, "inputs": edges})
+
+
 class Guard:
-    """Turns the guard of one parameter on and off; switches the class only, never the object."""
+    """Stands before one parameter by its class alone, which it switches; the object never changes."""
 
     def __init__(self, parameter: nn.Parameter, qualified_name: str) -> None:
         self._parameter = parameter
-        self._open_class = type(parameter)
+        self._name = qualified_name
+        self._own_class = self._open_class = type(parameter)
         self._closed_class = type(
             "ShardedParameter", (ShardedParameter,), {"qualified_name": qualified_name}
         )
+        self._closed = False
 
     def close(self) -> None:
         """From now on only metadata may be read."""
         self._parameter.__class__ = self._closed_class
+        self._closed = True
 
     def open(self) -> None:
         """The value is there again."""
         self._parameter.__class__ = self._open_class
+        self._closed = False
+
+    def show_gradient(self, sight: GradientSight | None) -> None:
+        """Let ``sight`` answer for ``parameter.grad``; None: autograd's own gradient and nothing else."""
+        own = self._own_class
+        closed: dict[str, Any] = {"qualified_name": self._name}
+        self._open_class = own
+        if sight is not None:
+            shown = closed["grad"] = _gradient_property(sight)
+
+            def make(cls: type, *args: Any, **kwargs: Any) -> Any:
+                return own(
+                    *args, **kwargs
+                )  # deepcopy and the like: a copy is an ordinary parameter
+
+            names = {"grad": shown, "data": _watched_data, "__new__": make}
+            names["__module__"] = own.__module__
+            self._open_class = type(own.__name__, (own,), names)
+        self._closed_class = type("ShardedParameter", (ShardedParameter,), closed)
+        self._parameter.__class__ = self._closed_class if self._closed else self._open_class
+
+
+_own_gradient: Any = torch.Tensor.grad
+_own_data: Any = torch.Tensor.data
+
+
+# A change through .data tells autograd nothing. A detached view has the parameter's version counter, so that the next
+# step refuses such a change as it does any other; in memory that ranks share each of them would have made it.
+_watched_data = property(
+    lambda parameter: parameter.detach(),
+    lambda parameter, value: _own_data.__set__(parameter, value),
+)
+
+
+def _gradient_property(sight: GradientSight) -> property:
+    def look(parameter: torch.Tensor) -> torch.Tensor | None:
+        with torch._C.DisableTorchFunctionSubclass():
+            own: torch.Tensor | None = _own_gradient.__get__(parameter)
+        return sight.look(parameter) if own is None else own
+
+    def assign(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+        # In backward autograd's own gradient is there until a hook of ours takes it.
+        if torch._C._current_graph_task_id() != -1 or take_own_gradient(parameter) is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                _own_gradient.__set__(parameter, value)
+        else:
+            sight.assign(value)
+
+    def drop(parameter: torch.Tensor) -> None:
+        assign(parameter, None)
+
+    return property(look, assign, drop)
+
+
+def take_own_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that autograd has left on ``parameter``, which has none afterwards."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: torch.Tensor | None = _own_gradient.__get__(parameter)
+        if gradient is not None:
+            _own_gradient.__set__(parameter, None)
+    return gradient

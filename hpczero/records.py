@@ -6,10 +6,12 @@ Owns: handing each step to all of them. Must not know: torch, MPI, how a step wa
 from __future__ import annotations
 
 import dataclasses
-from contextlib import ExitStack
+import threading
+from contextlib import ExitStack, nullcontext, suppress
 from types import TracebackType
 
 from hpczero.config import LogOptions
+from hpczero.errors import EXHAUSTED
 from hpczero.metrics import MetricsFile, StepMetrics
 from hpczero.progress import progress_for
 from hpczero.runfolder import RunFolder
@@ -19,13 +21,20 @@ class Records:
     """Context manager around the steps of a run; every record is complete on disk when ``write`` returns."""
 
     def __init__(
-        self, folder: RunFolder, options: LogOptions, *, num_steps: int, start: int = 0
+        self,
+        folder: RunFolder,
+        options: LogOptions,
+        *,
+        num_steps: int,
+        start: int = 0,
+        own: bool = True,
     ) -> None:
-        """``start`` steps were done before, by an earlier job of this run."""
+        """``start`` steps were done before: by an earlier job of this run, or else, not ``own``, by another run."""
         self._progress = progress_for(
             options.progress, num_steps=num_steps, every=options.every, start=start
         )
-        self._file = MetricsFile(folder.metrics, start=start)
+        self._folder = folder
+        self._file = MetricsFile(folder.metrics, start=start if own else 0)
         self._tensorboard = None
         if options.tensorboard:
             # Here and not at the top: a fifth of a second and 20 MB that only rank 0 should pay.
@@ -37,6 +46,8 @@ class Records:
     def __enter__(self) -> Records:
         self._open.callback(self._file.close)
         if self._tensorboard is not None:
+            self._open.callback(setattr, threading, "excepthook", threading.excepthook)
+            threading.excepthook = _in_one_line
             self._open.callback(self._tensorboard.close)
         self._open.enter_context(self._progress)
         return self
@@ -47,13 +58,42 @@ class Records:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._open.close()
+        with suppress(OSError) if error is not None else nullcontext():  # the first one tells
+            self._open.close()
+
+    def note(self, metrics: StepMetrics, *, durable: bool = False) -> None:
+        """Have the line of a step on file before a save, so that no checkpoint knows of a step without one.
+
+        Args:
+            metrics: as far as they are known; ``write`` of the same step replaces them.
+            durable: also where the machine fails.
+        """
+        self._file.write(metrics, durable=durable)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Record one finished step."""
+        """Record one finished step.
+
+        Raises:
+            OSError: names the folder.
+        """
+        try:
+            self._write(metrics)
+        except OSError as error:
+            if error.filename is None:
+                error.filename = str(self._folder.path)
+            raise
+
+    def _write(self, metrics: StepMetrics) -> None:
         self._file.write(metrics)
         if self._tensorboard is not None:
             for name, value in dataclasses.asdict(metrics).items():
                 if value is not None and name != "step":
                     self._tensorboard.add_scalar(name, value, metrics.step)
         self._progress.show(metrics)
+
+
+def _in_one_line(failed: threading.ExceptHookArgs) -> None:
+    """TensorBoard writes on a thread and hands its error to the next ``write``: a traceback before that is noise."""
+    exhausted = isinstance(failed.exc_value, OSError) and failed.exc_value.errno in EXHAUSTED
+    if not exhausted:
+        threading.__excepthook__(failed)

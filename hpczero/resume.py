@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,25 +58,34 @@ def choose(config: RunConfig, folder: RunFolder) -> Path | None:
         folder: of this run.
 
     Raises:
-        ConfigError: this run has checkpoints made with other options; or PATH does not exist.
+        ConfigError: this run has checkpoints made with other options, or nobody knows which; or PATH does not exist.
     """
     source = config.resume.from_
     if source == "never" or (source == "auto" and config.run.overwrite):
         return None
     if source != "auto":
-        path = Path(source)
-        if not path.exists():
-            raise ConfigError(
-                f"resume.from: {source} does not exist; give a checkpoint, a folder of them, auto or never"
-            )
-        return path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    if not folder.config.exists() or not folder.has_checkpoints:
+        return _checkpoints_of(source)
+    trying_out = config.run.name == DEFAULT_RUN  # this name: what cannot be gone on with makes room
+    if not folder.config.exists():
+        if not folder.holds_results or trying_out:
+            return None
+        raise ConfigError(
+            f"{folder.path}: has checkpoints or a model, and no config.toml, so nobody knows whose they are. "
+            f"{_way_out(folder)}"
+        )
+    try:
+        earlier = load_toml(folder.config, RunConfig)
+    except ConfigError as error:
+        if trying_out:
+            return None
+        raise ConfigError(f"{error}. {_way_out(folder)}") from error
+    begun = earlier.resume.from_ not in ("auto", "never") and Path(earlier.resume.from_).exists()
+    if not folder.has_checkpoints and (folder.weights.exists() or not begun):
         return None
-    earlier = load_toml(folder.config, RunConfig)
     changed = differences(earlier, config, FIXED)
     more = config.train.steps > earlier.train.steps
-    if config.run.name == DEFAULT_RUN and (changed or (folder.weights.exists() and not more)):
-        return None  # this name is for trying things out: a finished or different run is replaced
+    if trying_out and (changed or (folder.weights.exists() and not more)):
+        return None
     if changed:
         raise ConfigError(
             f"{folder.path}: has checkpoints of a run with other options ({'; '.join(changed)}); give the same ones to "
@@ -86,7 +96,51 @@ def choose(config: RunConfig, folder: RunFolder) -> Path | None:
             f"{folder.path}: holds a finished run of {earlier.train.steps} steps; ask for more --train.steps to go on, "
             "choose another --run.name, or replace it with --run.overwrite true"
         )
+    if not folder.has_checkpoints:  # it was lost before its first save, and began elsewhere
+        return _checkpoints_of(earlier.resume.from_)
     return folder.checkpoints
+
+
+def _checkpoints_of(source: str) -> Path:
+    path = Path(source)
+    if not path.exists():
+        raise ConfigError(
+            f"resume.from: {source} does not exist; give a checkpoint, a folder of them, auto or never"
+        )
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def _way_out(folder: RunFolder) -> str:
+    return (
+        f"Put the right one back, go on with --resume.from {folder.checkpoints} and the options of that run, choose "
+        "another --run.name, or delete them with --run.overwrite true"
+    )
+
+
+def began_at(source: Path, folder: RunFolder) -> bool:
+    """Whether the run in ``folder`` began at ``source``, and has not saved anything since. On one rank only."""
+    with suppress(ConfigError):
+        if folder.config.exists() and not folder.has_checkpoints:
+            earlier = load_toml(folder.config, RunConfig).resume.from_
+            return earlier not in ("auto", "never") and _checkpoints_of(earlier) == source
+    return False
+
+
+def next_command(config: RunConfig, *, in_series: bool) -> str:
+    """How to go on with a run that was stopped, for people.
+
+    Args:
+        config: of the run.
+        in_series: its next start is told where it is.
+    """
+    changes = []
+    if config.run.overwrite:
+        changes.append("--run.overwrite false")
+    if config.resume.from_ != "auto":
+        changes.append("--resume.from auto")
+    if in_series or not changes:
+        return "the same command goes on from there"
+    return f"the same command with {' and '.join(changes)} goes on from there"
 
 
 def differences(
@@ -144,6 +198,12 @@ def check(found: Loaded, identity: Mapping[str, Any], steps: int, *, own: bool) 
 
 def tell_changes(folder: RunFolder, config: RunConfig) -> None:
     """Warn of options that change what comes next. On one rank only."""
-    if folder.config.exists():
-        for change in differences(load_toml(folder.config, RunConfig), config, TELLING):
-            logger.warning("going on with another option: %s", change)
+    if not folder.config.exists():
+        return
+    try:
+        earlier = load_toml(folder.config, RunConfig)
+    except ConfigError as error:
+        logger.warning("the options of before are not known: %s", error)
+        return
+    for change in differences(earlier, config, TELLING):
+        logger.warning("going on with another option: %s", change)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,8 +18,10 @@ from torch import nn
 import hpczero
 from hpczero import resume
 from hpczero.checkpoint import Checkpoints, load
-from hpczero.config import RunConfig
+from hpczero.checkpoint.lock import Lock
+from hpczero.config import ResumeOptions, RunConfig
 from hpczero.errors import CheckpointNotWritten
+from hpczero.options import to_toml
 from hpczero.runfolder import RunFolder
 from hpczero.stops import Wish
 
@@ -28,16 +31,36 @@ STATE_NBYTES = 12  # of a parameter: fp32 weight and Adam's two moments
 ASSUMED_NBYTES_PER_S = 1e9  # of a file system on which this job has not saved yet
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        step: steps done; all of them where the run's last checkpoint is there and its results are not.
+        config: the options; they say where a run has begun that has nothing of its own yet to go on from.
+        resumed: whether a checkpoint was loaded.
+        own: whether that was this run's, and so is what its metrics say so far.
+    """
+
+    step: int
+    config: RunConfig
+    resumed: bool = True
+    own: bool = True
+
+
 class RunCheckpoints:
     """Of one run; a context manager around its steps. Every method is collective over the topology's world."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, model: nn.Module) -> None:
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, model: nn.Module, *, lock: Lock
+    ) -> None:
         """Not collective.
 
         Args:
             config: with the batch spelled out.
             folder: of the run.
             model: zeroified with its optimizer.
+            lock: of the folder, held on rank 0.
         """
         self._config = config
         self._folder = folder
@@ -50,6 +73,7 @@ class RunCheckpoints:
             keep=options.keep,
             background=options.background,
             writer=options.writer,
+            lock=lock,
         )
         self._started = 0.0
         numel = hpczero.sharding(model).plan.numel
@@ -73,35 +97,51 @@ class RunCheckpoints:
     ) -> None:
         self._checkpoints.__exit__(kind, error, trace)
 
-    def begin(self, identity: Mapping[str, Any]) -> int:
-        """Load the checkpoint that the run goes on from, if there is one.
+    def begin(self, identity: Mapping[str, Any]) -> Start:
+        """Load the checkpoint that the run goes on from, if there is one; what is not of its line is set aside.
 
         Args:
             identity: of the run; see ``resume.identity``.
-
-        Returns:
-            Steps done. All of them where the run's last checkpoint is there and its results are not.
 
         Raises:
             ConfigError: it belongs to another run, or has more steps than are asked for.
             CheckpointError: it cannot be loaded.
         """
-        topology = self._topology
+        topology, folder = self._topology, self._folder
         source = ""
         with topology.agreed("choose where to begin"):
             if topology.is_root:
-                source = str(resume.choose(self._config, self._folder) or "")
+                source = str(resume.choose(self._config, folder) or "")
         source = topology.broadcast_text(source)
         if not source:
-            return 0
+            return Start(0, self._config, resumed=False)
         found = load(source, self._model)
+        own = found.path.resolve().parent == folder.checkpoints.resolve()
         with topology.agreed("compare the checkpoint with the run"):
-            own = Path(source) == self._folder.checkpoints
             resume.check(found, identity, self._config.train.steps, own=own)
         self._tell(
             f"going on from {found.path}: step {found.step}, saved by {found.world_size} rank(s)"
         )
-        return found.step
+        results, records = (folder.weights, folder.plot), (folder.metrics, folder.config)
+        if own:
+            self._checkpoints.set_others_aside(moved=results, copied=records)
+            # Given to the command again, the options of this run are to go on with it, not back again.
+            return Start(found.step, replace(self._config, resume=ResumeOptions()))
+        config = replace(self._config, resume=ResumeOptions(from_=source))
+        again = topology.is_root and resume.began_at(Path(source), folder)
+        self._checkpoints.set_others_aside(
+            moved=() if again else results,
+            copied=() if again else records,
+            even_alone=True,
+            # First: with nothing of its own, the next start must know where this one has begun.
+            before=lambda: folder.write_config(to_toml(config)),
+        )
+        return Start(found.step, config, own=False)
+
+    def is_due(self, done: int, wish: Wish) -> bool:
+        """Whether ``after_step`` will save. Not collective."""
+        every, last = self._config.checkpoint.every, done == self._config.train.steps
+        return wish is not Wish.NOTHING or (every > 0 and (last or done % every == 0))
 
     def after_step(self, done: int, position: Mapping[str, Any], wish: Wish) -> None:
         """Save if it is time, or wished for; hear of a save in the background.
@@ -114,9 +154,9 @@ class RunCheckpoints:
         Raises:
             CheckpointNotWritten: a save failed that is required, or that the run stops with.
         """
-        every, last = self._config.checkpoint.every, done == self._config.train.steps
+        last = done == self._config.train.steps
         self._attempt(done, self._checkpoints.check, required=False)
-        if wish is Wish.NOTHING and not (every and (last or done % every == 0)):
+        if not self.is_due(done, wish):
             return
         self._started = time.monotonic()
         self._attempt(

@@ -1,21 +1,28 @@
-"""The folder of a run: what its files are called, and when an older run may be replaced.
+"""The folder of a run: what its files are called, and what becomes of an older run.
 
-Owns: names and the guard against overwriting. Must not know: MPI, torch, what the files hold. Only rank 0 writes.
+Owns: names, and that no checkpoint and no model of an older run is deleted unasked. Must not know: MPI, torch, what the
+files hold. Only rank 0 writes, under the lock of the run.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpczero.checkpoint.durable import write_text
 from hpczero.checkpoint.folder import Folder
 from hpczero.checkpoint.format import step_of_folder
 from hpczero.config import DEFAULT_RUN, RunOptions
 from hpczero.errors import ConfigError
+from hpczero.regularfile import kind_of
+
+logger = logging.getLogger("hpczero.runs")
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,14 @@ class RunFolder:
     @property
     def has_checkpoints(self) -> bool:
         """Whether there is something that may be a checkpoint."""
-        return any(self.checkpoints.glob("step-*")) or any(self.checkpoints.glob(".replaced-*"))
+        return bool(Folder(self.checkpoints).candidates())
+
+    @property
+    def holds_results(self) -> bool:
+        """Whether there is something that took a run to make: checkpoints, or final weights."""
+        return (
+            self.weights.exists() or self.has_checkpoints or any(self.checkpoints.glob("aside-*"))
+        )
 
     @property
     def attempts(self) -> Path:
@@ -77,6 +91,22 @@ class RunFolder:
                 return step
         return 0
 
+    def check(self) -> None:
+        """Refuse a folder in which something else is where we read and write: a FIFO makes its reader wait for ever.
+
+        Raises:
+            ConfigError: says what is there.
+        """
+        files = (self.config, self.metrics, self.attempts, self.weights, self.plot)
+        folders = (self.path, self.checkpoints, self.tensorboard)
+        with self.writing():
+            for path in (*folders, *files):
+                kind, expected = kind_of(path), "a directory" if path in folders else "a file"
+                if kind not in ("", "a link to nothing", expected):
+                    raise ConfigError(
+                        f"{path}: is {kind}, expected {expected}; move it away, or choose another --run.name"
+                    )
+
     def go_on(self, config: str) -> None:
         """Write ``config`` into the folder of a run that is taken up again. On one rank only.
 
@@ -86,37 +116,77 @@ class RunFolder:
         with self.writing():
             self.path.mkdir(parents=True, exist_ok=True)
             self.weights.unlink(missing_ok=True)
-            self._write_config(config)
+            self.write_config(config)
 
     def create(self, options: RunOptions, config: str) -> None:
-        """Make the folder with ``config`` in it, clear of an older run's results. On one rank only.
+        """Make the folder with ``config`` in it, clear of what an older run has left. On one rank only.
 
         Raises:
-            ConfigError: an older run is there and may not be replaced, or the folder cannot be written.
+            ConfigError: an older run is there that may not be replaced, or the folder cannot be written.
         """
+        with self.writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+        if self.holds_results and not options.overwrite:
+            what = (
+                "an earlier run"
+                if self.config.exists()
+                else "checkpoints or a model, and no config.toml"
+            )
+            raise ConfigError(
+                f"{self.path}: holds {what}; choose another --run.name, or replace it with --run.overwrite true"
+            )
         if self.config.exists() and not (options.overwrite or options.name == DEFAULT_RUN):
             raise ConfigError(
                 f"{self.path}: holds an earlier run; choose another --run.name, or replace it with "
                 "--run.overwrite true"
             )
         with self.writing():
-            self.path.mkdir(parents=True, exist_ok=True)
+            # First: without it, what a kill leaves here is taken for nobody's, and not gone on with.
+            self.config.unlink(missing_ok=True)
             # Only what a run writes: the user may keep other things here.
             for file in (self.metrics, self.plot, self.weights):
                 file.unlink(missing_ok=True)
             shutil.rmtree(self.tensorboard, ignore_errors=True)
-            for pattern in ("step-*", ".replaced-step-*", ".tmp-step-*", "LATEST"):
-                for entry in self.checkpoints.glob(pattern):
-                    if entry.is_dir():
-                        shutil.rmtree(entry)
-                    else:
-                        entry.unlink()
-            self._write_config(config)
+            found = Folder(self.checkpoints).candidates()
+            if found:
+                logger.info("%s: deleting %d checkpoint(s), as asked", self.path, len(found))
+            (self.checkpoints / "LATEST").unlink(missing_ok=True)
+            for entry in found:
+                shutil.rmtree(entry)
+            self.write_config(config)
 
-    def _write_config(self, config: str) -> None:
-        temporary = self.config.with_suffix(".toml.new")
-        temporary.write_text(config, encoding="utf-8")
-        temporary.replace(self.config)  # a run that is killed here must still have its options
+    def move_aside(self) -> RunFolder:
+        """Give the folder, with all that is in it, a name with the date; returns it. On one rank only.
+
+        Raises:
+            ConfigError: it cannot be renamed.
+        """
+        date = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        name, number = f"{self.path.name}-{date}", 1
+        while os.path.lexists(self.path.with_name(name)):
+            number += 1
+            name = f"{self.path.name}-{date}-{number}"
+        with self.writing():
+            return RunFolder(self.path.rename(self.path.with_name(name)))
+
+    def inherit_attempts(self, old: RunFolder) -> None:
+        """Know of the starts that led here, although they lie in a folder that was moved. On one rank only.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        if old.attempts.exists():
+            with self.writing():
+                self.path.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(old.attempts, self.attempts)
+
+    def write_config(self, config: str) -> None:
+        """Replace the options; a run that is killed here still has the ones or the others.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        write_text(self.config, config)
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -1,47 +1,36 @@
 """Schedule: when units act.
 
-Owns: the hooks on modules and parameters, the order of reductions, the end of backward. Must not know: buffers, MPI,
-optimizers; it only calls verbs of units.
+Owns: the hooks on modules, parameters and autograd nodes. Must not know: buffers, MPI, optimizers; it only calls verbs
+of units.
 
     forward   pre-hook: unshard, wait | module runs | post-hook: reshard
-    backward  output node: unshard, wait | module's backward; gradients are captured | input node: reshard, reduce
-    end       one callback: whatever has not been reduced (root unit, inputs without gradient, unused modules)
+    backward  a module's last node is about to run: unshard, wait | its backward; gradients are captured
+              | a node from before the module is about to run: reshard, reduce
+    end       one callback: whatever has not been reduced
 
-[Note: Order of reductions]
-Collectives must be issued in the same order on every rank, whatever autograd does there: a module that one rank did
-not use
-never becomes ready on it. Reductions therefore go out in one fixed order, the reverse of unit order, each exactly
-once in a
-backward; a unit that is ready early waits for its turn, and one that never is goes out at the end with zeros.
-
-[Note: Which calls are open]
-A call of a module is open from its forward until the backward of its inputs has run, or until its graph is freed. A
-unit is
-ready when none of its calls is open: this covers modules called twice, two forwards before one backward, and forwards
-that never see a backward. The token of a call is held by its graph nodes alone, so freeing the graph closes the call.
+What a module is given and what it returns stay the caller's: nothing is copied, wrapped or replaced (issue 15).
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from hpczero.backward import BackwardPass, Call, Gradients, current_task
 from hpczero.errors import StepError
 from hpczero.prefetch import Prefetch
+from hpczero.tensors import Attributes, TooMany
 from hpczero.unit import Unit
+from hpczero.ways import Ways
+from hpczero.whole import UnitState
 
-
-class Call:
-    """One call of a module; lives as long as its graph. See [Note: Which calls are open]."""
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self.units = tuple(units)
+logger = logging.getLogger("hpczero.schedule")
 
 
 class Schedule:
@@ -57,6 +46,7 @@ class Schedule:
         units: Sequence[Unit],
         *,
         gradient_factor: Callable[[], float],
+        sharded: bool,
         ahead: bool = False,
     ) -> None:
         """Register the hooks.
@@ -65,18 +55,25 @@ class Schedule:
             model: the module whose calls start a forward.
             units: in unit order, the root unit(s) first.
             gradient_factor: what the sum over ranks is multiplied by at each reduction.
+            sharded: whether parameters are given back between uses.
             ahead: start to make the next unit whole while one is used.
         """
         self.sync = True
         self._units = list(units)
         self._order = [unit for unit in reversed(self._units) if unit.spec.trainable]
         self._place = {unit: place for place, unit in enumerate(self._order)}
+        self._gradients = {unit: Gradients(unit.parameters) for unit in self._order}
         self._gradient_factor = gradient_factor
+        self._sharded = sharded
         self._prefetch = Prefetch() if ahead else None
-        self._open: dict[Unit, weakref.WeakSet[Call]] = {unit: weakref.WeakSet() for unit in units}
+        self._around: dict[nn.Module, tuple[Callable[..., None], Callable[..., None]]] = {}
         self._running: dict[nn.Module, list[Call]] = {}
         self._uncalled: dict[Unit, set[nn.Module]] = {}
-        self._backward: _Backward | None = None
+        # Whole until a backward is through; in the order they came.
+        self._kept: dict[Unit, None] = {}
+        self._told: set[Unit] = set()
+        self._ways = Ways(self._open_call, self._input_node_runs)
+        self._backward: BackwardPass | None = None
         self._handles: list[RemovableHandle] = []
         modules = dict(model.named_modules(remove_duplicate=False))
         self._modules = {unit: {modules[name] for name in unit.spec.modules} for unit in units}
@@ -87,6 +84,8 @@ class Schedule:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._ways.remove()
+        self._gradients.clear()
 
     def reset(self) -> None:
         """Forget an interrupted forward or backward and give gathered parameters back."""
@@ -95,9 +94,19 @@ class Schedule:
             unit.finish_reduction()
         self._running.clear()
         self._uncalled.clear()
+        self._kept.clear()
         for unit in self._units:
-            self._open[unit].clear()
             unit.reshard()
+
+    def give_back(self) -> None:
+        """Give back what was kept whole for a backward that did not come; values are about to change."""
+        kept, self._kept = self._kept, {}
+        for unit in kept:
+            unit.reshard()
+
+    def make_kept_whole(self) -> None:
+        """Somebody else gave units back; those that a backward is going to need are made whole again. Collective."""
+        self._make_whole(list(self._kept))
 
     def _register(self, model: nn.Module) -> None:
         users: dict[nn.Module, list[Unit]] = {model: []}
@@ -105,15 +114,14 @@ class Schedule:
             for module in sorted(self._modules[unit], key=id):
                 users.setdefault(module, []).append(unit)
         for module, units in users.items():
+            is_root = module is model
+            inner = [each for each in module.modules() if each not in users]
+            before = self._pre_forward(units, inner, is_root=is_root)
+            after = self._post_forward(units, Attributes(module), is_root=is_root)
+            self._around[module] = before, after
             self._handles += [
-                module.register_forward_pre_hook(
-                    self._pre_forward(units, is_root=module is model),
-                    with_kwargs=True,
-                    prepend=True,
-                ),
-                module.register_forward_hook(
-                    self._post_forward(units, is_root=module is model), always_call=True
-                ),
+                module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+                module.register_forward_hook(after, with_kwargs=True, always_call=True),
             ]
         for unit in self._order:
             for position, parameter in enumerate(unit.parameters):
@@ -121,69 +129,107 @@ class Schedule:
                 handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
 
+    @property
+    def modules(self) -> Iterable[nn.Module]:
+        """The model and the modules that units are made of."""
+        return self._around.keys()
+
+    @contextmanager
+    def call(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[list[Any]]:
+        """What runs inside counts as a call of ``module``, one of ``modules``; it puts its output into the list."""
+        before, after = self._around[module]
+        output: list[Any] = []
+        before(module, args, kwargs)
+        try:
+            yield output
+        finally:
+            after(module, args, kwargs, output)
+
     # --- forward -------------------------------------------------------------------------------------------------
 
-    def _pre_forward(self, units: Sequence[Unit], *, is_root: bool) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            recomputing = _backward_task() is not None
-            if recomputing and self._backward is None:
-                raise StepError(
-                    f"a forward of {type(module).__name__} started inside a backward that did not come through "
-                    "the model: reentrant activation checkpointing is not supported; use "
-                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-                )
-            if is_root and not recomputing and self._prefetch is not None:
+    def _pre_forward(
+        self, units: Sequence[Unit], inner: Sequence[nn.Module], *, is_root: bool
+    ) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            _leave_compiler()
+            if current_task() is not None:  # recomputation: the call is open, or will be
+                self._current_backward()
+                self._make_whole(units)
+                return
+            if is_root and self._prefetch is not None:
                 self._prefetch.begin("forward")
             self._make_whole(units)
-            if recomputing:
-                return None
-            call = Call(units)
-            self._running.setdefault(module, []).append(call)
+            if self._sharded and torch.is_grad_enabled():
+                self._ways.watch_input(args, kwargs)
+                self._ways.watch_hooked(module, inner, self._running)
+            self._running.setdefault(module, []).append(Call(units))
             for unit in units:
                 self._uncalled.setdefault(unit, set(self._modules[unit]))
-            if not torch.is_grad_enabled():
-                return None
-            return self._pass_through(_InputNode, call, (args, kwargs))
 
         return hook
 
-    def _post_forward(self, units: Sequence[Unit], *, is_root: bool) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _post_forward(
+        self,
+        units: Sequence[Unit],
+        attributes: Attributes,
+        *,
+        is_root: bool,
+    ) -> Callable[..., None]:
+        def hook(
+            module: nn.Module,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+            output: Any = None,
+        ) -> None:
+            _leave_compiler()
             calls = self._running.get(module)
-            if _backward_task() is not None or not calls:
-                return None  # recomputation (the unit stays whole until its backward is through), or reset
+            if current_task() is not None or not calls:
+                return  # recomputation (the unit stays whole until its backward is through), or reset
             call = calls.pop()
+            if torch.is_grad_enabled() and (self._sharded or is_root):
+                results = (output, args, kwargs, attributes.values())
+                if not self._is_watched(call, results) and self._sharded:
+                    self._keep(units)
             for unit in units:
                 uncalled = self._uncalled.get(unit, set())
                 uncalled.discard(module)
                 if not uncalled and not calls:
                     self._uncalled.pop(unit, None)
-                    unit.reshard()
+                    self._give_back(unit)
             if is_root and not calls:
                 for unit in self._uncalled:  # some of their modules were not called this time
-                    unit.reshard()
+                    self._give_back(unit)
                 self._uncalled.clear()
                 self._end_pass()
-            if output is None or not torch.is_grad_enabled():
-                return None
-            passed = self._pass_through(_OutputNode, call, output)
-            if passed is not None:
-                for unit in units:
-                    self._open[unit].add(call)
-            return passed
 
         return hook
 
-    def _pass_through(self, node: type[torch.autograd.Function], call: Call, tree: Any) -> Any:
-        """``tree`` with every tensor that needs a gradient sent through one node; None if there is none."""
-        leaves, spec = pytree.tree_flatten(tree)
-        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
-        if not places:
-            return None
-        outputs = node.apply(self, call, *[leaves[i] for i in places])  # type: ignore[no-untyped-call]
-        for i, tensor in zip(places, outputs, strict=True):
-            leaves[i] = tensor
-        return pytree.tree_unflatten(leaves, spec)
+    def _is_watched(self, call: Call, results: tuple[Any, ...]) -> bool:
+        """Have the ways into ``call`` watched; whether there are no others. See ways.[Note: The ways into a call]."""
+        try:
+            if self._ways.watch_results(call, results):
+                return True
+        except TooMany:
+            return False
+        trainable = (unit for unit in call.units if unit.spec.trainable)
+        return not any(self._gradients[unit].are_in_a_graph() for unit in trainable)
+
+    def _keep(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            self._kept[unit] = None
+            if unit not in self._told:
+                self._told.add(unit)
+                logger.info(
+                    "unit %r stays whole until backward is through: its results are neither in what it returns nor in "
+                    "its arguments or attributes. That takes memory; return them",
+                    unit.spec.name,
+                )
+
+    def _give_back(self, unit: Unit) -> None:
+        if unit not in self._kept:
+            unit.reshard()
 
     def _make_whole(self, units: Sequence[Unit]) -> None:
         """Wait until ``units`` are whole; what comes after them is on its way then."""
@@ -202,45 +248,71 @@ class Schedule:
         """Give back what was made whole ahead and then not used."""
         if self._prefetch is not None:
             for unit in self._prefetch.end():
-                unit.reshard()
+                self._give_back(unit)
 
     # --- backward ------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, call: Call) -> None:
-        """The outputs of ``call`` have their gradients: make its parameters whole."""
-        self._current_backward().calls.add(call)
-        for unit in call.units:
-            self._open[unit].add(call)
-        self._make_whole(call.units)
-
-    def end_call(self, call: Call) -> None:
-        """The inputs of ``call`` have their gradients: its parameters are done unless another call is open."""
+    def _open_call(self, call: Call, number: int) -> None:
+        """A node behind the results of ``call`` is about to run: make its parameters whole."""
         backward = self._current_backward()
-        for unit in call.units:
-            self._open[unit].discard(call)
-            if not self._open[unit]:
-                unit.reshard()
-                backward.ready.add(unit)
-        if self.sync:
-            while backward.next < len(self._order) and self._order[backward.next] in backward.ready:
-                self._reduce_next(backward)
+        backward.reached = True
+        self._node_runs(backward, number, call.thread)
+        if call not in backward.opened:
+            backward.opened.append(call)
+            if backward.differentiable:  # the graph of this backward will need them too
+                self._kept.update(dict.fromkeys(call.units))
+            self._make_whole(call.units)
+
+    def _input_node_runs(self, number: int, thread: int) -> None:
+        """A node that made an argument of a call is about to run, perhaps in a backward of another model alone."""
+        if self._backward is not None and self._backward.task == current_task():
+            self._node_runs(self._backward, number, thread)
+
+    def _node_runs(self, backward: BackwardPass, number: int, thread: int) -> None:
+        """A node of this number is about to run: what it proves to be through is given back and reduced."""
+        for call in backward.passed(number, thread):
+            for unit in call.units:
+                if backward.is_through(unit):
+                    self._give_back(unit)
+        self._reduce_what_is_due(backward)
+
+    def _reduce_what_is_due(self, backward: BackwardPass) -> None:
+        while (
+            self.sync
+            and backward.has_gradients
+            and backward.next < len(self._order)
+            and backward.is_through(self._order[backward.next])
+        ):
+            self._reduce_next(backward)
 
     def _capture(self, unit: Unit, position: int) -> Callable[[Tensor], None]:
+        name = unit.spec.layout.slots[position].name
+
         def hook(parameter: Tensor) -> None:
             backward = self._current_backward()
+            if self._sharded and unit.state is UnitState.SHARDED:
+                raise StepError(
+                    f"the gradient of {name!r} was computed while its unit {unit.spec.name!r} was sharded: backward "
+                    "came to it by a way that no hook sees. Return what the loss is made of from the module, or leave "
+                    "it in its arguments or attributes"
+                )
             if self._place[unit] < backward.next:
                 raise StepError(
-                    f"the gradient of {unit.spec.layout.slots[position].name!r} arrived after its unit "
-                    f"{unit.spec.name!r} was reduced: a module outside the unit uses the parameter. Make the "
-                    "module that uses it the unit (rule=...), or leave the parameter to the root unit"
+                    f"the gradient of {name!r} arrived after its unit {unit.spec.name!r} was reduced: a module outside "
+                    "the unit uses the parameter. Make the module that uses it the unit (rule=...), or leave the "
+                    "parameter to the root unit"
                 )
             unit.capture(position, accumulating=not self.sync)
+            backward.arrived(unit)
+            if backward.is_through(unit):
+                self._give_back(unit)
+                self._reduce_what_is_due(backward)
 
         return hook
 
-    def _current_backward(self) -> _Backward:
+    def _current_backward(self) -> BackwardPass:
         """The backward that is running; the first to ask starts it and asks for its end to be called."""
-        task = _backward_task()
+        task = current_task()
         assert task is not None, "called from autograd nodes and gradient hooks only"
         if self._backward is not None and self._backward.task != task:
             raise StepError(
@@ -250,34 +322,43 @@ class Schedule:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         if self._backward is None:
-            self._backward = _Backward(task)
+            self._backward = BackwardPass(task, self._gradients)
             if self._prefetch is not None:
                 self._prefetch.begin("backward")
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return self._backward
 
-    def _reduce_next(self, backward: _Backward) -> None:
-        """See [Note: Order of reductions]."""
+    def _reduce_next(self, backward: BackwardPass) -> None:
+        """See backward.[Note: Order of reductions]."""
         unit = self._order[backward.next]
         backward.next += 1
-        unit.reshard()
+        self._give_back(unit)
         unit.reduce_gradients(self._gradient_factor())
 
     def _end_backward(self) -> None:
         backward = self._backward
         assert backward is not None, "the callback belongs to the backward that queued it"
-        for call in backward.calls:
-            for unit in call.units:
-                self._open[unit].discard(call)
         self._end_pass()
+        if not backward.differentiable:
+            self._kept.clear()
         for unit in self._units:
-            unit.reshard()
-        if self.sync:
+            self._give_back(unit)
+        if self.sync and self._brings_gradients(backward):
             while backward.next < len(self._order):
                 self._reduce_next(backward)
             for unit in self._order:
                 unit.finish_reduction()
         self._backward = None
+
+    def _brings_gradients(self, backward: BackwardPass) -> bool:
+        """Whether this backward is one of parameters; torch.autograd.grad with respect to inputs is not.
+
+        A rank whose loss came to none of the parameters counts too, with zeros: the others may have gradients.
+        """
+        if backward.has_gradients or not backward.reached:
+            return backward.has_gradients
+        wanted = any(p.requires_grad for unit in self._order for p in unit.parameters)
+        return wanted and not any(self._gradients[u].are_in_a_graph() for u in self._order)
 
     @property
     def in_backward(self) -> bool:
@@ -285,52 +366,7 @@ class Schedule:
         return self._backward is not None
 
 
-class _Backward:
-    """Progress of one backward pass."""
-
-    def __init__(self, task: int) -> None:
-        self.task = task
-        self.calls: set[Call] = set()
-        self.ready: set[Unit] = set()
-        self.next = 0  # place in the order of reductions
-
-
-def _backward_task() -> int | None:
-    """Number of the backward pass this code runs in, None outside."""
-    task = torch._C._current_graph_task_id()
-    return None if task == -1 else task
-
-
-class _OutputNode(torch.autograd.Function):
-    """Identity on a module's outputs; its backward comes before the module's.
-
-    Returns aliases, not views, so that a following in-place operation works as it does without us.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, schedule: Schedule, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.schedule, ctx.call = schedule, call
-        # What the loss does not use must get no gradient, not zeros.
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.schedule.begin_backward(ctx.call)
-        return (None, None, *gradients)
-
-
-class _InputNode(torch.autograd.Function):
-    """Identity on a module's inputs; its backward comes after the module's."""
-
-    @staticmethod
-    def forward(ctx: Any, schedule: Schedule, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.schedule, ctx.call = schedule, call
-        # What the loss does not use must get no gradient, not zeros.
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.schedule.end_call(ctx.call)
-        return (None, None, *gradients)
+def _leave_compiler() -> None:
+    """A compiler that traces a call of a module must not trace hooks: units would be whole in its trace alone."""
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break()

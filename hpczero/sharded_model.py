@@ -7,22 +7,27 @@ inside.
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from hpczero.advice import Advice
 from hpczero.casting import Casting
 from hpczero.comm import Collectives
 from hpczero.device import DTYPES, Memory
-from hpczero.errors import PlanError, StepError
+from hpczero.errors import StepError
+from hpczero.optimizer_state import OptimizerState
 from hpczero.optimizers import repoint
 from hpczero.plan import Plan
 from hpczero.precision import LossScaler
 from hpczero.schedule import Schedule
+from hpczero.seal import Seal
+from hpczero.seen_gradient import Sight, SlotGradient
 from hpczero.step import Step
+from hpczero.surroundings import Surroundings
 from hpczero.unit import Unit
 
 KEY = "_hpczero_sharding"
@@ -36,7 +41,11 @@ class Sharding:
         topology, plan, precision: the decisions.
         collectives: the transport, with ``stats``.
         units: in plan order.
-        buffers: the model's persistent buffers.
+        micro_batches: over how many the gradients that are reduced now are the mean; see ``accumulate``.
+        next_part: of ``accumulate``, and of how many; None before the first.
+        advice: what is told once.
+        registered: methods of ``register_forward``, each with what stood on the object before.
+        lineage: folders of checkpoints, each with the step of the last one there that the model was loaded or saved as.
     """
 
     def __init__(
@@ -77,30 +86,43 @@ class Sharding:
             for spec in plan.units
         ]
         collectives.settle()
-        self.buffers = persistent_buffers(model)
+        self._first_buffers = self._describe_buffers()
+        self.advice = Advice(model, self.topology)
+        self.lineage: dict[Path, int] = {}
         self.step = Step(
             self.units,
             collectives,
             precision=plan.precision,
             scaler=self.scaler,
+            advice=self.advice,
             in_backward=lambda: self.schedule is not None and self.schedule.in_backward,
-            check_attachment=self._check_attachment,
+            check_attachment=self.check_attachment,
+            before_update=self._before_update,
             after_update=self.share_buffers,
+            replaced=self._replaced_buffers,
         )
         self.schedule: Schedule | None = None
-        self._casting: Casting | None = None
-        self._state_dict_hook: RemovableHandle | None = None
+        self.micro_batches = 1
+        self.next_part: tuple[int, int] | None = None
+        self.casting: Casting | None = None
+        self.registered: list[tuple[nn.Module, str, Any]] = []
+        self.surroundings: Surroundings | None = None
+        self._seal: Seal | None = None
+        self._optimizer_state: OptimizerState | None = None
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse ``copy.deepcopy`` and ``pickle`` of the model: a copy would share units and communicators with it.
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The model's persistent buffers as they are now: a forward may replace them (``self.mean = ...``)."""
+        return persistent_buffers(self.model)
 
-        Raises:
-            PlanError: always; says what to do instead.
-        """
-        raise PlanError(
-            "a zeroified model cannot be copied or pickled; build a plain model and load "
-            "hpczero.full_state_dict(model) into it, or copy the model before zeroify"
-        )
+    def _describe_buffers(self) -> list[str]:
+        known = {id(buffer) for buffer in self.buffers}
+        named = self.model.named_buffers()
+        return [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in named if id(b) in known]
+
+    def _replaced_buffers(self) -> list[str]:
+        """Buffers of another shape or dtype than at first, which ranks must then have alike."""
+        return [text for text in self._describe_buffers() if text not in self._first_buffers]
 
     @property
     def memory(self) -> Memory:
@@ -129,17 +151,30 @@ class Sharding:
     def attach(self) -> None:
         """Hook into the model and the optimizer, after the units are filled."""
         model, optimizer = self.model, self.optimizer
-        self._casting = Casting(model, DTYPES[self.precision.param], lambda: self.scaler.scale)
+        self.advice.attach()
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self.casting = Casting(
+            model,
+            DTYPES[self.precision.param],
+            lambda: self.scaler.scale,
+            scaled=self.precision.loss_scale is not None,
+            units=[modules[name] for spec in self.plan.units for name in spec.modules],
+            about_hooks=self.advice.about_hooks,
+        )
         self.schedule = Schedule(
             model,
             self.units,
             gradient_factor=self._gradient_factor,
+            sharded=self.plan.stage.shards_parameters,
             ahead=self.plan.stage.shards_parameters and self.collectives.sharing.overlap,
         )
+        for unit in self.units:
+            self._show_gradients(unit)
+        hooked = {name: modules[name] for spec in self.plan.units for name in ("", *spec.modules)}
+        self.surroundings = Surroundings(model, hooked.values())
+        self._seal = Seal(hooked)
         model.__dict__[KEY] = self
         model.__dict__["zero_grad"] = self._zero_grad
-        if self.plan.stage.shards_parameters:
-            self._state_dict_hook = model.register_state_dict_post_hook(_copy_parameters)  # type: ignore[no-untyped-call]
         if optimizer is not None:
             shards: dict[int, list[nn.Parameter]] = {}
             for unit in self.units:
@@ -147,9 +182,27 @@ class Sharding:
                     shards.setdefault(group, []).append(shard)
             repoint(optimizer, shards)
             self.step.attach(optimizer)
+            self._optimizer_state = OptimizerState(optimizer, self.topology, self.plan, self.advice)
             optimizer.__dict__["zero_grad"] = self._zero_grad
 
-    def _check_attachment(self) -> None:
+    def _show_gradients(self, unit: Unit) -> None:
+        """Let ``parameter.grad`` stand for what lies in shards; see SeenGradient."""
+        schedule = self.schedule
+        assert schedule is not None, "hooks are attached"
+        if not unit.spec.trainable:
+            return
+        for position, guard in enumerate(unit.whole.guards):
+            slot = SlotGradient(
+                unit,
+                position,
+                norms=self.step.slot_norms,
+                changed=self.step.note_change,
+                in_backward=lambda: schedule.in_backward,
+                reset=schedule.reset,
+            )
+            guard.show_gradient(Sight(slot))
+
+    def check_attachment(self) -> None:
         """Refuse parameters that came after ``attach``: no unit would reduce their gradients, and ranks would drift.
 
         Raises:
@@ -163,6 +216,13 @@ class Sharding:
                     "replaced, load_state_dict(assign=True)?), so it is neither sharded nor trained; build the whole "
                     "model before zeroify, and change values inside `with hpczero.gathered(model, modifier_rank=0):`"
                 )
+        for module in self.schedule.modules if self.schedule else ():
+            if module._compiled_call_impl is not None:
+                raise StepError(
+                    f"rank {self.topology.rank}: {type(module).__name__} was compiled by module.compile(), which "
+                    "traces the hooks that gather its unit; compile what it calls: "
+                    "module.forward = torch.compile(module.forward)"
+                )
         if self.optimizer is None:
             return
         shards = {id(shard) for unit in self.units for shard in unit.shards}
@@ -175,47 +235,76 @@ class Sharding:
                     "zeroify"
                 )
 
+    def _before_update(self) -> None:
+        if self.schedule is not None and not self.schedule.in_backward:
+            self.schedule.give_back()
+
     def _gradient_factor(self) -> float:
-        """Mean over ranks, loss scale taken out."""
-        assert self._casting is not None, "hooks are attached"
-        if self.precision.loss_scale is not None and not self._casting.scaled:
+        """Mean over ranks and micro-batches, loss scale taken out: one number, multiplied once, after the sum."""
+        assert self.casting is not None, "hooks are attached"
+        if self.precision.loss_scale is not None and not self.casting.scaled:
             raise StepError(
                 "this backward did not come in through the outputs of the model, so its gradients carry no "
                 "loss scale; call the model itself, not a submodule, when training in fp16"
             )
+        if (
+            self.micro_batches == 1
+            and self.next_part is not None
+            and self.next_part[0] < self.next_part[1]
+        ):
+            raise StepError(
+                f"part {self.next_part[0]} of {self.next_part[1]} of accumulate was to come, and backward ran outside "
+                "of it; run all parts inside accumulate, or call optimizer.zero_grad() to begin anew"
+            )
         self.step.forget_norm()
-        return 1.0 / (self.topology.shard.size * self.scaler.scale)
+        if self.micro_batches > 1:
+            self.step.note_scaling(f"gradients of {self.micro_batches} micro-batches (accumulate)")
+        return 1.0 / (self.topology.shard.size * self.micro_batches * self.scaler.scale)
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; also forgets local gradients of ``no_sync`` and an interrupted backward."""
         assert self.schedule is not None, "hooks are attached"
         if self.schedule.in_backward:
             self.schedule.reset()
-        self.step.forget_norm()
+        self.next_part = None
+        self.step.forget_gradients()
         for unit in self.units:
             unit.drop_gradients(set_to_none=set_to_none)
 
     def share_buffers(self) -> None:
         """Give every rank rank 0's persistent buffers (running statistics), as DDP does. Collective over world."""
-        if not self.buffers:
+        buffers = self.buffers
+        if not buffers:
             return
         with torch.no_grad():
-            parts = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in self.buffers]
+            parts = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers]
             packed = torch.cat(parts)
             self.collectives.broadcast(packed, root=0, name="buffers").wait()
             sizes = [part.numel() for part in parts]
             pieces = torch.split(packed, sizes)
-            for buffer, new in zip(self.buffers, pieces, strict=True):
+            for buffer, new in zip(buffers, pieces, strict=True):
                 buffer.copy_(new.clone().view(buffer.dtype).view(buffer.shape))
 
     def detach(self) -> None:
         """Undo ``attach`` and close the transport. Collective; parameters stay as they are."""
         if self.schedule is not None:
             self.schedule.remove()
-        if self._casting is not None:
-            self._casting.remove()
-        if self._state_dict_hook is not None:
-            self._state_dict_hook.remove()
+        for unit in self.units:
+            for guard in unit.whole.guards:
+                guard.show_gradient(None)
+        for part in (
+            self.casting,
+            self.surroundings,
+            self._seal,
+            self._optimizer_state,
+            self.advice,
+        ):
+            if part is not None:
+                part.remove()
+        for module, name, own in reversed(self.registered):
+            module.__dict__.pop(name, None)
+            if own is not None:
+                module.__dict__[name] = own
         self.step.detach()
         self.collectives.close()
         if self._owns_topology:
@@ -224,19 +313,6 @@ class Sharding:
         self.model.__dict__.pop(KEY, None)
         if self.optimizer is not None:
             self.optimizer.__dict__.pop("zero_grad", None)
-
-
-def _copy_parameters(
-    model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
-) -> None:
-    """Make ``model.state_dict()`` inside ``gathered`` hold copies: its views would outlive the memory they show."""
-    copies: dict[int, Tensor] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        value = state.get(prefix + name)
-        if (
-            value is not None and value is not parameter
-        ):  # keep_vars=True asks for the parameters themselves
-            state[prefix + name] = copies.setdefault(id(parameter), value.clone())
 
 
 def persistent_buffers(model: nn.Module) -> list[Tensor]:

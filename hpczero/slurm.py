@@ -16,7 +16,9 @@ def seconds_of(text: str) -> float | None:
     """Seconds of ``[days-][[hours:]minutes:]seconds`` as squeue prints it, infinite for UNLIMITED; else None."""
     if text.strip() == "UNLIMITED":
         return math.inf
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text.strip())
+    match = re.fullmatch(
+        r"(?:([0-9]{1,9})-)?(?:(?:([0-9]{1,9}):)?([0-9]{1,9}):)?([0-9]{1,9})", text.strip()
+    )
     if match is None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
@@ -27,7 +29,7 @@ def tasks_per_node(text: str) -> tuple[int, ...] | None:
     """Tasks of each node, in SLURM's form: ``16(x25)`` or ``2(x3),1``; None if it is not of that form."""
     counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", part.strip())
         if match is None:
             return None
         counts += [int(match[1])] * int(match[2] or 1)

@@ -6,23 +6,28 @@ gradient norm, skipping, and what follows the update. Must not know: modules, ho
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from hpczero.advice import Advice
 from hpczero.comm.base import Collectives
 from hpczero.errors import CommError, ConfigError, StepError
+from hpczero.norm import largest, largest_magnitude, sum_of_powers, sum_of_squares
 from hpczero.optimizers import describe_options
 from hpczero.precision import LossScaler, Precision
+from hpczero.shard_gradient import guard_shards, open_shards
 from hpczero.unit import Unit
 
 logger = logging.getLogger("hpczero.step")
@@ -46,9 +51,12 @@ class Step:
         *,
         precision: Precision,
         scaler: LossScaler,
+        advice: Advice,
         in_backward: Callable[[], bool],
         check_attachment: Callable[[], None],
+        before_update: Callable[[], None],
         after_update: Callable[[], None],
+        replaced: Callable[[], list[str]],
     ) -> None:
         """Not collective.
 
@@ -57,9 +65,12 @@ class Step:
             comm: the transport.
             precision: what a non-finite gradient means.
             scaler: the loss scale, told of every step.
+            advice: told what the comparison of ranks found.
             in_backward: whether a backward runs, or was interrupted.
             check_attachment: raises StepError if model or optimizer hold parameters that no unit knows.
+            before_update: called before values change.
             after_update: called once the parameters are up to date.
+            replaced: what of the model is not as it was at first; compared over ranks.
         """
         self.counts = StepCounts()
         self._all_units = list(units)
@@ -67,11 +78,17 @@ class Step:
         self._comm = comm
         self._precision = precision
         self._scaler = scaler
+        self._advice = advice
         self._in_backward = in_backward
         self._check_attachment = check_attachment
+        self._before_update = before_update
         self._after_update = after_update
+        self._replaced = replaced
         self._norms: dict[float, float] = {}
+        self._scalings: list[str] = []
+        self._changes = 0  # of all changes of single gradients, in their order
         self._skipping = False
+        self._told = False
         self._handles: list[RemovableHandle] = []
 
     def attach(self, optimizer: Optimizer) -> None:
@@ -81,18 +98,40 @@ class Step:
             optimizer.register_step_post_hook(self._after),
         ]
 
+        guard_shards(self._shards)
+
     def detach(self) -> None:
         """Take the hooks away; not collective. The optimizer must not step for this model any more."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        open_shards(self._shards)
 
     def forget_norm(self) -> None:
         """The gradients changed: a norm computed before is void."""
         self._norms.clear()
 
+    def forget_gradients(self) -> None:
+        """The gradients are gone, and what was done to them is void."""
+        self._norms.clear()
+        self._scalings.clear()
+        self._changes = 0
+
+    def note_scaling(self, what: str) -> None:
+        """This rank's gradients were scaled by something that must be equal on all ranks; the step compares it."""
+        self.forget_norm()
+        if what not in self._scalings:
+            self._scalings.append(what)
+
+    def note_change(self, name: str, what: str) -> None:
+        """As ``note_scaling``, of one parameter's gradient; which ones and in which order is compared too."""
+        self.note_scaling(what)
+        self._changes = zlib.crc32(f"{name} {what}".encode(), self._changes)
+
     def grad_norm(self, norm_type: float) -> float:
         """Norm of the mean gradient over all parameters, the same bits on every rank and in every stage.
+
+        Right to fp64 rounding, so it is also that of any other number of ranks but for the last digits.
 
         Args:
             norm_type: 2.0 or inf.
@@ -104,14 +143,37 @@ class Step:
             raise ConfigError(f"norm_type: got {norm_type!r}, expected 2.0 or inf")
         if norm_type not in self._norms:
             self._check_reduced()
-            local = _norms(
-                [unit.owned_gradient for unit in self._units if unit.has_gradient], norm_type
-            )
-            mine = sum(n * n for n in local) if norm_type == 2.0 else _largest(local)
+            gradients = [unit.owned_gradient for unit in self._units if unit.has_gradient]
+            square = norm_type == 2.0
+            mine = sum_of_squares(gradients) if square else largest_magnitude(gradients)
             everybody = self._comm.share(np.array([mine]), name="grad_norm")[:, 0].tolist()
-            total = math.sqrt(sum(everybody)) if norm_type == 2.0 else _largest(everybody)
-            self._norms[norm_type] = total
+            self._norms[norm_type] = (
+                math.sqrt(math.fsum(everybody)) if square else largest(everybody)
+            )
         return self._norms[norm_type]
+
+    def slot_norms(self, slots: Sequence[tuple[Unit, int]], order: float) -> list[float]:
+        """Norm of the mean gradient of each slot, whole, the same bits on every rank.
+
+        Args:
+            slots: unit and position of each, in the same order on every rank.
+            order: above 0, or inf.
+
+        Raises:
+            StepError: gradients of ``no_sync`` wait for a reduction.
+        """
+        self._check_reduced()
+        owned = [unit.gradient_pieces(position, owned=True) for unit, position in slots]
+        if math.isinf(order):
+            mine = [largest_magnitude(pieces) for pieces in owned]
+        elif order == 2.0:
+            mine = [sum_of_squares(pieces) for pieces in owned]
+        else:
+            mine = [sum_of_powers(pieces, order) for pieces in owned]
+        everybody = self._comm.share(np.array(mine), name="gradient norms").T.tolist()
+        if math.isinf(order):
+            return [largest(values) for values in everybody]
+        return [math.fsum(values) ** (1.0 / order) for values in everybody]
 
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Scale the gradients so that their norm is at most ``max_norm``; returns the norm before, as torch does.
@@ -120,6 +182,7 @@ class Step:
         """
         if not max_norm > 0:
             raise ConfigError(f"max_norm: got {max_norm!r}, expected a number above 0")
+        self.note_scaling(f"gradients clipped with max_norm={max_norm!r}")
         norm = self.grad_norm(norm_type)
         factor = max_norm / (norm + 1e-6)
         if math.isfinite(norm) and factor < 1.0:
@@ -148,6 +211,7 @@ class Step:
                 "optimizer.step(closure) would run backward inside the step; call backward first, "
                 "then optimizer.step()"
             )
+        self._before_update()
         finite, used = self._agree(optimizer)
         self._skipping = not finite
         if self._skipping:
@@ -156,6 +220,22 @@ class Step:
         for unit, flags in zip(self._units, used, strict=True):
             if unit.has_gradient:
                 unit.skip_unused(flags)
+        if not any(unit.has_gradient for unit in self._units):
+            self._tell_nothing_to_do()
+        open_shards(self._shards)
+
+    @property
+    def _shards(self) -> Iterator[nn.Parameter]:
+        return itertools.chain.from_iterable(unit.shards for unit in self._units)
+
+    def _tell_nothing_to_do(self) -> None:
+        if self._comm.topology.is_root and not self._told:
+            self._told = True
+            logger.warning(
+                "step %d: no parameter has a gradient, so the optimizer changes nothing, as in plain torch; was "
+                "backward called since zero_grad, on a loss that this very model made?",
+                self._comm.step,
+            )
 
     def _agree(self, optimizer: Optimizer) -> tuple[bool, list[npt.NDArray[np.bool_]]]:
         """One exchange: same calls and options on all ranks, every gradient finite, and which parameters were used.
@@ -163,8 +243,16 @@ class Step:
         A rank that finds something wrong at home tells the others here instead of raising alone.
         """
         error = self._local_error()
-        options = describe_options(optimizer)
-        words = [self._comm.fingerprint, zlib.crc32("\n".join(options).encode())]
+        options = [*describe_options(optimizer), *self._scalings, *self._replaced()]
+        if self._changes:
+            options.append(
+                f"changes of parameter.grad, by parameter and order: {self._changes:08x}"
+            )
+        words = [
+            self._comm.fingerprint,
+            zlib.crc32("\n".join(options).encode()),
+            *self._advice.words(),
+        ]
         seen = np.array(words, dtype=np.uint32).view(np.uint8)  # 4 bytes each, equal on all ranks
         used = np.concatenate([unit.used for unit in self._units] or [np.zeros(0, dtype=bool)])
         # Last: here a device is waited for, which is better busy while the host does the rest.
@@ -172,18 +260,20 @@ class Step:
         verdict = np.array([not finite, error is not None], dtype=np.uint8)
         mine = np.concatenate([seen, ~seen, verdict, np.packbits(used)])
         agreed = self._comm.agree(mine, name="step")
-        equal = agreed[0:8] == ~agreed[8:16]
-        if not equal[0:4].all():
+        both, rest = agreed[: 2 * len(seen)].reshape(2, -1, 4), agreed[2 * len(seen) :]
+        same_calls, same_options, same_samples, same_generator = (both[0] == ~both[1]).all(axis=1)
+        if not same_calls:
             raise self._sequence_error()
-        if not equal[4:8].all():
+        if not same_options:
             self._refuse_unequal(options)
-        if agreed[17]:
+        if rest[1]:
             with self._comm.topology.agreed("take the step"):
                 if error is not None:
                     raise error
-        flags = np.unpackbits(agreed[18:], count=len(used)).astype(bool)
+        self._advice.compared(same_samples=bool(same_samples), same_generator=bool(same_generator))
+        flags = np.unpackbits(rest[2:], count=len(used)).astype(bool)
         ends = np.cumsum([len(unit.used) for unit in self._units])
-        return not agreed[16], np.split(flags, ends[:-1]) if len(ends) else []
+        return not rest[0], np.split(flags, ends[:-1]) if len(ends) else []
 
     def _local_error(self) -> StepError | None:
         try:
@@ -206,7 +296,7 @@ class Step:
                 raise StepError(
                     f"rank {topology.rank}: the optimizer has {mine or 'nothing'}, where rank 0 has "
                     f"{others or 'nothing'}. Give schedulers that look at a loss the mean over ranks "
-                    "(sum(topology.gather(loss.item())) / topology.size)"
+                    "(sum(topology.gather(loss.item())) / topology.size), and every rank the same numbers"
                 )
 
     def _sequence_error(self) -> CommError:
@@ -260,33 +350,19 @@ class Step:
         return error
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        guard_shards(self._shards)
         if not self._skipping:
             self.counts.in_a_row = 0
             for unit in self._units:
                 unit.refresh()
             for unit in self._units:
                 unit.whole.wait_for_update()
+                unit.whole.note_step()
+            torch.clear_autocast_cache()  # casts of the old weights, in a block around several steps
             self._after_update()
         self._scaler.update(overflow=self._skipping)
-        self._norms.clear()
+        self.forget_gradients()
         self._comm.step += 1
-
-
-def _largest(values: Sequence[float]) -> float:
-    """Maximum in which NaN wins; 0 for nothing."""
-    return math.nan if any(math.isnan(v) for v in values) else max(values, default=0.0)
-
-
-def _norms(gradients: Sequence[torch.Tensor], norm_type: float) -> list[float]:
-    """Norm of each shard; again in fp64 where fp32 overflows. One transfer, however many there are."""
-    held = [gradient for gradient in gradients if gradient.numel()]
-    if not held:
-        return []
-    found = torch.stack([torch.linalg.vector_norm(g, norm_type) for g in held]).tolist()
-    return [
-        float(torch.linalg.vector_norm(g, norm_type, dtype=torch.float64)) if math.isinf(n) else n
-        for g, n in zip(held, found, strict=True)
-    ]
 
 
 def _all_finite(gradients: Sequence[torch.Tensor]) -> bool:

@@ -7,13 +7,16 @@ A signal often reaches some ranks only, and never all at the same step, so ranks
 
 from __future__ import annotations
 
-from contextlib import suppress
+import logging
 from enum import IntEnum
 from pathlib import Path
 
 from hpczero.deadline import Deadline
+from hpczero.regularfile import kind_of
 from hpczero.signals import Signals
 from hpczero.topology import Topology
+
+logger = logging.getLogger("hpczero.stops")
 
 
 class Wish(IntEnum):
@@ -42,6 +45,7 @@ class Stops:
         self._topology = topology
         self._signals = signals
         self._deadline = deadline
+        self._deaf: set[Wish] = set()  # files that were heard and cannot be removed, or are none
 
     def wish(self, *, step_s: float = 0.0, save_s: float = 0.0) -> Wish:
         """What anybody has asked for since the last call, the same on every rank. Collective over world.
@@ -53,7 +57,7 @@ class Stops:
         mine = Wish.STOP if self._signals.came else Wish.NOTHING
         if self._topology.is_root:
             for wish in (Wish.SAVE, Wish.STOP):
-                if (self._folder / wish.name).exists():
+                if self._is_asked_for(wish):
                     mine = max(mine, wish)
             if mine is not Wish.STOP and self._deadline.is_near(step_s=step_s, save_s=save_s):
                 mine = Wish.STOP
@@ -61,6 +65,29 @@ class Stops:
         if self._topology.is_root and agreed is not Wish.NOTHING:
             for wish in (Wish.SAVE, Wish.STOP):
                 if wish <= agreed:
-                    with suppress(OSError):
-                        (self._folder / wish.name).unlink()
+                    self._take_away(wish)
         return agreed
+
+    def _is_asked_for(self, wish: Wish) -> bool:
+        path = self._folder / wish.name
+        try:
+            kind = kind_of(path)
+        except OSError:
+            return False
+        if not kind:
+            self._deaf.discard(wish)
+        elif kind != "a file" and wish not in self._deaf:
+            logger.warning("%s: is %s and asks for nothing; touch makes a file", path, kind)
+            self._deaf.add(wish)
+        return kind == "a file" and wish not in self._deaf
+
+    def _take_away(self, wish: Wish) -> None:
+        if wish in self._deaf:
+            return
+        path = self._folder / wish.name
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            # Or every step would save, and every start would stop.
+            logger.warning("%s: cannot be removed (%s); not heard again until it is", path, error)
+            self._deaf.add(wish)

@@ -15,6 +15,7 @@ from hpczero.environment import Environment
 from hpczero.errors import ConfigError, run
 from hpczero.models import PRESETS, GPTConfig
 from hpczero.options import read_run_config
+from hpczero.regularfile import shown
 from hpczero.signals import Signals
 
 
@@ -60,7 +61,9 @@ def model_config(options: ModelOptions) -> GPTConfig:
     preset = PRESETS.get(options.preset)
     if preset is None:
         close = difflib.get_close_matches(options.preset, PRESETS, n=3) or list(PRESETS)
-        raise ConfigError(f"model.preset: got {options.preset!r}, did you mean {', '.join(close)}?")
+        raise ConfigError(
+            f"model.preset: got {shown(options.preset)}, did you mean {', '.join(close)}?"
+        )
     try:
         return dataclasses.replace(preset, **options.overrides())
     except ValueError as error:

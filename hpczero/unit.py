@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from hpczero.comm.base import Collectives, Work
 from hpczero.device import DTYPES, Buffer, Fresh
 from hpczero.gradient import LocalGradient
+from hpczero.parameter import take_own_gradient
 from hpczero.plan import Stage, UnitSpec
 from hpczero.precision import Precision
+from hpczero.shard_gradient import own_gradient, set_own_gradient
 from hpczero.whole import UnitState, WholeParameters
 
 
@@ -82,6 +84,7 @@ class Unit:
             layout, DTYPES[precision.param], comm=comm, keep=stage.keeps_local_gradients
         )
         self._used = np.zeros(len(layout.slots), dtype=bool)
+        self._dropped: set[int] = set()  # slots whose reduced gradient was set to None
         self._has_reduced = False
         self._reduction: Work | None = None
         # A replicated optimizer steps on the same pieces as a sharded one: vectorised kernels round the tail of a
@@ -186,8 +189,7 @@ class Unit:
 
     def capture(self, position: int, *, accumulating: bool) -> None:
         """Take the gradient autograd left on parameter ``position``; see LocalGradient.add."""
-        parameter = self.parameters[position]
-        gradient, parameter.grad = parameter.grad, None
+        gradient = take_own_gradient(self.parameters[position])
         if gradient is not None:
             self._local.add(position, gradient, accumulating=accumulating)
 
@@ -213,6 +215,7 @@ class Unit:
         )
         self._local.clear()
         self._used = (self._used | now) if accumulate else now
+        self._dropped.clear()
         self._has_reduced = True
 
     def finish_reduction(self) -> None:
@@ -224,7 +227,7 @@ class Unit:
         if not self._stage.shards_optimizer:
             self._comm.all_gather(self._reduced, name=self.spec.name).wait()
         for shard in self.shards:
-            shard.grad = self._gradient_view(shard)
+            set_own_gradient(shard, self._gradient_view(shard))
 
     def _prepare_reduced(self) -> bool:
         """Whether the reduced buffer holds gradients to add to; what was set to None meanwhile becomes zero."""
@@ -232,7 +235,7 @@ class Unit:
             self._fresh.take()
             return False
         for shard in self.shards:
-            if shard.grad is None:
+            if own_gradient(shard) is None:
                 self._gradient_view(shard).zero_()
         return True
 
@@ -273,7 +276,7 @@ class Unit:
         """Drop the gradient of parameters no rank used: the optimizer then leaves them alone, as in torch."""
         for shard, position in zip(self.shards, self.shard_slots, strict=True):
             if not used_anywhere[position]:
-                shard.grad = None
+                set_own_gradient(shard, None)
 
     def drop_gradients(self, *, set_to_none: bool = True) -> None:
         """Forget local and reduced gradients; with ``set_to_none=False`` reduced ones become zero."""
@@ -282,13 +285,40 @@ class Unit:
         self._local.clear()
         for shard in self.shards:
             if set_to_none:
-                shard.grad = None
-            elif shard.grad is not None:
-                shard.grad.zero_()
+                set_own_gradient(shard, None)
+            elif (gradient := own_gradient(shard)) is not None:
+                gradient.zero_()
         if set_to_none:
             self._fresh.drop()
             self._used = np.zeros_like(self._used)
+            self._dropped.clear()
             self._has_reduced = False
+
+    # --- the gradient of one slot --------------------------------------------------------------------------------
+
+    def has_gradient_at(self, position: int) -> bool:
+        """Whether a slot has a gradient, reduced (then on all ranks alike) or waiting for it."""
+        reduced = self.has_gradient and position not in self._dropped
+        return reduced or (self.spec.trainable and self._local.filled[position])
+
+    def gradient_pieces(self, position: int, *, owned: bool = False) -> list[Tensor]:
+        """Views of what this rank holds of a slot's reduced gradient; ``owned``: each element on one rank only."""
+        if not self.has_gradient:
+            return []
+        pairs = self.owned_shards() if owned else zip(self.shard_slots, self.shards, strict=True)
+        return [self._gradient_view(shard) for slot, shard in pairs if slot == position]
+
+    def drop_gradient_at(self, position: int) -> None:
+        """Forget the gradient of one slot; after the last one the memory is given back."""
+        self._local.filled[position] = False
+        for shard, slot in zip(self.shards, self.shard_slots, strict=True):
+            if slot == position and self.has_gradient:
+                set_own_gradient(shard, None)
+                self._gradient_view(shard).zero_()
+        self._used[position] = False
+        self._dropped.add(position)
+        if len(self._dropped) == len(self.spec.layout.slots):
+            self.drop_gradients()
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 

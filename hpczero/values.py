@@ -10,8 +10,14 @@ import re
 from typing import Literal
 
 from hpczero.errors import ConfigError
+from hpczero.regularfile import shown
 
 Transport = Literal["auto", "flat", "hierarchical", "window", "ipc"]
+
+
+def digits(text: str) -> int | None:
+    """The number that ``text`` is, of ASCII digits alone and at most 18; else None. ``isdigit`` takes ² for one."""
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 def require(satisfied: bool, option: str, got: object, expected: str) -> None:
@@ -21,7 +27,7 @@ def require(satisfied: bool, option: str, got: object, expected: str) -> None:
         ConfigError: names the option, what was got and what is expected.
     """
     if not satisfied:
-        raise ConfigError(f"{option}: got {got!r}, expected {expected}")
+        raise ConfigError(f"{option}: got {shown(got)}, expected {expected}")
 
 
 def parse_nodes(text: str, world_size: int) -> list[int]:
@@ -45,7 +51,9 @@ def node_shape(text: str, option: str) -> tuple[int, int]:
     Raises:
         ConfigError: names the ``option`` that has another form.
     """
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    match = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", text)
     if match is None:
-        raise ConfigError(f"{option}: got {text!r}, expected nodes x ranks per node, such as 2x2")
+        raise ConfigError(
+            f"{option}: got {shown(text)}, expected nodes x ranks per node, such as 2x2"
+        )
     return int(match[1]), int(match[2])

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hpczero.checkpoint.safefile import DTYPES
+from hpczero.checkpoint.tensordigests import Digests, tensor_digest, with_digests
 from hpczero.data.tokenize import Tokenizer, from_json
-from hpczero.errors import CheckpointError, ConfigError
+from hpczero.errors import CheckpointError, ConfigError, launcher_rank
 from hpczero.models import GPTConfig
+from hpczero.regularfile import check_regular, parse_json, reason
+
+logger = logging.getLogger("hpczero.weights")
 
 _KEY = "hpczero"
 
@@ -48,8 +55,11 @@ def write_weights(
     card = {"model": dataclasses.asdict(model), "tokenizer": tokenizer.to_json(), "step": step}
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        save_file(dict(once.values()), temporary, metadata={_KEY: json.dumps(card)})
-        with temporary.open("rb") as file:
+        held = dict(once.values())
+        digests = {name: _digest(tensor) for name, tensor in held.items()}
+        save_file(held, temporary, metadata=with_digests({_KEY: json.dumps(card)}, digests))
+        with temporary.open("r+b") as file:
+            _sort_metadata(file)
             os.fsync(file.fileno())  # a rename may reach the disk before the contents do
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
@@ -58,6 +68,23 @@ def write_weights(
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _sort_metadata(file: BinaryIO) -> None:
+    """Put the metadata into one order, so that equal weights are equal files: the library writes them in any."""
+    nbytes = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(nbytes))
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    if len(text) <= nbytes:  # else it is right as it is
+        file.seek(8)
+        file.write(text.ljust(nbytes))
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    code = DTYPES[str(tensor.dtype).removeprefix("torch.")][0]
+    return tensor_digest(code, tensor.shape, [flat.numpy()])
 
 
 def _open(path: Path) -> Any:  # Any: the library ships no types
@@ -80,27 +107,49 @@ class Weights:
             ConfigError: there is no such file.
             CheckpointError: it is damaged, or not one of ours.
         """
-        self.path = path / "model.safetensors" if path.is_dir() else path
-        if not self.path.is_file():
+        self.path = path / "model.safetensors" if os.path.isdir(path) else path
+        try:
+            check_regular(self.path)
+        except FileNotFoundError as error:
             raise ConfigError(
                 f"{self.path}: no such weights; give a run folder whose training has ended, or a safetensors file"
-            )
+            ) from error
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {reason(error)}") from error
         try:
             self._file: Any = _open(self.path)
-            card = json.loads((self._file.metadata() or {})[_KEY])
+            metadata = self._file.metadata() or {}
+            self._digests = Digests.of(metadata, self._file.keys())
+            card = parse_json(metadata[_KEY])
             self.model = GPTConfig(**card["model"])
             self.tokenizer = from_json(card["tokenizer"])
             self.step = int(card["step"])
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            if self.model.layers > len(self._file.keys()):
+                raise ValueError(f"{self.model.layers} layers in {len(self._file.keys())} tensors")
+        except (
+            OSError,
+            SafetensorError,
+            LookupError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            MemoryError,
+        ) as error:
             raise CheckpointError(
                 f"{self.path}: not weights of hpczero.train, or damaged: {error}"
             ) from error
+        if self._digests is None and launcher_rank() == 0:
+            logger.warning(
+                "%s: written by an earlier version, without digests: damage to it cannot be seen; export the "
+                "checkpoint it belongs to if there is one",
+                self.path,
+            )
 
     def read_into(self, name: str, tensor: Tensor) -> None:
         """Fill one whole parameter in place; what ``zeroify(initialize=...)`` calls.
 
         Raises:
-            CheckpointError: the parameter is not there or has another shape.
+            CheckpointError: the parameter is not there, has another shape, or is damaged.
         """
         try:
             found = self._file.get_tensor(name)
@@ -108,6 +157,11 @@ class Weights:
             raise CheckpointError(
                 f"{self.path}: parameter {name!r} cannot be read: {error}"
             ) from error
+        if self._digests is not None:
+            try:
+                self._digests.check(name, _digest(found))
+            except ValueError as error:
+                raise CheckpointError(f"{self.path}: damaged: {error}") from error
         if found.shape != tensor.shape:
             raise CheckpointError(
                 f"{self.path}: parameter {name!r} is {tuple(found.shape)}, expected {tuple(tensor.shape)}"

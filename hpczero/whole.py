@@ -6,6 +6,12 @@ changes nobody announced. Must not know: masters, gradients, optimizers, hooks, 
 [Note: Shared memory]
 On some transports the ranks of a node see one copy of the buffer. Nobody may then write it but its owner, slice by
 slice. While a user may write (``hpczero.gathered``), parameters are therefore views of a copy of this rank's own.
+
+[Note: Kept views]
+``parameter.detach()``, ``.numpy()`` and ``module.state_dict()`` are views of the buffer, and nothing tells us of them.
+After ``gathered`` memory that was given back would be read through them: a crash. The buffer therefore leaves its
+memory to them there and goes on with other memory; where nobody keeps a view, nobody keeps the old memory either. A
+graph that saved such views goes on with the same values.
 """
 
 from __future__ import annotations
@@ -41,6 +47,7 @@ class WholeParameters:
         shared: whether the ranks of a node see one copy of the buffer.
         lasts: whether the buffer keeps its content while the parameters are sharded.
         mine: this rank's slice of the buffer.
+        guards: of the parameters, in slot order.
     """
 
     def __init__(
@@ -72,7 +79,7 @@ class WholeParameters:
         self.shared = self._buffer.shared
         self.lasts = not in_flight
         self._buffer.release()
-        self._guards = [
+        self.guards = [
             Guard(parameter, slot.name)
             for parameter, slot in zip(self.parameters, layout.slots, strict=True)
         ]
@@ -143,7 +150,7 @@ class WholeParameters:
         """Return when the parameters are whole."""
         if self.state is UnitState.GATHERING:
             self._wait()
-            for guard in self._guards:
+            for guard in self.guards:
                 guard.open()
             self.state = UnitState.WHOLE
 
@@ -152,7 +159,9 @@ class WholeParameters:
         if not self._sharded or self.state is UnitState.SHARDED or self._holds:
             return
         self.wait_for_unshard()
-        for guard in self._guards:
+        if not self.shared and self._buffer.pinned:
+            self._leave_memory()
+        for guard in self.guards:
             guard.close()
         self._buffer.release()
         self.state = UnitState.SHARDED
@@ -180,6 +189,11 @@ class WholeParameters:
         if self.state is UnitState.WHOLE:
             self._wait()
 
+    def note_step(self) -> None:
+        """The optimizer has changed the values: a graph made before may not be used any more, as in plain torch."""
+        torch.autograd.graph.increment_version(self.parameters)
+        self.note_versions()
+
     def _wait(self) -> None:
         if self._work is not None:
             self._work.wait()
@@ -195,13 +209,21 @@ class WholeParameters:
             self._point_at(self._own)
 
     def let_go(self) -> None:
-        """End one ``hold``; after the last one the parameters are given back."""
+        """End one ``hold``; after the last one the parameters are given back. See [Note: Kept views]."""
         self._holds -= 1
         if not self._holds and self._own is not None:
             self._own = None
             self._point_at(self.flat)
             self.note_versions()
+        elif not self._holds and self._sharded:
+            self._leave_memory()
+            self.note_versions()
         self.reshard()
+
+    def _leave_memory(self) -> None:
+        """Leave the present values to whoever keeps views of them; the parameters' memory is undefined afterwards."""
+        self._buffer.renew()
+        self._point_at(self.flat)
 
     def _point_at(self, flat: Tensor) -> None:
         for parameter, view in zip(self.parameters, self._views(flat), strict=True):
@@ -209,7 +231,10 @@ class WholeParameters:
 
     def note_versions(self) -> None:
         """What the parameters hold now is right."""
-        self._versions = [parameter._version for parameter in self.parameters]
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # metadata alone: no need to ask the guard of each
+            self._versions = [parameter._version for parameter in self.parameters]
 
     def was_modified(self) -> bool:
         """Whether a parameter was changed in place since ``note_versions``."""
@@ -222,6 +247,10 @@ class WholeParameters:
         Raises:
             StepError: names the parameter.
         """
+        with torch._C.DisableTorchFunctionSubclass():
+            self._check_untouched()
+
+    def _check_untouched(self) -> None:
         rank, trainable = self._comm.topology.rank, self._spec.trainable
         if self._holds:
             raise StepError(

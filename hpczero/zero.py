@@ -14,7 +14,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from hpczero.accelerator import Accelerator, accelerator_of, choose_accelerator
@@ -28,6 +27,7 @@ from hpczero.plan import Plan, Stage
 from hpczero.plan.plan import UnitRule
 from hpczero.plan.rules import default_rule
 from hpczero.precision import Precision
+from hpczero.refusals import check_modules
 from hpczero.sharded_model import KEY, Sharding, persistent_buffers
 from hpczero.topology import Topology
 from hpczero.unit import Unit
@@ -99,7 +99,7 @@ def zeroify(
             check_algorithms(environment.algorithms)
         accelerator = given.reach.accelerator if given is not None else _accelerator(model, device)
         _check_fresh(model, initialize, accelerator)
-        _check_precision(model, precision)
+        check_modules(model, precision, trains=optimizer is not None)
         if optimizer is None:
             model.requires_grad_(False)
             groups: dict[str, int] = {}
@@ -132,6 +132,8 @@ def zeroify(
         unit.load(_filler(unit, collectives, initialize))
     sharding.share_buffers()
     sharding.attach()
+    if initialize is not None:
+        sharding.advice.about_buffers(sharding.buffers)
     if accelerator.is_host:
         keep_freed_memory(environment)
     return model
@@ -219,6 +221,8 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
     finally:
         for unit in units:
             unit.whole.let_go()
+        if state.schedule is not None:
+            state.schedule.make_kept_whole()
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
@@ -230,17 +234,18 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
         The dictionary on world rank 0, None elsewhere.
     """
     state = sharding(model)
-    values: dict[str, Tensor] | None = {} if state.topology.is_root else None
+    with state.topology.agreed("collect the weights"):
+        state.check_attachment()
+    values: dict[int, Tensor] | None = {} if state.topology.is_root else None
     for unit in state.units:
         flat = unit.gather_values()
         if values is not None:
-            for slot in unit.spec.layout.slots:
-                values[slot.name] = flat[slot.offset : slot.stop].view(slot.shape).cpu()
+            for parameter, slot in zip(unit.parameters, unit.spec.layout.slots, strict=True):
+                values[id(parameter)] = flat[slot.offset : slot.stop].view(slot.shape).cpu()
     if values is None:
         return None
-    by_object = {id(parameter): name for name, parameter in model.named_parameters()}
     named: dict[str, Tensor] = {
-        name: values[by_object[id(parameter)]]
+        name: values[id(parameter)]  # names may have changed since zeroify; objects have not
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
     buffers = {id(buffer) for buffer in state.buffers}
@@ -318,17 +323,6 @@ def _check_transport(collectives: Collectives, topology: Topology, precision: Pr
             f"collectives round each node's sum to {collectives.node_dtype}, but precision.reduce is "
             f"{precision.reduce!r}; give the transport node_dtype={expected}"
         )
-
-
-def _check_precision(model: nn.Module, precision: Precision) -> None:
-    """Refuse modules that torch cannot run in half precision as they stand."""
-    for name, module in model.named_modules():
-        tracks = isinstance(module, _NormBase) and module.running_mean is not None
-        if tracks and precision.has_masters:
-            raise PlanError(
-                f"module {name!r} ({type(module).__name__}) keeps running statistics in fp32, and torch does not "
-                f"mix them with {precision.param} weights; train in fp32, or use GroupNorm or LayerNorm"
-            )
 
 
 def _check_equal_plans(

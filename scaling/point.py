@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -254,16 +254,15 @@ class Trainer:
                 x, y = self._batches.micro_batch(
                     self._done, micro_step, topology.rank, topology.size, accumulation
                 )
-            last = micro_step == accumulation - 1
-            with nullcontext() if last else hpczero.no_sync(self.model):
+            with hpczero.accumulate(self.model, micro_step, accumulation):
                 with watch.phase("forward"):
                     sample = (torch.from_numpy(part).to(device) for part in (x, y))
-                    loss = self.model(*sample) / accumulation
+                    loss = self.model(*sample)
                 with watch.phase("backward"):
                     loss.backward()
-                    if last:
+                    if micro_step == accumulation - 1:
                         self._finish()
-            losses.append(loss.detach())
+            losses.append(loss.detach() / accumulation)
         with watch.phase("optimizer"):
             hpczero.clip_grad_norm_(self.model, 1.0)
             self.optimizer.step()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -51,3 +54,14 @@ def topology(comm: MPI.Intracomm) -> Iterator[Topology]:
     topology = Topology.create(comm)
     yield topology
     topology.free()
+
+
+@pytest.fixture
+def folder(comm: MPI.Intracomm) -> Iterator[Path]:
+    """Empty, and the same on all ranks; pytest's own would be made by several ranks at once."""
+    path = tempfile.mkdtemp(prefix="hpczero-checkpoints-") if comm.rank == 0 else ""
+    path = comm.bcast(path)
+    yield Path(path)
+    comm.Barrier()
+    if comm.rank == 0:
+        shutil.rmtree(path, ignore_errors=True)

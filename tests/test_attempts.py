@@ -144,3 +144,29 @@ def test_half_a_line_of_a_killed_job_costs_that_line_alone(tmp_path: Path) -> No
     start(folder)
     lines = folder.attempts.read_text().splitlines()
     assert [json.loads(lines[i])["event"] for i in (0, 1, 3)] == ["start", "begin", "start"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"\0" * 9,
+        b"\xff\xfe",
+        b"[" * 10**6,
+        b"[]",
+        b'{"event": "start"}',
+        b'{"event": []}',
+        b"9" * 5001,
+    ],
+)
+def test_damaged_line_costs_that_line_alone_and_is_told(
+    tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = RunFolder(tmp_path / "r")
+    start(folder).begin(0)
+    data = folder.attempts.read_bytes()
+    folder.attempts.write_bytes(damage + b"\n" + b"\0" * 7 + data)
+    attempts = Attempts(folder, SERIES)
+    told = "attempts.jsonl: 1 line(s) cannot be read, the first is 1" in caplog.text
+    assert told is bool(damage.strip(b"\0"))
+    commit(folder, 1)
+    assert attempts.settle(RunConfig(run=RunOptions(overwrite=True))).run.overwrite is False

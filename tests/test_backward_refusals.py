@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import hpczero
 from hpczero.errors import StepError
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import (
@@ -71,29 +72,15 @@ def test_whole_model_in_a_reentrant_checkpoint(
         model.zero_grad()
 
 
-class LateUser(MLP):
-    """The root uses a weight of the last unit first, so its gradient is complete only at the very end."""
+class SparseLookup(nn.Embedding):
+    """Sparse gradients that no option of the module tells of."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.layers[2].get_parameter("0.weight")  # (3, 15)
-        return super().forward(x + F.linear(x.new_ones(15), weight).sum())
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_gradient_that_comes_after_its_unit_was_reduced(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
-    model = LateUser()
-    with zeroified(model, adamw(model), stage=stage, topology=topology):
-        output = model(mlp_input(comm.rank)).sum()
-        said = r"gradient of 'layers\.2\.0\.weight' arrived after its unit 'layers\.2' was reduced"
-        with pytest.raises(StepError, match=said):
-            output.backward()
-        model.zero_grad()
+        return F.embedding(x, self.weight, sparse=True)
 
 
 def test_sparse_gradient(comm: MPI.Intracomm, topology: Topology) -> None:
-    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    model = nn.Sequential(SparseLookup(5, 3), nn.Linear(3, 1))
     with zeroified(model, adamw(model), stage=2, topology=topology):
         output = model(torch.arange(5)).sum()
         with pytest.raises(
@@ -103,15 +90,13 @@ def test_sparse_gradient(comm: MPI.Intracomm, topology: Topology) -> None:
         model.zero_grad()
 
 
-def test_fp16_backward_that_does_not_come_through_the_model(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
+def test_fp16_forward_of_a_part_of_the_model(comm: MPI.Intracomm, topology: Topology) -> None:
     model = MLP()
     with zeroified(model, adamw(model), stage=3, precision="fp16", topology=topology):
-        output = model.layers[0](mlp_input(comm.rank).half()).sum()
         with pytest.raises(StepError, match="carry no loss scale; call the model itself"):
-            output.backward()
-        model.zero_grad()
+            model.layers[0](mlp_input(comm.rank).half())
+        with torch.no_grad():
+            model.layers[0](mlp_input(comm.rank).half())
 
 
 # --- recovery
@@ -204,3 +189,91 @@ def test_step_after_an_interrupted_backward_is_refused(
         )
         optimizer.zero_grad()
         parallel_assert(comm, same(values(sharding), before))
+
+
+class Hidden(MLP):
+    """Returns one thing, and puts another, made earlier or later, where nobody looks."""
+
+    def __init__(self, *, later: bool) -> None:
+        super().__init__()
+        self.layers[1] = HidingLayer(later=later)
+
+
+class HidingLayer(nn.Module):
+    def __init__(self, *, later: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((15, 15), 0.1))
+        self.later = later
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.later:
+            output = torch.tanh(x @ self.weight)
+        HIDDEN.append((x @ self.weight).square().sum())
+        return output if self.later else torch.tanh(x @ self.weight)
+
+
+HIDDEN: list[Tensor] = []
+
+
+@pytest.mark.parametrize("transport", ["window", "flat", "hierarchical"])
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_a_way_into_a_unit_that_nobody_sees_is_an_error_on_every_transport(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    transport: str,
+    strict: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HPCZERO_STRICT", strict)
+    model = Hidden(later=False)
+    with zeroified(model, adamw(model), stage=3, topology=topology, transport=transport):
+        HIDDEN.clear()
+        model(mlp_input(comm.rank))
+        # On memory that lasts the error is ours; where it is gone torch is the first to notice.
+        with pytest.raises(
+            (StepError, RuntimeError), match=r"no hook sees|of size 0|not allocated"
+        ):
+            HIDDEN[0].backward()
+        HIDDEN.clear()
+        model.zero_grad()
+
+
+def hidden_loss(model: nn.Module, rank: int, *, alone: bool) -> Tensor:
+    HIDDEN.clear()
+    output = model(mlp_input(rank)).square().sum()
+    return HIDDEN.pop() + (0.0 if alone else output)
+
+
+def with_a_hook(model: Hidden) -> Hidden:
+    """A penalty on a unit's weight, made in a forward hook of the user's."""
+    unit = model.layers[2]
+    unit.register_forward_hook(
+        lambda module, args, output: HIDDEN.append(HIDDEN.pop() + module[0].weight.square().sum())
+    )
+    return model
+
+
+@STAGES
+@pytest.mark.parametrize("transport", ["window", "flat", "hierarchical"])
+@pytest.mark.parametrize(("later", "alone"), [(True, True), (True, False), (False, False)], ids=str)
+def test_what_is_put_where_nobody_looks_trains_as_in_plain_torch(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    stage: int,
+    transport: str,
+    later: bool,
+    alone: bool,
+) -> None:
+    plain = with_a_hook(Hidden(later=later))
+    total = sum(hidden_loss(plain, rank, alone=alone) / comm.size for rank in range(comm.size))
+    assert isinstance(total, Tensor)
+    total.backward()
+    model = with_a_hook(Hidden(later=later))
+    with zeroified(model, adamw(model), stage=stage, topology=topology, transport=transport):
+        hidden_loss(model, comm.rank, alone=alone).backward()
+        for name, found in hpczero.full_gradients(model).items():
+            expected = plain.get_parameter(name).grad
+            close = torch.allclose(
+                found, torch.zeros_like(found) if expected is None else expected, atol=1e-5
+            )
+            parallel_assert(comm, close, name)

@@ -109,6 +109,21 @@ def test_change_of_the_parameter_itself_is_still_seen() -> None:
         y.backward()
 
 
+def test_renewed_memory_leaves_the_old_one_to_its_views() -> None:
+    buffer, memory = buffer_of(12)
+    buffer.tensor.copy_(torch.arange(12.0))
+    tensor, array = buffer.tensor, buffer.tensor.view(3, 4).numpy()
+    assert buffer.pinned
+    buffer.renew()
+    assert not buffer.pinned
+    assert buffer.tensor is tensor
+    buffer.release()
+    assert (memory.total, storage_nbytes(buffer)) == (0, 0)
+    buffer.take()
+    buffer.tensor.fill_(7.0)
+    assert array.tolist() == torch.arange(12.0).view(3, 4).tolist()
+
+
 def test_ledger_counts_by_category_with_peaks() -> None:
     memory = Memory()
     first = Buffer(10, torch.float32, memory=memory, category="a")

@@ -41,3 +41,50 @@ def test_broken_pipe_that_is_not_our_output_is_an_error() -> None:
     )
     assert command.returncode == 1
     assert "BrokenPipeError: the loader died" in command.stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (
+            "OSError(28, 'No space left on device', 'runs/metrics.jsonl')",
+            "runs/metrics.jsonl: No space left",
+        ),
+        ("OSError(122, 'Disk quota exceeded')", "a file, or the output: Disk quota exceeded"),
+        ("MemoryError('Unable to allocate 3 TiB')", "Unable to allocate 3 TiB. Out of memory"),
+        ('RuntimeError("DefaultCPUAllocator: can\'t allocate memory")', "Out of memory"),
+    ],
+)
+def test_machine_that_has_no_more_to_give_is_told_in_one_line(raised: str, said: str) -> None:
+    program = f"from hpczero import errors\ndef main():\n    raise {raised}\nerrors.run(main)"
+    command = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert command.returncode == 1
+    assert said in command.stderr
+    assert command.stderr.count("\n") == 1
+
+
+def test_output_on_a_full_disk_is_one_line_and_exit_code_1() -> None:
+    with open("/dev/full", "w") as full:
+        command = subprocess.run(
+            [sys.executable, "-m", "hpczero.doctor.record"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert command.returncode == 1
+    assert "No space left on device" in command.stderr
+    assert command.stderr.count("\n") == 1
+
+
+def test_log_on_a_full_disk_does_not_end_a_run() -> None:
+    program = "from hpczero import log\nlog.configure(rank=0, node_index=0, level='info')\n"
+    program += "for n in range(5000): log.info('line %d of a log that nobody will read', n)\n"
+    program += "import os, sys; os.write(2, b'alive'); os._exit(0)"
+    with open("/dev/full", "w") as full:
+        command = subprocess.run(
+            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, timeout=60
+        )
+    assert (command.returncode, command.stderr) == (0, b"alive")

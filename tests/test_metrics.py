@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,61 @@ def test_torn_last_line_of_a_killed_run_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f"{metrics(1).to_json()}\n{metrics(2).to_json()[:20]}")
     assert [m.step for m in read_metrics(path)] == [1]
+
+
+def test_line_of_a_step_is_replaced_in_place_and_stays_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    for step in (1, 2, 3):
+        for checkpoint_ms in (0.0, 1234.5678, 1.0):  # longer, and shorter again
+            file.write(metrics(step, checkpoint_ms=checkpoint_ms), durable=step == 2)
+            found = read_metrics(path)
+            assert [m.step for m in found] == list(range(1, step + 1))
+            assert found[-1].checkpoint_ms == checkpoint_ms
+    file.close()
+
+
+def test_lines_that_the_disk_refuses_come_with_the_next_that_it_takes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    file.write(metrics(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, hard))
+    try:
+        for step in (2, 3):
+            file.write(metrics(step))
+            assert [m.step for m in read_metrics(path)] == [1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caplog.text.count("cannot be written (File too large); trying again") == 1
+    for step in (4, 5):
+        file.write(metrics(step))
+    file.close()
+    assert [m.step for m in read_metrics(path)] == [1, 2, 3, 4, 5]
+
+
+DAMAGE = [b"\0" * 9, b"\xff{}", b"[" * 10**6, b"[]", b'{"step": "1"}', b'{"step": 1}', b"9" * 5001]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_line_costs_that_line_and_is_told(
+    tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    one, two, four = (metrics(step).to_json().encode() for step in (1, 2, 4))
+    path.write_bytes(b"\n".join([one, damage, b"\0\0" + two, four, b'{"torn": ']))
+    before = path.read_bytes()
+    assert [m.step for m in read_metrics(path)] == [1, 2, 4]
+    assert "line(s) 2 cannot be read" in caplog.text
+    caplog.clear()
+    MetricsFile(path, start=5).close()
+    assert [m.step for m in read_metrics(path)] == [1, 2, 4]
+    assert "has no lines of steps 3, 5" in caplog.text
+    (old,) = tmp_path.glob("metrics.jsonl.damaged-*")
+    assert old.read_bytes() == before
+    assert f"kept in {old.name}" in caplog.text
 
 
 def test_rates_are_averaged_over_time_and_losses_over_steps() -> None:
@@ -215,11 +271,11 @@ def test_run_folder_of_another_run_is_kept(tmp_path: Path) -> None:
     assert folder.config.read_text() == "first = 1"
 
 
-@pytest.mark.parametrize("options", [RunOptions(), RunOptions(name="mine", overwrite=True)])
-def test_replacing_a_run_clears_its_results_and_nothing_else(
-    options: RunOptions, tmp_path: Path
+@pytest.mark.parametrize("name", ["default", "mine"])
+def test_replacing_a_run_when_asked_clears_its_results_and_nothing_else(
+    name: str, tmp_path: Path
 ) -> None:
-    options = dataclasses.replace(options, folder=str(tmp_path))
+    options = RunOptions(name=name, overwrite=True, folder=str(tmp_path))
     folder = RunFolder.of(options)
     folder.create(options, "first = 1")
     for file in (folder.metrics, folder.plot, folder.weights, folder.path / "notes.txt"):

@@ -137,11 +137,14 @@ def test_stock_ways_to_change_parameters_are_noticed(
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_model_that_was_moved_or_cast(comm: MPI.Intracomm, topology: Topology, stage: int) -> None:
+def test_module_inside_a_unit_that_was_cast(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    # the model and its units refuse at once: test_moves_and_copies
     model = MLP()
     optimizer = adamw(model)
     with zeroified(model, optimizer, stage=stage, topology=topology):
-        model.double()
+        model.get_submodule("layers.0.0").double()
         raises_on_all(comm, StepError, "'layers.0.0.weight' got new memory", optimizer.step)
 
 
@@ -353,3 +356,19 @@ def test_parameter_group_added_after_zeroify(
         said = r"group 1 of the optimizer has 1 parameter\(s\) put in after zeroify"
         raises_on_all(comm, StepError, said, optimizer.step)
         parallel_assert(comm, bool((late == 1).all()))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_backward_of_a_graph_that_was_made_before_the_step(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    # plain torch refuses it too: the saved weights are not there any more
+    model = MLP()
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, stage=stage, topology=topology):
+        early = model(mlp_input(comm.rank)).sum()
+        mlp_backward(model, comm.rank)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            early.backward()
+        model.zero_grad()

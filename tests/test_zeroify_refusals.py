@@ -267,6 +267,96 @@ def test_call_on_a_model_that_was_not_zeroified(comm: MPI.Intracomm, model: MLP)
         hpczero.clip_grad_norm_(model, 1.0)
 
 
+# --- modules
+
+
+class Numbers(nn.Module):
+    """Holds a parameter that cannot be trained."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.values = nn.Parameter(values, requires_grad=False)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("embedding", [nn.Embedding, nn.EmbeddingBag])
+def test_embedding_that_changes_its_own_weight(
+    refused: Refusal, stage: int, embedding: Callable[..., nn.Module]
+) -> None:
+    model = nn.Sequential(embedding(5, 3, max_norm=1.0), nn.Linear(3, 1))
+    said = rf"module '0' \({embedding.__name__}\) has max_norm=1, .*max_norm=None"
+    refused(PlanError, said, model, adamw(model), stage=stage)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("embedding", [nn.Embedding, nn.EmbeddingBag])
+def test_embedding_with_sparse_gradients(
+    refused: Refusal, stage: int, embedding: Callable[..., nn.Module]
+) -> None:
+    model = nn.Sequential(embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refused(
+        PlanError, r"module '0' .* has sparse=True.*sparse=False", model, optimizer, stage=stage
+    )
+
+
+def test_frozen_embedding_may_be_sparse(comm: MPI.Intracomm, topology: Topology) -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True).requires_grad_(False), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with zeroified(model, optimizer, stage=3, topology=topology):
+        model(torch.arange(5)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+def test_parameter_of_whole_numbers(refused: Refusal, dtype: torch.dtype) -> None:
+    model = Numbers(torch.ones(4, dtype=dtype))
+    said = f"parameter 'values' is {dtype}, .*make it a buffer: register_buffer"
+    refused(PlanError, said, model, adamw(model.linear))
+
+
+def test_parameter_of_complex_numbers(refused: Refusal) -> None:
+    model = Numbers(torch.ones(4, dtype=torch.complex64))
+    said = r"parameter 'values' is torch.complex64, .*torch\.view_as_real"
+    refused(PlanError, said, model, adamw(model.linear))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+def test_lazy_module_that_has_seen_no_input(comm: MPI.Intracomm, topology: Topology) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = r"parameter '1\.weight' is uninitialized: .* Call the model once before"
+    raises_on_all(
+        comm, PlanError, said, lambda: hpczero.zeroify(model, optimizer, topology=topology)
+    )
+
+
+NORMED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "spectral_norm of old": torch.nn.utils.spectral_norm,
+    "spectral_norm": torch.nn.utils.parametrizations.spectral_norm,
+    "orthogonal": torch.nn.utils.parametrizations.orthogonal,
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("norm", NORMED.values(), ids=NORMED)
+def test_weight_made_from_fp32_buffers_in_half_precision(
+    refused: Refusal, norm: Callable[[nn.Module], nn.Module], precision: str
+) -> None:
+    model = nn.Sequential(norm(nn.Linear(4, 4)), nn.Linear(4, 2))
+    said = rf"buffers in fp32 .*does not mix them with {precision} weights; train in fp32"
+    refused(PlanError, said, model, adamw(model), precision=precision)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_weight_norm_of_old_on_the_meta_device(refused: Refusal) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(4, 4)))
+    said = r"module '0' \(Linear\) has torch.nn.utils.weight_norm .*parametrizations.weight_norm"
+    refused(PlanError, said, model, adamw(model), initialize=constant)
+
+
 # --- meta device
 
 

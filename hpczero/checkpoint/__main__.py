@@ -9,20 +9,25 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import tyro
 
 from hpczero.checkpoint.exporting import Form, export
-from hpczero.checkpoint.folder import read_manifest
+from hpczero.checkpoint.folder import Folder, read_manifest
+from hpczero.checkpoint.lines import asides
 from hpczero.checkpoint.stored import checkpoints_at
 from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.errors import CheckpointError, ConfigError, run
+from hpczero.options import parse_command_line
+from hpczero.regularfile import shown
+
+DESCRIPTION = "List, verify, export and import checkpoints. One process; no MPI is started."
 
 
 @dataclass(frozen=True)
 class Ls:
-    """List the checkpoints in a folder, newest first.
+    """List the checkpoints in a folder, newest first, and below them those that were set aside.
 
     Attributes:
         path: folder of checkpoints, or one of them.
@@ -91,7 +96,12 @@ Command = (
 
 def main() -> int:
     """Do what the command line says."""
-    command = tyro.cli(Command, prog="python -m hpczero.checkpoint", description=__doc__)
+    command = parse_command_line(
+        cast("type[Ls | Verify | Export | Import]", Command),
+        sys.argv[1:],
+        prog="python -m hpczero.checkpoint",
+        description=DESCRIPTION,
+    )
     if isinstance(command, Ls):
         return _ls(command)
     if isinstance(command, Verify):
@@ -101,20 +111,30 @@ def main() -> int:
 
 def _ls(command: Ls) -> int:
     lines = [f"{'step':>12} {'MiB':>10} {'parameters':>14} {'ranks':>6}  {'saved (UTC)':<20} path"]
-    for path in checkpoints_at(command.path):
-        try:
-            m = read_manifest(path)
-        except CheckpointError as error:
-            lines.append(
-                f"{'-':>12} {'-':>10} {'-':>14} {'-':>6}  {type(error).__name__:<20} {path}"
-            )
-            continue
-        lines.append(
-            f"{m.step:>12,} {m.file_nbytes / 2**20:>10,.1f} {m.table.numel:>14,} {m.world_size:>6}  "
-            f"{m.created[:19]:<20} {path}"
-        )
+    aside = asides(command.path)
+    try:
+        found = checkpoints_at(command.path)
+    except ConfigError:
+        if not aside:
+            raise
+        found = []
+    lines += map(_row, found)
+    for place in aside:
+        lines.append(f"{'set aside':>12}: what a run did not go on from; it counts no more")
+        lines += map(_row, Folder(place).candidates())
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
+
+
+def _row(path: Path) -> str:
+    try:
+        m = read_manifest(path)
+    except CheckpointError as error:
+        return f"{'-':>12} {'-':>10} {'-':>14} {'-':>6}  {type(error).__name__:<20} {path}"
+    return (
+        f"{m.step:>12,} {m.file_nbytes / 2**20:>10,.1f} {m.table.numel:>14,} {m.world_size:>6}  "
+        f"{m.created[:19]:<20} {path}"
+    )
 
 
 def _verify(command: Verify) -> int:
@@ -142,7 +162,9 @@ def _export(command: Export) -> int:
 def _import(command: Import) -> int:
     tied = dict(entry.partition("=")[::2] for entry in command.tied)
     if not all(tied.values()):
-        raise ConfigError(f"tied: got {' '.join(command.tied)}, expected FURTHER=NAME for each")
+        raise ConfigError(
+            f"tied: got {shown(' '.join(command.tied))}, expected FURTHER=NAME for each"
+        )
     # Not at the top: torch and HDF5 are of no use to the other commands.
     from hpczero.checkpoint.converting import convert
 

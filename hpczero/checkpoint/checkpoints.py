@@ -6,7 +6,7 @@ Owns: who holds the lock, and what is in flight. Must not know: files, datasets.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -18,12 +18,13 @@ from torch.optim import Optimizer
 from hpczero.checkpoint.folder import Folder
 from hpczero.checkpoint.format import SLAB_NBYTES
 from hpczero.checkpoint.inventory import Inventory
+from hpczero.checkpoint.lines import strangers
 from hpczero.checkpoint.lock import Lock
 from hpczero.checkpoint.reading import Loaded, load_newest
 from hpczero.checkpoint.snapshot import Snapshot, take
 from hpczero.checkpoint.writing import Milestone, write
 from hpczero.comm.queue import can_run_in_background
-from hpczero.errors import CheckpointError, ConfigError
+from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError
 from hpczero.sharded_model import Sharding
 from hpczero.topology import Topology
 from hpczero.zero import sharding as sharding_of
@@ -41,6 +42,10 @@ def save(
 ) -> Path:
     """Write ``directory/step-...``: a whole checkpoint, or none. Collective over the topology's world.
 
+    What is in ``directory`` and not of the model's line is set aside with the same rename: checkpoints newer than the
+    one that was loaded or saved there last; where none was, those of this step and later ones, and all with ``keep``.
+    They are kept in ``directory/aside-...``, and a line is logged.
+
     Args:
         directory: of all checkpoints of a run; made if need be.
         model: zeroified, between two steps.
@@ -48,7 +53,7 @@ def save(
         step: optimizer steps done.
         extra: numbers, texts, lists and dictionaries that ``load`` gives back, e.g. ``scheduler.state_dict()`` and the
             place in the data.
-        keep: newest checkpoints that stay; None takes none away.
+        keep: newest checkpoints that stay, counted among those of the model's line; None takes none away.
         writer: ``mpio`` (parallel HDF5), ``posix`` (the same file without MPI-IO), or ``auto``: ``mpio``
             on parallel file systems where it is safe.
 
@@ -104,6 +109,7 @@ class Checkpoints:
         writer: str = "auto",
         slab_nbytes: int = SLAB_NBYTES,
         at: Milestone = lambda name: None,
+        lock: Lock | None = None,
     ) -> None:
         """Not collective.
 
@@ -117,6 +123,8 @@ class Checkpoints:
             writer: as in ``save``; in the background always ``posix``.
             slab_nbytes: bytes that one digest covers.
             at: told of every milestone of a save, on every rank.
+            lock: of ``directory``, which the caller holds on rank 0 as long as this is used; None: taken at the first
+                save.
 
         Raises:
             ConfigError: no such writer, or fewer than one to keep.
@@ -132,7 +140,8 @@ class Checkpoints:
         self._slab_nbytes = slab_nbytes
         self._at = at
         self._inventory: Inventory | None = None  # the same for every save
-        self._lock = Lock(Path(directory))
+        self._lock = lock or Lock(Path(directory))
+        self._lent = lock is not None
         self._locked = False
         self._background = (
             _Background(self._sharding.topology) if background and can_run_in_background() else None
@@ -145,12 +154,7 @@ class Checkpoints:
         """
         topology = self._sharding.topology
         self.wait()
-        if not self._locked:
-            with topology.agreed("lock the folder of checkpoints"):
-                if topology.is_root:
-                    self._lock.acquire()
-                    self._folder.sweep()
-            self._locked = True
+        self._take()
         self._inventory = self._inventory or Inventory(self._sharding)
         snapshot = take(
             self._sharding,
@@ -160,22 +164,51 @@ class Checkpoints:
             inventory=self._inventory,
         )
         if self._background is None:
-            return self._write(snapshot, topology, self._writer)
+            return self._writing(snapshot, self._writer)(topology)
         with topology.agreed("copy the shards"):
             snapshot = snapshot.copied()
-        self._background.start(lambda on: self._write(snapshot, on, "posix"))
+        self._background.start(self._writing(snapshot, "posix"))
         return self._folder.path
 
-    def _write(self, snapshot: Snapshot, topology: Topology, writer: str) -> Path:
-        return write(
-            snapshot,
-            self._folder,
-            topology,
-            writer=writer,
-            keep=self._keep,
-            at=self._at,
-            still_ours=self._lock.check,
-        )
+    def _take(self) -> None:
+        """Have the folder to ourselves, tidy. Collective."""
+        if self._locked:
+            return
+        topology = self._sharding.topology
+        with topology.agreed("lock the folder of checkpoints"):
+            if topology.is_root:
+                if not self._lent:
+                    self._lock.acquire()
+                try:
+                    self._folder.sweep()
+                except BaseException:
+                    self._let_go()
+                    raise
+        self._locked = True
+
+    def _let_go(self) -> None:
+        if not self._lent and self._sharding.topology.is_root:
+            self._lock.release()
+
+    def _writing(self, snapshot: Snapshot, writer: str) -> Callable[[Topology], Path]:
+        """What writes ``snapshot``. A load in the meantime gives the model another lineage, but not the snapshot."""
+        lineage = self._sharding.lineage
+
+        def run(topology: Topology) -> Path:
+            path = write(
+                snapshot,
+                self._folder,
+                topology,
+                writer=writer,
+                keep=self._keep,
+                at=self._at,
+                still_ours=self._lock.check,
+                lineage=lineage,
+            )
+            lineage[self._folder.path.resolve()] = snapshot.step
+            return path
+
+        return run
 
     @property
     def busy(self) -> bool:
@@ -201,9 +234,63 @@ class Checkpoints:
         with topology.agreed("finish the checkpoint in the background"):
             return self._background.finish()
 
-    def load(self) -> Loaded | None:
-        """The newest sound checkpoint, or None if there is none at all; as ``hpczero.checkpoint.load``."""
-        return load_newest(self._folder.path, self._sharding)
+    def load(self, path: str | Path | None = None) -> Loaded | None:
+        """The newest sound checkpoint, or None if there is none at all; as ``hpczero.checkpoint.load``.
+
+        Args:
+            path: another one, also of another folder. What is newer in this folder is then not of this run's line any
+                more: the next save sets it aside, and says so.
+        """
+        return load_newest(self._folder.path if path is None else Path(path), self._sharding)
+
+    def set_others_aside(
+        self,
+        *,
+        moved: Sequence[Path] = (),
+        copied: Sequence[Path] = (),
+        even_alone: bool = False,
+        before: Callable[[], None] = lambda: None,
+    ) -> Path | None:
+        """Keep apart what is not of the model's line at once; otherwise the next save does it.
+
+        That is everything newer than the checkpoint of this folder that was loaded last; everything, if none was.
+
+        Args:
+            moved: files that go with it, where they are there.
+            copied: files of which a copy goes with it.
+            even_alone: they go where there is no checkpoint to go with, too.
+            before: called on rank 0 once they are kept, and before the checkpoints do not count any more.
+
+        Returns:
+            Where it lies now, on rank 0; None if there is nothing, and on other ranks.
+
+        Raises:
+            CheckpointBusy: another job writes to the folder.
+            CheckpointError: the folder cannot be written.
+        """
+        topology = self._sharding.topology
+        self.wait()
+        self._take()
+        place = None
+        with topology.agreed("set aside what is not of this run's line"):
+            if topology.is_root:
+                origin = self._sharding.lineage.get(self._folder.path.resolve())
+                found = strangers(
+                    self._folder.candidates(), step=origin or 0, origin=origin, keep=1
+                )
+                files = [*moved, *copied] if even_alone else []
+                if found or any(file.is_file() for file in files):
+                    self._lock.check()
+                    try:
+                        place = self._folder.set_aside(
+                            found, moved=moved, copied=copied, before=before
+                        )
+                    except OSError as error:
+                        raise CheckpointNotWritten(
+                            f"{self._folder.path}: what is not of this run's line cannot be set aside ({error}); "
+                            "check space, quota and permissions"
+                        ) from error
+        return place
 
     def close(self) -> None:
         """Wait, and let other jobs write here."""
@@ -212,8 +299,8 @@ class Checkpoints:
         finally:
             if self._background is not None:
                 self._background.close()
-            if self._locked and self._sharding.topology.is_root:
-                self._lock.release()
+            if self._locked:
+                self._let_go()
             self._locked = False
 
     def __enter__(self) -> Checkpoints:
@@ -227,8 +314,10 @@ class Checkpoints:
     ) -> None:
         if error is None or getattr(error, "agreed", False):
             self.close()
-        elif self._locked and self._sharding.topology.is_root:
-            self._lock.release()  # the job ends; peers may not come to a collective any more
+        elif self.busy:
+            self._lock.stay()  # the job ends, and so does the lock; until then it is being written
+        elif self._locked:
+            self._let_go()  # the job ends; peers may not come to a collective any more
 
 
 class _Background:

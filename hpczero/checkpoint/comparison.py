@@ -8,8 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch import Tensor
+
+from hpczero.checkpoint import streams
 from hpczero.checkpoint.format import NAMED, Manifest, Table
+from hpczero.checkpoint.manifestform import MOST
 from hpczero.errors import CheckpointMismatch
+from hpczero.regularfile import shown
 from hpczero.sharded_model import Sharding
 
 
@@ -93,7 +98,44 @@ def match_optimizer(manifest: Manifest, sharding: Sharding, path: Path) -> dict[
             f"{path}: has {len(saved['groups'])} groups of parameters, and the optimizer "
             f"{len(optimizer.param_groups)}; make the same groups"
         )
+    for place, (group, options) in enumerate(
+        zip(optimizer.param_groups, saved["groups"], strict=True)
+    ):
+        for name, value in options.items():
+            if not _fits(value, group.get(name)):
+                raise CheckpointMismatch(
+                    f"{path}: {name} of group {place} is {shown(value)} in the checkpoint and {shown(group[name])} in "
+                    "the optimizer; use the one it was saved from"
+                )
     return dict(saved["kinds"])
+
+
+def _fits(saved: object, current: object) -> bool:
+    """Whether an option can take the place of another: what is a number stays one."""
+    if isinstance(current, tuple):
+        return (
+            isinstance(saved, list)
+            and len(saved) == len(current)
+            and all(map(_fits, saved, current))
+        )
+    if type(current) in (int, float) or isinstance(current, Tensor):
+        return type(saved) in (int, float) and -MOST <= saved <= MOST  # type: ignore[operator]  # a number
+    return True
+
+
+def match_streams(manifest: Manifest, path: Path) -> None:
+    """Refuse random streams of another form; not those of ranks that this job does not have.
+
+    Raises:
+        CheckpointMismatch: names the first.
+    """
+    mine = {name: len(state) for name, state in streams.capture().items()}
+    for name, nbytes in manifest.meta["rng"]:
+        if manifest.world_size and mine.get(name, nbytes) != nbytes:
+            raise CheckpointMismatch(
+                f"{path}: the random stream of {name} has {nbytes} bytes in the checkpoint and {mine[name]} here; "
+                "use the versions it was saved with"
+            )
 
 
 def match_buffers(manifest: Manifest, sharding: Sharding, path: Path) -> None:

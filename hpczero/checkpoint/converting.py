@@ -8,7 +8,6 @@ It has no optimizer and no random streams: every rank that loads it starts those
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import platform
 import shutil
@@ -41,6 +40,7 @@ from hpczero.checkpoint.rawfile import rest_digest, write_at
 from hpczero.checkpoint.safefile import KEY
 from hpczero.checkpoint.weightfiles import WeightFiles
 from hpczero.errors import CheckpointMismatch, CheckpointNotWritten, ConfigError
+from hpczero.regularfile import parse_json
 
 RUN_KEY = "hpczero"  # of the final weights of a run
 
@@ -81,6 +81,7 @@ def convert(
     aliases = known_tied | _same_storage(weights) | dict(tied or {})
     if folder.candidates():
         raise ConfigError(f"{out}: holds checkpoints already; give a new folder")
+    weights.check()
     patterns = (*known_buffers, *buffers)
     held = [name for name in weights if name not in aliases]
     names = [name for name in held if not _is_buffer(name, weights, patterns)]
@@ -184,9 +185,11 @@ def _told(weights: WeightFiles, layout: str) -> tuple[dict[str, Any], dict[str, 
         tied = weights.model.get("tie_embeddings", gpt2.HEAD not in weights)
         return weights.model, {gpt2.HEAD: gpt2.TABLE} if tied else {}, []
     try:
-        said = json.loads(weights.metadata.get(KEY) or weights.metadata.get(RUN_KEY, "{}"))
+        said = parse_json(weights.metadata.get(KEY) or weights.metadata.get(RUN_KEY, "{}"))
         model, tied = dict(said.get("model", {})), dict(said.get("tied", {}))
         buffers = list(said.get("buffers", ()))
+        if not all(isinstance(name, str) for name in (*tied.values(), *buffers)):
+            raise TypeError("names are texts")
     except (ValueError, TypeError, AttributeError):  # not ours, whatever it is called
         return {}, {}, []
     if model.get("tie_embeddings") and gpt2.TABLE in weights and gpt2.HEAD not in weights:

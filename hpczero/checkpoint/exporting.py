@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpczero.checkpoint import gpt2, safefile
-from hpczero.checkpoint.folder import sync
+from hpczero.checkpoint.durable import sync
 from hpczero.checkpoint.format import BUFFERS, MASTER, Row
 from hpczero.checkpoint.safefile import DTYPES, Entry
 from hpczero.checkpoint.stored import Stored, checkpoints_at

@@ -4,28 +4,27 @@ Owns: names, the commit, retention. Must not know: MPI, HDF5, models. One rank d
 
 A checkpoint is a folder ``step-...`` whose manifest states its own digest; nothing else is believed. A save writes
 into a hidden folder, and one rename brings it in. What is to go is renamed first, so that half a folder never has a
-name that counts. Files and folders that are not ours are left alone.
+name that counts. What is not of the line of whoever saves goes to the side (``lines.py``). Files and folders that are
+not ours are left alone.
 """
 
 from __future__ import annotations
 
-import errno
+import logging
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpczero.checkpoint.format import (
-    MANIFEST_FILE,
-    STATE_FILE,
-    Manifest,
-    step_folder,
-    step_of_folder,
-)
+from hpczero.checkpoint import lines
+from hpczero.checkpoint.durable import sync, write_text
+from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Manifest, step_folder
+from hpczero.checkpoint.lines import REPLACED, TEMPORARY, step_of
+from hpczero.checkpoint.rawfile import opened
 from hpczero.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -33,14 +32,15 @@ from hpczero.errors import (
     ConfigError,
     CorruptCheckpoint,
 )
+from hpczero.regularfile import read_text, reason
 
 LATEST = "LATEST"
 SPARE_NBYTES = 64 * 2**20
 STALE_S = 3600.0  # before what another job has left unfinished is taken away
 
-_TEMPORARY = re.compile(r"\.tmp-step-\d+-[0-9a-f]{8}")
 _TRASH = re.compile(r"\.trash-step-\d+-[0-9a-f]{8}")
-_REPLACED = re.compile(r"\.replaced-(step-\d+)-[0-9a-f]{8}")
+
+logger = logging.getLogger("hpczero.checkpoint")
 
 
 class Folder:
@@ -52,14 +52,20 @@ class Folder:
     # --- what is there
 
     def candidates(self) -> list[Path]:
-        """Folders that may be checkpoints, newest first. One that is being replaced comes after its successor."""
-        found = []
-        for entry in self._entries():
-            replaced = _REPLACED.fullmatch(entry.name)
-            step = step_of_folder(replaced[1] if replaced else entry.name)
-            if step is not None and entry.is_dir():
-                found.append((step, replaced is None, entry))
-        return [entry for _, _, entry in sorted(found, reverse=True)]
+        """Folders that may be checkpoints, newest first. One that is being replaced comes after its successor.
+
+        Raises:
+            ConfigError: the folder cannot be read.
+            CorruptCheckpoint: a run was killed while it set some aside, and nobody can read which.
+        """
+        entries = self._entries()
+        hidden = lines.hidden(self.path)
+        found = [
+            entry
+            for entry in entries
+            if step_of(entry.name) is not None and entry.name not in hidden and entry.is_dir()
+        ]
+        return sorted(found, key=lambda entry: (*_order(entry), entry.name), reverse=True)
 
     def _entries(self) -> list[Path]:
         try:
@@ -112,53 +118,179 @@ class Folder:
         path.mkdir()
         return path
 
-    def commit(self, temporary: Path, manifest: Manifest) -> Path:
+    def commit(
+        self,
+        temporary: Path,
+        manifest: Manifest,
+        *,
+        others: Sequence[Path] = (),
+        at: Callable[[str], None] = lambda name: None,
+    ) -> Path:
         """Make what lies in ``temporary`` the checkpoint of its step. It is one from the rename on, never half.
+
+        Args:
+            temporary: from ``begin``.
+            manifest: of what lies in it.
+            others: checkpoints of another line, which go to the side with that same rename.
+            at: told of every milestone.
 
         Raises:
             OSError: it cannot be written.
         """
-        write_text(temporary / MANIFEST_FILE, manifest.to_json())
+        if os.path.lexists(self.path / lines.NOTE):
+            self._tell(lines.finish(self.path))  # what could not be finished at the save before
+        text = manifest.to_json()
+        write_text(temporary / MANIFEST_FILE, text)
         sync(temporary)
         target = self.path / step_folder(manifest.step)
-        replaced = None
-        if (
-            target.exists()
-        ):  # the same step again, after going back: the old one counts until the new one does
-            replaced = self.path / f".replaced-{target.name}-{secrets.token_hex(4)}"
-            target.rename(replaced)
-        temporary.rename(target)
+        replaced = self.path / f".replaced-{target.name}-{secrets.token_hex(4)}"
+        try:
+            if others:
+                there = [replaced if path == target else path for path in others]
+                self._note(lines.new_aside(self.path), there, target=target.name, manifest=text)
+                at("noted")
+            if others or target.exists():
+                with suppress(OSError):  # first: it never names what is not there
+                    (self.path / LATEST).unlink()
+            if target.exists():
+                # The same step again: the old one counts until the new one does.
+                target.rename(replaced)
+                at("replaced")
+            temporary.rename(target)
+        except BaseException:
+            if temporary.exists():
+                with suppress(OSError):
+                    (self.path / lines.NOTE).unlink()
+                self._point()
+            raise
         sync(self.path)
-        write_text(self.path / LATEST, target.name + "\n")
-        if replaced is not None:
-            self.discard(replaced)
+        at("renamed")
+        with suppress(
+            OSError, CheckpointError
+        ):  # it is decided; the next save finishes what is left
+            if others:
+                self._tell(lines.finish(self.path))
+            self._point()
+            if target not in others and replaced.exists():
+                self.discard(replaced)
         return target
+
+    # --- what is of another line goes to the side
+
+    def set_aside(
+        self,
+        found: Sequence[Path],
+        *,
+        moved: Sequence[Path] = (),
+        copied: Sequence[Path] = (),
+        before: Callable[[], None] = lambda: None,
+    ) -> Path:
+        """Keep ``found`` where nothing takes them for checkpoints of this line; all of them or none. Under the lock.
+
+        Args:
+            found: checkpoints of this folder.
+            moved: files that go with them, where they are there.
+            copied: files of which a copy goes with them.
+            before: called once the files are kept, and before it is decided.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.sweep()
+        place = lines.new_aside(self.path)
+        # Before it is decided: of the line that goes, nothing may be missing.
+        for file in copied:
+            if file.is_file():
+                shutil.copy2(file, place)
+        for file in moved:
+            if file.is_file():
+                file.rename(place / file.name)
+        before()
+        if found:
+            self._note(place, found)
+            self._point()
+            lines.finish(self.path)
+        self._tell(place)
+        return place
+
+    def _note(
+        self, place: Path, found: Sequence[Path], *, target: str = "", manifest: str = ""
+    ) -> None:
+        text = lines.note_text(place, found, target=target, manifest=manifest)
+        write_text(self.path / lines.NOTE, text)
+        sync(self.path)
+
+    def _tell(self, place: Path | None) -> None:
+        if place is None:
+            return
+        steps = sorted({step_of(path.name) or 0 for path in Folder(place).candidates()})
+        logger.warning(
+            "%s: set aside in %s: what this run does not go on from (%s); it is kept, and counts no more",
+            self.path,
+            place.name,
+            f"steps {', '.join(map(str, steps))}" if steps else "results without a checkpoint",
+        )
+
+    def _point(self) -> None:
+        """Have LATEST name the newest checkpoint, or nothing; it is for people, so never raises."""
+        with suppress(ConfigError, CheckpointError):
+            found = self.candidates()
+            try:
+                if found:
+                    write_text(self.path / LATEST, found[0].name + "\n")
+                else:
+                    (self.path / LATEST).unlink(missing_ok=True)
+            except OSError as error:  # the checkpoints are there, and nothing reads this
+                logger.warning("%s: %s", self.path / LATEST, reason(error))
 
     # --- old ones go
 
-    def retain(self, keep: int) -> None:
+    def retain(self, keep: int, saved: Path | None = None) -> None:
         """Leave the ``keep`` newest valid checkpoints, and take away what earlier saves have left.
 
         What is not valid does not count, and goes once a newer one is valid. Never raises: a save has succeeded.
+
+        Args:
+            keep: at least one stays.
+            saved: stays whatever else is there.
         """
-        with suppress(OSError, ConfigError):
+        with suppress(OSError, ConfigError, CheckpointError):
             kept = [path for path, _ in self.valid()][: max(keep, 1)]
             for path in self.candidates():
                 older = bool(kept) and _order(path) < _order(kept[0])
-                if older and path not in kept:
+                if older and path not in kept and path != saved:
                     self.discard(path)
             for entry in self._entries():
                 if _TRASH.fullmatch(entry.name) or (
-                    _TEMPORARY.fullmatch(entry.name) and _age_s(entry) > STALE_S
+                    TEMPORARY.fullmatch(entry.name) and _age_s(entry) > STALE_S
                 ):
                     shutil.rmtree(entry, ignore_errors=True)
 
     def sweep(self) -> None:
-        """Take away unfinished saves of whatever age; only where no other job can be saving. Never raises."""
+        """Bring to an end what a killed job has left; only where no other job can be saving.
+
+        What it was setting aside goes there, or stays if it had not come to that. Its unfinished saves go.
+
+        Raises:
+            CheckpointError: nobody can read what it was setting aside, or it cannot be done.
+        """
+        try:
+            if os.path.lexists(self.path / lines.NOTE):
+                self._tell(lines.finish(self.path))
+        except OSError as error:
+            raise CheckpointNotWritten(
+                f"{self.path}: what an earlier job was setting aside cannot be moved ({error}); check the permissions"
+            ) from error
         with suppress(OSError, ConfigError):
             for entry in self._entries():
-                if _TEMPORARY.fullmatch(entry.name):
+                if TEMPORARY.fullmatch(entry.name):
                     shutil.rmtree(entry, ignore_errors=True)
+            for entry in lines.asides(self.path):
+                with suppress(OSError):  # of a job that was killed before it had moved anything
+                    entry.rmdir()
+            if self._entries():
+                self._point()
 
     def discard(self, path: Path) -> None:
         """Take one checkpoint away."""
@@ -168,8 +300,7 @@ class Folder:
 
 
 def _order(path: Path) -> tuple[int, bool]:
-    replaced = _REPLACED.fullmatch(path.name)
-    return step_of_folder(replaced[1] if replaced else path.name) or 0, replaced is None
+    return step_of(path.name) or 0, REPLACED.fullmatch(path.name) is None
 
 
 def _age_s(path: Path) -> float:
@@ -187,13 +318,14 @@ def read_manifest(path: Path) -> Manifest:
         CorruptCheckpoint: it is missing, changed, or the file has another size.
         CheckpointMismatch: a later version wrote it.
     """
+    name = MANIFEST_FILE
     try:
-        text = (path / MANIFEST_FILE).read_text(encoding="utf-8")
-        nbytes = (path / STATE_FILE).stat().st_size
+        text = read_text(path / name)
+        name = STATE_FILE
+        with opened(path / name) as descriptor:
+            nbytes = os.fstat(descriptor).st_size
     except (OSError, UnicodeDecodeError) as error:
-        reason = os.strerror(error.errno or errno.EIO) if isinstance(error, OSError) else "no text"
-        name = getattr(error, "filename", None) or path / MANIFEST_FILE
-        raise CorruptCheckpoint(f"{path}: {Path(name).name}: {reason}") from error
+        raise CorruptCheckpoint(f"{path}: {name}: {reason(error)}") from error
     try:
         manifest = Manifest.from_json(text)
     except CheckpointError as error:
@@ -203,22 +335,3 @@ def read_manifest(path: Path) -> Manifest:
             f"{path}: {STATE_FILE} has {nbytes:,} bytes, expected {manifest.file_nbytes:,}"
         )
     return manifest
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a small file; a reader sees the old one or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()  # first: fsync does not see what Python still holds
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def sync(folder: Path) -> None:
-    """Have the names in ``folder`` on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

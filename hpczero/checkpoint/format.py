@@ -24,7 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from hpczero.checkpoint.manifestform import check_form, of_type, whole
 from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
+from hpczero.regularfile import parse_json, shown
 
 FORMAT = "hpczero checkpoint"
 VERSION = 1
@@ -35,6 +37,7 @@ MANIFEST_FILE = "manifest.json"
 MASTER = "/state/master"
 BUFFERS = "/buffers"
 RNG = "/rng"
+STATE = "/state/"  # and a key of the optimizer's state
 NAMED = 5  # of many in a message
 
 _LAST_FIELD = ', "sha256": '
@@ -275,26 +278,29 @@ class Manifest:
             CheckpointMismatch: a later version wrote it.
         """
         try:
-            body = json.loads(text)
-            if body["format"] != FORMAT:
-                raise CorruptCheckpoint(f"format is {body['format']!r}, expected {FORMAT!r}")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CorruptCheckpoint(f"{MANIFEST_FILE} is not whole ({error!r})") from error
+            body = parse_json(text)
+        except ValueError as error:
+            raise CorruptCheckpoint(f"{MANIFEST_FILE} is not whole ({error})") from error
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            found = body.get("format") if isinstance(body, dict) else body
+            raise CorruptCheckpoint(f"format is {shown(found)}, expected {FORMAT!r}")
         # Of the text itself: a flipped bit may leave the meaning as it was, as in 1e-8 and 1E-8.
         head = text.rpartition(_LAST_FIELD)[0]
         if text != f'{head}{_LAST_FIELD}"{_sha256(head)}"}}':
             raise CorruptCheckpoint(
                 f"{MANIFEST_FILE} was changed: it does not have the digest it states"
             )
-        version = body["version"]
+        version = whole(body, "version", least=1)
         if version > VERSION:
             raise CheckpointMismatch(
                 f"format version is {version}, and this hpczero reads up to {VERSION}; upgrade hpczero"
             )
-        if body["algorithm"] != ALGORITHM:
+        algorithm = of_type(body, "algorithm", str)
+        if algorithm != ALGORITHM:
             raise CheckpointMismatch(
-                f"digests are {body['algorithm']!r}, expected {ALGORITHM!r}; upgrade hpczero"
+                f"digests are {shown(algorithm)}, expected {ALGORITHM!r}; upgrade hpczero"
             )
+        check_form(body)
         return cls(
             step=body["step"],
             created=body["created"],

@@ -12,6 +12,7 @@ from typing import Any
 
 from hpczero.checkpoint.format import NAMED
 from hpczero.errors import CheckpointMismatch, ConfigError
+from hpczero.regularfile import shown
 
 OURS = {
     "wte": "wte",
@@ -40,9 +41,9 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
 }
 
-_OURS = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")
-_THEIRS = re.compile(r"h\.(\d+)\.(.+)\.(weight|bias)")
-_MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+_OURS = re.compile(r"blocks\.([0-9]{1,9})\.(.+)\.(weight|bias)")
+_THEIRS = re.compile(r"h\.([0-9]{1,9})\.(.+)\.(weight|bias)")
+_MASK = re.compile(r"h\.[0-9]{1,9}\.attn\.(bias|masked_bias)")
 
 Shape = tuple[int, ...]
 
@@ -88,6 +89,7 @@ def expected_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     layers = 1 + max(
         (int(found[1]) for name in shapes if (found := _OURS.fullmatch(name))), default=-1
     )
+    layers = min(layers, len(shapes))  # a name may say anything
     norm: dict[str, Shape] = {"weight": (hidden,), "bias": (hidden,)}
     modules: dict[str, dict[str, Shape]] = {
         "wte": {"weight": (vocab_size, hidden)},
@@ -211,28 +213,39 @@ def our_config(config: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointMismatch: a GPT-2 that ours cannot compute, or not one at all.
     """
     faults = [
-        f"{name} is {config[name]!r}, expected {values[0]!r}"
+        f"{name} is {shown(config[name])}, expected {values[0]!r}"
         for name, values in FIXED.items()
         if name in config and config[name] not in values
     ]
-    hidden = int(config.get("n_embd", 768))
-    inner = int(config.get("n_inner") or 4 * hidden)
+    sizes = {"n_embd": 768, "vocab_size": 50257, "n_positions": 1024, "n_layer": 12, "n_head": 12}
+    sizes |= {name: config[name] for name in sizes if name in config}
+    sizes["n_inner"] = config.get("n_inner") or 0  # null: 4 * n_embd
+    faults += [
+        f"{name} is {shown(value)}, expected a whole number above 0"
+        for name, value in sizes.items()
+        if type(value) is not int or not (name != "n_inner") <= value < 2**40
+    ]
+    dropout = config.get("resid_pdrop", 0.1)
+    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+        faults.append(f"resid_pdrop is {shown(dropout)}, expected 0 to 1")
     if config.get("model_type") != "gpt2":
-        faults.insert(0, f"model_type is {config.get('model_type')!r}, expected 'gpt2'")
-    if inner % hidden:
+        faults.insert(0, f"model_type is {shown(config.get('model_type'))}, expected 'gpt2'")
+    hidden = sizes["n_embd"]
+    inner = sizes["n_inner"] or 4 * hidden
+    if not faults and inner % hidden:
         faults.append(f"n_inner is {inner}, expected a multiple of n_embd, which is {hidden}")
     if faults:
         raise CheckpointMismatch(
             f"hpczero.models.GPT would not give the same logits: {'; '.join(faults)}"
         )
     return {
-        "vocab_size": int(config.get("vocab_size", 50257)),
-        "context": int(config.get("n_positions", 1024)),
-        "layers": int(config.get("n_layer", 12)),
+        "vocab_size": sizes["vocab_size"],
+        "context": sizes["n_positions"],
+        "layers": sizes["n_layer"],
         "hidden": hidden,
-        "heads": int(config.get("n_head", 12)),
+        "heads": sizes["n_head"],
         "ffn_multiple": inner // hidden,
         "positions": "learned",
         "tie_embeddings": bool(config.get("tie_word_embeddings", True)),
-        "dropout": float(config.get("resid_pdrop", 0.1)),
+        "dropout": float(dropout),
     }

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hpczero.checkpoint import gpt2
 from hpczero.checkpoint.format import NAMED, Table
 from hpczero.checkpoint.inventory import Inventory
-from hpczero.checkpoint.weightfiles import Held, WeightFiles
+from hpczero.checkpoint.weightfiles import Held, WeightFiles, cast
 from hpczero.errors import CheckpointMismatch
 from hpczero.sharded_model import Sharding
 from hpczero.zero import sharding as sharding_of
@@ -35,8 +35,9 @@ def import_weights(path: str | Path, model: nn.Module, *, layout: str = "hpczero
 
     Raises:
         ConfigError: there are no weights at ``path``.
-        CheckpointError: they cannot be read.
-        CheckpointMismatch: they are of another model; lists the differences. The model is as it was.
+        CheckpointError: they cannot be read, or are damaged.
+        CheckpointMismatch: they are of another model, lists the differences; or hold values that its dtypes cannot. The
+            model is as it was.
     """
     state = sharding_of(model)
     topology = state.topology
@@ -47,10 +48,13 @@ def import_weights(path: str | Path, model: nn.Module, *, layout: str = "hpczero
             _match_config(weights, model)
         _match(weights, inventory.table, _buffers(state))
     with topology.agreed("read the weights"):
+        weights.check(topology.rank, topology.size)
         values = _read(weights, inventory)
-        buffers = [
-            (buffer, _first(weights, names).whole().clone()) for names, buffer in _buffers(state)
-        ]
+        inventory.check_range(values, weights.path)
+        buffers = []
+        for names, buffer in _buffers(state):
+            held = _first(weights, names)
+            buffers.append((buffer, cast(held.whole(), buffer.dtype, held.label).clone()))
     inventory.set_values(values)
     with torch.no_grad():
         for buffer, value in buffers:

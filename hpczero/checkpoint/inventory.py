@@ -11,17 +11,20 @@ shards.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpczero.checkpoint.format import Row, Table
-from hpczero.errors import CheckpointError
+from hpczero.errors import CheckpointError, CheckpointMismatch
 from hpczero.sharded_model import Sharding
 from hpczero.unit import Unit
 
 Scalar = int | float | bool
+
+_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Inventory:
@@ -61,6 +64,25 @@ class Inventory:
         parts = [unit.owned_values[begin : begin + count] for _, unit, begin, count in self._pieces]
         found = [part.detach().float().cpu() for part in parts]
         return torch.cat(found) if found else torch.empty(0)
+
+    def check_range(self, values: Tensor, path: Path) -> None:
+        """Refuse (elements of ``held``,) of ``path`` that the precision of the model has no finite number for.
+
+        Raises:
+            CheckpointMismatch: names the first parameter.
+        """
+        dtype = _HALF.get(self._sharding.precision.param)
+        if dtype is None:
+            return
+        begin = 0
+        for start, stop in self.held:
+            part = values[begin : begin + stop - start]
+            begin += len(part)
+            if bool((part.isfinite() & part.to(dtype).isinf()).any()):
+                (name,) = self.table.overlapping(start, stop)
+                raise CheckpointMismatch(
+                    f"{path}: {name} holds {part.abs().max().item():.6g}, which {dtype} cannot; take bf16 or fp32"
+                )
 
     def set_values(self, values: Tensor) -> None:
         """The reverse. Collective over world."""

@@ -15,44 +15,31 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import secrets
-import socket
+import stat
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
+from hpczero.checkpoint import claims
+from hpczero.checkpoint.claims import Claim, by_process_table, said_by
 from hpczero.environment import Environment
 from hpczero.errors import CheckpointBusy, CheckpointNotWritten
 
+logger = logging.getLogger("hpczero.checkpoint")
+
 BEAT_S = 15.0
-DEAD_S = 120.0  # without a beat; clocks of hosts may differ by less
 ASKING_S = 10.0  # how long another may ask without holding; it takes a few calls of the file system
 LOOK_S = 0.02
+PAUSE_S = 1.0  # between two looks at a holder who may be dead
+TRIES = 3  # a folder that another has made for its lock goes with that lock
 
 _NAME = re.compile(r"\.lock-([0-9a-f]{16})")
-
-
-@dataclass(frozen=True)
-class _Claim:
-    """What one lock file says."""
-
-    token: str
-    path: Path
-    said: dict[str, Any]
-
-    @property
-    def holds(self) -> bool:
-        """Whether it has what it asked for, as far as one can tell."""
-        return self.said.get("state") != "asks"
-
-    def __str__(self) -> str:
-        job = f"job {self.said['job']}, " if self.said.get("job") else ""
-        return f"{job}process {self.said.get('pid')} on {self.said.get('host')} ({self.path.name})"
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while the host sleeps
 
 
 class Lock:
@@ -61,39 +48,93 @@ class Lock:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._token = secrets.token_hex(8)
+        self._made: list[Path] = []  # folders made for our file, innermost first
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._beaten = 0.0  # when last, by _CLOCK
+        self._silence_s = 0.0  # the longest between two beats
+        self._stays = False
+        self._holder: Claim | None = None  # who was in the way at the last attempt
 
     @property
     def path(self) -> Path:
         """Our file."""
         return self._folder / f".lock-{self._token}"
 
-    def acquire(self) -> None:
+    @property
+    def held(self) -> bool:
+        """Whether it was acquired, and not released since; ``check`` says whether others agree."""
+        return self._thread is not None
+
+    def acquire(self, patience_s: float = 0.0) -> None:
         """Take the lock; those of jobs that have ended do not count, and go.
+
+        Args:
+            patience_s: how long to wait for a holder of whom nobody here knows whether he lives, until he shows it, or
+                has been silent for so long that he does not count.
 
         Raises:
             CheckpointBusy: another job holds it; says which.
             CheckpointNotWritten: the folder cannot be written.
         """
+        deadline = time.monotonic() + patience_s
+        first: Claim | None = None
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            try:
-                self._ask()
-                self._say("holds")
-                for claim in self._others(living=False):
-                    claim.path.unlink(missing_ok=True)
-            except BaseException:
-                self.path.unlink(missing_ok=True)
-                raise
+            while True:
+                try:
+                    self._acquire()
+                    break
+                except CheckpointBusy:
+                    holder = self._holder
+                    assert holder is not None, "whoever refuses says who"
+                    beats = first is not None and (holder.token, holder.beat) != (
+                        first.token,
+                        first.beat,
+                    )
+                    if (
+                        beats
+                        or time.monotonic() >= deadline
+                        or by_process_table(holder.said) is not None
+                    ):
+                        raise
+                    if first is None:
+                        logger.warning(
+                            "%s: held by %s; waiting for up to %.0f s to see whether it lives",
+                            self._folder,
+                            holder,
+                            patience_s,
+                        )
+                    first = first or holder
+                    time.sleep(PAUSE_S)
         except OSError as error:
+            self._unmake()
             raise CheckpointNotWritten(
                 f"{self._folder}: cannot be written ({os.strerror(error.errno or 0)}); check the path, its permissions "
                 "and the quota"
             ) from error
+        except CheckpointBusy:
+            self._unmake()
+            raise
         self._stop.clear()
+        self._beaten, self._silence_s = time.clock_gettime(_CLOCK), 0.0
         self._thread = threading.Thread(target=self._beat, name="hpczero-lock", daemon=True)
         self._thread.start()
+
+    def _acquire(self) -> None:
+        self._made += [p for p in (self._folder, *self._folder.parents) if not p.exists()]
+        for last in range(TRIES):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self._ask()
+                self._say("holds")
+                break
+            except BaseException as error:
+                self.path.unlink(missing_ok=True)
+                if not isinstance(error, FileNotFoundError) or last == TRIES - 1:
+                    raise
+        for claim in self._others(living=False):
+            with contextlib.suppress(OSError):  # somebody else's, whom it does not help
+                claim.path.unlink()
 
     def check(self) -> None:
         """See that it is still ours: a job that stood still for long is taken for dead by those on other hosts.
@@ -104,21 +145,57 @@ class Lock:
         others = [claim for claim in self._others() if claim.holds]
         if self.path.exists() and not others:
             return
-        now = f"is held by {others[0]}" if others else "was taken over"
+        silence_s = max(self._silence_s, time.clock_gettime(_CLOCK) - self._beaten)
+        why = (
+            f"this job has shown no life for {silence_s:.0f} s"
+            if silence_s > claims.DEAD_S
+            else f"the file {self.path.name}, by which this job holds it, was taken away by somebody else"
+            if not self.path.exists()
+            else "another job does not see this one"
+        )
+        now = f"is held by {others[0]}" if others else "may have changed"
         raise CheckpointBusy(
-            f"{self._folder}: this job has shown no life for more than {DEAD_S:.0f} s, and the folder {now}; two jobs "
-            "must not write to one folder, so end one of them"
+            f"{self._folder}: {why}, and the folder {now}; two jobs must not write to one folder, so end one of them"
         )
 
     def release(self) -> None:
         """Let others in; nothing if it is not held."""
-        if self._thread is None:
+        if self._thread is None or self._stays:
             return
         self._stop.set()
         self._thread.join()
         self._thread = None
         with contextlib.suppress(OSError):
             self.path.unlink()
+        self._unmake()
+
+    def stay(self) -> None:
+        """Hold it as long as this process lives, whoever releases it: something may still be writing."""
+        self._stays = True
+
+    def follow(self, folder: Path) -> None:
+        """After a rename of what our file lies in: hold it in a new folder at the old path, and not there any more.
+
+        Args:
+            folder: where ours has gone to.
+
+        Raises:
+            CheckpointBusy: another job was faster.
+            CheckpointNotWritten: as ``acquire``.
+        """
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.acquire()
+        with contextlib.suppress(OSError):
+            (folder / self.path.name).unlink()
+
+    def _unmake(self) -> None:
+        for path in self._made:
+            with contextlib.suppress(OSError):  # something came into it
+                path.rmdir()
+        self._made = []
 
     def __enter__(self) -> Lock:
         self.acquire()
@@ -139,20 +216,21 @@ class Lock:
         while others := self._others():
             holder = next((claim for claim in others if claim.holds), None)
             if holder is not None or time.monotonic() > deadline:
+                self._holder = holder or others[0]
                 raise CheckpointBusy(
-                    f"{self._folder}: held by {holder or others[0]}; two jobs must not write to one folder. Give this "
+                    f"{self._folder}: held by {self._holder}; two jobs must not write to one folder. Give this "
                     "one another --run.name, or end that one; if it has ended, remove the file"
                 )
             first = min(others, key=lambda claim: claim.token)
             if first.token < self._token:
-                self.path.unlink()
+                self.path.unlink(missing_ok=True)
                 while time.monotonic() < deadline and self._asks(first):
                     time.sleep(LOOK_S)
                 self._say("asks")
             else:
                 time.sleep(LOOK_S)
 
-    def _asks(self, other: _Claim) -> bool:
+    def _asks(self, other: Claim) -> bool:
         """Whether ``other`` lives and does not know yet."""
         return any(c.token == other.token and not c.holds for c in self._others())
 
@@ -160,9 +238,9 @@ class Lock:
         """Make our file, or give it another content; its name is there throughout, and whoever reads it reads all."""
         me = {
             "state": state,
-            "host": socket.gethostname(),
+            **claims.own_place(),
             "pid": os.getpid(),
-            "started": _started(os.getpid()),
+            "started": claims.started_at(os.getpid()),
             "job": Environment.read().job,
             "restart": Environment.read().restart,
         }
@@ -174,49 +252,39 @@ class Lock:
             aside.unlink(missing_ok=True)
             raise
 
-    def _others(self, *, living: bool = True) -> list[_Claim]:
+    def _others(self, *, living: bool = True) -> list[Claim]:
         """Claims of other processes that live, or of those that do not."""
         found = []
+        now = self._now()
         for path in self._folder.iterdir():
             name = _NAME.fullmatch(path.name)
             if name is None or name[1] == self._token:
                 continue
             try:
-                said = json.loads(path.read_text(encoding="utf-8"))
+                entry = path.lstat()
+                if not stat.S_ISREG(entry.st_mode):
+                    logger.warning("%s: is no lock but something else; left alone", path)
+                    continue
+                said = said_by(path)
             except FileNotFoundError:
                 continue  # gone since
-            except ValueError:
-                said = None
-            claim = _Claim(name[1], path, said if isinstance(said, dict) else {})
-            if _lives(claim) is living:
+            claim = Claim(name[1], path, said, entry.st_mtime, now - entry.st_mtime)
+            if claims.lives(claim) is living:
                 found.append(claim)
         return found
+
+    def _now(self) -> float:
+        """By the clock that gives files their times, which may be the file server's."""
+        try:
+            os.utime(self.path)
+            return self.path.stat().st_mtime
+        except OSError:  # taken away
+            return time.time()
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_S):
             with contextlib.suppress(OSError):
                 os.utime(self.path)
-
-
-def _lives(claim: _Claim) -> bool:
-    said = claim.said
-    job = Environment.read().job
-    restart = Environment.read().restart
-    if job and said.get("job") == job and said.get("restart") != restart:
-        return False  # this very job, before it was requeued
-    if said.get("host") == socket.gethostname():
-        pid = said.get("pid")
-        return isinstance(pid, int) and _started(pid) == said.get("started") != ""
-    try:
-        return time.time() - claim.path.stat().st_mtime < DEAD_S
-    except OSError:
-        return False
-
-
-def _started(pid: int) -> str:
-    """When a process of this host began, in the kernel's ticks; empty if there is none: numbers are used again."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except OSError:
-        return ""
-    return text.rpartition(")")[2].split()[19]
+                now = time.clock_gettime(_CLOCK)
+                self._silence_s = max(self._silence_s, now - self._beaten)
+                self._beaten = now

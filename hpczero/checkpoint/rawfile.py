@@ -19,6 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from hpczero.checkpoint.format import Dataset
+from hpczero.regularfile import open_regular
 
 COPY_NBYTES = 2**22
 PAGE = mmap.PAGESIZE
@@ -135,8 +136,12 @@ def _gaps(nbytes: int, datasets: Sequence[Dataset]) -> Iterator[tuple[int, int]]
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor to read from."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """A descriptor to read from a regular file.
+
+    Raises:
+        OSError: as ``open_regular``.
+    """
+    descriptor = open_regular(path)
     try:
         yield descriptor
     finally:

@@ -23,6 +23,7 @@ from hpczero.checkpoint.comparison import (
     match_buffers,
     match_optimizer,
     match_parameters,
+    match_streams,
     renamed,
 )
 from hpczero.checkpoint.folder import Folder, read_manifest
@@ -31,13 +32,15 @@ from hpczero.checkpoint.format import (
     MANIFEST_FILE,
     MASTER,
     RNG,
+    STATE,
     STATE_FILE,
     Manifest,
     Table,
 )
 from hpczero.checkpoint.inventory import Inventory
+from hpczero.checkpoint.manifestcontent import check_content
 from hpczero.checkpoint.slabreader import SlabReader
-from hpczero.checkpoint.snapshot import STATE, expand
+from hpczero.checkpoint.snapshot import expand
 from hpczero.errors import CorruptCheckpoint
 from hpczero.sharded_model import Sharding
 from hpczero.topology import Topology
@@ -121,10 +124,12 @@ def load_one(path: Path, sharding: Sharding) -> Loaded:
     topology = sharding.topology
     manifest = _manifest(path, topology)
     with topology.agreed("compare the checkpoint with the model"):
+        check_content(manifest, path)
         inventory = Inventory(sharding)
         places = match_parameters(manifest, inventory.table, path)
         keys = match_optimizer(manifest, sharding, path)
         match_buffers(manifest, sharding, path)
+        match_streams(manifest, path)
     reader = SlabReader(path, manifest, topology)
     held = _runs(inventory.held, inventory.table, places)
     trainable = _runs(inventory.held_trainable, inventory.table, places)
@@ -136,6 +141,8 @@ def load_one(path: Path, sharding: Sharding) -> Loaded:
     del states
     buffers, rng = reader.read_whole(BUFFERS), reader.read_whole(RNG)
 
+    with topology.agreed("hold the values against the precision of the model"):
+        inventory.check_range(values, path)
     inventory.set_values(values)
     del values  # room for the optimizer's
     if sharding.optimizer is not None and manifest.meta["optimizer"] is not None:
@@ -151,6 +158,7 @@ def load_one(path: Path, sharding: Sharding) -> Loaded:
     _set_streams(topology, manifest, rng)
     sharding.scaler.restore(manifest.meta["loss_scale"])
     sharding.step.counts.skipped = int(manifest.meta["skipped_steps"])
+    sharding.lineage = {path.resolve().parent: manifest.step}
     topology.barrier()
     return Loaded(path, manifest.step, manifest.meta["extra"], manifest.world_size)
 
@@ -159,8 +167,7 @@ def _manifest(path: Path, topology: Topology) -> Manifest:
     text = ""
     with topology.agreed("read the manifest"):
         if topology.is_root:
-            read_manifest(path)  # size and digest
-            text = (path / MANIFEST_FILE).read_text(encoding="utf-8")
+            text = read_manifest(path).to_json()
     return Manifest.from_json(topology.broadcast_text(text))
 
 

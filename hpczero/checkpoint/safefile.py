@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+
+from hpczero.checkpoint.tensordigests import UNKNOWN, tensor_digest, with_digests
 
 INDEX_FILE = "model.safetensors.index.json"
 KEY = "hpczero.checkpoint"  # of what our own files say about their tensors
@@ -109,6 +111,38 @@ def write(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> 
     """
     # Wide elements first, so that each tensor lies on a multiple of its element.
     ordered = sorted(entries, key=lambda entry: -DTYPES[entry.dtype][1])
+    digests = {entry.name: UNKNOWN for entry in ordered}
+    with path.open("xb") as file:
+        file.write(_header(ordered, with_digests(metadata, digests)))
+        for entry in ordered:
+            written = _Counted(entry, file)
+            code = DTYPES[entry.dtype][0]
+            digests[entry.name] = tensor_digest(code, entry.shape, written.pieces())
+            assert written.nbytes == entry.nbytes, f"{entry.name}: {written.nbytes} bytes"
+        file.seek(0)
+        file.write(_header(ordered, with_digests(metadata, digests)))  # of the same size
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class _Counted:
+    """The pieces of an entry on their way into a file."""
+
+    def __init__(self, entry: Entry, file: BinaryIO) -> None:
+        self._entry = entry
+        self._file = file
+        self.nbytes = 0
+
+    def pieces(self) -> Iterator[Array]:
+        """Each, once it is written."""
+        for piece in self._entry.pieces():
+            flat = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+            self._file.write(flat.data)
+            self.nbytes += flat.nbytes
+            yield flat
+
+
+def _header(ordered: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     begin = 0
     for entry in ordered:
@@ -121,16 +155,7 @@ def write(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> 
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
-    with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for entry in ordered:
-            written = 0
-            for piece in entry.pieces():
-                file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
-                written += piece.nbytes
-            assert written == entry.nbytes, f"{entry.name}: {written} of {entry.nbytes} bytes"
-        file.flush()
-        os.fsync(file.fileno())
+    return len(text).to_bytes(8, "little") + text
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

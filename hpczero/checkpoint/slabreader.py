@@ -21,6 +21,7 @@ from hpczero.checkpoint.exchange import Exchange
 from hpczero.checkpoint.format import STATE_FILE, Dataset, Manifest, digest
 from hpczero.checkpoint.rawfile import read_into
 from hpczero.errors import CorruptCheckpoint
+from hpczero.regularfile import open_regular, reason
 from hpczero.topology import Topology
 from hpczero.watchdog import Watchdog
 
@@ -147,11 +148,9 @@ class SlabReader:
         with contextlib.ExitStack() as stack:
             with self._topology.agreed("open the checkpoint"):
                 try:
-                    descriptor = os.open(path, os.O_RDONLY)
+                    descriptor = open_regular(path)
                 except OSError as error:
-                    raise CorruptCheckpoint(
-                        f"{path}: cannot be read ({os.strerror(error.errno or 0)})"
-                    ) from error
+                    raise CorruptCheckpoint(f"{path}: cannot be read ({reason(error)})") from error
                 stack.callback(os.close, descriptor)
             yield descriptor
 

@@ -21,14 +21,14 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpczero.checkpoint import streams
-from hpczero.checkpoint.format import BUFFERS, MASTER, RNG, SLAB_NBYTES, Dataset, Table
+from hpczero.checkpoint.format import BUFFERS, MASTER, RNG, SLAB_NBYTES, STATE, Dataset, Table
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.environment import Environment
 from hpczero.errors import CheckpointError, ConfigError
+from hpczero.regularfile import parse_json
 from hpczero.sharded_model import Sharding
 
 Run = tuple[int, int]
-STATE = "/state/"
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,10 @@ def _check_step(sharding: Sharding, step: int) -> None:
 
 def _plain(extra: Mapping[str, Any]) -> str:
     try:
-        return json.dumps(dict(extra))
-    except (TypeError, ValueError) as error:
+        text = json.dumps(dict(extra))
+        parse_json(text)  # 1 and "1" are one key in JSON
+        return text
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"save: extra cannot be written as JSON ({error}); give numbers, texts, lists and dictionaries of them"
         ) from error

@@ -17,8 +17,10 @@ import numpy.typing as npt
 
 from hpczero.checkpoint.folder import Folder, read_manifest
 from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Dataset, digest
+from hpczero.checkpoint.manifestcontent import check_content
 from hpczero.checkpoint.rawfile import read_at
 from hpczero.errors import ConfigError, CorruptCheckpoint
+from hpczero.regularfile import open_regular, reason
 
 Array = npt.NDArray[Any]
 
@@ -56,14 +58,15 @@ class Stored:
         """
         self.path = path
         self.manifest = read_manifest(path)
+        check_content(self.manifest, path)
         self._slab: tuple[str, int, Array] | None = (
             None  # the last one read: small tensors share it
         )
         try:
-            self._descriptor = os.open(path / STATE_FILE, os.O_RDONLY)
+            self._descriptor = open_regular(path / STATE_FILE)
         except OSError as error:
             raise CorruptCheckpoint(
-                f"{path}: {STATE_FILE} cannot be read ({os.strerror(error.errno or 0)})"
+                f"{path}: {STATE_FILE} cannot be read ({reason(error)})"
             ) from error
 
     def read(self, name: str, start: int, stop: int) -> Iterator[Array]:

@@ -5,7 +5,6 @@ Owns: the verdict and what is said. Must not know: how a checkpoint is written o
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -13,8 +12,10 @@ from pathlib import Path
 
 from hpczero.checkpoint.folder import read_manifest
 from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Manifest, digest
-from hpczero.checkpoint.rawfile import read_at, rest_digest
+from hpczero.checkpoint.manifestcontent import check_content
+from hpczero.checkpoint.rawfile import opened, read_at, rest_digest
 from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
+from hpczero.regularfile import reason
 
 
 class Verdict(IntEnum):
@@ -57,17 +58,22 @@ def verify(path: Path, *, deep: bool = True) -> Report:
         return Report(path, Verdict.INCOMPLETE, (f"{path}: {' and '.join(missing)} missing",))
     try:
         manifest = read_manifest(path)
+        check_content(manifest, path)
     except CheckpointMismatch as error:
         return Report(path, Verdict.UNSUPPORTED, (str(error),))
     except CorruptCheckpoint as error:
         return Report(path, Verdict.CORRUPT, (str(error),))
-    state = path / STATE_FILE
-    problems = list(_damaged_slabs(path, manifest)) if deep else []
-    if rest_digest(state, manifest.datasets) != manifest.rest:
-        problems.append(
-            f"{path}: corrupt: HDF5's own part of {STATE_FILE} (headers, tables, attributes) is not what was written; "
-            "hpczero can still load the checkpoint, other readers may fail"
-        )
+    problems: list[str] = []
+    try:
+        problems += _damaged_slabs(path, manifest) if deep else []
+        if rest_digest(path / STATE_FILE, manifest.datasets) != manifest.rest:
+            problems.append(
+                f"{path}: corrupt: HDF5's own part of {STATE_FILE} (headers, tables, attributes) is not what was "
+                "written; hpczero can still load the checkpoint, other readers may fail"
+            )
+    except (OSError, EOFError) as error:
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        problems.append(f"{path}: {STATE_FILE} cannot be read: {why}")
     data = sum(dataset.nbytes for dataset in manifest.datasets)
     read = manifest.file_nbytes - (0 if deep else data)
     verdict = Verdict.CORRUPT if problems else Verdict.SOUND
@@ -75,14 +81,8 @@ def verify(path: Path, *, deep: bool = True) -> Report:
 
 
 def _damaged_slabs(path: Path, manifest: Manifest) -> Iterator[str]:
-    descriptor = os.open(path / STATE_FILE, os.O_RDONLY)
-    try:
+    with opened(path / STATE_FILE) as descriptor:
         for dataset in manifest.datasets:
-            if len(dataset.digests) != dataset.num_slabs:
-                yield (
-                    f"{path}: corrupt: {dataset.name} has {len(dataset.digests)} digests for {dataset.num_slabs} slabs"
-                )
-                continue
             for index, expected in enumerate(dataset.digests):
                 slab = dataset.slab(index)
                 offset = dataset.offset + slab.start * dataset.itemsize
@@ -93,5 +93,3 @@ def _damaged_slabs(path: Path, manifest: Manifest) -> Iterator[str]:
                     break
                 if found != expected:
                     yield manifest.damage(path, dataset, slab)
-    finally:
-        os.close(descriptor)

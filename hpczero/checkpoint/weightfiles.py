@@ -7,8 +7,8 @@ index.
 
 from __future__ import annotations
 
-import json
-import pickle
+import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -21,7 +21,10 @@ from torch import Tensor
 
 from hpczero.checkpoint import gpt2
 from hpczero.checkpoint.safefile import DTYPES
-from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
+from hpczero.checkpoint.tensordigests import Digests, tensor_digest
+from hpczero.checkpoint.torchfile import TorchFile
+from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, launcher_rank
+from hpczero.regularfile import check_regular, parse_json, read_text, reason
 
 LAYOUTS = ("hpczero", "gpt2")
 CHUNK_NUMEL = 2**22  # read at a time
@@ -31,6 +34,9 @@ INDEX_SUFFIX = ".index.json"
 _DTYPES = {code: getattr(torch, name) for name, (code, _) in DTYPES.items()}
 
 Box = tuple[slice, ...]
+Check = Callable[[int, int], None]  # (which part, of how many)
+
+logger = logging.getLogger("hpczero.checkpoint")
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ class Held:
         transposed: whether the file has it the other way round.
         read: gives a box of the tensor in the file; () is all of it.
         storage: equal for tensors that are the same memory; None where that is unknown.
+        label: file and key, for messages.
     """
 
     shape: tuple[int, ...]
@@ -50,6 +57,7 @@ class Held:
     transposed: bool
     read: Callable[[Box], Tensor]
     storage: tuple[Any, ...] | None = None
+    label: str = ""
 
     @property
     def numel(self) -> int:
@@ -61,7 +69,16 @@ class Held:
         return self.read(()).T if self.transposed else self.read(())
 
     def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
-        """Elements [start, stop), flat, fp32, in pieces."""
+        """Elements [start, stop), flat, fp32, in pieces.
+
+        Raises:
+            CheckpointMismatch: a finite value that fp32 cannot hold.
+        """
+        for part in self.own_pieces(start, stop):
+            yield cast(part, torch.float32, self.label)
+
+    def own_pieces(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Elements [start, stop), flat, in their own dtype, in pieces."""
         for begin in range(start, stop, CHUNK_NUMEL):
             end = min(begin + CHUNK_NUMEL, stop)
             box, skip = smallest_box(self.shape, begin, end)
@@ -70,7 +87,40 @@ class Held:
                 part = self.read((columns, rows)).T
             else:
                 part = self.read(box)
-            yield part.reshape(-1)[skip : skip + end - begin].float()
+            yield part.reshape(-1)[skip : skip + end - begin]
+
+
+def cast(values: Tensor, dtype: torch.dtype, label: str) -> Tensor:
+    """``values`` in another dtype: rounded if both are floating, else the same numbers.
+
+    Args:
+        values: of any shape.
+        dtype: of the result.
+        label: what they are, for the message.
+
+    Raises:
+        CheckpointMismatch: a finite value would become infinite, or a number another one.
+    """
+    if values.dtype == dtype:
+        return values
+    plain = values.dtype.is_floating_point and dtype.is_floating_point
+    if values.dtype.is_complex and not dtype.is_complex:
+        raise CheckpointMismatch(f"{label} is {values.dtype}, which {dtype} cannot hold")
+    found = values.to(dtype)
+    if plain:
+        wrong = found.isinf() & values.isfinite() if may_overflow(values.dtype, dtype) else None
+    else:
+        wrong = found.to(values.dtype) != values
+    if wrong is not None and bool(wrong.any()):
+        raise CheckpointMismatch(
+            f"{label} holds {values[wrong].flatten()[0].item():.6g}, which {dtype} cannot"
+        )
+    return found
+
+
+def may_overflow(source: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether a finite value of ``source`` may have no finite one next to it in ``dtype``."""
+    return torch.finfo(source).max > torch.finfo(dtype).max
 
 
 def smallest_box(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, int]:
@@ -112,11 +162,14 @@ class WeightFiles(Mapping[str, Held]):
         self.path = path
         self.metadata: dict[str, str] = {}
         self._tensors: dict[str, Held] = {}
+        self._checks: list[Check] = []
         files, expected = _files(path)
         found: dict[str, Held] = {}
         for file in files:
-            tensors, metadata = _open(file)
+            tensors, metadata, check = _open(file)
             self.metadata |= metadata
+            if check is not None:
+                self._checks.append(check)
             twice = sorted(tensors.keys() & found.keys())
             if twice:
                 raise CheckpointError(
@@ -131,14 +184,30 @@ class WeightFiles(Mapping[str, Held]):
             )
         for key, held in found.items():
             name = gpt2.our_name(key) if layout == "gpt2" else key
+            if name in self._tensors:
+                raise CheckpointError(f"{path}: {key!r} and another key both mean {name!r}")
             if name is not None:
                 turned = layout == "gpt2" and gpt2.is_transposed(name) and len(held.shape) == 2
                 self._tensors[name] = (
                     replace(held, shape=held.shape[::-1], transposed=True) if turned else held
                 )
         config = files[0].parent / "config.json"
-        known = layout == "gpt2" and config.is_file()
+        known = layout == "gpt2" and os.path.lexists(config)
         self.model: dict[str, Any] = _gpt2_model(config) if known else {}
+        if len(self._checks) < len(files) and launcher_rank() == 0:
+            logger.warning(
+                "%s: has no digests: damage to its values cannot be seen; compare the files with those of its source",
+                path,
+            )
+
+    def check(self, part: int = 0, parts: int = 1) -> None:
+        """Hold all values against the digests that the files state; of ``parts`` readers each takes its share.
+
+        Raises:
+            CheckpointError: names what is damaged.
+        """
+        for check in self._checks:
+            check(part, parts)
 
     def __getitem__(self, name: str) -> Held:
         return self._tensors[name]
@@ -155,12 +224,16 @@ class WeightFiles(Mapping[str, Held]):
 
 def _files(path: Path) -> tuple[list[Path], list[str]]:
     """Files that ``path`` means, and the keys that must be in them where an index says so."""
-    if path.is_dir():
+    if os.path.isdir(path):
         path = _main_file(path)
-    if not path.is_file():
+    try:
+        check_regular(path)
+    except FileNotFoundError as error:
         raise ConfigError(
             f"{path}: no such file; give a safetensors file, a file of torch.save, or a folder that holds one"
-        )
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {reason(error)}") from error
     if not path.name.endswith(INDEX_SUFFIX):
         return [path], []
     places = _json(path).get("weight_map")
@@ -170,7 +243,7 @@ def _files(path: Path) -> tuple[list[Path], list[str]]:
     foreign = [name for name in names if Path(name).name != name]
     if foreign:
         raise CheckpointError(f"{path}: names {foreign[0]!r}, expected files in its own folder")
-    lost = [name for name in names if not (path.parent / name).is_file()]
+    lost = [name for name in names if not os.path.isfile(path.parent / name)]
     if lost:
         raise CheckpointError(
             f"{path}: {len(lost)} of its {len(names)} files are not there, the first is {lost[0]}; bring all of them"
@@ -180,7 +253,10 @@ def _files(path: Path) -> tuple[list[Path], list[str]]:
 
 def _main_file(folder: Path) -> Path:
     """Safetensors before others, an index before single files."""
-    entries = sorted(entry for entry in folder.iterdir() if entry.is_file())
+    try:
+        entries = sorted(entry for entry in folder.iterdir() if entry.is_file())
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be read: {reason(error)}") from error
     for suffix in SUFFIXES:
         for kind in (suffix + INDEX_SUFFIX, suffix):
             found = [entry for entry in entries if entry.name.endswith(kind)]
@@ -196,9 +272,9 @@ def _main_file(folder: Path) -> Path:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_text(path))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        raise CheckpointError(f"{path}: cannot be read: {reason(error)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds a {type(content).__name__}, expected an object")
     return content
@@ -211,52 +287,60 @@ def _gpt2_model(config: Path) -> dict[str, Any]:
         raise CheckpointMismatch(f"{config}: {error}") from error
 
 
-def _open(file: Path) -> tuple[dict[str, Held], dict[str, str]]:
-    return _open_safetensors(file) if file.suffix == ".safetensors" else (_open_torch(file), {})
+def _open(file: Path) -> tuple[dict[str, Held], dict[str, str], Check | None]:
+    """Tensors, what is said beside them, and what holds the values against digests where there are any."""
+    return _open_safetensors(file) if file.suffix == ".safetensors" else _open_torch(file)
 
 
-def _open_safetensors(file: Path) -> tuple[dict[str, Held], dict[str, str]]:
+def _open_safetensors(file: Path) -> tuple[dict[str, Held], dict[str, str], Check | None]:
     try:
         opened: Any = safe_open(
             file, framework="pt", device="cpu"
         )  # Any: the library ships no types
         found = {}
+        codes = {}
         for key in opened.keys():  # noqa: SIM118  (it is no dictionary)
             part = opened.get_slice(key)
-            code = part.get_dtype()
-            if code not in _DTYPES:
+            codes[key] = part.get_dtype()
+            if codes[key] not in _DTYPES:
                 raise CheckpointError(
-                    f"{file}: {key!r} is {code}, expected one of {', '.join(_DTYPES)}; convert it"
+                    f"{file}: {key!r} is {codes[key]}, expected one of {', '.join(_DTYPES)}; convert it"
                 )
-            found[key] = Held(tuple(part.get_shape()), _DTYPES[code], False, part.__getitem__)
-        return found, dict(opened.metadata() or {})
-    except (OSError, SafetensorError) as error:
+            found[key] = Held(tuple(part.get_shape()), _DTYPES[codes[key]], False, part.__getitem__)
+        metadata = dict(opened.metadata() or {})
+        digests = Digests.of(metadata, found)
+    except (OSError, ValueError, MemoryError, SafetensorError) as error:
         raise CheckpointError(
             f"{file}: no safetensors file, or damaged: {error}; fetch it again"
         ) from error
 
-
-def _open_torch(file: Path) -> dict[str, Held]:
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(
-            f"{file}: torch.load cannot read it with weights_only=True and mmap=True: {reason}; write the state_dict "
-            "anew with torch.save of a recent torch"
-        ) from error
-    if not isinstance(content, Mapping):
-        raise CheckpointError(f"{file}: holds a {type(content).__name__}, expected a state_dict")
-    found = {}
-    for key, value in content.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"{file}: {key!r} is a {type(value).__name__}, expected tensors only; save the state_dict of the model "
-                "alone, as torch.save(model.state_dict(), path)"
+    def check(part: int, parts: int) -> None:
+        assert digests is not None, "called only then"
+        for key in list(found)[part::parts]:
+            held = found[key]
+            flat = (
+                p.contiguous().view(torch.uint8).numpy() for p in held.own_pieces(0, held.numel)
             )
-        tensor = value.detach()
+            try:
+                digests.check(key, tensor_digest(codes[key], held.shape, flat))
+            except ValueError as error:
+                raise CheckpointError(f"{file}: damaged: {error}; fetch it again") from error
+
+    return found, metadata, None if digests is None else check
+
+
+def _open_torch(file: Path) -> tuple[dict[str, Held], dict[str, str], Check | None]:
+    opened = TorchFile(file)
+    found = {}
+    for key, tensor in opened.tensors.items():
         place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), *tensor.stride())
         storage = (*place, *tensor.shape) if tensor.numel() else None
-        shape = tuple(tensor.shape)
-        found[str(key)] = Held(shape, tensor.dtype, False, tensor.__getitem__, storage)
-    return found
+        found[key] = Held(
+            tuple(tensor.shape),
+            tensor.dtype,
+            False,
+            tensor.__getitem__,
+            storage,
+            f"{file}: {key!r}",
+        )
+    return found, {}, opened.check if opened.has_checksums else None

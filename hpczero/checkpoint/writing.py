@@ -16,9 +16,10 @@ import contextlib
 import datetime
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from hpczero.checkpoint import h5file, writers
 from hpczero.checkpoint.exchange import Exchange
 from hpczero.checkpoint.folder import Folder
 from hpczero.checkpoint.format import STATE_FILE, Dataset, Manifest, digest
+from hpczero.checkpoint.lines import strangers
 from hpczero.checkpoint.rawfile import rest_digest
 from hpczero.checkpoint.snapshot import Part, Snapshot
 from hpczero.errors import CheckpointError, CheckpointNotWritten
@@ -43,6 +45,7 @@ def write(
     keep: int | None = None,
     at: Milestone = lambda name: None,
     still_ours: Callable[[], None] = lambda: None,
+    lineage: Mapping[Path, int] = MappingProxyType({}),
 ) -> Path:
     """Write and commit. Collective over topology.world.
 
@@ -54,6 +57,7 @@ def write(
         keep: newest checkpoints that stay; None takes none away.
         at: told of every milestone; for tests that end the process there.
         still_ours: raises where the lock on the folder was lost; called on rank 0 before the commit.
+        lineage: of the model, when the snapshot was taken; what is of another line goes to the side.
 
     Returns:
         The folder of the checkpoint.
@@ -108,7 +112,13 @@ def write(
                 )
                 at("digested")
                 still_ours()
-                target = folder.commit(temporary, manifest)
+                others = strangers(
+                    folder.candidates(),
+                    step=snapshot.step,
+                    origin=lineage.get(folder.path.resolve()),
+                    keep=keep,
+                )
+                target = folder.commit(temporary, manifest, others=others, at=at)
                 at("committed")
         target = Path(topology.broadcast_text(str(target)))
     except BaseException:
@@ -116,7 +126,7 @@ def write(
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     if topology.is_root and keep is not None:
-        folder.retain(keep)
+        folder.retain(keep, target)
         at("retained")
     return target
 

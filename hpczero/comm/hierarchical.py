@@ -18,6 +18,7 @@ from collections import deque
 from typing import Literal
 
 import torch
+from mpi4py import MPI
 from torch import Tensor
 
 from hpczero.comm.arena import IN_TURN
@@ -65,7 +66,7 @@ class Hierarchical(Collectives):
 
         Args:
             topology: as in Collectives; every node has the same number of ranks.
-            strict: as in Collectives.
+            strict: as in Collectives; ``window`` also gives each rank whole parameters of its own.
             memory: as in Collectives.
             node_dtype: as in Collectives.
             selection: algorithms between nodes; equal on all ranks.
@@ -91,8 +92,14 @@ class Hierarchical(Collectives):
         super().__init__(topology, strict=strict, memory=memory, node_dtype=node_dtype, reach=reach)
         self._nodes = topology.num_nodes
         self._chunk_nbytes = chunk_nbytes
+        accelerator = self.reach.accelerator
+        # On one host nothing is gained by overlap: the ranks fill the cores. A device computes by itself.
+        runs_beside = overlap and (self._nodes > 1 or not accelerator.is_host)
+        # The threads of two models would mix up their messages on one communicator.
+        self._own = [_own(topology.rail), _own(topology.node)] if runs_beside else []
+        rail, node = self._own or (topology.rail, topology.node)
         self._rails = Rails(
-            topology.rail,
+            rail,
             self.memory,
             local_size=topology.node.size,
             node_dtype=node_dtype,
@@ -100,10 +107,7 @@ class Hierarchical(Collectives):
             chunk_nbytes=chunk_nbytes,
             reach=self.reach,
         )
-        messages = Messages(topology.node, self.memory, chunk_nbytes=chunk_nbytes, reach=self.reach)
-        accelerator = self.reach.accelerator
-        # On one host nothing is gained by overlap: the ranks fill the cores. A device computes by itself.
-        runs_beside = overlap and (self._nodes > 1 or not accelerator.is_host)
+        messages = Messages(node, self.memory, chunk_nbytes=chunk_nbytes, reach=self.reach)
         self._put_off: deque[Work] = deque()
         self._queue = Queue(topology.watchdog, accelerator) if runs_beside else None
         self._lending = Lending()
@@ -117,6 +121,7 @@ class Hierarchical(Collectives):
                 drain=lambda: self._finish_until(None),
                 waiting=self.waiting,
                 overlap=beside,
+                shares_wholes=not strict,
             )
         elif topology.node.size > 1 and inside == "ipc":
             self._node = Ipc(
@@ -156,8 +161,9 @@ class Hierarchical(Collectives):
     def sharing(self) -> Sharing:
         """See ``Collectives``."""
         local = 1 if isinstance(self._node, Messages) else self._node.comm.size
-        pulls = isinstance(self._node, Ipc)
-        lasting = isinstance(self._node, Window) and self._nodes == 1
+        shares_wholes = isinstance(self._node, Window) and self._node.shares_wholes
+        pulls = local > 1 and not shares_wholes
+        lasting = shares_wholes and self._nodes == 1
         rounds = max(choice.chunk_nbytes for choice in self._rails.selection.exchanges)
         return Sharing(
             local,
@@ -282,4 +288,14 @@ class Hierarchical(Collectives):
             self._queue.close()
         self._rails.close()
         self._node.close()
+        for comm in self._own:
+            comm.Free()
+        self._own.clear()
         super().close()
+
+
+def _own(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """A duplicate for one transport. Collective over ``comm``; the transport frees it."""
+    duplicate = comm.Dup()
+    duplicate.Set_name(f"{comm.Get_name()}, of one transport")
+    return duplicate

@@ -124,6 +124,7 @@ class Window(NodeLevel):
         drain: Callable[[], None],
         waiting: Callable[[], AbstractContextManager[object]],
         overlap: bool = False,
+        shares_wholes: bool = True,
     ) -> None:
         """Not collective.
 
@@ -135,11 +136,14 @@ class Window(NodeLevel):
             waiting: around a wait for other ranks, see ``Collectives.waiting``.
             overlap: another thread than the one that calls ``reading`` and ``released`` calls ``spread`` and enters
                 the blocks of ``reading``, in the order of those calls.
+            shares_wholes: False gives each rank whole parameters of its own, in memory that is gone while they are
+                sharded, as it is between nodes: a program that reads them then fails on one node too.
         """
         super().__init__(topology.node, memory)
         self._topology = topology
         self._messages = messages
         self._overlap = overlap
+        self.shares_wholes = shares_wholes
         self._gradients = gradients.SharedGradients(
             topology,
             memory,
@@ -158,7 +162,7 @@ class Window(NodeLevel):
         self, numel: int, dtype: torch.dtype, *, category: str, use: Use, keep: bool
     ) -> Buffer:
         """As ``Collectives.allocate``; collective over the topology's world where the memory is shared."""
-        if use is Use.GATHER:
+        if use is Use.GATHER and self.shares_wholes:
             return self._allocate_whole(numel, dtype, category, keep)
         if use is Use.REDUCE:
             return self._gradients.allocate(numel, dtype, category=category, keep=keep)

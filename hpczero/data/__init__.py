@@ -1,5 +1,7 @@
 """Text to batches: corpus (which text), tokenize, tokens (the file), sampler and batches (the order).
 
+Of the token file: tokens (opening one), slabs (reading it), appendix (its digests), tokenwriter, oldtokens.
+
 Nothing here needs torch or MPI: every function runs on one rank alone and gives equal results on all.
 """
 
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 from hpczero.data.batches import Batches, EvaluationBatch, HeldOut
 from hpczero.data.corpus import Corpus
-from hpczero.data.prepare import default_token_file, prepare
+from hpczero.data.prepare import default_token_file, prepare, seal
 from hpczero.data.sampler import Sampler
 from hpczero.data.tokenize import BPETokenizer, ByteTokenizer, Tokenizer
 from hpczero.data.tokens import Split, TokenFile
@@ -25,4 +27,5 @@ __all__ = [
     "Tokenizer",
     "default_token_file",
     "prepare",
+    "seal",
 ]

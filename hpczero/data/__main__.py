@@ -1,4 +1,4 @@
-"""``python -m hpczero.data prepare | show``: make a token file, look at one.
+"""``python -m hpczero.data prepare | show | verify | seal``: make a token file, look at one, check one.
 
 Owns: the command line and what it prints. Must not know: formats, splits (``prepare`` and ``tokens`` do).
 """
@@ -13,8 +13,8 @@ from typing import Annotated, cast
 import tyro
 
 from hpczero.data.corpus import Corpus
-from hpczero.data.prepare import VALIDATION_FRACTION, TokenizerName, prepare
-from hpczero.data.tokens import TokenFile
+from hpczero.data.prepare import VALIDATION_FRACTION, TokenizerName, prepare, seal
+from hpczero.data.tokens import VERSION, TokenFile
 from hpczero.errors import run
 from hpczero.options import parse_command_line
 
@@ -61,6 +61,38 @@ class Show:
         describe(self.file)
 
 
+@dataclass(frozen=True)
+class Verify:
+    """Read all of a token file and hold it against its digests; exits with 78 where it is damaged."""
+
+    file: tyro.conf.Positional[Path]
+    """The token file."""
+
+    def __call__(self) -> None:
+        """Read, and say that it is sound."""
+        with TokenFile.open(self.file) as tokens:
+            for split in (tokens.train, tokens.validation):
+                split.check()
+            numel = len(tokens.train) + len(tokens.validation)
+            verdict = "sound" if tokens.version == VERSION else "its ids are of its vocabulary"
+        sys.stdout.write(f"{self.file}: {verdict}, {numel:,} tokens read\n")
+
+
+@dataclass(frozen=True)
+class Seal:
+    """Give a token file of an earlier version its digests. Its tokens are believed as they are."""
+
+    file: tyro.conf.Positional[Path]
+    """The token file; replaced, once the new one is whole."""
+    out: Path | None = None
+    """Where to write the new one instead."""
+
+    def __call__(self) -> None:
+        """Write it, and say what it holds."""
+        seal(self.file, self.out)
+        describe(self.out or self.file)
+
+
 def describe(path: Path) -> None:
     """Write a summary of a token file to stdout."""
     with TokenFile.open(path) as tokens:
@@ -85,12 +117,14 @@ def main() -> None:
     commands = (
         Annotated[Prepare, tyro.conf.subcommand("prepare")]
         | Annotated[Show, tyro.conf.subcommand("show")]
+        | Annotated[Verify, tyro.conf.subcommand("verify")]
+        | Annotated[Seal, tyro.conf.subcommand("seal")]
     )
     command = parse_command_line(
-        cast("type[Prepare | Show]", commands),
+        cast("type[Prepare | Show | Verify | Seal]", commands),
         sys.argv[1:],
         prog="python -m hpczero.data",
-        description="Make and inspect token files.",
+        description="Make, inspect and check token files.",
     )
     command()
 

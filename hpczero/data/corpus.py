@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpczero.errors import DataError
+from hpczero.regularfile import open_regular, reason
 
 BLOCK_NBYTES = 4 * 2**20
 # Third-party packages are not the standard library, and its tests are more bytes than all the rest.
@@ -72,11 +73,7 @@ class Corpus:
         """
         found: dict[Path, Document] = {}
         for path in paths:
-            if not path.exists():
-                raise DataError(
-                    f"{path}: no such file or folder; give existing text files or folders"
-                )
-            files = _files_below(path) if path.is_dir() else [path]
+            files = _files_below(path) if os.path.isdir(path) else [path]
             documents = [document for document in map(Document.of, files) if document.nbytes]
             if not documents:
                 raise DataError(
@@ -131,10 +128,14 @@ def _files_below(folder: Path, skip: frozenset[str] = frozenset()) -> list[Path]
 
 def _blocks(path: Path) -> Iterator[bytes]:
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             while block := file.read(BLOCK_NBYTES):
                 yield block + file.readline()
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{path}: no such file or folder; give existing text files or folders"
+        ) from error
     except OSError as error:
         raise DataError(
-            f"{path}: cannot be read ({error.strerror}); check the path and its permissions"
+            f"{path}: cannot be read ({reason(error)}); check the path and its permissions"
         ) from error

@@ -17,11 +17,13 @@ from typing import Literal
 
 from hpczero.data.corpus import Corpus
 from hpczero.data.tokenize import BPETokenizer, ByteTokenizer, Tokenizer
-from hpczero.data.tokens import VERSION, create
+from hpczero.data.tokens import VERSION, TokenFile
+from hpczero.data.tokenwriter import create
 from hpczero.errors import ConfigError, DataError
 
 VALIDATION_FRACTION = 0.05
 BPE_VOCAB = 8192
+SEAL_NUMEL = 2**22  # read at a time
 
 TokenizerName = Literal["bytes", "bpe"]
 
@@ -71,6 +73,29 @@ def prepare(
             writer.append_text(piece.text)
             if piece.ends_document:
                 writer.end_document()
+
+
+def seal(path: Path, out: Path | None = None) -> None:
+    """Write the token file ``path``, of a version without digests, anew with them; nothing else changes.
+
+    Args:
+        path: Believed as it is: nobody can tell whether its tokens are those that were written.
+        out: Replaced if it exists; None replaces ``path`` itself, once the new file is whole.
+
+    Raises:
+        ConfigError: It has digests.
+        DataError: It cannot be read, holds ids that are not of its vocabulary, or ``out`` cannot be written.
+    """
+    with TokenFile.open(path) as old:
+        if old.version == VERSION:
+            raise ConfigError(
+                f"{path}: has digests already; `python -m hpczero.data verify` checks them"
+            )
+        with create(out or path, old.tokenizer, old.source_sha256) as writers:
+            for split, writer in zip((old.train, old.validation), writers, strict=True):
+                for start in range(0, len(split), SEAL_NUMEL):
+                    writer.append_ids(split[start : start + SEAL_NUMEL])
+                writer.count(split.documents, split.text_nbytes)
 
 
 def default_token_file(cache_dir: Path) -> Path:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 NUM_BYTES = 256
+MOST_VOCAB = 2**24
 
 
 class Tokenizer(Protocol):
@@ -83,7 +84,7 @@ class BPETokenizer:
         """Learn merges from UTF-8 texts; a small corpus may yield fewer ids than asked for.
 
         Raises:
-            ConfigError: ``vocab_size`` does not even hold the bytes and the separator.
+            ConfigError: ``vocab_size`` does not even hold the bytes and the separator, or more than texts have.
             DataError: A text is not UTF-8.
         """
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -92,6 +93,10 @@ class BPETokenizer:
             raise ConfigError(
                 f"got a BPE vocabulary of {vocab_size}, expected more than {NUM_BYTES + 1} "
                 "(all bytes and the separator); use a larger one, or the bytes tokenizer"
+            )
+        if vocab_size > MOST_VOCAB:  # the library sets memory aside for all of it, and aborts
+            raise ConfigError(
+                f"got a BPE vocabulary of {vocab_size}, expected at most {MOST_VOCAB}; use a smaller one"
             )
         model = Tokenizer(models.BPE())
         model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

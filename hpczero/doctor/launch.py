@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from hpczero.doctor.finding import Finding, Status
 from hpczero.environment import SIZE_VARIABLES as LAUNCHED_SIZES
+from hpczero.values import digits
 
 # Innermost launcher first: a step of a job, or mpirun in it, may start fewer ranks than SLURM_NTASKS and be right.
 SIZE_VARIABLES = (*LAUNCHED_SIZES, "SLURM_NTASKS")
@@ -53,7 +54,7 @@ def affinity() -> frozenset[int]:
 def omp_threads(environment: Mapping[str, str]) -> int | None:
     """OMP_NUM_THREADS of the outermost level, or None."""
     first = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(first) if first.isdigit() else None
+    return digits(first)
 
 
 def check_world_size(size: int, environment: Mapping[str, str]) -> Finding:
@@ -65,7 +66,8 @@ def check_world_size(size: int, environment: Mapping[str, str]) -> Finding:
 
     Source: facts: open-mpi/ompi#13523, mpi4py#155: srun with the wrong --mpi plugin gives silent singletons.
     """
-    claims = {n: int(environment[n]) for n in SIZE_VARIABLES if environment.get(n, "").isdigit()}
+    said = {name: digits(environment.get(name, "")) for name in SIZE_VARIABLES}
+    claims = {name: size for name, size in said.items() if size is not None}
     ranks = f"{size} rank{'' if size == 1 else 's'}"
     if next(iter(claims), "") != "SLURM_STEP_NUM_TASKS":
         claims.pop("SLURM_STEP_NUM_TASKS", None)  # that of mpirun's daemons

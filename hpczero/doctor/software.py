@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpczero.doctor.finding import Finding, Status
 from hpczero.doctor.launch import RankFacts
+from hpczero.values import digits
 
 REQUIRED = (
     "mpi4py",
@@ -118,7 +119,8 @@ def _numbers(version: str) -> tuple[int, ...]:
     """``4.1.2`` as (4, 1, 2); stops at the first part that is no number."""
     parts: list[int] = []
     for part in version.split("."):
-        if not part.isdigit():
+        value = digits(part)
+        if value is None:
             break
-        parts.append(int(part))
+        parts.append(value)
     return tuple(parts)

@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+MOST_LAYERS = 10**5
+MOST_SIZE = 2**31 - 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
@@ -49,6 +52,11 @@ class GPTConfig:
             f"{name} is {getattr(self, name)}, expected at least 1"
             for name in sizes
             if getattr(self, name) < 1
+        ]
+        faults += [
+            f"{name} is larger than any model's, expected at most {most}"
+            for name in sizes
+            if getattr(self, name) > (most := MOST_LAYERS if name == "layers" else MOST_SIZE)
         ]
         if not 0.0 <= self.dropout < 1.0:
             faults.append(f"dropout is {self.dropout}, expected 0 <= dropout < 1")

@@ -22,6 +22,7 @@ from hpczero.models.config import GPTConfig, parameter_count, parameter_shapes
 from hpczero.models.presets import PRESETS
 from hpczero.options import parse_command_line
 from hpczero.plan.sizing import Fit, Machine, fewest_ranks, fit
+from hpczero.regularfile import shown
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -193,7 +194,9 @@ def choose_config(options: Options) -> GPTConfig:
             )
         sizes = {"vocab_size": 50257, "heads": 1, "context": options.sequence or 1024} | sizes
     elif options.model not in PRESETS:
-        raise ConfigError(f"--model: got {options.model!r}, expected one of {', '.join(PRESETS)}")
+        raise ConfigError(
+            f"--model: got {shown(options.model)}, expected one of {', '.join(PRESETS)}"
+        )
     try:
         if options.model is None:
             return GPTConfig(**sizes)
@@ -213,11 +216,13 @@ def parse_nbytes(text: str) -> int:
     Raises:
         ConfigError: not a size, or zero.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*((?:[KMGT]i?)?B)", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(
+        r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*((?:[KMGT]i?)?B)", text.strip(), re.IGNORECASE
+    )
     nbytes = int(float(match.group(1)) * _UNITS[match.group(2).upper()]) if match else 0
     if nbytes == 0:
         raise ConfigError(
-            f"--memory: got {text!r}, expected a size above zero with its unit, such as 32GB or 80GiB"
+            f"--memory: got {shown(text)}, expected a size above zero with its unit, such as 32GB or 80GiB"
         )
     return nbytes
 

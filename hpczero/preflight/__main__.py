@@ -17,6 +17,7 @@ from hpczero.doctor.limit import TimeLimit
 from hpczero.errors import EXIT_FAILURE, ConfigError, run
 from hpczero.options import parse_command_line
 from hpczero.preflight.verdict import Fault, NodeReport, faults
+from hpczero.values import digits
 
 MOST_SHOWN = 64
 MIB = 2**20
@@ -82,8 +83,8 @@ def main() -> int:
         # Of rank 0 for all: SLURM may say it to some ranks only.
         asked = topology.broadcast_text(os.environ.get("SLURM_GPUS_ON_NODE", ""))
     wanted = options.gpus
-    if wanted is None and asked.isdigit():
-        wanted = int(asked)
+    if wanted is None:
+        wanted = digits(asked)
     found = faults(reports, gpus=wanted)
     with topology.agreed("write the reports"):
         if topology.is_root:

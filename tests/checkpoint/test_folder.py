@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from hpczero.checkpoint.folder import Folder, read_manifest
 from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Manifest, Table, step_folder
 from hpczero.errors import CheckpointError, CorruptCheckpoint
+from tests.checkpoint.test_signed import put
+from tests.test_regularfile import at_once
 
 
 def commit(folder: Folder, step: int, content: bytes = b"state") -> Path:
@@ -37,6 +40,24 @@ def test_newest_comes_first_and_junk_does_not_count(tmp_path: Path) -> None:
     (folder.path / "step-000000400").mkdir()  # no manifest
     (folder.path / "LATEST").write_text("step-000000400\n")
     assert steps(folder) == [100, 20, 3]
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "loop", "device"])
+def test_harm_to_what_nobody_reads_costs_no_checkpoint(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, latest = Folder(tmp_path), tmp_path / "LATEST"
+    put(latest, kind)
+    with at_once(), caplog.at_level(logging.WARNING):
+        path = commit(folder, 7)
+    assert steps(folder) == [7]
+    assert read_manifest(path).step == 7
+    if kind == "folder":  # which may be somebody's; anything else gives way
+        assert f"{latest}: " in caplog.text
+        assert latest.is_dir()
+    else:
+        assert latest.read_text() == "step-000000007\n"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["LATEST", path.name]
 
 
 def test_retention_keeps_the_newest_sound_ones(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from tests.checkpoint.soak import MILESTONES, Options, soak
 
 
 @pytest.mark.slow
-@pytest.mark.limit(240)
+@pytest.mark.limit(900)
 def test_jobs_killed_at_every_milestone_lose_nothing() -> None:
     said = soak(Options(kills=len(MILESTONES), seed=3, at_milestones=1.0))
     assert f"{len(MILESTONES)} at milestones" in said
 
 
 @pytest.mark.slow
-@pytest.mark.limit(120)
+@pytest.mark.limit(600)
 def test_jobs_killed_at_any_time_while_they_save_in_the_background_lose_nothing() -> None:
     assert "2 jobs killed" in soak(Options(kills=2, seed=5, at_milestones=0.0, background=True))

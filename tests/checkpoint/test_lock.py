@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from typing import Any
 
 import pytest
 
+from hpczero.checkpoint import claims
 from hpczero.checkpoint import lock as module
-from hpczero.checkpoint.lock import DEAD_S, Lock
+from hpczero.checkpoint.claims import DEAD_S
+from hpczero.checkpoint.lock import Lock
 from hpczero.errors import EXIT_MISCONFIGURED, CheckpointBusy, CheckpointNotWritten
 
 ROUNDS, RACERS = 60, 4
@@ -28,6 +31,38 @@ from hpczero.checkpoint.lock import Lock
 Lock(Path(sys.argv[1])).acquire()
 os._exit(9)
 """
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from hpczero.checkpoint import claims, lock as module
+from hpczero.errors import CheckpointBusy
+module.BEAT_S, claims.DEAD_S = float(sys.argv[2]), float(sys.argv[3])
+lock = module.Lock(Path(sys.argv[1]))
+lock.acquire()
+print("held", flush=True)
+sys.stdin.readline()
+try:
+    lock.check()
+    print("ours")
+except CheckpointBusy as error:
+    print(error)
+"""
+
+
+def hold(folder: Path, *prefix: str, beat_s: float = 15.0, dead_s: float = DEAD_S) -> Any:
+    """A process that holds the lock until it is given a line; ``prefix`` starts it."""
+    words = [*prefix, sys.executable, "-c", HOLDS, str(folder), str(beat_s), str(dead_s)]
+    holder = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert holder.stdout is not None
+    if holder.stdout.readline() != "held\n":
+        holder.wait(30)
+        assert prefix, "the holder does not hold"
+        pytest.skip(f"{' '.join(prefix)}: not allowed here")
+    return holder
 
 
 def die_holding(folder: Path, **environment: str) -> Path:
@@ -111,13 +146,108 @@ def test_holder_on_another_host_lives_as_long_as_it_beats(
     assert is_free(tmp_path) is free
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '"text"'])
-def test_a_lock_that_says_nothing_counts_until_it_is_old(tmp_path: Path, content: str) -> None:
+def test_living_holder_in_another_pid_namespace_is_not_taken_for_dead(tmp_path: Path) -> None:
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    holder = hold(tmp_path, "unshare", *user, "--pid", "--fork", "--mount-proc", "--kill-child")
+    try:
+        file = only_file(tmp_path)
+        said = json.loads(file.read_text())
+        assert said["host"] == socket.gethostname()
+        assert said["pid"] != holder.pid  # a number of that namespace, which may be anybody's here
+        assert not is_free(tmp_path)
+        os.utime(file, (time.time() - 2 * DEAD_S,) * 2)  # its heart stands still: it may be dead
+        assert is_free(tmp_path)
+    finally:
+        holder.communicate("\n", timeout=30)
+
+
+@pytest.mark.parametrize("other", [{"namespace": "pid:[1]"}, {"boot": "another"}, {"boot": None}])
+def test_process_number_of_another_kernel_or_namespace_says_nothing(
+    tmp_path: Path, other: dict[str, str | None]
+) -> None:
     file = die_holding(tmp_path)
-    file.write_text(content)
+    edit(file, **other)
+    assert not is_free(tmp_path)
+    os.utime(file, (time.time() - 2 * DEAD_S,) * 2)
+    assert is_free(tmp_path)
+
+
+def test_holder_that_has_ended_and_is_not_reaped_is_dead(tmp_path: Path) -> None:
+    holder = hold(tmp_path)
+    holder.kill()
+    deadline = time.monotonic() + 10  # it becomes a zombie: nobody has waited for it
+    while time.monotonic() < deadline and not is_free(tmp_path):
+        time.sleep(0.01)
+    assert is_free(tmp_path)
+    holder.communicate()
+
+
+def test_patience_outlasts_a_silent_holder_and_ends_with_the_first_beat_of_a_living_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "DEAD_S", 1.0)
+    monkeypatch.setattr(module, "PAUSE_S", 0.05)
+    file = die_holding(tmp_path / "dead")
+    edit(file, host="node99")
+    lock = Lock(tmp_path / "dead")
+    with pytest.raises(CheckpointBusy):
+        lock.acquire()
+    os.utime(file)
+    lock.acquire(patience_s=30.0)
+    lock.check()
+    lock.release()
+    holder = hold(tmp_path / "lives", beat_s=0.2)
+    try:
+        edit(only_file(tmp_path / "lives"), host="node99")
+        began = time.monotonic()
+        with pytest.raises(CheckpointBusy, match="on node99"):
+            Lock(tmp_path / "lives").acquire(patience_s=60.0)
+        assert time.monotonic() - began < 10.0
+    finally:
+        holder.communicate("\n", timeout=30)
+
+
+CONTENTS = (b"", b"{", b"[]", b'"text"', b"[" * 4000, b"\0" * 200, b"\xff\xfe{}", b'{"pid": 1e9}')
+
+
+@pytest.mark.parametrize("content", [*CONTENTS, b"[" * 10**6, b'{"pid": -1, "started": "1"}'])
+def test_a_lock_that_says_nothing_counts_until_it_is_old(tmp_path: Path, content: bytes) -> None:
+    file = die_holding(tmp_path)
+    file.write_bytes(content)
     assert not is_free(tmp_path)
     os.utime(file, (1e9, 1e9))
     assert is_free(tmp_path)
+
+
+@pytest.mark.limit(20)
+def test_what_is_no_file_is_no_lock_and_is_left_alone(tmp_path: Path) -> None:
+    names = [f".lock-{'0' * 15}{n}" for n in range(4)]
+    os.mkfifo(tmp_path / names[0])
+    (tmp_path / names[1]).mkdir()
+    (tmp_path / names[2]).symlink_to("/dev/zero")
+    (tmp_path / names[3]).symlink_to("nowhere")
+    with Lock(tmp_path) as lock:
+        lock.check()
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_folders_made_for_a_lock_go_with_it_unless_something_came_into_them(tmp_path: Path) -> None:
+    for kept in (False, True):
+        with Lock(tmp_path / "runs" / "r" / "checkpoints"):
+            if kept:
+                (tmp_path / "runs" / "config").touch()
+        assert (tmp_path / "runs").exists() is kept
+        assert not (tmp_path / "runs" / "r").exists()
+
+
+def test_held_in_a_new_folder_after_ours_was_moved_away(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    with Lock(folder) as lock:
+        (tmp_path / "run").rename(tmp_path / "old")
+        lock.follow(tmp_path / "old" / "checkpoints")
+        lock.check()
+        assert not is_free(folder)
+        assert list((tmp_path / "old" / "checkpoints").iterdir()) == []
 
 
 def test_requeued_job_takes_over_from_itself(
@@ -131,6 +261,11 @@ def test_requeued_job_takes_over_from_itself(
     with pytest.raises(CheckpointBusy, match="job 123, process"):
         Lock(tmp_path).acquire()
     monkeypatch.setenv("SLURM_JOB_ID", "123")
+    with Lock(tmp_path) as again:
+        edit(again.path, host="node99")
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+        assert not is_free(tmp_path)  # a straggler of the start before does not take it back
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert is_free(tmp_path)
 
 
@@ -143,15 +278,15 @@ def test_judging_a_stale_lock_does_not_take_away_a_new_one(
     first, second = Lock(tmp_path), Lock(tmp_path)
     first._token = mine
     held = []
-    lives = module._lives
+    lives = claims.lives
 
     def meanwhile(*args: Any) -> bool:
         verdict = lives(*args)
-        monkeypatch.setattr(module, "_lives", lives)
+        monkeypatch.setattr(claims, "lives", lives)
         held.append(acquires(second))
         return verdict
 
-    monkeypatch.setattr(module, "_lives", meanwhile)
+    monkeypatch.setattr(claims, "lives", meanwhile)
     monkeypatch.setattr(module, "ASKING_S", 0.3)
     held.append(acquires(first))
     assert sum(held) <= 1
@@ -172,14 +307,14 @@ def acquires(lock: Lock) -> bool:
 def race(folder: Path, seed: int, line: Any, held: Any) -> None:
     """One racer: ``ROUNDS`` times, tell whether it got the lock while the others still try."""
     draw = random.Random(seed)
-    lives = module._lives
+    lives = claims.lives
 
     def slowly(*args: Any) -> bool:
         verdict = lives(*args)
         time.sleep(draw.choice((0.0, 0.0, 0.001, 0.003)))
         return verdict
 
-    setattr(module, "_lives", slowly)  # noqa: B010  (this process ends here)
+    setattr(claims, "lives", slowly)  # noqa: B010  (this process ends here)
     for number in range(ROUNDS):
         place = folder / str(number)
         line.wait(30)
@@ -218,20 +353,37 @@ def test_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
             Lock(folder).acquire()
 
 
-def taken_for_dead(lock: Lock) -> None:
+def taken_for_dead(file: Path, age_s: float = 2 * DEAD_S) -> None:
     """To others it looks like a job on another host that has not been heard of for long."""
-    edit(lock.path, host="elsewhere")
-    os.utime(lock.path, (0, time.time() - 2 * DEAD_S))
+    edit(file, host="elsewhere")
+    os.utime(file, (0, time.time() - age_s))
 
 
-def test_a_holder_that_was_taken_for_dead_learns_it(tmp_path: Path) -> None:
+def test_a_holder_that_stood_still_and_was_taken_for_dead_learns_why(tmp_path: Path) -> None:
+    holder = hold(tmp_path, beat_s=0.05, dead_s=1.0)
+    try:
+        holder.send_signal(signal.SIGSTOP)
+        taken_for_dead(only_file(tmp_path))
+        with Lock(tmp_path) as other:
+            time.sleep(1.2)
+            holder.send_signal(signal.SIGCONT)
+            said, _ = holder.communicate("\n", timeout=30)
+            other.check()
+    finally:
+        holder.kill()
+    assert "this job has shown no life for 1 s" in said
+    assert f"is held by process {os.getpid()} on" in said
+
+
+def test_a_holder_whose_file_was_taken_away_is_not_said_to_have_been_silent(tmp_path: Path) -> None:
     with Lock(tmp_path) as lost:
         lost.check()
-        taken_for_dead(lost)
+        lost.path.unlink()  # as the refusal of another job tells its user
         with Lock(tmp_path) as other:
             other.check()
-            with pytest.raises(CheckpointBusy, match=r"no life .* is held by process \d+ on"):
+            with pytest.raises(CheckpointBusy, match=r"taken away by .* is held by process \d+ on"):
                 lost.check()
-        with pytest.raises(CheckpointBusy, match="was taken over"):
+        with pytest.raises(CheckpointBusy, match="taken away by somebody else") as caught:
             lost.check()
+    assert "no life" not in str(caught.value)
     assert is_free(tmp_path)

@@ -307,6 +307,6 @@ def test_a_job_whose_folder_was_taken_over_commits_nothing(
         if comm.rank == 0:
             (lock,) = folder.glob(".lock-*")
             lock.unlink()  # as a job on another host does with that of a dead one
-        raises_on_all(comm, CheckpointBusy, "was taken over", lambda: checkpoints.save(2))
+        raises_on_all(comm, CheckpointBusy, "was taken away", lambda: checkpoints.save(2))
         parallel_assert(comm, [p.name for p in folder.glob("step-*")] == ["step-000000001"])
     program.close()

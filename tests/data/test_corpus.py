@@ -103,7 +103,7 @@ def test_failing_file_system_is_reported_by_name(
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(Path, "open", fail)
+    monkeypatch.setattr(corpus, "open_regular", fail)
     with pytest.raises(DataError, match=r"text: cannot be read .Input/output error"):
         Corpus.of_paths([path])
 

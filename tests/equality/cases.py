@@ -169,6 +169,7 @@ class Case:
         zero_grad: how gradients are forgotten.
         max_norm, norm_type: gradient clipping; infinity measures only.
         stages: at which it can run.
+        transports: over which it runs at stage 3, where they differ most.
         steps: how many.
     """
 
@@ -185,6 +186,7 @@ class Case:
     max_norm: float = torch.inf
     norm_type: float = 2.0
     stages: tuple[int, ...] = (0, 1, 2, 3)
+    transports: tuple[str, ...] = ("auto",)
     steps: int = STEPS
 
 

@@ -31,7 +31,11 @@ def equals_one_process(topology: Topology) -> Callable[[Case], None]:
 
     def check(case: Case) -> None:
         runs = {
-            f"stage {stage}": train_sharded(case, topology, stage=stage) for stage in case.stages
+            f"stage {stage}, {transport}": train_sharded(
+                case, topology, stage=stage, transport=transport
+            )
+            for stage in case.stages
+            for transport in (case.transports if stage == 3 else ("auto",))
         }
         problems: list[str] = []
         if topology.is_root:

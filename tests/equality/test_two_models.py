@@ -53,6 +53,59 @@ def train_plain(size: int) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     return inputs, [joint.lower.state_dict(), joint.upper.state_dict()]
 
 
+class Rivals:
+    """A generator and a discriminator, which have a backward and a step in turn."""
+
+    def __init__(self) -> None:
+        self.models = [
+            models.seeded(lambda: nn.Sequential(models.Stack(), nn.Linear(3, 5)), seed=seed)
+            for seed in (1, 2)
+        ]
+        self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in self.models]
+
+    def loss(self, turn: int, step: int, rank: int) -> Tensor:
+        """What the model whose turn it is learns from."""
+        generator, discriminator = self.models
+        x, _ = cases.vectors(Place(step, turn, rank))
+        made = generator(x)
+        if turn == 1:
+            return (
+                F.softplus(-discriminator(x)).mean()
+                + F.softplus(discriminator(made.detach())).mean()
+            )
+        return F.softplus(-discriminator(made)).mean() + F.mse_loss(made, x)
+
+    def train(self, ranks: range, share: int, rounds: int) -> None:
+        for step in range(rounds):
+            for turn in (1, 0):
+                self.optimizers[turn].zero_grad()
+                for rank in ranks:
+                    (self.loss(turn, step, rank) / share).backward()
+                self.optimizers[turn].step()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_two_models_between_nodes_do_not_mix_up_their_messages(comm, stage):
+    # each has a thread that moves bytes, and both are at work in the generator's backward
+    plain = Rivals()
+    plain.train(range(comm.size), comm.size, rounds := 20)
+    topology = hpczero.Topology.create(comm, nodes=list(range(comm.size)))
+    rivals = Rivals()
+    for model, optimizer in zip(rivals.models, rivals.optimizers, strict=True):
+        hpczero.zeroify(model, optimizer, stage=stage, topology=topology, transport="hierarchical")
+    rivals.train(range(comm.rank, comm.rank + 1), 1, rounds)
+    errors = []
+    for model, other in zip(rivals.models, plain.models, strict=True):
+        state = hpczero.full_state_dict(model)
+        if state is not None:
+            expected = other.state_dict().items()
+            errors += [relative_error(state[name], value) for name, value in expected]
+        hpczero.release(model)
+    topology.free()
+    parallel_assert(comm, max(errors, default=0.0) < 1e-5, f"off by {max(errors, default=0):.1e}")
+
+
 @pytest.mark.parametrize("stages", [(3, 3), (2, 3), (3, 0)], ids=str)
 def test_one_loss_through_two_sharded_models(topology, stages):
     joint = Joint()

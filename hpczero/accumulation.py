@@ -1,0 +1,60 @@
+"""Micro-batches whose gradients make one step.
+
+Owns: ``accumulate`` and the order of its parts. Must not know: buffers, how a reduction works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from hpczero.errors import ConfigError, StepError
+from hpczero.zero import sharding
+
+
+@contextmanager
+def accumulate(model: nn.Module, part: int, parts: int) -> Iterator[None]:
+    """Gradients become the mean over ``parts`` micro-batches; inside runs number ``part`` of them, counted from 0.
+
+    ``for i in range(n): with hpczero.accumulate(model, i, n): loss(model, i).backward()``
+
+    The loss is not divided by ``parts``: the fp32 sum over micro-batches and ranks is multiplied once, by
+    1 / (parts * ranks), while a divided loss rounds everything in its backward. All parts but the last only add to
+    this rank's own whole gradients, as in ``no_sync``; the last one reduces, and its backward is collective.
+
+    Args:
+        model: zeroified.
+        part: 0 to ``parts - 1``, in this order.
+        parts: micro-batches of the step, the same on every rank, which the step checks.
+
+    Raises:
+        ConfigError: numbers out of range.
+        StepError: a part that is not the next one; at the first, gradients that were never reduced.
+    """
+    state = sharding(model)
+    rank, schedule = state.topology.rank, state.schedule
+    assert schedule is not None, "zeroify attaches the schedule"
+    if not 0 <= part < parts:
+        raise ConfigError(
+            f"accumulate: got part {part} of {parts}, expected one of 0 to {parts - 1}"
+        )
+    if part and state.next_part != (part, parts):
+        raise StepError(
+            f"rank {rank}: accumulate got part {part} of {parts}, which does not follow the part before. Run all parts "
+            "of a step in order; to begin anew, call optimizer.zero_grad() and start with part 0"
+        )
+    if not part and any(unit.has_local_gradients for unit in state.units):
+        raise StepError(
+            f"rank {rank}: accumulate begins, but gradients of no_sync or of parts that were never completed are "
+            "waiting, and its factor is not theirs; call optimizer.zero_grad(), or keep to one way for the whole step"
+        )
+    before = schedule.sync, state.micro_batches
+    schedule.sync, state.micro_batches = part == parts - 1, parts
+    state.next_part = None
+    try:
+        yield
+        state.next_part = (part + 1, parts)
+    finally:
+        schedule.sync, state.micro_batches = before

@@ -1,0 +1,132 @@
+"""Advice: what is legal and seldom meant, told once, on rank 0, with the way out.
+
+Owns: the signs of it that can be seen cheaply, and the words. Must not know: units, how ranks agree.
+
+Nothing here changes a result. What can be known to be wrong is refused elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.hooks import RemovableHandle
+
+from hpczero.backward import current_task
+from hpczero.topology import Topology
+
+logger = logging.getLogger("hpczero.advice")
+
+WORDS = 2  # uint32 numbers that ranks compare at a step
+
+
+class Advice:
+    """About one model. Not collective; the step compares ``words`` over ranks with what it compares anyway."""
+
+    def __init__(self, model: nn.Module, topology: Topology) -> None:
+        """Nothing is hooked yet."""
+        self._model = model
+        self._topology = topology
+        self._samples = 0
+        self._steps = 0
+        self._told: set[str] = set()
+        self._handle: RemovableHandle | None = None
+
+    def attach(self) -> None:
+        """Say at once what can be seen of the model, and look at its calls from now on."""
+        if self._topology.size > 1:
+            self._handle = self._model.register_forward_pre_hook(self._count, with_kwargs=True)
+            self._look_for_statistics()
+
+    def remove(self) -> None:
+        """Take the hook away."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def words(self) -> tuple[int, int]:
+        """Samples of this rank since the last step; in the first step also what its random numbers come from."""
+        generator = (
+            zlib.crc32(str(torch.initial_seed()).encode())
+            if not self._steps
+            else self._topology.rank
+        )
+        return self._samples % 2**32, generator
+
+    def compared(self, *, same_samples: bool, same_generator: bool) -> None:
+        """What the comparison of ``words`` found; a step is about to be taken."""
+        if not same_samples:
+            self._tell(
+                "ranks have batches of different sizes (rank 0: %d samples since the last step). The gradient is the "
+                "mean of the ranks' means, which is not that of the global batch: scale each rank's loss by "
+                "local_samples * topology.size / global_samples, or give all ranks equal batches",
+                self._samples,
+            )
+        if same_generator and not self._steps and self._topology.size > 1 and self._drops():
+            self._tell(
+                "all ranks draw the same random numbers (torch.initial_seed() is equal), so dropout drops the same "
+                "elements on each; call torch.manual_seed(seed + 1 + topology.rank) after zeroify"
+            )
+        self._samples = 0
+        self._steps += 1
+
+    def about_buffers(self, buffers: Iterable[Tensor]) -> None:
+        """``initialize`` was given: it fills no buffers."""
+        held = [b for b in buffers if b.is_floating_point()]
+        if held:
+            self._tell(
+                "initialize fills parameters only: %d persistent buffer(s) keep the values that the model was built "
+                "with (running statistics); to load saved ones, copy them into the model before zeroify",
+                len(held),
+            )
+
+    def about_hooks(self) -> None:
+        """In fp16 a forward hook of the user's sees tensors inside the model."""
+        self._tell(
+            "a forward hook inside the model sees tensors whose gradient carries no loss scale: a loss made of them "
+            "would count next to nothing in fp16. Return them from the model, or use bf16; hooks that look are fine"
+        )
+
+    def about_optimizer_state(self) -> None:
+        """``optimizer.state_dict()`` was called."""
+        self._tell(
+            "optimizer.state_dict() holds the shards of the rank that calls it, flat and without names, for this "
+            "number of ranks and this stage; hpczero.checkpoint.save keeps the optimizer for any number of ranks"
+        )
+
+    def _look_for_statistics(self) -> None:
+        found = [
+            name
+            for name, module in self._model.named_modules()
+            if isinstance(module, _NormBase) and module.running_mean is not None
+        ]
+        if found:
+            self._tell(
+                "%d module(s) with batch statistics, first %r: each rank normalises over its own batch, as under DDP, "
+                "and keeps rank 0's running statistics; large batches on each rank, or GroupNorm, avoid both",
+                len(found),
+                found[0],
+            )
+
+    def _drops(self) -> bool:
+        modules = (m for m in self._model.modules() if isinstance(m, _DropoutNd))
+        return any(module.training and module.p > 0 for module in modules)
+
+    def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled() or current_task() is not None:
+            return
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and value.dim():
+                self._samples += len(value)
+                return
+
+    def _tell(self, message: str, *values: object) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            if self._topology.is_root:
+                logger.warning(message, *values)

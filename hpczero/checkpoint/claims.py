@@ -1,0 +1,125 @@
+"""Who asks for a folder of checkpoints, or holds it, and whether he lives.
+
+Owns: what a lock file says, and the verdict. Must not know: how the lock is taken.
+
+[Note: Alive]
+A process number means something only to the kernel that gave it, in the namespace it was given in: hosts, and
+containers on one host, may share a name and a folder. So a file says which boot and which namespace its process belongs
+to. Where both are ours, the process table decides, at once. Everywhere else the file's age does: a holder touches it
+every 15 s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpczero.environment import Environment
+from hpczero.regularfile import read_bytes
+
+DEAD_S = 120.0  # without a beat
+CLAIM_NBYTES = 4096  # more than any claim has
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one lock file says, and when it was last touched: seconds since the epoch, and since then."""
+
+    token: str
+    path: Path
+    said: dict[str, Any]
+    beat: float  # its last sign of life
+    age_s: float  # since then
+
+    @property
+    def holds(self) -> bool:
+        """Whether it has what it asked for, as far as one can tell."""
+        return self.said.get("state") != "asks"
+
+    def __str__(self) -> str:
+        where = f"{self.path.name}, {max(self.age_s, 0.0):.0f} s after its last sign of life"
+        if "pid" not in self.said:
+            return f"somebody who cannot be told ({where})"
+        job, pid, host = (str(self.said.get(key) or "")[:80] for key in ("job", "pid", "host"))
+        return f"{f'job {job}, ' if job else ''}process {pid} on {host} ({where})"
+
+
+def said_by(path: Path) -> dict[str, Any]:
+    """What a claim says; nothing, if it is no claim or cannot be read.
+
+    Raises:
+        FileNotFoundError: it is gone.
+    """
+    try:
+        said = json.loads(read_bytes(path, CLAIM_NBYTES))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def lives(claim: Claim) -> bool:
+    """Whether it counts. See [Note: Alive]."""
+    said = claim.said
+    mine = Environment.read()
+    if mine.job and said.get("job") == mine.job and _before(said.get("restart"), mine.restart):
+        return False  # this very job, before it was requeued
+    runs = by_process_table(said)
+    return claim.age_s < DEAD_S if runs is None else runs
+
+
+def _before(restart: object, ours: str) -> bool:
+    if not (isinstance(restart, str) and restart.isdecimal() and ours.isdecimal()):
+        return False
+    return int(restart) < int(ours)
+
+
+def own_place() -> dict[str, str]:
+    """Where our process number means something; without a namespace it is not known."""
+    boot = namespace = ""
+    with contextlib.suppress(OSError):
+        # Another number: /proc shows the processes of another namespace than ours.
+        if os.readlink("/proc/self") == str(os.getpid()):
+            namespace = os.readlink("/proc/self/ns/pid")
+            boot = _BOOT_ID.read_text(encoding="ascii").strip()
+    return {"host": socket.gethostname(), "boot": boot, "namespace": namespace if boot else ""}
+
+
+def by_process_table(said: Mapping[str, Any]) -> bool | None:
+    """Whether the process of a claim runs, by this kernel's process table; None if that does not tell."""
+    place = own_place()
+    if not place["namespace"] or any(said.get(key) != value for key, value in place.items()):
+        return None
+    pid, started = said.get("pid"), said.get("started")
+    if type(pid) is not int or not 0 < pid < 2**31 or not isinstance(started, str) or not started:
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    found = started_at(pid)
+    return found == started if found else None  # hidden from us: somebody else's
+
+
+def started_at(pid: int) -> str:
+    """When a process of this host began, in the kernel's ticks; empty if there is none: numbers are used again.
+
+    One that has ended and waits for its parent to hear of it has ended.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    fields = text.rpartition(")")[2].split()
+    return "ended" if fields[0] in "ZX" else fields[19]

@@ -1,0 +1,191 @@
+"""What follows HDF5's part of a token file: where its slabs lie, a digest of each, and all that is needed beside them.
+
+Owns: that form, and refusing what cannot be. Must not know: HDF5, tokenizers, who reads.
+
+    HDF5's part | for each split: (slabs, 2) of <u8, place and digest | description, JSON | last line, ``LINE_NBYTES``
+
+With it a reader needs bytes at offsets and no library; HDF5's own part is for other readers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from hpczero.regularfile import parse_json, shown
+
+FORMAT = "hpczero tokens"
+VERSION = 2
+LINE_NBYTES = 256
+SPLITS = ("train", "validation")
+DTYPES = ("uint8", "uint16", "uint32")
+MOST_SLAB_NUMEL = 2**28  # is in memory whole
+DESCRIPTION_NBYTES = 2**28  # a tokenizer of a million pairs has a tenth of it
+
+_LINE = re.compile(rb"hpczero tokens 2: ([0-9]{1,18}) bytes, described in ([0-9]{1,18}), sha256 .*")
+
+Table = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class SplitPart:
+    """One split.
+
+    Attributes:
+        dtype: of NumPy, little endian in the file.
+        numel: tokens.
+        slab_numel: tokens of a slab; the last may be short.
+        documents: that end in it.
+        text_nbytes: of text.
+        table: digest of the table of its slabs, 16 hexadecimal digits.
+    """
+
+    dtype: str
+    numel: int
+    slab_numel: int
+    documents: int
+    text_nbytes: int
+    table: str
+
+    @property
+    def num_slabs(self) -> int:
+        """Slabs."""
+        return -(-self.numel // self.slab_numel)
+
+    def slab(self, index: int) -> range:
+        """Tokens of one slab."""
+        start = index * self.slab_numel
+        return range(start, min(start + self.slab_numel, self.numel))
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a token file holds.
+
+    Attributes:
+        tokenizer: JSON of ``tokenize.from_json``.
+        source_sha256: of the text.
+        train, validation: the splits.
+    """
+
+    tokenizer: str
+    source_sha256: str
+    train: SplitPart
+    validation: SplitPart
+
+    def parts(self) -> dict[str, SplitPart]:
+        """The splits by name, in the order of their tables."""
+        return {"train": self.train, "validation": self.validation}
+
+
+def digest(data: npt.NDArray[Any]) -> int:
+    """Of the bytes of a contiguous array: xxh3, 64 bits."""
+    return xxhash.xxh3_64_intdigest(data.data)
+
+
+def table_digest(table: Table) -> str:
+    """As a description has it."""
+    return f"{digest(table):016x}"
+
+
+def to_bytes(start: int, description: Description, tables: Mapping[str, Table]) -> bytes:
+    """The appendix of a file whose part of HDF5 has ``start`` bytes."""
+    text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(description)}).encode()
+    data = b"".join(tables[name].astype("<u8").tobytes() for name in SPLITS)
+    return data + text + _line(start + len(data) + len(text) + LINE_NBYTES, text)
+
+
+def _line(file_nbytes: int, text: bytes) -> bytes:
+    """Ends the file; so that nothing in it is believed unseen, it is compared whole."""
+    sha256 = hashlib.sha256(text).hexdigest()
+    said = f"hpczero tokens 2: {file_nbytes} bytes, described in {len(text)}, sha256 {sha256}"
+    return said.encode().ljust(LINE_NBYTES - 1) + b"\n"
+
+
+def read(descriptor: int) -> tuple[Description, dict[str, Table]] | None:
+    """The appendix of an open file, checked; None if it has none.
+
+    Raises:
+        ValueError: it is damaged; says what is.
+        OSError: it cannot be read.
+    """
+    nbytes = os.fstat(descriptor).st_size
+    line = os.pread(descriptor, LINE_NBYTES, max(nbytes - LINE_NBYTES, 0))
+    if not line.startswith(b"hpczero tokens "):
+        return None
+    found = _LINE.match(line)
+    if found is None:
+        raise ValueError("its last line is damaged")
+    text_nbytes = int(found[2])
+    start = nbytes - LINE_NBYTES - text_nbytes
+    if int(found[1]) != nbytes or start < 0 or text_nbytes > DESCRIPTION_NBYTES:
+        raise ValueError(f"it has {nbytes:,} bytes, and its last line says {int(found[1]):,}")
+    text = os.pread(descriptor, text_nbytes, start)
+    if line != _line(nbytes, text):
+        raise ValueError("its description does not have the digest it was written with")
+    description = _description(parse_json(text.decode()))
+    tables = {}
+    for name, part in reversed(description.parts().items()):
+        start -= part.num_slabs * 16
+        if start < 0:
+            raise ValueError(f"/{name}/tokens has more slabs than the file has room for")
+        tables[name] = _table(descriptor, start, name, part, nbytes)
+    return description, tables
+
+
+def _table(descriptor: int, start: int, name: str, part: SplitPart, file_nbytes: int) -> Table:
+    data = bytearray(part.num_slabs * 16)
+    if os.preadv(descriptor, [data], start) != len(data):
+        raise ValueError(f"the table of /{name}/tokens cannot be read whole")
+    table = np.frombuffer(data, dtype="<u8").reshape(-1, 2)
+    if table_digest(table) != part.table:
+        raise ValueError(
+            f"the table of /{name}/tokens does not have the digest it was written with"
+        )
+    itemsize = np.dtype(part.dtype).itemsize
+    largest = min(part.slab_numel, part.numel) * itemsize
+    if largest > file_nbytes or int(table[:, 0].max(initial=0)) > file_nbytes - largest:
+        raise ValueError(f"slabs of /{name}/tokens lie behind the end of the file")
+    return table
+
+
+def _description(body: object) -> Description:
+    """Raises ValueError where a field is not what it can be, whatever digest the file states."""
+    fields = body if isinstance(body, dict) else {}
+    for name, expected in (("format", FORMAT), ("version", VERSION)):
+        if fields.get(name) != expected:
+            raise ValueError(f"its {name} is {shown(fields.get(name))}, expected {expected!r}")
+    for name in ("tokenizer", "source_sha256"):
+        if type(fields.get(name)) is not str:
+            raise ValueError(f"its {name} is {shown(fields.get(name))}, expected text")
+    parts = {name: _part(name, fields.get(name)) for name in SPLITS}
+    return Description(fields["tokenizer"], fields["source_sha256"], **parts)
+
+
+def _part(split: str, entry: object) -> SplitPart:
+    fields = entry if isinstance(entry, dict) else {}
+    ranges = {
+        "numel": (1, 2**62),
+        "slab_numel": (1, MOST_SLAB_NUMEL),
+        "documents": (0, 2**62),
+        "text_nbytes": (0, 2**62),
+    }
+    for name, (least, most) in ranges.items():
+        value = fields.get(name)
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"{split}.{name} is {shown(value)}, expected {least} to {most}")
+    if fields.get("dtype") not in DTYPES:
+        raise ValueError(f"{split}.dtype is {shown(fields.get('dtype'))}, expected one of {DTYPES}")
+    table = fields.get("table")
+    if not isinstance(table, str) or re.fullmatch("[0-9a-f]{16}", table) is None:
+        raise ValueError(f"{split}.table is {shown(table)}, expected 16 hexadecimal digits")
+    return SplitPart(table=table, dtype=fields["dtype"], **{name: fields[name] for name in ranges})

@@ -1,0 +1,62 @@
+"""Norms of gradients, right to fp64 rounding whatever their size and however they are cut into shards.
+
+Owns: the sums. Must not know: units, ranks, what a norm is for.
+
+A sum of squares in fp32 loses what is small against it: 6e-4 of the norm at 10 million elements over 24 binades, and
+another part of it for every cut into shards. The square of an fp32 number is exact in fp64, where it neither overflows
+nor vanishes. Elements are therefore widened block by block, into one small buffer, and multiplied there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+# Elements widened at a time: 2 MiB on the host, which stays in the cache and is more than one thread's share of a
+# parallel copy; on devices enough to keep one busy (32 MiB).
+HOST_BLOCK = 2**18
+DEVICE_BLOCK = 2**22
+
+
+def sum_of_squares(tensors: Iterable[Tensor]) -> float:
+    """``sum(x**2)`` over all elements in fp64; infinite or NaN as they are.
+
+    Args:
+        tensors: flat, fp32, all on one device. One transfer from it, however many they are.
+    """
+    held = [tensor for tensor in tensors if tensor.numel()]
+    if not held:
+        return 0.0
+    device = held[0].device
+    block = HOST_BLOCK if device.type == "cpu" else DEVICE_BLOCK
+    longest = min(block, max(tensor.numel() for tensor in held))
+    wide = torch.empty(longest, dtype=torch.float64, device=device)
+    sums = []
+    for tensor in held:
+        for part in torch.split(tensor.detach(), block):
+            # linalg.vector_norm(dtype=float64) does the same, 50 times slower on the host (torch 2.13).
+            widened = wide[: part.numel()].copy_(part)
+            sums.append(torch.dot(widened, widened))
+    return math.fsum(torch.stack(sums).tolist())
+
+
+def largest_magnitude(tensors: Iterable[Tensor]) -> float:
+    """``max(abs(x))`` over all elements, in which NaN wins; 0 for nothing. One transfer, as above."""
+    held = [tensor.detach() for tensor in tensors if tensor.numel()]
+    if not held:
+        return 0.0
+    return largest(torch.stack([torch.linalg.vector_norm(t, math.inf) for t in held]).tolist())
+
+
+def sum_of_powers(tensors: Iterable[Tensor], order: float) -> float:
+    """``sum(abs(x)**order)`` over all elements in fp64."""
+    held = [tensor.detach().double() for tensor in tensors if tensor.numel()]
+    return math.fsum(float(tensor.abs_().pow_(order).sum()) for tensor in held)
+
+
+def largest(values: Sequence[float]) -> float:
+    """Maximum in which NaN wins; 0 for nothing."""
+    return math.nan if any(math.isnan(v) for v in values) else max(values, default=0.0)

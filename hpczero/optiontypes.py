@@ -1,0 +1,139 @@
+"""Values of options as they are typed: which texts are a number, which numbers and texts can be one of an option.
+
+Owns: the rules that the command line and TOML files share, whatever the option. Must not know: which options exist.
+Without them a number of 5,001 digits, a digit of another script or a path that is no text would fail somewhere later,
+each in its own way.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from hpczero.regularfile import shown
+
+MOST = 2**63 - 1
+TEXT_NBYTES = 2**16  # a prompt; less than one argument of a command may have
+PATH_NBYTES = 4095  # as Linux has it
+NAME_NBYTES = 255
+
+_WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
+_FLOAT = re.compile(r"[+-]?([0-9]+(_[0-9]+)*\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(inf|nan)")
+
+T = TypeVar("T")
+
+
+def checked(value: object) -> object:
+    """``value`` of a TOML file, if it can be one of any option.
+
+    Raises:
+        ValueError: a number out of range, or a text that is none.
+    """
+    if isinstance(value, int) and not -MOST <= value <= MOST:
+        raise ValueError(f"expected a whole number of at most 18 digits, got {shown(value)}")
+    if isinstance(value, str):
+        checked_text(value)
+    return value
+
+
+def checked_text(text: str) -> str:
+    """Raises ValueError where ``text`` is no argument of a command: it has a null character, or does not end."""
+    try:
+        nbytes = len(os.fsencode(text))  # bytes that are no UTF-8 are as they were typed
+    except UnicodeEncodeError:
+        raise ValueError(f"expected text, got {shown(text)}") from None
+    if "\0" in text:
+        raise ValueError(f"expected no null character, got {shown(text)}")
+    if nbytes > TEXT_NBYTES:
+        raise ValueError(f"expected at most {TEXT_NBYTES:,} bytes, got {nbytes:,}")
+    return text
+
+
+def checked_path(text: str) -> str:
+    """Raises ValueError where no file can have this name."""
+    checked_text(text)
+    longest = max(len(os.fsencode(name)) for name in text.split("/"))
+    if not text or len(os.fsencode(text)) > PATH_NBYTES or longest > NAME_NBYTES:
+        raise ValueError(
+            f"expected a path of names of at most {NAME_NBYTES} bytes, got {shown(text)}"
+        )
+    return text
+
+
+def whole_number(text: str) -> int:
+    """As ``int``, of ASCII digits and not too many of them.
+
+    Raises:
+        ValueError: it is none.
+    """
+    digits = text.strip()
+    if _WHOLE.fullmatch(digits) is None or len(digits) > 32 or abs(int(digits)) > MOST:
+        raise ValueError(f"expected a whole number of at most 18 digits, got {shown(text)}")
+    return int(digits)
+
+
+def number(text: str) -> float:
+    """As ``float``, of ASCII digits and not too many of them.
+
+    Raises:
+        ValueError: it is none.
+    """
+    digits = text.strip()
+    if len(digits) > 400 or _FLOAT.fullmatch(digits) is None:
+        raise ValueError(f"expected a number, got {shown(text)}")
+    return float(digits)
+
+
+def registry() -> tyro.constructors.ConstructorRegistry:
+    """Of the rules, for tyro."""
+    found = tyro.constructors.ConstructorRegistry()
+    found.primitive_rule(_bool_rule)
+    found.primitive_rule(_rule(int, "INT", whole_number))
+    found.primitive_rule(_rule(float, "FLOAT", number))
+    found.primitive_rule(_rule(str, "STR", checked_text))
+    found.primitive_rule(_rule(Path, "PATH", lambda text: Path(checked_path(text))))
+    return found
+
+
+def _rule(
+    kind: type[T], metavar: str, convert: Callable[[str], T]
+) -> Callable[[PrimitiveTypeInfo], PrimitiveConstructorSpec[T] | None]:
+    def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[T] | None:
+        if info.type is not kind:
+            return None
+
+        def from_str(words: list[str]) -> T:
+            return convert(words[0])
+
+        def is_instance(value: Any) -> bool:
+            return isinstance(value, int | float if kind is float else kind)
+
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=metavar,
+            instance_from_str=from_str,
+            is_instance=is_instance,
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    return rule
+
+
+def _bool_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | None:
+    """``true`` and ``false`` as in TOML, so that every option is ``--section.key value``."""
+    if info.type is not bool:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{true,false}",
+        choices=("true", "false"),
+        instance_from_str=lambda words: words[0] == "true",
+        is_instance=lambda value: isinstance(value, bool),
+        str_from_instance=lambda value: [str(value).lower()],
+    )

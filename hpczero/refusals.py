@@ -1,0 +1,138 @@
+"""Modules and parameters that cannot be trained in shards, found before anything is changed.
+
+Owns: what ``zeroify`` refuses of a model by the looks of its modules, each with the way out. Must not know: units,
+ranks, what the optimizer is (``optimizers``) or which modules form units (``plan``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from hpczero.errors import PlanError
+from hpczero.precision import Precision
+
+
+def check_modules(model: nn.Module, precision: Precision, *, trains: bool) -> None:
+    """Refuse what torch or the optimizer would only fail at later, or what would make ranks differ.
+
+    Args:
+        model: as built.
+        precision: what its parameters will be.
+        trains: whether there is an optimizer.
+
+    Raises:
+        PlanError: names the module or parameter, and what to do instead.
+    """
+    for name, parameter in model.named_parameters():
+        _check_lazy(name, parameter)
+        _check_dtype(name, parameter)
+    _check_memory(model)
+    for name, module in model.named_modules():
+        title = f"module {name or 'model'!r} ({type(module).__name__})"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PlanError(
+                f"{title} is a ScriptModule of torch.jit, which runs past the hooks of a zeroified model; zeroify the "
+                "plain module, and compile blocks by torch.compile if need be"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            _check_embedding(title, module, trains=trains and module.weight.requires_grad)
+        if precision.has_masters:
+            _check_half(title, module, precision)
+        if any(p.is_meta for p in module.parameters(recurse=False)):
+            _check_meta(title, module)
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Refuse parameters on one memory, and attributes that are views of parameters: zeroify takes them apart."""
+    owners: dict[int, str] = {}
+    starts: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter) or parameter.is_meta or not parameter.numel():
+            continue
+        other = starts.setdefault(parameter.data_ptr(), name)
+        if other != name:
+            raise PlanError(
+                f"parameters {other!r} and {name!r} lie in the same memory (tied by .data?) and would be trained "
+                "apart; tie them by assigning the parameter itself: b.weight = a.weight"
+            )
+        owners[parameter.untyped_storage().data_ptr()] = name
+    for path, module in model.named_modules():
+        if module._forward_pre_hooks:
+            continue  # which may make the view anew in each forward, as spectral_norm does
+        held = {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}
+        for key, tensor in held.items():
+            if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+                continue
+            owner = owners.get(tensor.untyped_storage().data_ptr())
+            if owner is not None:
+                raise PlanError(
+                    f"attribute {key!r} of module {path or 'model'!r} is a view of parameter {owner!r} and would not "
+                    "see its training; take the view in forward"
+                )
+
+
+def _check_lazy(name: str, parameter: nn.Parameter) -> None:
+    if is_lazy(parameter):
+        raise PlanError(
+            f"parameter {name!r} is uninitialized: a lazy module takes its shape from its first input. Call the model "
+            "once before the optimizer is built and zeroify is called"
+        )
+
+
+def _check_dtype(name: str, parameter: nn.Parameter) -> None:
+    if parameter.is_complex():
+        raise PlanError(
+            f"parameter {name!r} is {parameter.dtype}, and only real numbers can be sharded; hold it as "
+            "torch.view_as_real(...) and call torch.view_as_complex in forward"
+        )
+    if not parameter.is_floating_point():
+        raise PlanError(
+            f"parameter {name!r} is {parameter.dtype}, and only floating-point numbers can be sharded; it is never "
+            "trained, so make it a buffer: register_buffer(name, tensor) in place of nn.Parameter"
+        )
+
+
+def _check_embedding(title: str, module: nn.Embedding | nn.EmbeddingBag, *, trains: bool) -> None:
+    if module.max_norm is not None:
+        raise PlanError(
+            f"{title} has max_norm={module.max_norm:g}, which changes its weight in every forward, on each rank by its "
+            "own batch, and the optimizer's copy not at all; build it with max_norm=None and scale the rows that "
+            "forward looked up, or the weight after the step inside `with hpczero.gathered(model, modifier_rank=0):`"
+        )
+    if module.sparse and trains:
+        raise PlanError(
+            f"{title} has sparse=True, and sparse gradients cannot be summed over ranks in shards; build it with "
+            "sparse=False"
+        )
+
+
+def _check_half(title: str, module: nn.Module, precision: Precision) -> None:
+    """Refuse what keeps numbers beside its weight that torch does not mix with half weights."""
+    if isinstance(module, _NormBase) and module.running_mean is not None:
+        raise PlanError(
+            f"{title} keeps running statistics in fp32, and torch does not mix them with {precision.param} weights; "
+            "train in fp32, or use GroupNorm or LayerNorm"
+        )
+    of_hook = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
+    of_parametrization = isinstance(module, ParametrizationList) and any(
+        buffer.is_floating_point() for buffer in module.buffers()
+    )
+    if of_hook or of_parametrization:
+        raise PlanError(
+            f"{title} computes its weight from buffers in fp32 (spectral_norm, orthogonal), and torch does not mix "
+            f"them with {precision.param} weights; train in fp32, under torch.autocast if need be, or use weight_norm"
+        )
+
+
+def _check_meta(title: str, module: nn.Module) -> None:
+    if any(isinstance(hook, WeightNorm) for hook in module._forward_pre_hooks.values()):
+        raise PlanError(
+            f"{title} has torch.nn.utils.weight_norm on the meta device, whose weight is a tensor that nothing fills; "
+            "use torch.nn.utils.parametrizations.weight_norm, or build the model on the CPU"
+        )

@@ -1,0 +1,135 @@
+"""Files that anybody may have put there: opened only where they are regular, read only as far as they may be long.
+
+Owns: that a FIFO, a device or a folder in the place of a file is an error instead of a wait, and that text of any
+depth or length is one too. Must not know: what files mean, which of our errors their readers raise.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+TEXT_NBYTES = 2**30  # more than any text of ours has; a manifest of 10^12 parameters has 20 MB
+SHOWN = 80
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor to read from; never waits for a writer, and has no effect on a device.
+
+    Raises:
+        OSError: there is none, it is no regular file, or it may not be read; ``reason`` says it in words.
+    """
+    if "\0" in str(path):
+        raise OSError(errno.EINVAL, "has a null character in its name", str(path))
+    _refuse_others(path, os.stat(path))  # first: opening a device may do something
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _refuse_others(path, os.fstat(descriptor))  # another one since
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _refuse_others(path: Path, found: os.stat_result) -> None:
+    kind = stat.S_IFMT(found.st_mode)
+    if kind == stat.S_IFDIR:
+        raise IsADirectoryError(errno.EISDIR, "is a folder, expected a regular file", str(path))
+    if kind != stat.S_IFREG:
+        what = _KINDS.get(kind, "something else")
+        raise OSError(errno.EINVAL, f"is {what}, expected a regular file", str(path))
+
+
+def kind_of(path: Path) -> str:
+    """What is at ``path``, links followed: ``a file``, ``a directory``, ``a FIFO`` ...; empty if there is nothing.
+
+    Raises:
+        OSError: that cannot be known.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "a link to nothing" if path.is_symlink() else ""
+    if stat.S_ISDIR(mode):
+        return "a directory"
+    return "a file" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "something else")
+
+
+def check_regular(path: Path) -> None:
+    """Raises as ``open_regular``, before a library opens ``path`` by its name."""
+    os.close(open_regular(path))
+
+
+def read_bytes(path: Path, limit: int = TEXT_NBYTES) -> bytes:
+    """All bytes of a regular file that has at most ``limit`` of them.
+
+    Raises:
+        OSError: as ``open_regular``; or it is longer.
+    """
+    with open(open_regular(path), "rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > limit:
+            raise OSError(
+                errno.EFBIG, f"has {nbytes:,} bytes, expected at most {limit:,}", str(path)
+            )
+        return file.read(nbytes + 1)  # not more: it takes that much memory at once
+
+
+def read_text(path: Path, limit: int = TEXT_NBYTES) -> str:
+    """As ``read_bytes``, decoded.
+
+    Raises:
+        OSError: as ``read_bytes``.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    return read_bytes(path, limit).decode("utf-8")
+
+
+def parse_json(text: str) -> Any:  # Any: JSON
+    """``json.loads`` that has one kind of error, and refuses an object with one key twice.
+
+    Raises:
+        ValueError: no JSON, too deep, a number too long, or a key twice.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"has the key {shown(twice)} twice")
+    return found
+
+
+def reason(error: OSError | ValueError) -> str:
+    """What is wrong, without the path and the number."""
+    if isinstance(error, UnicodeDecodeError):
+        return "is no UTF-8 text"
+    if isinstance(error, OSError):
+        return error.strerror or (os.strerror(error.errno) if error.errno else str(error))
+    return str(error)
+
+
+def shown(value: object) -> str:
+    """``repr`` for a message, cut where it is long: a damaged file may hold anything."""
+    try:
+        text = repr(value)
+    except ValueError:  # a number of more digits than Python writes
+        return "a number of very many digits"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."

@@ -1,0 +1,90 @@
+"""One job at a time in a run folder, from before its first write there to after its last.
+
+Owns: when the lock is taken, and moving an older run out of the way under it. Must not know: what is written. The lock
+is that of the run's checkpoints, so that whoever writes those keeps out of the rest, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import TracebackType
+
+from hpczero.checkpoint.claims import DEAD_S
+from hpczero.checkpoint.folder import Folder
+from hpczero.checkpoint.lock import BEAT_S, Lock
+from hpczero.config import DEFAULT_RUN, RunOptions
+from hpczero.environment import Environment
+from hpczero.errors import CheckpointNotWritten, ConfigError
+from hpczero.runfolder import RunFolder
+from hpczero.topology import Topology
+
+logger = logging.getLogger("hpczero.runs")
+
+
+class RunLock:
+    """Context manager around all that a job does in a run folder. Held on rank 0; entering it is collective.
+
+    Attributes:
+        lock: of the folder of checkpoints.
+    """
+
+    def __init__(self, folder: RunFolder, topology: Topology) -> None:
+        self._folder = folder
+        self._topology = topology
+        self.lock = Lock(folder.checkpoints)
+
+    def __enter__(self) -> RunLock:
+        """Take it, and bring to an end what a killed job was doing.
+
+        Raises:
+            CheckpointBusy: another job is at work in the folder; says which.
+            ConfigError: something else than a file or a folder is where one is expected, or it cannot be written.
+        """
+        # Whoever waits for rank 0 does so under the watchdog.
+        limit_s = Environment.read().timeout_s / 2
+        patience_s = min(DEAD_S + BEAT_S, limit_s) if limit_s else DEAD_S + BEAT_S
+        with self._topology.agreed("take the run folder"):
+            if self._topology.is_root:
+                self._folder.check()
+                try:
+                    self.lock.acquire(patience_s)
+                except CheckpointNotWritten as error:
+                    raise ConfigError(
+                        f"{self._folder.path}: cannot be written as a run folder: {error.__cause__}; choose another "
+                        "--run.folder"
+                    ) from error
+                try:
+                    Folder(self._folder.checkpoints).sweep()
+                except BaseException:
+                    self.lock.release()
+                    raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.lock.release()
+
+    def make_room(self, options: RunOptions) -> None:
+        """Move a run with results aside that a new one of the name "default" would take the place of. On rank 0 only.
+
+        Any other name is refused by ``RunFolder.create``, and ``overwrite`` is what it says.
+
+        Raises:
+            CheckpointBusy: another job was faster.
+            ConfigError: it cannot be moved.
+        """
+        if options.overwrite or options.name != DEFAULT_RUN or not self._folder.holds_results:
+            return
+        self.lock.check()
+        old = self._folder.move_aside()
+        logger.warning(
+            "%s: held an earlier run, which is now %s; nothing deletes it but you",
+            self._folder.path,
+            old.path,
+        )
+        self.lock.follow(old.checkpoints)
+        self._folder.inherit_attempts(old)

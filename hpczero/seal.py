@@ -1,0 +1,76 @@
+"""What may not be done to a zeroified module as a whole: copied, pickled, moved, cast.
+
+Owns: refusals that sit on the module objects themselves. Must not know: units, ranks. What changes nothing passes:
+``model.to(device)`` of a model that is there, which wrappers of training loops do without asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import chain
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from hpczero.errors import PlanError, StepError
+from hpczero.parameter import moved_or_cast
+
+# Where copy, pickle and torch look them up before the class.
+_NAMES = ("__reduce_ex__", "_apply")
+
+
+class Seal:
+    """On the model and on every module that has hooks, of which a copy would drive the original's units."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        """Put it on.
+
+        Args:
+            modules: by qualified name.
+        """
+        self._modules = modules
+        for name, module in modules.items():
+            module.__dict__["__reduce_ex__"] = _refuse_copies
+            module.__dict__["_apply"] = partial(_pass_what_changes_nothing, name, module)
+
+    def remove(self) -> None:
+        """Take it off."""
+        for module in self._modules.values():
+            for name in _NAMES:
+                module.__dict__.pop(name, None)
+
+
+def _refuse_copies(protocol: Any) -> NoReturn:
+    """For ``copy.deepcopy``, ``pickle`` and ``torch.save``.
+
+    Raises:
+        PlanError: always; says what to do instead.
+    """
+    raise PlanError(
+        "a zeroified model or one of its units cannot be copied or pickled (copy.deepcopy, AveragedModel, "
+        "torch.save(model)): a copy would share units and communicators with it. Save hpczero.full_state_dict(model); "
+        "for a copy build a plain model and load that into it, or copy the model before zeroify"
+    )
+
+
+def _pass_what_changes_nothing(
+    name: str, module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    """``module._apply(fn)``, which is ``.to``, ``.float``, ``.cpu`` and the like, where ``fn`` leaves all as it is.
+
+    Raises:
+        StepError: names the first tensor that it would change; nothing was changed.
+    """
+    prefix = f"{name}." if name else ""
+    kinds = chain(
+        (("parameter", n, p) for n, p in module.named_parameters(recurse=recurse)),
+        (("buffer", n, b) for n, b in module.named_buffers(recurse=recurse)),
+    )
+    with torch.no_grad():
+        for kind, of_module, tensor in kinds:
+            changed = fn(tensor)
+            if changed is not tensor:
+                raise StepError(moved_or_cast(f"{kind} {prefix + of_module!r}", tensor, changed))
+    return module

@@ -1,0 +1,247 @@
+"""SeenGradient: what a training loop finds at ``parameter.grad``.
+
+Owns: which operations on a gradient work where it lies in shards, and what is said of the others. Must not know:
+buffers, hooks, how gradients are reduced.
+
+After backward the mean gradient lies in shards, so ``parameter.grad`` cannot be a tensor of values. It is a stand-in of
+the right shape. Elementwise changes by numbers go to the shards, norms are those of the whole gradient over all ranks,
+None drops the gradient. torch's own ``clip_grad_norm_``, ``clip_grad_value_`` and ``zero_grad`` therefore work on the
+parameters of a zeroified model. Whatever else is asked raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpczero.errors import StepError
+from hpczero.unit import Unit
+
+# Each element of the result depends on the same element and on numbers alone. In-place versions; lists go by theirs.
+_ELEMENTWISE = frozenset(
+    [
+        "mul_",
+        "div_",
+        "clamp_",
+        "clamp_min_",
+        "clamp_max_",
+        "nan_to_num_",
+        "neg_",
+        "sign_",
+        "zero_",
+        "abs_",
+        "tanh_",
+    ]
+)
+_LISTS = {"clamp_min_": "maximum_", "clamp_max_": "minimum_"}  # other names of the same, for lists
+_SAME = frozenset(["detach", "alias"])
+_NORMS = frozenset(["linalg_vector_norm", "norm"])
+
+
+@dataclass(frozen=True)
+class SlotGradient:
+    """The gradient of one parameter, wherever its pieces are.
+
+    Attributes:
+        unit, position: whose, and which of its slots.
+        norms: Step.slot_norms.
+        changed: to be told what was done to gradients, so that ranks can be compared.
+        in_backward: whether a backward runs, or was interrupted.
+        reset: forgets an interrupted backward.
+    """
+
+    unit: Unit
+    position: int
+    norms: Callable[[Sequence[tuple[Unit, int]], float], list[float]]
+    changed: Callable[[str, str], None]
+    in_backward: Callable[[], bool]
+    reset: Callable[[], None]
+
+    @property
+    def name(self) -> str:
+        """Of the parameter."""
+        return self.unit.spec.layout.slots[self.position].name
+
+    @property
+    def is_there(self) -> bool:
+        """Whether a gradient came in since it was dropped, on any rank if it is reduced, else on this one."""
+        return self.unit.has_gradient_at(self.position)
+
+    def drop(self) -> None:
+        """As ``parameter.grad = None``."""
+        if self.in_backward():
+            self.reset()
+        if self.unit.has_gradient:
+            self.changed(self.name, "gradients set to None one by one")
+        self.unit.drop_gradient_at(self.position)
+
+    def change(self, what: str, operation: Callable[..., Any], numbers: Sequence[float]) -> None:
+        """Apply an elementwise operation in place; ``what`` names it.
+
+        Raises:
+            StepError: the gradient is not reduced over ranks yet.
+        """
+        if self.in_backward() or self.unit.has_local_gradients:
+            raise StepError(
+                f"the gradient of {self.name!r} is not reduced over ranks yet (no_sync, or a backward that did not "
+                "finish); change it after the last backward of the step"
+            )
+        self.changed(self.name, f"gradients changed by {what}{tuple(numbers)}")
+        if what == "mul_" and list(numbers) == [1.0]:
+            return
+        for piece in self.unit.gradient_pieces(self.position):
+            operation(piece, *numbers)
+
+
+class Sight:
+    """``parameter.grad`` of one parameter; see ``parameter.GradientSight``."""
+
+    def __init__(self, slot: SlotGradient) -> None:
+        self._slot = slot
+
+    def look(self, parameter: Tensor) -> Tensor | None:
+        """See ``GradientSight``."""
+        return SeenGradient(self._slot, parameter) if self._slot.is_there else None
+
+    def assign(self, value: Tensor | None) -> None:
+        """See ``GradientSight``.
+
+        Raises:
+            StepError: a tensor; hpczero would not know whether it is a mean over ranks.
+        """
+        if value is None:
+            self._slot.drop()
+        elif not (isinstance(value, SeenGradient) and value._slot is self._slot):
+            raise StepError(
+                f"parameter.grad of {self._slot.name!r} was assigned a tensor; gradients of a zeroified model come "
+                "from backward alone, which takes their mean over ranks. Put the values into the loss, or change this "
+                "rank's own gradient by parameter.register_hook; None drops a gradient"
+            )
+
+
+class SeenGradient(Tensor):
+    """Stand-in for a parameter's gradient: shape, dtype and device, and no elements. See the module."""
+
+    _slot: SlotGradient
+
+    @staticmethod
+    def __new__(cls, slot: SlotGradient, parameter: Tensor) -> SeenGradient:  # noqa: D102  (see the class)
+        made: SeenGradient = Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        made._slot = slot
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"SeenGradient({self._slot.name!r}, shape={tuple(self.shape)}, in shards)"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refusal(self, "a copy")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise _refusal(self, "a copy")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Do what can be done in shards, refuse the rest. Collective for norms."""
+        name = func.overloadpacket.__name__
+        first = args[0] if args else None
+        if name.startswith("_foreach_"):
+            return _on_list(name.removeprefix("_foreach_"), func, args, kwargs or {})
+        if not isinstance(first, SeenGradient):
+            raise _refusal(_first_seen(args), name)
+        if name in _SAME:
+            return SeenGradient(first._slot, first)
+        if name in _NORMS:
+            order = _order(args[1:], kwargs or {}, first, name)
+            return _norms([first], order)[0]
+        return _change(first, name, args[1:], kwargs or {})
+
+
+def _on_list(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One of torch's operations on a list of tensors, some of which may be ordinary ones."""
+    items = list(args[0])
+    seen = [item for item in items if isinstance(item, SeenGradient)]
+    if not seen:
+        raise _refusal(_first_seen(args), f"_foreach_{name}")
+    if name == "norm":
+        order = _order(args[1:], kwargs, seen[0], name)
+        found = iter(_norms(seen, order))
+        return [
+            next(found) if isinstance(item, SeenGradient) else torch.linalg.vector_norm(item, order)
+            for item in items
+        ]
+    name = next((short for short, long in _LISTS.items() if long == name), name)
+    for index, item in enumerate(items):
+        rest = [each[index] if isinstance(each, (list, tuple)) else each for each in args[1:]]
+        if isinstance(item, SeenGradient):
+            _change(item, name, rest, kwargs)
+        else:
+            getattr(item, name)(*rest, **kwargs)
+    return None
+
+
+def _change(
+    seen: SeenGradient, name: str, args: Sequence[Any], kwargs: dict[str, Any]
+) -> SeenGradient:
+    if name not in _ELEMENTWISE or kwargs:
+        raise _refusal(seen, name)
+    numbers = [_number(seen, name, value) for value in args]
+    seen._slot.change(name, getattr(Tensor, name), numbers)
+    return seen
+
+
+def _number(seen: SeenGradient, name: str, value: Any) -> Any:
+    if isinstance(value, (int, float)) or value is None:
+        return value
+    if isinstance(value, Tensor) and not isinstance(value, SeenGradient) and value.dim() == 0:
+        return value.item()
+    raise _refusal(seen, name)
+
+
+def _order(args: Sequence[Any], kwargs: dict[str, Any], seen: SeenGradient, name: str) -> float:
+    """Which norm of the whole tensor is wanted."""
+    order = kwargs.get("ord", kwargs.get("p", args[0] if args else 2))
+    of_parts = [
+        value
+        for value in (*args[1:], kwargs.get("dim"))
+        if isinstance(value, (list, tuple)) and value
+    ]
+    if of_parts or not isinstance(order, (int, float)) or not order > 0:
+        raise _refusal(seen, name)
+    return float(order)
+
+
+def _norms(seen: Sequence[SeenGradient], order: float) -> list[Tensor]:
+    """0-dimensional fp32 tensors, the same on every rank. Collective."""
+    slots = [(each._slot.unit, each._slot.position) for each in seen]
+    found = seen[0]._slot.norms(slots, order)
+    device = seen[0].device
+    return [torch.tensor(norm, dtype=torch.float32, device=device) for norm in found]
+
+
+def _first_seen(args: Sequence[Any]) -> SeenGradient:
+    for value in args:
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, SeenGradient):
+                return item
+    raise AssertionError("dispatched because of one")
+
+
+def _refusal(seen: SeenGradient, what: str) -> StepError:
+    return StepError(
+        f"parameter.grad of {seen._slot.name!r} lies in shards over the ranks, and {what!r} needs its elements. To "
+        "look at it: hpczero.full_gradients(model). To change this rank's own gradient before it is reduced: "
+        "parameter.register_hook. An optimizer over model.parameters() that was made after zeroify cannot step; "
+        "scaling by numbers, clamping, norms and zero_grad work"
+    )

@@ -1,0 +1,296 @@
+"""Tensors in whatever a module takes and returns.
+
+Owns: where tensors may hide: containers of any class, dataclasses, objects with attributes. Must not know: units,
+hooks, ranks.
+
+torch's pytrees see registered classes only. They look over a dataclass, a subclass of dict or an object that a block
+writes its results to, and with it the way by which a backward pass comes in.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Set
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cache, partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+# What an object can hold before a search gives up: far more than a model's outputs, less than a data set.
+MOST_OBJECTS = 10_000
+
+_NO_TENSORS_INSIDE = (
+    str,
+    bytes,
+    bytearray,
+    array,
+    np.ndarray,
+    int,
+    float,
+    complex,
+    type,
+    type(None),
+    FunctionType,
+    BuiltinFunctionType,
+    MethodType,
+    partial,
+    ModuleType,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.Generator,
+    torch.optim.Optimizer,
+    nn.Module,  # its parameters are units' business, its attributes are looked at by name
+)
+
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+
+
+class TooMany(Exception):
+    """A search met more than ``MOST_OBJECTS`` objects."""
+
+
+class _Kind(Enum):
+    """How a search goes on at an object of some class."""
+
+    LEAF = auto()  # holds no tensors
+    TENSOR = auto()
+    SEQUENCE = auto()  # a plain tuple or list, without attributes
+    DICT = auto()  # a plain one
+    OBJECT = auto()  # everything else: entries, if it has any, and attributes
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Every tensor in ``tree``, each container once.
+
+    Args:
+        tree: a tensor; or a container, dataclass or object, to any depth. Modules, functions and generators are not
+            entered.
+
+    Raises:
+        TooMany: there is more in it than a search should take time for.
+    """
+    seen: set[int] = set()
+    waiting = [tree]
+    while waiting:
+        item = waiting.pop()
+        kind = _kind_of(item)
+        if kind is _Kind.LEAF or id(item) in seen:
+            continue
+        if kind is _Kind.TENSOR:
+            yield item
+            continue
+        seen.add(id(item))
+        if len(seen) > MOST_OBJECTS:
+            raise TooMany
+        if kind is _Kind.SEQUENCE:
+            waiting += item
+        elif kind is _Kind.DICT:
+            waiting += item.values()
+        else:
+            waiting += _children(item)
+
+
+def _kind_of(item: Any) -> _Kind:
+    kind: type = type(item)
+    return _kind(kind)
+
+
+@cache
+def _kind(kind: type) -> _Kind:
+    # Asked of every object of every call: one look-up, however many classes there are to tell apart.
+    if issubclass(kind, Tensor):
+        return _Kind.TENSOR
+    if issubclass(kind, _NO_TENSORS_INSIDE):
+        return _Kind.LEAF
+    if kind in (tuple, list):
+        return _Kind.SEQUENCE
+    return _Kind.DICT if kind is dict else _Kind.OBJECT
+
+
+def _children(item: Any) -> list[Any]:
+    if isinstance(item, Mapping):
+        return [*item.values(), *_attributes(item).values()]
+    if isinstance(item, (tuple, MutableSequence, Set)):
+        return [*item, *_attributes(item).values()]
+    return list(_attributes(item).values())
+
+
+def _attributes(item: Any) -> dict[str, Any]:
+    """What ``item`` holds by name; nothing for classes written in C."""
+    found = dict(getattr(item, "__dict__", ()))
+    kind: type = type(item)
+    for name in _slots(kind):
+        try:
+            found[name] = getattr(item, name)
+        except AttributeError:  # declared and never set
+            continue
+    return found
+
+
+@cache
+def _slots(kind: type) -> tuple[str, ...]:
+    found: list[str] = []
+    for each in kind.__mro__:
+        slots = each.__dict__.get("__slots__", ())
+        found += (slots,) if isinstance(slots, str) else slots
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+
+
+class Attributes:
+    """What the modules below one module keep on themselves, beside parameters, buffers and submodules."""
+
+    def __init__(self, module: nn.Module) -> None:
+        # torch's own modules keep no results.
+        modules = (m for m in module.modules() if not type(m).__module__.startswith("torch.nn."))
+        self._known: list[tuple[nn.Module, set[str]]] = [(each, set()) for each in modules]
+        self._names: list[tuple[nn.Module, str]] = []
+
+    def _look(self) -> None:
+        self._known = [(module, set(module.__dict__)) for module, _ in self._known]
+        self._names = [
+            (module, name)
+            for module, names in self._known
+            for name in sorted(names - _OF_EVERY_MODULE)
+            if not name.startswith("_hpczero") and _may_change_to_tensors(module.__dict__[name])
+        ]
+
+    def values(self) -> list[Any]:
+        """Values that may be or hold tensors. Cheap: names are looked for again where attributes came or went."""
+        if any(module.__dict__.keys() != names for module, names in self._known):
+            self._look()
+        return [
+            value
+            for module, name in self._names
+            if (value := module.__dict__.get(name)) is not None
+        ]
+
+    def replace(self, walk: Replacement) -> None:
+        """Exchange every tensor as ``walk`` says."""
+        self.values()
+        for module, name in self._names:
+            if name in module.__dict__:
+                walk.write(module, {name: module.__dict__[name]})
+
+
+def _may_change_to_tensors(value: Any) -> bool:
+    """Whether an attribute with this value may hold a tensor some day; configuration does not."""
+    if value is None or isinstance(value, (Tensor, list)):
+        return True
+    kind: type = type(value)
+    if _kind_of(value) is _Kind.LEAF:
+        # A loss that is 0.0 until it is computed; sizes and switches stay what they are.
+        return isinstance(value, (float, complex)) or (isinstance(value, int) and value == 0)
+    options = getattr(kind, "__dataclass_params__", None)
+    fixed = isinstance(value, tuple) or (options is not None and options.frozen)
+    if not (fixed and value):
+        return True
+    try:
+        return next(tensors_in(value), None) is not None
+    except TooMany:
+        return True
+
+
+class Replacement:
+    """Puts other tensors in the places of those in a tree; what is met twice is changed once.
+
+    Containers and objects that can be written to are written to, so that they stay the same objects. Tuples, sets and
+    mappings that cannot are made anew where something in them changes.
+    """
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Args: change, gives the very tensor back where nothing is to be done; called once for each tensor object."""
+        self.change = change
+        self._done: dict[int, Any] = {}
+        self._kept: list[Any] = []  # ids are of living objects only
+        self._places: list[tuple[Any, Any, Any, Any]] = []
+
+    def of(self, item: Any) -> Any:
+        """``item`` with all tensors changed; the very same object if it can be written to, or needs no change.
+
+        Raises:
+            TooMany: as ``tensors_in``.
+        """
+        if _kind_of(item) is _Kind.LEAF:
+            return item
+        if id(item) in self._done:
+            return self._done[id(item)]
+        if len(self._kept) > MOST_OBJECTS:
+            raise TooMany
+        self._kept.append(item)
+        self._done[id(item)] = item  # of a circle: the object itself
+        new = self.change(item) if isinstance(item, Tensor) else self._of_container(item)
+        self._done[id(item)] = self._done[id(new)] = new
+        self._kept.append(new)
+        return new
+
+    def undo(self) -> None:
+        """Put the old tensors back wherever the new ones still are."""
+        for item, key, old, new in reversed(self._places):
+            if _get(item, key) is new:
+                _set(item, key, old)
+        self._places.clear()
+
+    def _of_container(self, item: Any) -> Any:
+        if isinstance(item, (tuple, Set)):
+            parts = [self.of(part) for part in item]
+            if all(new is old for new, old in zip(parts, item, strict=True)):
+                return item
+            return _made_of(item, parts)
+        if isinstance(item, Mapping) and not isinstance(item, MutableMapping):
+            return {key: self.of(value) for key, value in item.items()}
+        if isinstance(item, MutableMapping):
+            self.write(item, {_Entry(key): value for key, value in item.items()})
+        elif isinstance(item, MutableSequence):
+            self.write(item, {_Entry(place): value for place, value in enumerate(item)})
+        self.write(item, _attributes(item))
+        return item
+
+    def write(self, item: Any, held: dict[Any, Any]) -> None:
+        """Exchange the tensors in ``held``, entries or attributes of ``item`` by key or name."""
+        for key, old in held.items():
+            if (new := self.of(old)) is not old:
+                _set(item, key, new)
+                self._places.append((item, key, old, new))
+
+
+def _made_of(old: Any, parts: list[Any]) -> Any:
+    """A tuple or set of the class of ``old``, with other items."""
+    kind: Any = type(old)
+    if hasattr(old, "_fields"):
+        return kind(*parts)
+    if kind is tuple or not isinstance(old, tuple) or "__new__" not in vars(kind):
+        return kind(parts)
+    try:
+        new = tuple.__new__(kind, parts)  # its own constructor may want anything
+    except TypeError:  # a struct sequence of torch's
+        return kind(parts)
+    if hasattr(old, "__dict__"):
+        vars(new).update(vars(old))
+    return new
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Key or index of an entry, where a name would be an attribute."""
+
+    key: Any
+
+
+def _get(item: Any, key: Any) -> Any:
+    try:
+        return item[key.key] if isinstance(key, _Entry) else getattr(item, key)
+    except (LookupError, AttributeError):  # taken out since
+        return None
+
+
+def _set(item: Any, key: Any, value: Any) -> None:
+    if isinstance(key, _Entry):
+        item[key.key] = value
+    else:
+        object.__setattr__(item, key, value)  # also of a frozen dataclass

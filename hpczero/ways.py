@@ -1,0 +1,129 @@
+"""Ways: by which autograd nodes a backward pass comes into the calls of modules, and leaves them.
+
+Owns: the hooks on nodes. Must not know: units' verbs, what is done when a hook fires.
+
+[Note: The ways into a call]
+Where parameters are sharded, a call's units must be whole before any of its nodes runs in backward. Hooks on the nodes
+behind its results see to that. Results are what the module returns, what it changed or put into its arguments, what it
+left on its own attributes, and what a forward hook of the user's was shown inside of it. A module may have put its
+only result elsewhere, into a list of the program's say, or a forward hook its penalty. Its unit then stays whole until
+backward is through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from hpczero.backward import Call, current_task, next_node_number
+from hpczero.tensors import tensors_in
+
+
+class Ways:
+    """Watches the nodes around calls. Node hooks live as long as their graph, and keep their call alive."""
+
+    def __init__(
+        self, on_entry: Callable[[Call, int], None], on_exit: Callable[[int, int], None]
+    ) -> None:
+        """No hooks yet.
+
+        Args:
+            on_entry: told of a call and of the number of its node that is about to run.
+            on_exit: told of the number, and the thread, of a node from before a call that is about to run.
+        """
+        self._on_entry = on_entry
+        self._on_exit = on_exit
+        self._hooked: dict[
+            nn.Module, RemovableHandle
+        ] = {}  # modules that a user's forward hooks look at
+        self._last_end = 0  # number of the first node after the last call that was watched
+
+    def remove(self) -> None:
+        """Take the hooks on modules away."""
+        for handle in self._hooked.values():
+            handle.remove()
+        self._hooked.clear()
+
+    def watch_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Have ``on_exit`` told when the node before this call is about to run.
+
+        The call before this one watches its own last node already; the first call has none before it.
+        """
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                number = value.grad_fn._sequence_nr()
+                if number != self._last_end - 1:
+                    value.grad_fn.register_prehook(partial(self._exit, number, get_ident()))
+                return
+
+    def watch_results(self, call: Call, results: Any) -> bool:
+        """Have ``on_entry`` told when a node of ``call`` behind ``results`` is about to run; whether that is enough.
+
+        It is not where there is none, or where nodes were made after the last of them: those would run before it.
+
+        Raises:
+            TooMany: as ``tensors_in``.
+        """
+        self._last_end = next_node_number()
+        last = -1
+        for node in _nodes_behind(results):
+            number = node._sequence_nr()
+            if number >= call.start:
+                node.register_prehook(partial(self._enter, call, number))
+                last = max(last, number)
+        return last == self._last_end - 1
+
+    def watch_hooked(
+        self,
+        module: nn.Module,
+        inner: Sequence[nn.Module],
+        running: Mapping[nn.Module, Sequence[Call]],
+    ) -> None:
+        """Watch the results of modules inside ``module`` that forward hooks of the user's are shown.
+
+        Args:
+            module: a call of it is about to begin.
+            inner: modules inside of it whose calls are not watched otherwise.
+            running: calls under way.
+        """
+        for each in inner:
+            if each._forward_hooks and each not in self._hooked:
+                hook = partial(self._after_hooked, module, running)
+                self._hooked[each] = each.register_forward_hook(hook, with_kwargs=True)
+
+    def _after_hooked(
+        self,
+        module: nn.Module,
+        running: Mapping[nn.Module, Sequence[Call]],
+        inner: nn.Module,
+        *arguments_and_output: Any,
+    ) -> None:
+        calls = running.get(module)
+        if calls and current_task() is None and torch.is_grad_enabled():
+            self.watch_results(calls[-1], arguments_and_output)
+
+    def _enter(self, call: Call, number: int, gradients: Sequence[Tensor | None]) -> None:
+        self._on_entry(call, number)
+
+    def _exit(self, number: int, thread: int, gradients: Sequence[Tensor | None]) -> None:
+        self._on_exit(number, thread)
+
+
+def _nodes_behind(results: Any) -> Iterator[Node]:
+    """The autograd nodes that made the tensors in ``results``.
+
+    A view that is changed in place later gets another node; the one behind its base stays in the graph.
+    """
+    for tensor in tensors_in(results):
+        if tensor.grad_fn is not None:
+            yield tensor.grad_fn
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                yield base.grad_fn

@@ -1,0 +1,313 @@
+"""Weights of other programs that came to harm, or hold what a model cannot: an error, a warning, never other values."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import hpczero
+from hpczero.checkpoint.converting import convert
+from hpczero.checkpoint.exporting import Form, export
+from hpczero.checkpoint.format import MASTER
+from hpczero.checkpoint.stored import Stored
+from hpczero.checkpoint.tensordigests import KEY
+from hpczero.checkpoint.weightfiles import WeightFiles
+from hpczero.data import ByteTokenizer
+from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
+from hpczero.models import GPT, GPTConfig
+from hpczero.weights import Weights, write_weights
+from tests.checkpoint.damage import flip
+from tests.checkpoint.foreign import checkpoint, on_root, other_state, state, theirs
+from tests.checkpoint.programs import Program
+from tests.helpers.parallel import parallel_assert
+from tests.small_models import raises_on_all, tiny_gpt
+from tests.test_regularfile import at_once
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+FLIPS = 250
+
+
+def content(path: Path, **options: Any) -> dict[str, Any]:
+    """What a reader is given, all of it checked."""
+    weights = WeightFiles(path, **options)
+    weights.check()
+    return {name: (held.dtype, held.whole().tolist()) for name, held in weights.items()}
+
+
+def small() -> dict[str, Tensor]:
+    return {"a.weight": torch.arange(64.0).view(8, 8), "b": torch.ones(5, dtype=torch.bfloat16)}
+
+
+# --- flips -----------------------------------------------------------------------------------------------------------
+
+
+def no_flip_is_silent(path: Path, read: Callable[[], Any], least: float) -> None:
+    """Of the file ``path``; at least this share of them is found, the others change nothing."""
+    expected = read()
+    draw = random.Random(11)
+    found = 0
+    for where in draw.sample(range(8 * path.stat().st_size), FLIPS):
+        flip(path, where // 8, where % 8)
+        try:
+            assert read() == expected, f"bit {where}"
+        except CheckpointError:
+            found += 1
+        flip(path, where // 8, where % 8)
+    assert read() == expected
+    assert found >= least * FLIPS
+
+
+def test_no_flip_of_a_torch_file_is_silent(tmp_path: Path) -> None:
+    """Of its archive's fields some mean nothing, and most of a small file is the room between its parts."""
+    path = tmp_path / "w.pt"
+    torch.save({**small(), "c": torch.arange(3000.0)}, path)
+    no_flip_is_silent(path, lambda: content(path), 0.7)
+
+
+def test_no_flip_of_our_own_safetensors_is_silent(tmp_path: Path) -> None:
+    export(checkpoint(tmp_path / "run", state()), tmp_path / "out", Form(dtype="bf16"))
+    (path,) = (tmp_path / "out").glob("*.safetensors")
+    no_flip_is_silent(path, lambda: content(path), 1.0)
+
+
+def test_no_flip_of_the_final_weights_is_silent(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    config = GPTConfig(vocab_size=257, context=4, layers=1, hidden=4, heads=1)
+    model = GPT(config)
+    model.initialize_all(seed=3)
+    tensors = dict(model.named_parameters())
+    write_weights(path, tensors, model=config, tokenizer=ByteTokenizer(), step=7)
+
+    def read() -> Any:
+        weights = Weights(path)
+        found = {}
+        for name, tensor in tensors.items():
+            into = torch.empty_like(tensor)
+            weights.read_into(name, into)
+            found[name] = into.tolist()
+        return weights.model, weights.step, weights.tokenizer.to_json(), found
+
+    no_flip_is_silent(path, read, 1.0)
+
+
+def test_our_safetensors_are_read_by_others_and_have_digests(tmp_path: Path) -> None:
+    export(checkpoint(tmp_path / "run", state()), tmp_path / "out", Form(shard_mib=1))
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 1
+    found = {name: value for file in files for name, value in load_file(file).items()}
+    assert torch.equal(found["large.weight"], state()["large.weight"])
+    assert all(len(json.loads(metadata(file)[KEY])["tensors"]) for file in files)
+
+
+def metadata(file: Path) -> dict[str, str]:
+    data = file.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return dict(header["__metadata__"])
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_files_without_digests_are_told_once(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if kind == "torch":
+        path = tmp_path / "w.pt"
+        torch.serialization.set_crc32_options(False)
+        try:
+            torch.save(small(), path)
+        finally:
+            torch.serialization.set_crc32_options(True)
+    else:
+        path = tmp_path / "w.safetensors"
+        save_file(small(), path)
+    with caplog.at_level(logging.WARNING):
+        content(path)
+    (warned,) = caplog.records
+    assert f"{path}: has no digests" in warned.getMessage()
+    caplog.clear()
+    torch.save(small(), tmp_path / "checked.pt")
+    content(tmp_path / "checked.pt")
+    assert not caplog.records
+
+
+# --- what is no file -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt", "w.safetensors.index.json"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "loop"])
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, name: str, kind: str) -> None:
+    path = tmp_path / name
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else name)
+    with at_once(), pytest.raises((ConfigError, CheckpointError), match=f"{name}: "):
+        WeightFiles(path)
+    with at_once(), pytest.raises((ConfigError, CheckpointError)):
+        Weights(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"weight_map": {"a": "w.pt", "a": "x.pt"}}',
+        '{"weight_map": {"a": 7}}',
+        '{"weight_map": "a"}',
+        '{"weight_map": {"a": "' + "n" * 300 + '"}}',
+        "9" * 5001,
+        "\x00",
+    ],
+)
+def test_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "w.safetensors.index.json"
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match=r"index\.json: "):
+        WeightFiles(path)
+
+
+# --- what cannot be weights ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of tensors in beta state
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda: torch.eye(3).to_sparse(), "'w' is sparse_coo, expected a tensor of plain memory"),
+        (lambda: torch.eye(3).to_sparse_csr(), "'w' is sparse_csr"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "'w' is quantized"),
+        (lambda: torch.empty(3, device="meta"), "'w' is without values"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "'w' is nested"),
+        (lambda: torch.ones(1).expand(2**30), "'w' has 1,073,741,824 elements in 4 bytes"),
+        (lambda: torch.ones(6).as_strided((5, 5), (1, 0)), "'w' has 25 elements in 24 bytes"),
+        (lambda: [1, 2], "'w' is a list, expected tensors only"),
+    ],
+)
+def test_tensors_that_are_no_plain_memory_are_refused(
+    tmp_path: Path, value: Callable[[], object], message: str
+) -> None:
+    torch.save({"w": value()}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=message):
+        WeightFiles(tmp_path / "w.pt")
+
+
+def test_two_keys_that_would_be_one_are_refused(tmp_path: Path) -> None:
+    torch.save({1: torch.ones(2), "1": torch.zeros(2)}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match="two of its keys are '1' as text"):
+        WeightFiles(tmp_path / "w.pt")
+    twice = theirs(tiny_gpt())
+    torch.save({**twice, "transformer.wte.weight": twice["wte.weight"] + 1}, tmp_path / "g.pt")
+    with pytest.raises(CheckpointError, match=r"'transformer\.wte\.weight' and another key both"):
+        WeightFiles(tmp_path / "g.pt", layout="gpt2")
+
+
+def test_layers_without_end_are_refused(tmp_path: Path) -> None:
+    far = {**theirs(tiny_gpt()), "h.999999999.ln_1.weight": torch.ones(18)}
+    torch.save(far, tmp_path / "w.pt")
+    with at_once(), pytest.raises(CheckpointMismatch, match="another model than GPT-2"):
+        convert(tmp_path / "w.pt", tmp_path / "run", layout="gpt2")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n_embd": 0},
+        {"n_embd": "18"},
+        {"n_head": None},
+        {"n_layer": 10**4000},
+        {"n_inner": 7},
+        {"vocab_size": [61]},
+        {"resid_pdrop": "x"},
+    ],
+)
+def test_config_that_cannot_be_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    torch.save(theirs(tiny_gpt()), tmp_path / "w.pt")
+    config = {"model_type": "gpt2", "n_embd": 18, "n_head": 2, **fields}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointMismatch, match=f"config.json: .*{next(iter(fields))} is "):
+        WeightFiles(tmp_path / "w.pt", layout="gpt2")
+
+
+# --- values that do not fit ------------------------------------------------------------------------------------------
+
+
+def test_values_that_fp32_cannot_hold_are_not_made_infinite(tmp_path: Path) -> None:
+    fine = {"w": torch.tensor([1.5, float("inf"), 1e-300], dtype=torch.float64)}
+    torch.save(fine, tmp_path / "fine.pt")
+    path = convert(tmp_path / "fine.pt", tmp_path / "run")
+    with Stored(path) as stored:
+        (found,) = stored.read(MASTER, 0, 3)
+    assert found.tolist() == [1.5, float("inf"), 0.0]
+    torch.save({"w": torch.tensor([1.0, 1e300], dtype=torch.float64)}, tmp_path / "w.pt")
+    with pytest.raises(
+        CheckpointMismatch, match=r"w.pt: 'w' holds 1e\+300, which torch.float32 cannot"
+    ):
+        convert(tmp_path / "w.pt", tmp_path / "other")
+    assert not (tmp_path / "other").exists() or not list((tmp_path / "other").glob("*step*"))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2)
+def test_values_that_the_model_cannot_hold_are_refused_and_the_model_stays(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    good = other_state()
+    large = {**good, "head.weight": good["head.weight"].double() * 1e300}
+    half = {**good, "frozen.bias": good["frozen.bias"] + 70_000}
+    between = {**good, "calls": torch.tensor(17.5)}
+    for precision, weights, message in (
+        ("fp32", large, r"'head.weight' holds -?[0-9.]+e\+(299|300), which torch.float32 cannot"),
+        ("fp16", half, "frozen.bias.* holds 7000[0-9.]*, which torch.float16 cannot"),
+        ("fp32", between, "'calls' holds 17.5, which torch.int64 cannot"),
+    ):
+        on_root(comm, lambda weights=weights: torch.save(weights, folder / "w.pt"))  # type: ignore[misc]
+        program = Program(topology, precision=precision)
+        before = hpczero.full_state_dict(program.model)
+
+        def call(program: Program = program) -> None:
+            hpczero.checkpoint.import_weights(folder / "w.pt", program.model)
+
+        raises_on_all(comm, CheckpointMismatch, message, call)
+        after = hpczero.full_state_dict(program.model)
+        same = (
+            after is None or before is None or all(torch.equal(after[n], before[n]) for n in after)
+        )
+        parallel_assert(comm, same)
+        program.close()
+        comm.Barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_damage_that_one_rank_finds_is_told_on_all(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    path = folder / "w.pt"
+
+    def damaged() -> None:
+        torch.save(other_state(), path)
+        data = path.read_bytes()
+        flip(path, data.index(other_state()["frozen.weight"].numpy().tobytes()) + 40, 3)
+
+    on_root(comm, damaged)
+    program = Program(topology)
+    raises_on_all(
+        comm,
+        CheckpointError,
+        r"w.pt: damaged at '.*/data/[0-9]+'",
+        lambda: hpczero.checkpoint.import_weights(path, program.model),
+    )
+    program.close()

@@ -1,0 +1,118 @@
+"""Setting aside: what a run does not go on from is kept and does not count; a kill leaves one of two lines, whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpczero.checkpoint.folder import LATEST, Folder
+from hpczero.errors import CorruptCheckpoint
+from tests.checkpoint.folders import OLD, commit, kept, latest_is_there, old_line, there
+from tests.helpers.mpirun import ROOT, run_command
+
+# Ends before the n-th call that changes the disk.
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from hpczero.checkpoint.folder import Folder
+from tests.checkpoint.folders import commit
+path, how, left = Path(sys.argv[1]), sys.argv[2], [int(sys.argv[3])]
+def counted(call):
+    def run(*args, **named):
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        return call(*args, **named)
+    return run
+for name in ("rename", "replace", "unlink", "mkdir", "rmdir"):
+    setattr(Path, name, counted(getattr(Path, name)))
+os.fsync = counted(os.fsync)
+folder = Folder(path)
+newer = folder.candidates()[:2]
+if how == "at once":
+    folder.set_aside(newer)
+elif how == "earlier step":
+    commit(folder, 12, "new", *newer)
+else:
+    commit(folder, 20, "new", *newer)
+"""
+
+
+@pytest.mark.limit(240)
+@pytest.mark.parametrize("how", ["at once", "earlier step", "same step"])
+def test_kill_at_any_moment_of_setting_aside_leaves_one_of_two_lines(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = dict.fromkeys(reversed(OLD), "old")
+    new_step = {"earlier step": {12: "new"}, "same step": {20: "new"}}.get(how, {})
+    second = {**new_step, 10: "old", 5: "old"}
+    decided: list[bool] = []
+    for number in range(100):
+        path = tmp_path / str(number)
+        old_line(path)
+        words = [sys.executable, "-c", DIES, str(path), how, str(number)]
+        env = {**os.environ, "PYTHONPATH": os.fspath(ROOT)}
+        job = subprocess.run(words, env=env, timeout=60, check=False)
+        assert job.returncode in (0, -signal.SIGKILL)
+        assert latest_is_there(path), number
+        line = there(path)
+        assert line in (first, second), (number, line)
+        caplog.clear()
+        Folder(path).sweep()  # the next job
+        assert there(path) == line, number
+        assert {**first, **line, **kept(path)}.keys() == {*first, *line}
+        assert sorted([*kept(path).values(), *line.values()]).count("old") == len(OLD), number
+        assert (path / LATEST).read_text() == f"{Folder(path).candidates()[0].name}\n"
+        assert not [p for p in path.iterdir() if p.name.startswith((".tmp", ".setting"))]
+        moved_now = job.returncode != 0 and line == second and "set aside in" in caplog.text
+        decided.append(line == second)
+        if job.returncode == 0:
+            break
+        assert line == first or moved_now or not caplog.text
+    assert job.returncode == 0, "it never came to its end"
+    assert decided[0] is False
+    assert decided[-1] is True
+    assert decided == sorted(decided), "once decided, it stays so"
+
+
+@pytest.mark.parametrize(
+    "content", [b"{", b"\xff", b"[" * 100_000, b'{"folder": "..", "names": {}}']
+)
+def test_note_that_cannot_be_read_is_named_and_nothing_is_guessed(
+    tmp_path: Path, content: bytes
+) -> None:
+    folder = old_line(tmp_path / "ckpt")
+    (folder.path / ".setting-aside").write_bytes(content)
+    with pytest.raises(CorruptCheckpoint, match=r"\.setting-aside: does not say any more which"):
+        folder.candidates()
+    (folder.path / ".setting-aside").unlink()
+    assert list(there(folder.path)) == [30, 20, 10, 5]
+
+
+def test_what_was_set_aside_is_listed_but_neither_counted_nor_deleted(tmp_path: Path) -> None:
+    folder = old_line(tmp_path / "ckpt")
+    place = folder.set_aside(folder.candidates()[:2])
+    for step in (11, 12, 13):
+        saved = commit(folder, step, "new")
+        folder.retain(1, saved)
+    assert there(folder.path) == {13: "new"}
+    assert kept(folder.path) == {30: "old", 20: "old"}
+    job = run_command(
+        [sys.executable, "-m", "hpczero.checkpoint", "ls", str(folder.path)], timeout=60
+    )
+    assert job.returncode == 0, job
+    assert job.stdout.index("step-000000013") < job.stdout.index("set aside")
+    assert str(place / "step-000000030") in job.stdout
+    assert "step-000000010" not in job.stdout
+
+
+def test_retention_never_takes_what_was_just_saved(tmp_path: Path) -> None:
+    folder = old_line(tmp_path / "ckpt")
+    saved = commit(folder, 7, "new")  # by whoever knows nothing of lines
+    folder.retain(1, saved)
+    assert sorted(there(folder.path)) == [7, 30]

@@ -1,0 +1,229 @@
+"""A manifest that states its own digest, and says what cannot be: refused by its field, before anything is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+
+import hpczero
+from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE
+from hpczero.checkpoint.manifestcontent import ITEMSIZES
+from hpczero.checkpoint.stored import Stored
+from hpczero.checkpoint.verify import Verdict, verify
+from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
+from tests.checkpoint.damage import fingerprint, golden_copy, remove
+from tests.checkpoint.programs import Program
+from tests.helpers.parallel import parallel_assert
+from tests.small_models import raises_on_all
+from tests.test_regularfile import at_once
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def resigned(path: Path, change: Change) -> None:
+    """Change the manifest of the checkpoint ``path``, and its digest with it."""
+    body = json.loads((path / MANIFEST_FILE).read_text())
+    del body["sha256"]
+    change(body)
+    head = json.dumps(body)[:-1]
+    digest = hashlib.sha256(head.encode()).hexdigest()
+    (path / MANIFEST_FILE).write_text(f'{head}, "sha256": "{digest}"}}')
+
+
+def in_dataset(place: int, **fields: Any) -> Change:
+    return lambda body: body["datasets"][place].update(fields)
+
+
+def in_meta(**fields: Any) -> Change:
+    return lambda body: body["meta"].update(fields)
+
+
+def in_row(column: int, value: Any, row: int = 1) -> Change:
+    return lambda body: body["parameters"][row].__setitem__(column, value)
+
+
+def in_optimizer(**fields: Any) -> Change:
+    return lambda body: body["meta"]["optimizer"].update(fields)
+
+
+CHANGES: dict[str, Change] = {
+    "offset below 0": in_dataset(0, offset=-4096),
+    "offset behind the end": in_dataset(0, offset=2**40),
+    "offset of very many digits": in_dataset(0, offset=10**4000),
+    "offset that is no number": in_dataset(0, offset="0"),
+    "offset that is no whole number": in_dataset(0, offset=2048.5),
+    "offset that is true": in_dataset(0, offset=True),
+    "one dataset over another": lambda b: b["datasets"][1].update(
+        offset=b["datasets"][0]["offset"]
+    ),
+    "elements below 0": in_dataset(0, numel=-5, digests=[]),
+    "elements without end": in_dataset(0, numel=2**62),
+    "slabs of nothing": in_dataset(0, slab_numel=0),
+    "slabs below 0": in_dataset(0, slab_numel=-1),
+    "slabs larger than memory": in_dataset(0, slab_numel=2**62, digests=["0" * 16]),
+    "too few digests": lambda b: b["datasets"][0]["digests"].pop(),
+    "no digest": lambda b: b["datasets"][0]["digests"].__setitem__(0, "x"),
+    "digest that is a number": lambda b: b["datasets"][0]["digests"].__setitem__(0, 5),
+    "foreign dtype": in_dataset(0, dtype="<f8"),
+    "dtype that is code": in_dataset(0, dtype="O"),
+    "a dataset twice": lambda b: b["datasets"].append(b["datasets"][0]),
+    "a dataset more": lambda b: b["datasets"].append(
+        {"name": "/x", "dtype": "<f4", "numel": 0, "slab_numel": 1, "offset": 0, "digests": []}
+    ),
+    "a dataset less": lambda b: b["datasets"].pop(1),
+    "a dataset that is none": lambda b: b["datasets"].append(7),
+    "a field more": in_dataset(0, colour="red"),
+    "no datasets": lambda b: b.pop("datasets"),
+    "file size below 0": lambda b: b["file"].update(nbytes=-1),
+    "file that is none": lambda b: b.update(file=[]),
+    "step below 0": lambda b: b.update(step=-1),
+    "step of very many digits": lambda b: b.update(step=10**4000),
+    "ranks below 0": lambda b: b.update(world_size=-2),
+    "ranks without end": lambda b: b.update(world_size=2**31 - 1),
+    "version below 1": lambda b: b.update(version=0),
+    "version that is text": lambda b: b.update(version="1"),
+    "shape below 0": in_row(1, [-1]),
+    "shape without end": in_row(1, [2**62, 2**62]),
+    "shape that is none": in_row(1, "3"),
+    "place of a parameter": in_row(2, 0),
+    "tied to nothing": in_row(4, 10**6, -1),
+    "tied to itself": in_row(4, 1, 1),
+    "a name twice": lambda b: b["parameters"].append(b["parameters"][0]),
+    "half a character": in_row(0, "\ud800"),
+    "parameters that are none": lambda b: b.update(parameters={}),
+    "no meta": lambda b: b.pop("meta"),
+    "no optimizer": lambda b: b["meta"].pop("optimizer"),
+    "optimizer that is none": in_meta(optimizer=[]),
+    "kind that is none": lambda b: b["meta"]["optimizer"]["kinds"].update(exp_avg="x"),
+    "kinds without values": in_optimizer(present={}),
+    "state of a stranger": lambda b: b["meta"]["optimizer"]["present"]["exp_avg"].update(who=None),
+    "groups that are none": in_optimizer(groups=[3]),
+    "buffer without end": lambda b: b["meta"]["buffers"].append(["x", "float32", [2**40]]),
+    "buffer that is none": lambda b: b["meta"]["buffers"].append("x"),
+    "buffer of a foreign dtype": lambda b: b["meta"]["buffers"].append(["x", "object", [0]]),
+    "streams without end": lambda b: b["meta"]["rng"].append(["x", 2**50]),
+    "streams that are none": in_meta(rng=None),
+    "extra that is none": in_meta(extra=[]),
+    "loss scale below 0": in_meta(loss_scale={"scaled": True, "scale": -1, "good_steps": 0}),
+    "loss scale that is none": in_meta(loss_scale=None),
+    "skipped steps below 0": in_meta(skipped_steps=-1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_cannot_be_is_refused_though_it_is_signed(tmp_path: Path, name: str) -> None:
+    path = golden_copy(tmp_path)
+    resigned(path, CHANGES[name])
+    report = verify(path)
+    assert report.verdict is Verdict.CORRUPT
+    assert len(report.problems[0]) < 600
+    with pytest.raises(CorruptCheckpoint, match=r"manifest.json cannot be|bytes, expected"):
+        Stored(path)
+
+
+def test_signing_alone_is_no_harm(tmp_path: Path) -> None:
+    path = golden_copy(tmp_path)
+    resigned(path, lambda body: None)
+    assert verify(path).verdict is Verdict.SOUND
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"format":' * 100_000, '{"a": ' + "9" * 5001])
+def test_json_without_end_is_a_corrupt_manifest(tmp_path: Path, text: str) -> None:
+    path = golden_copy(tmp_path)
+    (path / MANIFEST_FILE).write_text(text)
+    assert verify(path).verdict is Verdict.CORRUPT
+
+
+@pytest.mark.parametrize("name", [MANIFEST_FILE, STATE_FILE])
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "loop"])
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, name: str, kind: str) -> None:
+    path = golden_copy(tmp_path)
+    (path / name).unlink()
+    put(path / name, kind)
+    with at_once():
+        assert verify(path).verdict in (Verdict.CORRUPT, Verdict.INCOMPLETE)
+        with pytest.raises(CorruptCheckpoint, match=name):
+            Stored(path)
+
+
+def put(file: Path, kind: str) -> None:
+    if kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to("/dev/zero" if kind == "device" else file.name)
+
+
+def test_every_dtype_that_a_buffer_can_have_has_its_size() -> None:
+    """Or a checkpoint of such a model could be saved and not be loaded."""
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    for dtype in dtypes:
+        name = str(dtype).removeprefix("torch.")
+        if not name.startswith(("q", "bits", "uint", "int", "float4")) or name in ITEMSIZES:
+            assert ITEMSIZES[name] == dtype.itemsize
+    assert {f"{kind}int{n}" for kind in ("", "u") for n in (8, 16, 32, 64)} <= ITEMSIZES.keys()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2)
+def test_an_older_one_is_gone_on_from(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    program = Program(topology)
+    program.train(1)
+    older = program.save(folder)
+    expected = fingerprint(program)
+    program.train(1)
+    newer = program.save(folder)
+    sound = (newer / MANIFEST_FILE).read_bytes()
+    harms: list[Callable[[], object]] = [
+        lambda: (newer / MANIFEST_FILE).write_text("[" * 100_000),
+        lambda: resigned(newer, in_dataset(0, offset=-4096)),
+        lambda: resigned(newer, in_meta(optimizer=[])),
+        lambda: put(remove(newer / MANIFEST_FILE), "fifo"),
+    ]
+    for harm in harms:
+        comm.Barrier()
+        if comm.rank == 0:
+            harm()
+        comm.Barrier()
+        parallel_assert(comm, program.load(folder).path == older)
+        parallel_assert(comm, fingerprint(program) == expected)
+        comm.Barrier()
+        if comm.rank == 0:
+            (newer / MANIFEST_FILE).unlink()
+            (newer / MANIFEST_FILE).write_bytes(sound)
+    for change, message in (
+        (
+            lambda b: b["meta"]["optimizer"]["groups"][1].update(lr="fast"),
+            "lr of group 1 is 'fast'",
+        ),
+        (lambda b: b["meta"]["optimizer"]["groups"][0].update(betas=[0.9]), "betas of group 0"),
+        (lambda b: b["meta"]["rng"][0].__setitem__(1, b["meta"]["rng"][0][1] - 1), "dataset /rng"),
+    ):
+        comm.Barrier()
+        if comm.rank == 0:
+            resigned(newer, change)
+        comm.Barrier()
+        kind = CorruptCheckpoint if "rng" in message else CheckpointMismatch
+        raises_on_all(comm, kind, message, lambda: program.load(newer))
+    raises_on_all(
+        comm,
+        hpczero.errors.ConfigError,
+        "has the key '1' twice",
+        lambda: hpczero.checkpoint.save(
+            folder, program.model, step=9, extra=cast("dict[str, str]", {1: "a", "1": "b"})
+        ),
+    )
+    program.close()

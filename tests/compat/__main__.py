@@ -1,0 +1,58 @@
+"""``python -m tests.compat`` writes the tables of docs/compatibility.md from the constructs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.compat import architectures, libraries, table
+from tests.compat.construct import Construct
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
+BEGIN, END = "<!-- tables -->\n", "<!-- end of tables -->\n"
+SECTIONS = {
+    **table.SECTIONS,
+    "transformers, trained with `labels=...`": architectures.CONSTRUCTS,
+    "transformers, peft, accelerate": libraries.CONSTRUCTS,
+}
+
+
+def outcome(construct: Construct) -> str:
+    """What the second column says."""
+    if not construct.refused:
+        return "works"
+    stages = construct.refused_stages
+    where = "" if stages is None else f" at stage {', '.join(map(str, stages))}"
+    said = "* or *".join(construct.refused.split("|"))
+    whose = " by torch itself" if construct.by_torch else ""
+    return f"refused{where}{whose}: *{said}*"
+
+
+def tables() -> str:
+    """All of them, a heading before each."""
+    lines = []
+    for heading, constructs in SECTIONS.items():
+        lines += [f"\n## {heading}\n", "| Code | Outcome | Note |", "|---|---|---|"]
+        lines += [f"| {each.says} | {outcome(each)} | {each.remark} |" for each in constructs]
+    return "\n".join(lines) + "\n\n"
+
+
+def count() -> str:
+    """The line of figures above the tables."""
+    every = [each for constructs in SECTIONS.values() for each in constructs]
+    works = sum(not each.refused for each in every)
+    partly = sum(each.refused_stages is not None for each in every)
+    return (
+        f"{len(every)} constructs: {works} work, {partly} work at stages 0 to 2 and are refused at stage 3, "
+        f"{len(every) - works - partly} are refused.\n"
+    )
+
+
+def expected(text: str) -> str:
+    """``text`` with its tables as they should be."""
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    return f"{before}{BEGIN}\n{count()}{tables()}{END}{after}"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(expected(DOCUMENT.read_text()))

@@ -1,0 +1,327 @@
+# mypy: disable-error-code="override, union-attr, operator, index, assignment, call-overload, misc, type-arg"
+# Code as others write it: most of it has no types.
+"""Blocks that change what they are given, or look at its identity."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.compat.construct import WIDTH, Construct, Net, Place, Residual, net, vectors
+
+
+class Appends(Residual):
+    def forward(self, x: Tensor, found: list[Tensor]) -> Tensor:
+        x = super().forward(x)
+        found.append(x)
+        return x
+
+
+class SumsAList(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, found)
+        y: Tensor = self.head(x + sum(found))
+        return y
+
+
+class Down(Residual):
+    def forward(self, x: Tensor, skips: list[Tensor]) -> Tensor:
+        skips.append(self.branch(x))
+        return torch.tanh(x)
+
+
+class Up(Residual):
+    def forward(self, x: Tensor, skips: list[Tensor]) -> Tensor:
+        return self.branch(x + skips.pop())
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(Down() for _ in range(2))
+        self.up = nn.ModuleList(Up() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips: list[Tensor] = []
+        for block in [*self.down, *self.up]:
+            x = block(x, skips)
+        assert not skips, "every skip was used"
+        y: Tensor = self.head(x)
+        return y
+
+
+class AddsAuxiliaryLoss(Residual):
+    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
+        y = self.branch(x)
+        losses.append(y.square().mean())
+        return x + y
+
+
+class AuxiliaryLosses(Net):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        losses: list[Tensor] = []
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, losses)
+        return self.head(x), torch.stack(losses).sum()
+
+
+def with_auxiliary(model: nn.Module, batch: Any) -> Tensor:
+    output, auxiliary = model(batch[0])
+    return F.mse_loss(output, batch[1]) + 0.3 * auxiliary
+
+
+class WritesState(Residual):
+    def forward(self, state: dict[str, Tensor]) -> None:
+        state["previous"] = state["h"]
+        state["h"] = super().forward(state["h"]) + 0.1 * state.get("previous", 0)
+
+
+class SharedState(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        state = {"h": self.stem(x)}
+        for block in self.blocks:
+            block(state)
+        y: Tensor = self.head(state["h"] * state["previous"])
+        return y
+
+
+class GainsLogits(Net):
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        batch["logits"] = super().forward(batch["x"])
+        return batch
+
+
+class GainsLogitsSilently(Net):
+    def forward(self, batch: dict[str, Tensor]) -> None:
+        batch["logits"] = super().forward(batch["x"])
+
+
+def named(place: Place) -> dict[str, Tensor]:
+    x, y = vectors(place)
+    return {"x": x, "y": y}
+
+
+def loss_of_batch(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    model(batch)
+    return F.mse_loss(batch["logits"], batch["y"])
+
+
+class AsksIdentity(Residual):
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        return self.branch(x) if context is x else super().forward(x)
+
+
+class PassesItself(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, context=x)
+        y: Tensor = self.head(x)
+        return y
+
+
+@dataclass
+class Context:
+    """What a library of today hands from block to block."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    h: Tensor | None = None
+    scale: float = 1.0
+
+
+class WritesContext(Residual):
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        context.h = self.branch(x)
+        context.losses.append(context.h.square().mean())
+        context.scale *= 0.9
+        return x + context.scale * context.h
+
+
+class ContextNet(Net):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        context = Context()
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, context)
+        assert context.h is not None
+        return self.head(x + context.h), torch.stack(context.losses).sum()
+
+
+class CachesKeys(Residual):
+    def forward(self, x: Tensor, cache: list[Any], layer: int) -> Tensor:
+        keys = self.inner(x)
+        cache[layer] = keys if cache[layer] is None else torch.cat([cache[layer], keys])
+        y: Tensor = x + self.outer(torch.tanh(cache[layer])).mean(0)
+        return y
+
+
+class KeyValueCache(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        cache: list[Any] = [None] * len(self.blocks)
+        for part in x.split(2):
+            h = self.stem(part)
+            for layer, block in enumerate(self.blocks):
+                h = block(h, cache, layer)
+        first: Tensor = self.head(torch.cat([h, h]))
+        return first + sum(each.sum() for each in cache) * 0.01
+
+
+Pair = namedtuple("Pair", "x memory")
+
+
+class TakesPair(Residual):
+    def forward(self, pair: Any) -> Any:
+        memory = pair.memory + super().forward(pair.x)
+        return pair._replace(x=self.branch(pair.x), memory=memory)
+
+
+class PairNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        pair = Pair(self.stem(x), torch.zeros_like(x))
+        for block in self.blocks:
+            pair = block(pair)
+        y: Tensor = self.head(pair.x + pair.memory)
+        return y
+
+
+class KeywordsOnly(Residual):
+    def forward(self, *, x: Tensor, mask: Tensor | None = None, **rest: Any) -> Tensor:
+        rest["seen"].append(x)
+        return super().forward(x if mask is None else x * mask)
+
+
+class CalledByKeywords(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x=x, mask=None, seen=seen)
+        y: Tensor = self.head(x + seen[0])
+        return y
+
+
+class NonePositional(Residual):
+    def forward(self, *args: Any) -> Tensor:
+        assert args[1] is None
+        assert args[2] == (None, None)
+        return super().forward(args[0])
+
+
+class CalledWithNone(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, None, (None, None))
+        y: Tensor = self.head(x)
+        return y
+
+
+class MutableDefault(Residual):
+    def forward(self, x: Tensor, seen: dict[str, int] = {}) -> Tensor:  # noqa: B006
+        seen["calls"] = seen.get("calls", 0) + 1
+        return super().forward(x) * (1.0 if seen["calls"] else 0.0)
+
+
+class Multiplies(dict):
+    """A mapping with a method of its own."""
+
+    def product(self) -> Any:
+        return self["a"] * self["b"]
+
+
+class TakesMapping(Residual):
+    def forward(self, both: Multiplies) -> Multiplies:
+        both["a"] = super().forward(both["a"])
+        both.product().sum()
+        return both
+
+
+class MappingNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        both = Multiplies(a=self.stem(x), b=torch.sigmoid(x))
+        for block in self.blocks:
+            assert block(both) is both
+        y: Tensor = self.head(both.product())
+        return y
+
+
+CONSTRUCTS = [
+    Construct("appends-to-list", "a block appends to a list it is given", net(Appends, SumsAList)),
+    Construct(
+        "unet-skips",
+        "U-Net: skips pushed to and popped from one list",
+        lambda: net(kind=lambda _: UNet())(),
+    ),
+    Construct(
+        "auxiliary-losses-in-list",
+        "auxiliary losses collected in a list argument",
+        net(AddsAuxiliaryLoss, AuxiliaryLosses),
+        loss=with_auxiliary,
+    ),
+    Construct(
+        "writes-dict",
+        "a block returns nothing and writes into a dict argument",
+        net(WritesState, SharedState),
+    ),
+    Construct(
+        "batch-gains-logits",
+        "the model writes `logits` into the batch dict and returns it",
+        net(kind=GainsLogits),
+        batch=named,
+        loss=loss_of_batch,
+    ),
+    Construct(
+        "batch-gains-logits-silently",
+        "the model writes `logits` into the batch dict and returns nothing",
+        net(kind=GainsLogitsSilently),
+        batch=named,
+        loss=loss_of_batch,
+    ),
+    Construct(
+        "identity-of-arguments",
+        "`if context is x` between two arguments",
+        net(AsksIdentity, PassesItself),
+    ),
+    Construct(
+        "context-object",
+        "results written to attributes of a context object",
+        net(WritesContext, ContextNet),
+        loss=with_auxiliary,
+    ),
+    Construct(
+        "key-value-cache",
+        "a cache list whose items a block replaces",
+        net(CachesKeys, KeyValueCache),
+    ),
+    Construct(
+        "namedtuple-argument", "a namedtuple in and out of each block", net(TakesPair, PairNet)
+    ),
+    Construct(
+        "keywords-only",
+        "blocks called by keywords only, with `**kwargs`",
+        net(KeywordsOnly, CalledByKeywords),
+    ),
+    Construct(
+        "none-arguments",
+        "`None` among positional arguments (`*args`)",
+        net(NonePositional, CalledWithNone),
+    ),
+    Construct(
+        "mutable-default", "a mutable default argument that counts calls", net(MutableDefault)
+    ),
+    Construct(
+        "mapping-subclass-argument",
+        "a dict subclass passed through blocks",
+        net(TakesMapping, MappingNet),
+    ),
+]

@@ -1,0 +1,156 @@
+# mypy: disable-error-code="override, operator, union-attr, attr-defined, index, assignment"
+"""Other models beside the one that trains: teachers, averages, critics."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
+
+from tests.compat.construct import (
+    Construct,
+    Net,
+    Place,
+    Training,
+    of_net,
+    plain_step,
+    seeded,
+)
+
+
+def keep_teacher(training: Training) -> None:
+    training.kept["teacher"] = copy.deepcopy(training.model).requires_grad_(False)
+
+
+def distil(training: Training) -> None:
+    """Mean teacher: a plain copy made before zeroify follows the model."""
+    teacher = training.kept["teacher"]
+    training.optimizer.zero_grad()
+
+    def loss(place: Place) -> Tensor:
+        x, y = training.construct.batch(place)
+        out = training.model(x)
+        return F.mse_loss(out, y) + F.mse_loss(out, teacher(x))
+
+    training.mean(loss).backward()
+    training.optimizer.step()
+    with torch.no_grad(), training.whole(training.model):
+        for mine, theirs in zip(teacher.parameters(), training.model.parameters(), strict=True):
+            mine.lerp_(theirs, 0.2)
+    training.note(sum(parameter.square().sum() for parameter in teacher.parameters()))
+
+
+def average_before(training: Training) -> None:
+    training.kept["average"] = AveragedModel(training.model)
+
+
+def average(training: Training) -> None:
+    plain_step(training)
+    with training.whole(training.model):
+        training.kept["average"].update_parameters(training.model)
+    training.note(sum(p.square().sum() for p in training.kept["average"].parameters()))
+
+
+def against_other(training: Training) -> None:
+    training.kept["other"] = seeded(Net, 9).requires_grad_(False)
+
+
+def through_other(training: Training) -> None:
+    """A perceptual loss: the gradient passes through a plain network."""
+    training.optimizer.zero_grad()
+    other = training.kept["other"]
+
+    def loss(place: Place) -> Tensor:
+        x, y = training.construct.batch(place)
+        out = training.model(x)
+        seen = other(torch.cat([out, out], dim=1))
+        return F.mse_loss(out, y) + F.mse_loss(seen, y)
+
+    training.mean(loss).backward()
+    training.optimizer.step()
+
+
+class Adversaries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = Net()
+        self.discriminator = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def children(model: nn.Module) -> list[nn.Module]:
+    return list(model.children())
+
+
+def gan(training: Training) -> None:
+    """Two models, two optimizers; detach for one, gradients thrown away for the other."""
+    generator, discriminator = training.models
+    first, second = training.optimizers
+
+    def judge(place: Place) -> Tensor:
+        x, real = training.construct.batch(place)
+        fake = generator(x).detach()
+        return F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(fake)).mean()
+
+    def fool(place: Place) -> Tensor:
+        x, real = training.construct.batch(place)
+        fake = generator(x)
+        return F.softplus(-discriminator(fake)).mean() + F.mse_loss(fake, real)
+
+    second.zero_grad()
+    training.mean(judge).backward()
+    second.step()
+    first.zero_grad()
+    training.mean(fool).backward()
+    first.step()
+
+
+def actor_critic(training: Training) -> None:
+    """One loss over two models, one backward, two steps."""
+    for optimizer in training.optimizers:
+        optimizer.zero_grad()
+
+    def loss(place: Place) -> Tensor:
+        x, y = training.construct.batch(place)
+        out = training.models[0](x)
+        return F.mse_loss(out, y) + training.models[1](out).square().mean()
+
+    training.mean(loss).backward()
+    for optimizer in training.optimizers:
+        optimizer.step()
+
+
+CONSTRUCTS = [
+    of_net(
+        "mean-teacher",
+        "an EMA teacher: a plain copy made before zeroify",
+        distil,
+        before=keep_teacher,
+    ),
+    of_net(
+        "averaged-model",
+        "`AveragedModel`, made before zeroify",
+        average,
+        before=average_before,
+        remark="`gathered` around `update_parameters`",
+    ),
+    of_net(
+        "perceptual", "a loss through a plain frozen network", through_other, after=against_other
+    ),
+    Construct(
+        "gan",
+        "a GAN: two models, two optimizers, `detach`",
+        lambda: seeded(Adversaries),
+        parts=children,
+        step=gan,
+    ),
+    Construct(
+        "actor-critic",
+        "one loss over two models",
+        lambda: seeded(Adversaries),
+        parts=children,
+        step=actor_critic,
+    ),
+]

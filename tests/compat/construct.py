@@ -1,0 +1,258 @@
+"""Construct: one habit of other people's code, written once, run by plain torch and by hpczero, told in one line.
+
+Must not know: what drives it (`runner.py`). A construct's code is what a user would write without having heard of
+hpczero; where the way out of a refusal needs a call of hpczero, it goes through `Training`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+TOLERANCE = (
+    1e-6  # of the largest magnitude in a tensor; the reason is in tests/equality/reference.py
+)
+M = TypeVar("M", bound=nn.Module)
+WIDTH = 6
+Batch = Any
+
+
+@dataclass(frozen=True)
+class Place:
+    """Whose batch it is, and when."""
+
+    rank: int
+    step: int
+    micro: int = 0
+
+    @property
+    def seed(self) -> int:
+        return 1 + self.rank + 100 * self.micro + 10_000 * self.step
+
+    def normal(self, *shape: int) -> Tensor:
+        """Normal numbers of this place alone, larger on higher ranks, so that a lost rank shows."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randn(*shape, generator=generator) * (1.0 + 0.5 * self.rank)
+
+    def integers(self, high: int, *shape: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + 7)
+        return torch.randint(0, high, shape, generator=generator)
+
+
+class Training:
+    """What a training loop has at hand; `runner.py` has the two kinds.
+
+    Attributes:
+        models, optimizers: what trains; mostly one of each.
+        ranks: the ranks whose batches this process trains on.
+        step: from 0.
+        kept: whatever the construct keeps between steps.
+        numbers: what the loop saw and would log; compared.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], construct: Construct
+    ) -> None:
+        self.models, self.optimizers, self.construct = list(models), list(optimizers), construct
+        self.step = 0
+        self.kept: dict[str, Any] = {}
+        self.numbers: list[float] = []
+
+    @property
+    def model(self) -> nn.Module:
+        return self.models[0]
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.optimizers[0]
+
+    def mean(self, value: Callable[[Place], Tensor], micro: int = 0) -> Tensor:
+        """The loss ``value`` of this process: its own, or where one process stands for all ranks, their mean."""
+        raise NotImplementedError
+
+    def loss(self, micro: int = 0) -> Tensor:
+        """The construct's loss, likewise."""
+        construct, subject = self.construct, self.construct.subject(self)
+        return self.mean(lambda place: construct.loss(subject, construct.batch(place)), micro)
+
+    def note(self, number: float | Tensor) -> None:
+        """Something the loop would log, the same on all ranks."""
+        self.numbers.append(float(torch.as_tensor(number).detach()))
+
+    def whole(self, model: nn.Module, *, change: bool = False) -> AbstractContextManager[None]:
+        """Parameters may be read inside; with ``change`` also written."""
+        del model, change
+        return nullcontext()
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    """SGD: unlike Adam's, its updates show a gradient that is scaled wrongly."""
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+def vectors(place: Place) -> Batch:
+    """Inputs (4, 6) and targets (4, 3)."""
+    return place.normal(4, WIDTH), Place(place.rank, place.step, 50).normal(4, 3)
+
+
+def squared_error(model: nn.Module, batch: Batch) -> Tensor:
+    """Of the model's output."""
+    *inputs, targets = batch
+    return F.mse_loss(model(*inputs), targets)
+
+
+def plain_step(training: Training) -> None:
+    """As in every tutorial."""
+    training.optimizer.zero_grad()
+    training.loss().backward()
+    training.optimizer.step()
+
+
+def the_model(training: Training) -> nn.Module:
+    return training.model
+
+
+def nothing(training: Training) -> None:
+    """No preparation."""
+
+
+def one_part(model: nn.Module) -> list[nn.Module]:
+    return [model]
+
+
+@dataclass(frozen=True)
+class Construct:
+    """One line of docs/compatibility.md.
+
+    Attributes:
+        name: short, unique; the test's id.
+        says: what the code does, in the words of the table.
+        build: the model, the same on every call.
+        batch: what a rank trains on at a place.
+        loss: of a model on a batch.
+        step: one step of training in the foreign manner.
+        optimizer: one for each part.
+        parts: the models in ``build()`` that are sharded each by itself.
+        before, after: what the user does with model and optimizer before zeroify, and after it.
+        subject: what ``loss`` calls, if the user has wrapped the model.
+        refused: words of the error, with "|" between those of several stages; empty if it works.
+        stages: where it was tried.
+        refused_stages: where it is refused, of ``stages``; elsewhere it works. None: at all.
+        precision: of hpczero; the reference is always fp32.
+        ranks: where it is tried; None: 2, and 1 by its name.
+        tolerance: another than that of rounding in fp32.
+        by_torch: the error is torch's own, as without hpczero.
+        remark: the way out, or what to know.
+        steps: how many.
+    """
+
+    name: str
+    says: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[Place], Batch] = vectors
+    loss: Callable[[Any, Batch], Tensor] = squared_error
+    step: Callable[[Training], None] = plain_step
+    optimizer: Callable[[nn.Module], Optimizer] = sgd
+    parts: Callable[[nn.Module], list[nn.Module]] = one_part
+    before: Callable[[Training], None] = nothing
+    after: Callable[[Training], None] = nothing
+    subject: Callable[[Training], Any] = the_model
+    refused: str = ""
+    stages: tuple[int, ...] = (0, 3)
+    refused_stages: tuple[int, ...] | None = None
+    precision: str = "fp32"
+    ranks: tuple[int, ...] | None = None
+    tolerance: float = TOLERANCE
+    by_torch: bool = False
+    remark: str = ""
+    steps: int = 3
+
+    def expects(self, stage: int) -> str:
+        """What the error must say at ``stage``; empty if it has to work."""
+        stages = self.stages if self.refused_stages is None else self.refused_stages
+        return self.refused if stage in stages else ""
+
+
+def seeded(build: Callable[[], M], seed: int = 5) -> M:
+    """``build()`` with the same values on every call, none of them zero."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = build()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.is_floating_point() or parameter.is_complex():
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+class Residual(nn.Module):
+    """The innocent block: two layers beside a shortcut."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width + 1)
+        self.outer = nn.Linear(width + 1, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x)
+
+    def branch(self, x: Tensor) -> Tensor:
+        y: Tensor = self.outer(torch.tanh(self.inner(x)))
+        return y
+
+
+class Net(nn.Module):
+    """Three blocks in a list, each a unit, between two layers of the root unit."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Residual, blocks: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+def net(
+    block: Callable[[], nn.Module] = Residual, kind: Callable[..., nn.Module] = Net
+) -> Callable[[], nn.Module]:
+    """Builds ``kind`` of three ``block``."""
+    return lambda: seeded(lambda: kind(block))
+
+
+class Wrapper(nn.Module):
+    """What a framework puts around a model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def wrap(training: Training) -> None:
+    training.kept["wrapper"] = Wrapper(training.model)
+
+
+def the_wrapper(training: Training) -> Any:
+    return training.kept["wrapper"]
+
+
+def of_net(
+    name: str, says: str, step: Callable[[Training], None] = plain_step, **more: Any
+) -> Construct:
+    """A construct of the innocent net."""
+    return Construct(name, says, more.pop("build", net()), step=step, **more)

@@ -1,0 +1,98 @@
+# mypy: disable-error-code="override"
+"""Blocks that change the tensors they are given."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tests.compat.construct import WIDTH, Construct, Net, Residual, net
+
+
+class InPlaceAdd(Residual):
+    def forward(self, h: Tensor) -> Tensor:
+        h += self.outer(self.inner(torch.tanh(h)))  # nothing here keeps h for backward
+        return h
+
+
+class InPlaceAddWithoutReturn(Residual):
+    def forward(self, h: Tensor) -> None:
+        h += self.outer(self.inner(torch.tanh(h)))
+
+
+class TrustsInPlace(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.stem(x)) * 1.5
+        for block in self.blocks:
+            block(h)
+        y: Tensor = self.head(h)
+        return y
+
+
+class FillsColumn(Residual):
+    def forward(self, x: Tensor, out: Tensor, i: int) -> None:
+        out[i] = self.branch(x)
+
+
+class FilledByBlocks(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        out = torch.zeros(len(self.blocks), *x.shape)
+        for i, block in enumerate(self.blocks):
+            block(x, out, i)
+        y: Tensor = self.head(out.prod(0) + out.sum(0))
+        return y
+
+
+class InPlaceActivation(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+class ReadsAfterwards(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            h = x * 1.5
+            x = block(h) + h  # h went through the block's ReLU
+        y: Tensor = self.head(x)
+        return y
+
+
+class ScalesElement(Residual):
+    def forward(self, tensors: list[Tensor]) -> Tensor:
+        tensors[0].mul_(torch.sigmoid(self.branch(tensors[1])))
+        return tensors[0]
+
+
+class ScaledInList(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        h = x * 2.0
+        for block in self.blocks:
+            block([h, x])
+        y: Tensor = self.head(h)
+        return y
+
+
+CONSTRUCTS = [
+    Construct("in-place-add", "`h += f(h)` in a block that returns `h`", net(InPlaceAdd)),
+    Construct(
+        "in-place-add-no-return",
+        "`h += f(h)` in a block that returns nothing",
+        net(InPlaceAddWithoutReturn, TrustsInPlace),
+    ),
+    Construct(
+        "fills-out", "`out[i] = f(x)` into a tensor argument", net(FillsColumn, FilledByBlocks)
+    ),
+    Construct(
+        "in-place-activation",
+        "`nn.ReLU(inplace=True)` on a block's input, which the caller reads afterwards",
+        net(InPlaceActivation, ReadsAfterwards),
+    ),
+    Construct(
+        "in-place-in-list",
+        "in-place on a tensor inside a list argument",
+        net(ScalesElement, ScaledInList),
+    ),
+]

@@ -1,0 +1,399 @@
+# mypy: disable-error-code="attr-defined, override, assignment, call-overload, index, misc, operator, type-arg"
+"""Blocks and models whose results are in no tuple, list or dict."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Normal
+from torch.nn import functional as F
+
+from tests.compat.construct import WIDTH, Construct, Net, Residual, net
+
+
+@dataclass
+class State:
+    """Not registered with pytree."""
+
+    h: Tensor
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class FrozenState:
+    h: Tensor
+    inner: Any
+
+
+class Slotted:
+    __slots__ = ("count", "h")
+
+    def __init__(self, h: Tensor) -> None:
+        self.h, self.count = h, 1
+
+
+class Plain:
+    """An object as anybody writes it."""
+
+    def __init__(self, h: Tensor) -> None:
+        self.results = {"deep": [SimpleNamespace(h=h)]}
+
+    @property
+    def h(self) -> Tensor:
+        h: Tensor = self.results["deep"][0].h
+        return h
+
+
+class Output(OrderedDict):
+    """Items that are attributes too, as in transformers."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+class Bag(dict):
+    """A dict subclass whose tensor is an attribute."""
+
+    def __init__(self, h: Tensor) -> None:
+        super().__init__(kind="bag")
+        self.h = h
+
+
+class Sequence(list):
+    @property
+    def h(self) -> Tensor:
+        return self[0]
+
+
+class Mapping(UserDict):
+    @property
+    def h(self) -> Tensor:
+        return self["h"]
+
+
+NamedState = namedtuple("NamedState", "h count")
+
+
+def wraps(wrap: Callable[[Tensor], Any]) -> type[Residual]:
+    """A block whose output is ``wrap(tensor)``; its input is what the block before has returned."""
+
+    class Wraps(Residual):
+        def forward(self, x: Any) -> Any:
+            return wrap(super().forward(x if isinstance(x, Tensor) else x.h))
+
+    return Wraps
+
+
+class Unwraps(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x.h)
+        return y
+
+
+class OneBlockThrice(Unwraps):
+    """Weights shared by three calls of one block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for _ in range(3):
+            x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x)
+        y: Tensor = self.head(x.h)
+        return y
+
+
+class KeepsLoss(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.branch(x)
+        self.auxiliary = y.square().mean()
+        return x + y
+
+
+class SumsKeptLosses(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + 0.1 * sum(block.auxiliary for block in self.blocks)
+
+
+class OutputOnAttribute(Residual):
+    def forward(self, x: Tensor) -> None:
+        self.output = super().forward(x)
+
+
+class ReadsAttributes(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            block(x)
+            x = block.output
+        y: Tensor = self.head(x)
+        return y
+
+
+class KeepsModelLoss(Net):
+    def forward(self, x: Tensor, y: Tensor) -> None:
+        self.loss = F.mse_loss(super().forward(x), y)
+
+
+def loss_on_attribute(model: nn.Module, batch: Any) -> Tensor:
+    assert model(*batch) is None
+    loss: Tensor = model.loss
+    return loss
+
+
+class WritesBoard(Residual):
+    def forward(self, board: Any) -> None:
+        board.h = super().forward(board.h)
+
+
+class Blackboard(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        board = SimpleNamespace(h=self.stem(x))
+        for block in self.blocks:
+            block(board)
+        y: Tensor = self.head(board.h)
+        return y
+
+
+class Generates(Residual):
+    """Its body runs when the caller iterates."""
+
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        for part in x.split(2):
+            yield part + self.branch(part)
+
+
+class Iterates(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = torch.cat(list(block(x)))
+        y: Tensor = self.head(x)
+        return y
+
+
+class Postpones(Residual):
+    def forward(self, x: Tensor) -> Callable[[], Tensor]:
+        y = self.branch(x)
+        return lambda: x + y
+
+
+class CallsLater(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)()
+        y: Tensor = self.head(x)
+        return y
+
+
+class Gaussian(Residual):
+    def forward(self, x: Tensor) -> Normal:
+        y = self.branch(x)
+        return Normal(x + y, F.softplus(y) + 0.1, validate_args=False)
+
+
+class Samples(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x).rsample()
+        y: Tensor = self.head(x)
+        return y
+
+
+class DistributionModel(Net):
+    def forward(self, x: Tensor) -> Normal:
+        y = super().forward(x)
+        return Normal(y, F.softplus(y) + 0.1, validate_args=False)
+
+
+def likelihood(model: nn.Module, batch: Any) -> Tensor:
+    return -model(batch[0]).log_prob(batch[1]).mean()
+
+
+class Marked(Tensor):
+    """A tensor subclass."""
+
+
+class Marks(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).as_subclass(Marked)
+
+
+class ReturnsItself(Residual):
+    """A fluent interface."""
+
+    def forward(self, x: Any) -> Any:
+        self.h = super().forward(x if isinstance(x, Tensor) else x.h)
+        return self
+
+
+class ViewOut(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(2, 2, WIDTH)[:, :, :].transpose(0, 1)
+
+
+class FlattensViews(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+            x *= 0.9  # a view, changed in place by the caller
+            x = x.reshape(4, WIDTH)
+        y: Tensor = self.head(x)
+        return y
+
+
+class ReturnsInput(Residual):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.branch(x)
+
+
+class SumsPairs(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = sum(block(x))
+        y: Tensor = self.head(x)
+        return y
+
+
+class Nested(Residual):
+    def forward(self, x: Any) -> Any:
+        x = x["out"][0]["h"] if isinstance(x, dict) else x
+        return {"out": [{"h": super().forward(x)}, None, 3], "name": "nested"}
+
+
+class ReadsNested(Net):
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return {"predictions": (self.head(x["out"][0]["h"]),)}
+
+
+def of_nested(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0])["predictions"][0], batch[1])
+
+
+class UnusedOutput(Residual):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), self.inner(x).sum()
+
+
+class DropsOutput(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x, _ = block(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+def in_wrapper(name: str, says: str, wrap: Callable[[Tensor], Any]) -> Construct:
+    return Construct(name, f"a block returns {says}", net(wraps(wrap), Unwraps))
+
+
+CONSTRUCTS = [
+    in_wrapper("dataclass-output", "a dataclass that pytree does not know", State),
+    in_wrapper(
+        "frozen-dataclass-output",
+        "a frozen dataclass inside another",
+        lambda h: FrozenState(h, FrozenState(h * 2, None)),
+    ),
+    in_wrapper("slots-output", "an object with `__slots__`", Slotted),
+    in_wrapper("object-output", "an object that holds dicts, lists and objects", Plain),
+    in_wrapper(
+        "ordered-dict-output", "an OrderedDict subclass with attributes", lambda h: Output(h=h)
+    ),
+    in_wrapper("dict-subclass-output", "a dict subclass whose tensor is an attribute", Bag),
+    in_wrapper("list-subclass-output", "a list subclass", lambda h: Sequence([h])),
+    in_wrapper("userdict-output", "a `UserDict`", lambda h: Mapping(h=h)),
+    in_wrapper("namedtuple-output", "a namedtuple", lambda h: NamedState(h, 1)),
+    in_wrapper("namespace-output", "a `SimpleNamespace`", lambda h: SimpleNamespace(h=h)),
+    Construct(
+        "shared-block-dataclass",
+        "one block called three times, returning a dataclass",
+        net(wraps(State), OneBlockThrice),
+    ),
+    Construct(
+        "shared-block-object",
+        "one block called three times, returning an object",
+        net(wraps(Plain), OneBlockThrice),
+    ),
+    Construct(
+        "loss-on-block-attribute",
+        "a block leaves an auxiliary loss on an attribute",
+        net(KeepsLoss, SumsKeptLosses),
+    ),
+    Construct(
+        "output-on-attribute",
+        "a block returns nothing and leaves its output on an attribute",
+        net(OutputOnAttribute, ReadsAttributes),
+    ),
+    Construct(
+        "loss-on-model-attribute",
+        "the model returns nothing and leaves its loss on an attribute",
+        net(kind=KeepsModelLoss),
+        loss=loss_on_attribute,
+    ),
+    Construct(
+        "writes-object",
+        "a block returns nothing and writes its result to an object",
+        net(WritesBoard, Blackboard),
+    ),
+    Construct(
+        "generator-output",
+        "a block is a generator: its body runs while the caller iterates",
+        net(Generates, Iterates),
+        refused="is sharded and its memory given back",
+        refused_stages=(3,),
+        remark="return a list",
+    ),
+    Construct(
+        "closure-output",
+        "a block returns a function that holds its result",
+        net(Postpones, CallsLater),
+    ),
+    Construct(
+        "distribution-block",
+        "a block returns a `torch.distributions.Normal`",
+        net(Gaussian, Samples),
+    ),
+    Construct(
+        "distribution-model",
+        "the model returns a distribution",
+        net(kind=DistributionModel),
+        loss=likelihood,
+    ),
+    Construct("tensor-subclass-output", "a block returns a tensor subclass", net(Marks)),
+    Construct("module-output", "a block returns itself", net(ReturnsItself, Unwraps)),
+    Construct(
+        "view-output",
+        "a block returns a view, which the caller changes in place",
+        net(ViewOut, FlattensViews),
+    ),
+    Construct(
+        "returns-input", "a block returns its input beside its output", net(ReturnsInput, SumsPairs)
+    ),
+    Construct(
+        "nested-output",
+        "tensors nested in dicts and lists among other things",
+        net(Nested, ReadsNested),
+        loss=of_nested,
+    ),
+    Construct("unused-output", "one of two outputs goes unused", net(UnusedOutput, DropsOutput)),
+]

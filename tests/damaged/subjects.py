@@ -1,0 +1,362 @@
+"""Every kind of file that the project reads: one that is sound, and what a reader makes of it.
+
+A subject's ``make`` fills a folder and gives the file that will come to harm; ``read`` gives all that the project's own
+reader takes from that folder, as a value that can be compared. It may raise; it may write into the folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+import hpczero
+from hpczero import resume
+from hpczero.attempts import Attempts
+from hpczero.checkpoint.exporting import Form, export
+from hpczero.checkpoint.lock import Lock
+from hpczero.checkpoint.verify import Verdict, verify
+from hpczero.checkpoint.weightfiles import WeightFiles
+from hpczero.config import EvaluationOptions, RunConfig, RunOptions, TrainOptions
+from hpczero.data import ByteTokenizer, Corpus, TokenFile, appendix, prepare
+from hpczero.environment import Environment
+from hpczero.errors import CheckpointBusy
+from hpczero.metrics import MetricsFile, StepMetrics, read_metrics
+from hpczero.models import GPT, GPTConfig
+from hpczero.options import to_toml
+from hpczero.runfolder import RunFolder
+from hpczero.weights import Weights, write_weights
+from tests.checkpoint.damage import fingerprint
+from tests.checkpoint.foreign import checkpoint, other_state, state
+from tests.checkpoint.programs import Program
+
+SERIES = Environment(series="s", job="7")
+STEPS = 40
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One kind of file.
+
+    Attributes:
+        make: fills a folder; gives the file that comes to harm.
+        read: what a reader makes of the folder.
+        is_text: harm that is only for text makes sense.
+        signed: the harm is signed with a right digest before it is read, so other values are no silent ones.
+        may_be_gone: without the file nothing is wrong.
+    """
+
+    make: Callable[[Path], Path]
+    read: Callable[[Path], Any]
+    is_text: bool = False
+    signed: bool = False
+    may_be_gone: bool = False
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def program() -> Program:
+    """The one model of this process, on one rank."""
+    return Program(hpczero.Topology.of_world())
+
+
+def checkpoints(folder: Path, name: str) -> Path:
+    """An older one, and the one that comes to harm."""
+    program().train(1)
+    program().save(folder)
+    program().train(1)
+    return program().save(folder) / name
+
+
+def load(folder: Path) -> Any:
+    """What a model is after a load, and what ``verify`` says; it must not find what a load takes for sound unsound."""
+    found = program().load(folder)
+    if verify(found.path).verdict is not Verdict.SOUND:
+        raise AssertionError("loaded from a checkpoint that verify calls damaged")
+    return found.step, found.extra, fingerprint(program())
+
+
+def load_state(folder: Path) -> Any:
+    """Harm to HDF5's own part is found by ``verify`` alone."""
+    found = program().load(folder)
+    return found.step, found.extra, fingerprint(program())
+
+
+def load_and_save(folder: Path) -> Any:
+    before = load(folder)
+    program().step = 9
+    saved = program().save(folder)
+    program().step = before[0]
+    return before, saved.name, load(folder)[0]
+
+
+def locked(folder: Path) -> Path:
+    """By a job on another host, which lives."""
+    file = folder / ".lock-0123456789abcdef"
+    said = {
+        "state": "holds",
+        "host": "elsewhere",
+        "pid": 17,
+        "started": "5",
+        "job": "",
+        "restart": "0",
+    }
+    file.write_text(json.dumps(said))
+    return file
+
+
+def take_lock(folder: Path) -> str:
+    try:
+        with Lock(folder):
+            return "taken"
+    except CheckpointBusy:
+        return "busy"
+
+
+# --- token files -----------------------------------------------------------------------------------------------------
+
+
+def token_file(folder: Path) -> Path:
+    text = folder / "text"
+    text.write_text("".join(f"line {n} of the book\n" for n in range(9000)))
+    prepare(Corpus.of_paths([text]), folder / "tokens.h5")
+    text.unlink()
+    return folder / "tokens.h5"
+
+
+def old_token_file(folder: Path) -> Path:
+    draw = np.random.default_rng(5)
+    with h5py.File(folder / "tokens.h5", "w") as file:
+        file.attrs.update({"format": "hpczero tokens", "version": 1, "source_sha256": "ab"})
+        file.attrs["tokenizer"] = ByteTokenizer().to_json()
+        for split in ("train", "validation"):
+            group = file.create_group(split)
+            group.attrs.update({"documents": 3, "text_nbytes": 70_000})
+            row = draw.integers(0, 257, 70_000, dtype=np.uint16)
+            group.create_dataset("tokens", data=row, chunks=(2**15,), maxshape=(None,))
+    return folder / "tokens.h5"
+
+
+def tokens(folder: Path) -> Any:
+    with TokenFile.open(folder / "tokens.h5") as file:
+        seen: list[Any] = [file.tokenizer.to_json(), file.source_sha256]
+        for split in (file.train, file.validation):
+            seen += [split.documents, split.text_nbytes, str(split.dtype), len(split)]
+            seen.append(hashlib.sha256(split[: len(split)].tobytes()).hexdigest())
+    return seen
+
+
+# --- run folders -----------------------------------------------------------------------------------------------------
+
+
+def config() -> RunConfig:
+    train = TrainOptions(steps=STEPS, global_batch=12)
+    return RunConfig(run=RunOptions(name="r"), train=train, evaluation=EvaluationOptions(every=10))
+
+
+def run_folder(folder: Path) -> RunFolder:
+    found = RunFolder(folder / "r")
+    (found.checkpoints / "step-000000020").mkdir(parents=True)
+    found.config.write_text(to_toml(config()))
+    return found
+
+
+def config_file(folder: Path) -> Path:
+    return run_folder(folder).config
+
+
+def begin_again(folder: Path) -> Any:
+    """Where the run would go on, and whether it has anything to do."""
+    found = RunFolder(folder / "r")
+    chosen = resume.choose(config(), found)
+    resume.tell_changes(found, config())
+    return None if chosen is None else chosen.relative_to(folder)
+
+
+def metrics_file(folder: Path) -> Path:
+    file = MetricsFile(folder / "metrics.jsonl")
+    for step in range(1, 31):
+        values: dict[str, Any] = {f.name: step / 7 for f in dataclasses.fields(StepMetrics)}
+        values |= {f.name: None for f in dataclasses.fields(StepMetrics) if "device" in f.name}
+        file.write(StepMetrics(**{**values, "step": step, "tokens": 12 * step}))
+    file.close()
+    return folder / "metrics.jsonl"
+
+
+def metrics(folder: Path) -> Any:
+    """As a run that goes on after step 20 leaves them."""
+    MetricsFile(folder / "metrics.jsonl", start=20).close()
+    return [step.to_json() for step in read_metrics(folder / "metrics.jsonl")]
+
+
+def attempts_file(folder: Path) -> Path:
+    found = run_folder(folder)
+    for _ in range(2):
+        attempts = Attempts(found, SERIES)
+        attempts.start(ranks=2, host="host1")
+        attempts.begin(20)
+        attempts.end(21, 75)
+    return found.attempts
+
+
+def attempt(folder: Path) -> Any:
+    """What the next start of the series does."""
+    attempts = Attempts(RunFolder(folder / "r"), SERIES)
+    finished = attempts.finished(STEPS)
+    attempts.start(ranks=2, host="host1")
+    return finished, to_toml(attempts.settle(config()))
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def exported(folder: Path) -> Path:
+    export(checkpoint(folder / "run", state()), folder / "weights", Form(dtype="bf16"))
+    (file,) = (folder / "weights").glob("*.safetensors")
+    return file
+
+
+def index(folder: Path) -> Path:
+    exported(folder)
+    (file,) = (folder / "weights").glob("*.index.json")
+    return file
+
+
+def foreign_safetensors(folder: Path) -> Path:
+    (folder / "weights").mkdir()
+    tensors = {name: value for name, value in other_state().items() if name != "back.weight"}
+    save_file(tensors, folder / "weights" / "w.safetensors")
+    return folder / "weights" / "w.safetensors"
+
+
+def torch_file(folder: Path) -> Path:
+    (folder / "weights").mkdir()
+    torch.save(other_state(), folder / "weights" / "w.pt")
+    return folder / "weights" / "w.pt"
+
+
+def weights(folder: Path) -> Any:
+    found = WeightFiles(folder / "weights")
+    found.check()
+    return {n: (str(h.dtype), h.shape, h.whole().tolist()) for n, h in sorted(found.items())}
+
+
+def final_weights(folder: Path) -> Path:
+    sizes = GPTConfig(vocab_size=257, context=8, layers=1, hidden=8, heads=2)
+    model = GPT(sizes)
+    model.initialize_all(seed=3)
+    file = folder / "model.safetensors"
+    parameters = dict(model.named_parameters())
+    write_weights(file, parameters, model=sizes, tokenizer=ByteTokenizer(), step=7)
+    return file
+
+
+def sampled(folder: Path) -> Any:
+    """As the sampling command takes them."""
+    found = Weights(folder)
+    with torch.device("meta"):
+        model = GPT(found.model)
+    values = {}
+    for name, parameter in model.named_parameters():
+        values[name] = torch.empty(parameter.shape)
+        found.read_into(name, values[name])
+    texts = [found.tokenizer.to_json(), found.step, found.model]
+    return texts, {name: value.tolist() for name, value in values.items()}
+
+
+# --- signed after the harm -------------------------------------------------------------------------------------------
+
+
+def signed_manifest(folder: Path) -> Path:
+    """Its object, which ``load_signed`` makes a manifest of."""
+    file = checkpoints(folder / "ckpt", "manifest.json")
+    body = json.loads(file.read_text())
+    del body["sha256"]
+    (folder / "body").write_text(json.dumps(body))
+    return folder / "body"
+
+
+def load_signed(folder: Path) -> Any:
+    head = (folder / "body").read_text(errors="replace").rstrip()[:-1]
+    digest = hashlib.sha256(head.encode()).hexdigest()
+    newest = max((folder / "ckpt").glob("step-*"))
+    (newest / "manifest.json").write_text(f'{head}, "sha256": "{digest}"}}')
+    return load_state(folder / "ckpt")
+
+
+def signed_tokens(folder: Path) -> Path:
+    """The description at the end of a token file."""
+    data = token_file(folder).read_bytes()
+    nbytes = int(data[-appendix.LINE_NBYTES :].split(b"described in ")[1].split(b",")[0])
+    (folder / "rest").write_bytes(data[: -appendix.LINE_NBYTES - nbytes])
+    (folder / "body").write_bytes(data[-appendix.LINE_NBYTES - nbytes : -appendix.LINE_NBYTES])
+    return folder / "body"
+
+
+def read_signed_tokens(folder: Path) -> Any:
+    rest, text = (folder / "rest").read_bytes(), (folder / "body").read_bytes()
+    nbytes = len(rest) + len(text) + appendix.LINE_NBYTES
+    line = f"hpczero tokens 2: {nbytes} bytes, described in {len(text)}, sha256 {hashlib.sha256(text).hexdigest()}"
+    ended = line.encode().ljust(appendix.LINE_NBYTES - 1) + b"\n"
+    (folder / "tokens.h5").write_bytes(rest + text + ended)
+    return tokens(folder)
+
+
+def signed_pickle(folder: Path) -> Path:
+    """What a torch file says of its tensors."""
+    with zipfile.ZipFile(torch_file(folder)) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        (folder / "body").write_bytes(archive.read(name))
+    return folder / "body"
+
+
+def read_signed_pickle(folder: Path) -> Any:
+    """The archive is written anew by zipfile, with right checksums."""
+    file = folder / "weights" / "w.pt"
+    with zipfile.ZipFile(file) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, data in parts.items():
+            pickled = name.endswith("/data.pkl")
+            archive.writestr(name, (folder / "body").read_bytes() if pickled else data)
+    return weights(folder)
+
+
+SUBJECTS: dict[str, Subject] = {
+    "manifest": Subject(lambda f: checkpoints(f, "manifest.json"), load, is_text=True),
+    "state.h5": Subject(lambda f: checkpoints(f, "state.h5"), load_state),
+    "LATEST": Subject(
+        lambda f: checkpoints(f, "manifest.json").parents[1] / "LATEST", load_and_save, is_text=True
+    ),
+    "lock": Subject(locked, take_lock, is_text=True, may_be_gone=True),
+    "token file": Subject(token_file, tokens),
+    "token file, version 1": Subject(old_token_file, tokens),
+    "metrics": Subject(metrics_file, metrics, is_text=True),
+    "attempts": Subject(attempts_file, attempt, is_text=True),
+    "config": Subject(config_file, begin_again, is_text=True),
+    "safetensors, exported": Subject(exported, weights),
+    "safetensors, index": Subject(index, weights, is_text=True),
+    "safetensors, final weights": Subject(final_weights, sampled),
+    "safetensors, foreign": Subject(foreign_safetensors, weights),
+    "torch file": Subject(torch_file, weights),
+}
+
+# Beside these: files of somebody who means harm. What they say is taken, if it can be; nothing else may happen.
+SIGNED: dict[str, Subject] = {
+    "manifest, signed": Subject(signed_manifest, load_signed, is_text=True, signed=True),
+    "token file, signed": Subject(signed_tokens, read_signed_tokens, is_text=True, signed=True),
+    "torch file, signed": Subject(signed_pickle, read_signed_pickle, signed=True),
+}

@@ -1,0 +1,132 @@
+"""What is legal and seldom meant is told once, on rank 0 (issue 15, C)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpczero.errors import StepError
+from tests.helpers.parallel import parallel_assert
+from tests.small_models import MLP, adamw, mlp_input, zeroified
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
+
+
+class Dropping(MLP):
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(probability)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.dropout(x))
+
+
+def told(
+    caplog: pytest.LogCaptureFixture,
+    topology: Topology,
+    model: nn.Module,
+    inputs: Callable[[int], Tensor],
+    seed: int | None = None,
+) -> list[str]:
+    """Messages of three steps."""
+    optimizer = adamw(model)
+    with (
+        caplog.at_level("WARNING", logger="hpczero"),
+        zeroified(model, optimizer, topology=topology),
+    ):
+        if seed is not None:
+            torch.manual_seed(seed)
+        for step in range(3):
+            model(inputs(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [record.getMessage() for record in caplog.records if record.name == "hpczero.advice"]
+
+
+def once_on_root(comm: MPI.Intracomm, messages: list[str], part: str) -> None:
+    expected = 1 if comm.rank == 0 else 0
+    parallel_assert(comm, sum(part in m for m in messages) == expected, f"{part}: {messages}")
+
+
+def test_batches_of_different_sizes(
+    comm: MPI.Intracomm, topology: Topology, caplog: pytest.LogCaptureFixture
+) -> None:
+    messages = told(caplog, topology, MLP(), lambda step: mlp_input(comm.rank)[: 4 - comm.rank])
+    once_on_root(comm, messages, "mean of the ranks' means")
+
+
+def test_the_same_random_numbers_on_all_ranks(
+    comm: MPI.Intracomm, topology: Topology, caplog: pytest.LogCaptureFixture
+) -> None:
+    messages = told(caplog, topology, Dropping(0.2), lambda step: mlp_input(comm.rank), seed=1)
+    once_on_root(comm, messages, "draw the same random numbers")
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.2])
+def test_nothing_is_told_where_all_is_well(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    caplog: pytest.LogCaptureFixture,
+    probability: float,
+) -> None:
+    seed = comm.rank if probability else 1
+    model = Dropping(probability)
+    messages = told(caplog, topology, model, lambda step: mlp_input(comm.rank), seed=seed)
+    parallel_assert(comm, not messages, str(messages))
+
+
+def test_batch_statistics(
+    comm: MPI.Intracomm, topology: Topology, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5))
+    messages = told(caplog, topology, model, lambda step: mlp_input(comm.rank))
+    once_on_root(comm, messages, "batch statistics, first '1'")
+
+
+def test_initialize_fills_no_buffers(
+    comm: MPI.Intracomm, topology: Topology, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5))
+    options: dict[str, Any] = {"topology": topology, "initialize": lambda name, t: t.fill_(0.1)}
+    with caplog.at_level("WARNING", logger="hpczero"), zeroified(model, adamw(model), **options):
+        pass
+    messages = [record.getMessage() for record in caplog.records]
+    once_on_root(comm, messages, "initialize fills parameters only: 2 persistent")
+
+
+def test_the_optimizers_state_is_this_ranks_own(
+    comm: MPI.Intracomm, topology: Topology, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = MLP()
+    optimizer = adamw(model)
+    with (
+        caplog.at_level("WARNING", logger="hpczero"),
+        zeroified(model, optimizer, topology=topology),
+    ):
+        model(mlp_input(comm.rank)).sum().backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        of_rank_0 = comm.bcast(state, root=0)
+        if comm.rank:
+            with pytest.raises(
+                StepError, match=r"rank 1: .* of rank 0 of 2, cut, expected one of rank 1"
+            ):
+                optimizer.load_state_dict(of_rank_0)
+        plain = MLP()
+        other = adamw(plain)
+        plain(mlp_input(0)).sum().backward()
+        other.step()
+        with pytest.raises(StepError, match="of a plain model"):
+            optimizer.load_state_dict(other.state_dict())
+    messages = [record.getMessage() for record in caplog.records]
+    once_on_root(comm, messages, "holds the shards of the rank that calls it")

@@ -1,0 +1,81 @@
+"""Buffers that forwards replace are those of rank 0 after a step, and are saved, as buffers changed in place are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hpczero
+from hpczero.errors import StepError
+from tests.helpers.parallel import parallel_assert
+from tests.small_models import adamw, mlp_input, raises_on_all, zeroified
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+class RunningMean(nn.Module):
+    """Replaces one buffer in each forward, and adds another in the first."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.linear = nn.Linear(7, 3)
+        self.register_buffer("mean", torch.zeros(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        if "largest" not in self._buffers:
+            self.register_buffer("largest", x.detach().abs().amax())
+        result: Tensor = self.linear(x - self.mean)
+        return result
+
+
+@STAGES
+def test_replaced_buffers_are_those_of_rank_0_and_saved(
+    comm: MPI.Intracomm, topology: Topology, stage: int, tmp_path: Path
+) -> None:
+    plain = RunningMean()
+    for step in range(3):
+        plain(mlp_input(100 * step))
+    folder = Path(comm.bcast(str(tmp_path), root=0))
+    model = RunningMean()
+    optimizer = adamw(model, lr=0.0)
+    with zeroified(model, optimizer, stage=stage, topology=topology):
+        for step in range(3):
+            model(mlp_input(comm.rank + 100 * step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, expected in plain.named_buffers():
+            parallel_assert(comm, torch.equal(model.get_buffer(name), expected), name)
+        state = hpczero.full_state_dict(model)
+        parallel_assert(comm, state is None or set(state) == set(plain.state_dict()))
+        hpczero.checkpoint.save(folder, model, optimizer, step=3)
+        model.mean = torch.zeros(7)
+        hpczero.checkpoint.load(folder, model, optimizer)
+        parallel_assert(comm, torch.equal(model.mean, plain.mean))
+
+
+def test_buffers_that_went_apart_are_refused(comm: MPI.Intracomm, topology: Topology) -> None:
+    model = RunningMean()
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, stage=2, topology=topology):
+        model(mlp_input(comm.rank)).square().sum().backward()
+        if comm.rank == 1:
+            model.mean = model.mean.double()
+        said = r"rank 1: .* buffer mean \(7,\) torch\.float64"
+        raises_on_all(comm, StepError, said, optimizer.step)
+        model.mean = model.mean.float()
+        optimizer.step()

@@ -1,0 +1,48 @@
+"""A run on a disk that is full, from the start or in its middle: one line that says so, whatever it was writing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.mpirun import ROOT, run_command
+
+DISK_NBYTES = 2**20
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_NBYTES}", "tmpfs", str(path)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a file system: needs root")
+    yield path
+    subprocess.run(["umount", "--lazy", path], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("free_nbytes", "code", "said"),
+    [
+        (0, 78, "cannot be written as a run folder: No space left on device"),
+        (2**14, 1, "OSError: {}: No space left on device"),
+        (2**17, 65, "the weights cannot be written"),
+    ],
+)
+def test_run_ends_with_one_line(disk: Path, free_nbytes: int, code: int, said: str) -> None:
+    system = os.statvfs(disk)
+    (disk / "filler").write_bytes(bytes(system.f_bavail * system.f_frsize - free_nbytes))
+    options = "--model.preset gpt-micro --model.context 16 --train.steps 40 --evaluation.batches 0"
+    folders = ["--run.folder", str(disk), "--data.cache", str(ROOT / "runs" / "tokens")]
+    command = [sys.executable, "-m", "hpczero.train", *options.split(), *folders]
+    done = run_command([*command, "--log.plot", "false"], timeout=100)
+    assert done.returncode == code, done
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("[rank 0]")]
+    assert said.format(disk / "default") in line

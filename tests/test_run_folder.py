@@ -1,0 +1,325 @@
+"""Run folders under the training command: nobody's results are lost, and nobody writes where another is at work."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpczero.checkpoint.folder import LATEST
+from hpczero.checkpoint.lock import Lock
+from hpczero.config import RunConfig
+from hpczero.errors import ConfigError
+from hpczero.options import load_toml
+from hpczero.runfolder import RunFolder
+from tests.helpers.mpirun import Finished, run_ranks
+from tests.helpers.runs import losses, options, steps, train
+
+
+def content(folder: Path) -> dict[str, str]:
+    """Every file below ``folder`` that is no lock, with a digest of what it holds."""
+    return {
+        os.fspath(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and not file.name.startswith(".lock-")
+    }
+
+
+def said(job: Finished) -> str:
+    return job.stdout + job.stderr
+
+
+@pytest.fixture(scope="module")
+def twelve(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of 12 steps with checkpoints of steps 4, 8 and 12, once called r and once default."""
+    folder = tmp_path_factory.mktemp("twelve")
+    job = train(folder, ranks=1, train__steps=12, checkpoint__every=4)
+    assert job.returncode == 0, job
+    assert steps(folder) == [12, 8, 4]
+    shutil.copytree(folder / "r", folder / "default")
+    return folder
+
+
+@pytest.fixture
+def runs(twelve: Path, tmp_path: Path) -> Path:
+    shutil.copytree(twelve, tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+# --- going back
+
+
+def test_run_that_goes_back_keeps_what_it_leaves_and_is_what_the_next_start_goes_on_with(
+    runs: Path,
+) -> None:
+    before = content(runs / "r")
+    earlier = runs / "r" / "checkpoints" / "step-000000004"
+    changes = {"train__learning_rate": 2e-3, "checkpoint__every": 2, "checkpoint__keep": 2}
+    (runs / "r" / "STOP").touch()
+    job = train(runs, 1, resume__from=earlier, train__steps=14, **changes)
+    assert job.returncode == 75, job
+    # What is promised is there, and how to come back to it is said.
+    assert "the same command with --resume.from auto goes on from there" in said(job), job
+    assert steps(runs) == [5, 4]
+    assert (runs / "r" / "checkpoints" / LATEST).read_text() == "step-000000005\n"
+    assert said(job).count("set aside in") == 1, job
+    (aside,) = (runs / "r" / "checkpoints").glob("aside-*")
+    kept = content(aside)
+    assert {name for name in kept if "step" in name} == {
+        f"step-0000000{step}/{file}"
+        for step in ("08", "12")
+        for file in ("manifest.json", "state.h5")
+    }
+    for name in ("model.safetensors", "metrics.jsonl", "config.toml"):
+        assert kept[name] == before[name]
+    assert not (runs / "r" / "model.safetensors").exists()
+    first = losses(runs)
+    job = train(runs, 1, train__steps=14, **changes)
+    assert job.returncode == 0, job
+    assert "step-000000005: step 5" in said(job), job
+    assert losses(runs)[:5] == first
+    assert len(losses(runs)) == 14
+    assert steps(runs) == [14, 12]
+    assert content(aside) == kept
+
+
+def test_run_that_begins_elsewhere_keeps_its_own_apart_and_goes_on_there_after_an_early_kill(
+    runs: Path,
+) -> None:
+    shutil.move(runs / "default", runs / "other")
+    before = content(runs / "other")
+    changes = {"run__name": "other", "train__steps": 16, "checkpoint__every": 100}
+    job = train(runs, 1, resume__from=runs / "r", **changes)
+    assert job.returncode == 0, job
+    (aside,) = (runs / "other" / "checkpoints").glob("aside-*")
+    assert (
+        content(aside).items()
+        >= {
+            name.removeprefix("checkpoints/"): digest
+            for name, digest in before.items()
+            if LATEST not in name
+        }.items()
+    )
+    lines = (runs / "other" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [13, 14, 15, 16]
+    # As if it had been killed before its first save.
+    shutil.rmtree(runs / "other" / "checkpoints" / "step-000000016")
+    (runs / "other" / "model.safetensors").unlink()
+    job = train(runs, 1, **changes)
+    assert job.returncode == 0, job
+    assert f"going on from {runs / 'r' / 'checkpoints' / 'step-000000012'}" in said(job), job
+    assert steps(runs, "other") == [16]
+    assert len(list((runs / "other" / "checkpoints").glob("aside-*"))) == 1
+
+
+# --- nothing is wiped
+
+
+def test_second_run_called_default_moves_the_first_aside_and_says_so(runs: Path) -> None:
+    before = content(runs / "default")
+    (runs / "default" / "attempts.jsonl").write_text(
+        '{"event": "start", "series": "s", "committed": 0}\n'
+    )
+    job = train(runs, 1, run__name="default", train__steps=3, checkpoint__every=4)
+    assert job.returncode == 0, job
+    (moved,) = runs.glob("default-*Z")
+    assert f"held an earlier run, which is now {moved}" in said(job), job
+    assert content(moved).items() >= before.items()
+    assert not list((moved / "checkpoints").glob(".lock*"))
+    assert steps(runs, "default") == [3]
+    assert len(losses(runs, "default")) == 3
+    assert (runs / "default" / "attempts.jsonl").read_text().count("start") == 1
+    # It is a run like any other: it goes on under its new name.
+    job = train(runs, 1, run__name=moved.name, train__steps=13, checkpoint__every=4)
+    assert job.returncode == 0, job
+    assert "step-000000012: step 12" in said(job), job
+
+
+@pytest.mark.parametrize("changes", [{}, {"resume__from": "never"}])
+@pytest.mark.parametrize("lost", ["config", "all but the model", "options"])
+def test_run_whose_options_are_lost_is_refused_not_emptied(
+    runs: Path, changes: dict[str, Any], lost: str
+) -> None:
+    config = runs / "r" / "config.toml"
+    if lost == "options":
+        config.write_bytes(b"\0" * 100)
+    else:
+        config.unlink()
+    if lost == "all but the model":
+        shutil.rmtree(runs / "r" / "checkpoints")
+    before = content(runs / "r")
+    job = train(runs, 1, train__steps=14, **changes)
+    assert job.returncode == 78, job
+    assert f"{runs / 'r'}" in said(job), job
+    assert "--run.overwrite true" in said(job), job
+    assert content(runs / "r") == before
+
+
+def test_run_whose_options_are_lost_goes_on_where_it_is_told_to(runs: Path) -> None:
+    (runs / "r" / "config.toml").write_bytes(b"[" * 100_000)
+    job = train(runs, 1, train__steps=14, resume__from=runs / "r" / "checkpoints")
+    assert job.returncode == 0, job
+    assert "the options of before are not known" in said(job), job
+    assert len(losses(runs)) == 14
+
+
+# --- one at a time
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"run__name": "r", "train__steps": 14},
+        {"run__name": "r", "run__overwrite": "true"},
+        {"run__name": "default"},
+        {"run__name": "new"},
+    ],
+)
+def test_second_job_of_a_name_is_refused_before_it_changes_anything(
+    runs: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPCZERO_SERIES", "s")  # in which every start is noted
+    folder = runs / str(changes["run__name"])
+    with Lock(folder / "checkpoints") as lock:
+        before = content(runs)
+        job = train(runs, 1, **changes)
+        assert job.returncode == 78, job
+        assert f"held by process {os.getpid()} on" in job.stderr, job
+        assert content(runs) == before
+        lock.check()
+
+
+DIES_AFTER_SAVE = """
+import os, signal, sys
+from hpczero.errors import run
+from hpczero.run_checkpoints import RunCheckpoints
+from hpczero.train import main
+after_step = RunCheckpoints.after_step
+def dies(self, done, *rest):
+    after_step(self, done, *rest)
+    if done == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+RunCheckpoints.after_step = dies
+run(main)
+"""
+
+
+def test_kill_between_a_commit_and_the_next_line_loses_no_line(tmp_path: Path) -> None:
+    _, _, *given = options(tmp_path, train__steps=6, checkpoint__every=4)
+    job = run_ranks(1, ["-c", DIES_AFTER_SAVE, *given], timeout=90)
+    assert job.returncode not in (0, 75, 78), job
+    assert steps(tmp_path) == [4]
+    assert len(losses(tmp_path)) == 4
+    job = train(tmp_path, 1, train__steps=6, checkpoint__every=4)
+    assert job.returncode == 0, job
+    assert len(losses(tmp_path)) == 6
+    lines = (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
+    saving = [json.loads(line)["checkpoint_ms"] > 1.0 for line in lines]
+    assert saving == [False, False, False, False, False, True]
+
+
+# --- files that are not what they should be
+
+
+def damaged(file: Path) -> Iterator[str]:
+    """Damage ``file`` in one way after the other, around what is in it."""
+    whole = file.read_bytes()
+    first, rest = whole.split(b"\n", 1)
+    for how, data in {
+        "NULs": b"\0" * 5000 + whole,
+        "bad text": b"\xff\xfe\n" + whole,
+        "too deep": b"[" * 10**6 + b"\n" + whole,
+        "another record": b'{"step": "x", "event": 3}\n[1]\n' + whole,
+        "a hole": first[: len(first) // 2] + b"\0" * 100 + rest,
+    }.items():
+        file.write_bytes(data)
+        yield how
+
+
+def test_damaged_records_do_not_stop_a_run_that_has_sound_checkpoints(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPCZERO_SERIES", "s")
+    attempts = runs / "r" / "attempts.jsonl"
+    attempts.write_text(
+        '{"event": "start", "series": "s", "committed": 0}\n'
+        '{"event": "begin", "series": "s", "step": 0}\n'
+    )
+    ways = zip(damaged(runs / "r" / "metrics.jsonl"), damaged(attempts), strict=True)
+    for number, (how, _) in enumerate(ways):
+        data = (runs / "r" / "metrics.jsonl").read_bytes()
+        job = train(runs, 1, train__steps=13 + number)
+        assert job.returncode == 0, (how, job)
+        if how != "NULs":  # before a line that is whole
+            assert "metrics.jsonl: line(s) 1" in said(job), (how, job)
+            copies = [p.read_bytes() for p in (runs / "r").glob("metrics.jsonl.damaged-*")]
+            assert data in copies, how
+        if how == "a hole":  # into the file of step 12
+            assert "metrics.jsonl: has no lines of steps 13-16" in said(job), job
+    assert steps(runs)[0] == 17
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "attempts.jsonl", "config.toml"])
+def test_fifo_where_a_file_is_expected_is_named_and_not_waited_for(
+    runs: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPCZERO_SERIES", "s")
+    place = runs / "r" / name
+    place.unlink(missing_ok=True)
+    os.mkfifo(place)
+    job = train(runs, 1, train__steps=14)
+    assert job.returncode == 78, job
+    assert f"{place}: is a FIFO, expected a file" in said(job), job
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "attempts.jsonl", "config.toml", "model.safetensors", "loss.png"]
+)
+def test_whatever_is_no_file_where_one_is_expected_is_refused(tmp_path: Path, name: str) -> None:
+    folder = RunFolder(tmp_path)
+    place = tmp_path / name
+    folder.check()
+    for kind, make in {
+        "FIFO": lambda: os.mkfifo(place),
+        "device": lambda: place.symlink_to("/dev/zero"),
+        "directory": place.mkdir,
+    }.items():
+        make()
+        with pytest.raises(ConfigError, match=f"{name}: is a {kind}, expected a file"):
+            folder.check()
+        place.rmdir() if kind == "directory" else place.unlink()
+    folder.checkpoints.touch()
+    with pytest.raises(ConfigError, match="checkpoints: is a file, expected a directory"):
+        folder.check()
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "directory", "file of zeros", "nothing"])
+def test_options_are_read_from_a_file_or_not_at_all(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "run.toml"
+    if kind == "FIFO":
+        os.mkfifo(place)
+    elif kind == "directory":
+        place.mkdir()
+    elif kind == "file of zeros":
+        with place.open("w") as file:
+            file.truncate(2**31)
+    with pytest.raises(
+        ConfigError, match=r"run.toml: cannot be read as options: (is a|has|No such)"
+    ):
+        load_toml(place, RunConfig)
+
+
+@pytest.mark.parametrize(
+    "text", ["a = " + "[" * 100_000, "[run]\nseed = " + "9" * 5001, "\0", "\ud800"]
+)
+def test_options_that_are_no_toml_are_refused_by_name(tmp_path: Path, text: str) -> None:
+    place = tmp_path / "run.toml"
+    place.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(ConfigError, match=r"run\.toml: "):
+        load_toml(place, RunConfig)

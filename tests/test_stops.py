@@ -1,0 +1,79 @@
+"""The files STOP and SAVE: heard once, on all ranks alike, and only if they are files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hpczero.deadline import Deadline
+from hpczero.environment import Environment
+from hpczero.signals import Signals
+from hpczero.stops import Stops, Wish
+from tests.helpers.parallel import parallel_assert
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
+
+
+def heard(comm: MPI.Intracomm, stops: Stops, wishes: list[Wish]) -> None:
+    found = [stops.wish() for _ in wishes]
+    parallel_assert(comm, found == wishes, str(found))
+
+
+@pytest.mark.limit(30)
+@pytest.mark.parametrize("wish", [Wish.SAVE, Wish.STOP])
+def test_what_is_no_file_asks_for_nothing_and_is_warned_of_once(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    folder: Path,
+    wish: Wish,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stops = Stops(folder, topology, Signals(), Deadline(Environment()))
+    place = folder / wish.name
+    ways: dict[str, tuple[Callable[[], object], Callable[[], None]]] = {
+        "a FIFO": (lambda: os.mkfifo(place), place.unlink),
+        "a directory": (place.mkdir, place.rmdir),
+        "a device": (lambda: place.symlink_to("/dev/null"), place.unlink),
+    }
+    for kind, (make, remove) in ways.items():
+        caplog.clear()
+        if comm.rank == 0:
+            make()
+        heard(comm, stops, [Wish.NOTHING] * 3)
+        told = caplog.text.count(f"{place}: is {kind} and asks for nothing")
+        parallel_assert(comm, told == (comm.rank == 0), caplog.text)
+        if comm.rank == 0:
+            remove()
+        heard(comm, stops, [Wish.NOTHING])
+        if comm.rank == 0:
+            place.touch()
+        heard(comm, stops, [wish, Wish.NOTHING])
+
+
+def test_file_that_cannot_be_removed_is_heard_once(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(1, "Operation not permitted", os.fspath(path))
+
+    stops = Stops(folder, topology, Signals(), Deadline(Environment()))
+    if comm.rank == 0:
+        (folder / "SAVE").touch()
+    with monkeypatch.context() as patch:  # root may remove anything
+        patch.setattr(Path, "unlink", refuse)
+        heard(comm, stops, [Wish.SAVE, Wish.NOTHING, Wish.NOTHING])
+    if comm.rank == 0:
+        (folder / "SAVE").unlink()
+    heard(comm, stops, [Wish.NOTHING])
+    if comm.rank == 0:
+        (folder / "SAVE").touch()
+    heard(comm, stops, [Wish.SAVE, Wish.NOTHING])
