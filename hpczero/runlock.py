@@ -49,10 +49,8 @@ class RunLock:
                 try:
                     self.lock.acquire(patience_s)
                 except CheckpointNotWritten as error:
-                    raise ConfigError(
-                        f"{self._folder.path}: cannot be written as a run folder: {error.__cause__}; choose another "
-                        "--run.folder"
-                    ) from error
+                    with self._folder.writing():
+                        raise error.__cause__ or error from error
                 try:
                     Folder(self._folder.checkpoints).sweep()
                 except BaseException:

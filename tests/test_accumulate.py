@@ -226,6 +226,7 @@ def test_training_command_multiplies_by_one_factor(tmp_path: Path) -> None:
     assert line.loss == sum(losses) / 3
 
 
+@pytest.mark.mpi
 def test_a_backward_outside_after_the_first_part(comm: MPI.Intracomm, topology: Topology) -> None:
     model = MLP()
     with zeroified(model, adamw(model), stage=2, topology=topology):
