@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hpczero.backward import current_task
 from hpczero.topology import Topology
+from hpczero.untraced import untraced
 
 logger = logging.getLogger("hpczero.advice")
 
@@ -117,6 +118,7 @@ class Advice:
         modules = (m for m in self._model.modules() if isinstance(m, _DropoutNd))
         return any(module.training and module.p > 0 for module in modules)
 
+    @untraced
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or current_task() is not None:
             return

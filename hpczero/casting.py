@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from hpczero.backward import current_task, next_node_number
 from hpczero.errors import StepError
 from hpczero.tensors import Attributes, Replacement, TooMany
+from hpczero.untraced import untraced
 
 
 class Casting:
@@ -71,6 +72,7 @@ class Casting:
                 if unit is not model
             ]
 
+    @untraced
     def _check_unit(self, module: nn.Module, args: Any) -> None:
         self.check_inside(type(module).__name__)
 
@@ -106,6 +108,7 @@ class Casting:
             output = self._cast_outputs(None, args, kwargs, output)
         return output
 
+    @untraced
     def _cast_inputs(self, module: nn.Module | None, args: Any, kwargs: Any) -> Any:
         if self._open:
             # Within a call of the model: all is cast already, and the loss scale must enter once.
@@ -124,6 +127,7 @@ class Casting:
             raise StepError(_TOO_MANY) from None
         return inputs
 
+    @untraced
     def _cast_outputs(
         self, module: nn.Module | None, args: Any, kwargs: Any, output: Any = None
     ) -> Any:

@@ -14,7 +14,7 @@ from hpczero.checkpoint.folder import Folder
 from hpczero.checkpoint.lock import BEAT_S, Lock
 from hpczero.config import DEFAULT_RUN, RunOptions
 from hpczero.environment import Environment
-from hpczero.errors import CheckpointNotWritten, ConfigError
+from hpczero.errors import CheckpointNotWritten
 from hpczero.runfolder import RunFolder
 from hpczero.topology import Topology
 

@@ -27,6 +27,7 @@ from hpczero.errors import StepError
 from hpczero.prefetch import Prefetch
 from hpczero.tensors import Attributes, TooMany
 from hpczero.unit import Unit
+from hpczero.untraced import untraced
 from hpczero.ways import Ways
 from hpczero.whole import UnitState
 
@@ -152,8 +153,8 @@ class Schedule:
     def _pre_forward(
         self, units: Sequence[Unit], inner: Sequence[nn.Module], *, is_root: bool
     ) -> Callable[..., None]:
+        @untraced
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            _leave_compiler()
             if current_task() is not None:  # recomputation: the call is open, or will be
                 self._current_backward()
                 self._make_whole(units)
@@ -177,13 +178,13 @@ class Schedule:
         *,
         is_root: bool,
     ) -> Callable[..., None]:
+        @untraced
         def hook(
             module: nn.Module,
             args: tuple[Any, ...],
             kwargs: dict[str, Any],
             output: Any = None,
         ) -> None:
-            _leave_compiler()
             calls = self._running.get(module)
             if current_task() is not None or not calls:
                 return  # recomputation (the unit stays whole until its backward is through), or reset
@@ -364,9 +365,3 @@ class Schedule:
     def in_backward(self) -> bool:
         """Whether a backward is running, or was interrupted."""
         return self._backward is not None
-
-
-def _leave_compiler() -> None:
-    """A compiler that traces a call of a module must not trace hooks: units would be whole in its trace alone."""
-    if torch.compiler.is_dynamo_compiling():
-        torch._dynamo.graph_break()

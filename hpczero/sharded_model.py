@@ -216,13 +216,6 @@ class Sharding:
                     "replaced, load_state_dict(assign=True)?), so it is neither sharded nor trained; build the whole "
                     "model before zeroify, and change values inside `with hpczero.gathered(model, modifier_rank=0):`"
                 )
-        for module in self.schedule.modules if self.schedule else ():
-            if module._compiled_call_impl is not None:
-                raise StepError(
-                    f"rank {self.topology.rank}: {type(module).__name__} was compiled by module.compile(), which "
-                    "traces the hooks that gather its unit; compile what it calls: "
-                    "module.forward = torch.compile(module.forward)"
-                )
         if self.optimizer is None:
             return
         shards = {id(shard) for unit in self.units for shard in unit.shards}

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
 
 from hpczero.errors import StepError
+from hpczero.untraced import untraced
 
 
 class Surroundings:
@@ -37,6 +38,7 @@ class Surroundings:
             handle.remove()
         self._handles.clear()
 
+    @untraced
     def look(self, module: nn.Module, args: tuple[Any, ...] = ()) -> None:
         """Before a call of ``module``.
 

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hpczero.backward import Call, current_task, next_node_number
 from hpczero.tensors import tensors_in
+from hpczero.untraced import untraced
 
 
 class Ways:
@@ -98,6 +99,7 @@ class Ways:
                 hook = partial(self._after_hooked, module, running)
                 self._hooked[each] = each.register_forward_hook(hook, with_kwargs=True)
 
+    @untraced
     def _after_hooked(
         self,
         module: nn.Module,

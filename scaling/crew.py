@@ -130,7 +130,7 @@ class Crew:
     def _spawn(self, command: Sequence[str], environment: dict[str, str]) -> None:
         process = subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=self.entry.tree or ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=self._log,

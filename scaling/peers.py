@@ -25,7 +25,7 @@ import tyro
 from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.options import parse_command_line
 from hpczero.values import Transport
-from scaling.contenders import ENTRIES, FLOOR, Entry, find_entry
+from scaling.contenders import ENTRIES, FLOOR, Entry, find_entry, from_tree
 from scaling.cpu import machine_seconds, process_seconds
 from scaling.crew import PEERS_PYTHON, Crew
 from scaling.groups import make_groups
@@ -57,6 +57,7 @@ class Options:
         turn_s: shortest time a turn should take; the steps of a turn follow from it, equal for all.
         warm_up: steps before the first round.
         transport: of hpczero where the contender's name has none.
+        against: folder of another checkout of hpczero; each of hpczero's contenders runs with its code, too.
         seed: of the order in the rounds.
         results: folder of all machines' results; left out, scaling/results, with --quick runs/scaling.
         quick: a tiny model and two short rounds, to see that everything runs; the times mean nothing.
@@ -69,6 +70,7 @@ class Options:
     turn_s: float = 2.0
     warm_up: int = 3
     transport: Transport = "auto"
+    against: str | None = None
     seed: int = 0
     results: str | None = None
     quick: tyro.conf.UseCounterAction[int] = 0  # a bare --quick; a bool would be --quick true
@@ -123,7 +125,7 @@ def choose(options: Options) -> list[Entry]:
     """The contenders that are asked for; those of the other environment only where that is set up.
 
     Raises:
-        ConfigError: an unknown contender.
+        ConfigError: an unknown contender, or no checkout to compare with.
     """
     names = list(dict.fromkeys(options.contenders))
     if not names:
@@ -132,7 +134,11 @@ def choose(options: Options) -> list[Entry]:
         if there != names:
             say("without DeepSpeed, which is not set up; type: install/peers.sh")
             names = there
-    return [find_entry(name, transport=options.transport) for name in names]
+    entries = [find_entry(name, transport=options.transport) for name in names]
+    if options.against:
+        tree = Path(options.against).resolve()
+        entries += [from_tree(e, tree) for e in entries if e.module == "hpczero_stage"]
+    return entries
 
 
 def measure(options: Options, entries: Sequence[Entry], recorder: Recorder) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from scaling.contenders import BEFORE
 from scaling.plot import Bar, draw_bars
 from scaling.record import Row, of_kind
 from scaling.spread import Spread, paired_ratios
@@ -34,7 +35,7 @@ class Line:
     Attributes:
         name, title: of the contender.
         step_s: seconds of one step.
-        ratios: to each reference that shared rounds with it.
+        ratios: to each reference that shared rounds with it; under ``BEFORE`` to itself in the other checkout.
         peak_nbytes: PSS of the largest rank while training.
         baseline_nbytes: of that, what was there before the model.
     """
@@ -58,10 +59,11 @@ def summarise(rows: list[Row]) -> list[Line]:
     lines = []
     for memory in of_kind(rows, "memory"):
         name = memory["contender"]
+        others = {reference: reference for reference in REFERENCES} | {BEFORE: f"{BEFORE}{name}"}
         ratios = {
             reference: Spread.of(paired)
-            for reference in REFERENCES
-            if (paired := paired_ratios(times[name], times.get(reference, {})))
+            for reference, other in others.items()
+            if (paired := paired_ratios(times[name], times.get(other, {})))
         }
         peaks = memory["step_peak_nbytes"]
         lines.append(
@@ -80,11 +82,14 @@ def summarise(rows: list[Row]) -> list[Line]:
 def text(rows: list[Row]) -> str:
     """Heading, table, and what a reader must know to judge it; markdown."""
     lines = summarise(rows)
-    columns = [r for r in REFERENCES if any(r in line.ratios for line in lines)]
+    titles = {**REFERENCES, BEFORE: "/ before"}
+    columns = [r for r in titles if any(r in line.ratios for line in lines)]
     memory = {line.name: line.peak_nbytes for line in lines}
     whole = memory.get(MEMORY_REFERENCE)
-    header = ["contender", "ms per step", *(REFERENCES[r] for r in columns)]
+    header = ["contender", "ms per step", *(titles[r] for r in columns)]
     header += ["peak PSS, MiB", "before the model", "peak / FSDP2"]
+    earlier = {name: memory[f"{BEFORE}{name}"] for name in memory if f"{BEFORE}{name}" in memory}
+    header += ["peak / before"] if earlier else []
     cells = [
         [
             line.title,
@@ -92,7 +97,8 @@ def text(rows: list[Row]) -> str:
             *(_ratio(line, reference) for reference in columns),
             f"{line.peak_nbytes / MIB:,.0f}",
             f"{line.baseline_nbytes / MIB:,.0f}",
-            f"{line.peak_nbytes / whole:.2f}" if whole else "–",
+            _share(line.peak_nbytes, whole),
+            *([_share(line.peak_nbytes, earlier.get(line.name))] if earlier else []),
         ]
         for line in lines
     ]
@@ -162,3 +168,7 @@ def draw(rows: list[Row], path: Path) -> None:
 
 def _ratio(line: Line, reference: str) -> str:
     return "1" if line.name == reference else with_spread(line.ratios.get(reference), 2)
+
+
+def _share(nbytes: int, of_nbytes: int | None) -> str:
+    return f"{nbytes / of_nbytes:.2f}" if of_nbytes else "–"

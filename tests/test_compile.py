@@ -1,8 +1,8 @@
-"""Blocks that torch.compile has compiled, one by one: the same training."""
+"""torch.compile, block by block and of the whole model: the same training."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 import torch
@@ -19,12 +19,28 @@ if TYPE_CHECKING:
 SIZES = GPTConfig(vocab_size=101, context=16, layers=3, hidden=24, heads=2)
 
 
-def losses(topology: Topology, stage: int, *, compiled: bool) -> list[float]:
+def losses(
+    topology: Topology,
+    stage: int,
+    *,
+    compiled: Literal["", "forwards", "blocks", "model", "model in place"],
+    transport: str = "auto",
+    before: bool = False,
+) -> list[float]:
     model = GPT(SIZES)
     model.initialize_all(seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
-    hpczero.zeroify(model, optimizer, stage=stage, topology=topology)
-    if compiled:
+    if not before:
+        hpczero.zeroify(model, optimizer, stage=stage, topology=topology, transport=transport)
+    called = torch.compile(model, backend="aot_eager") if compiled == "model" else model
+    if compiled == "model in place":
+        model.compile(backend="aot_eager")
+    if compiled == "blocks":
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    if before:
+        hpczero.zeroify(model, optimizer, stage=stage, topology=topology, transport=transport)
+    if compiled == "forwards":
         for block in model.blocks:
             # Without the backend's own arithmetic, so that not a bit may differ.
             block.forward = torch.compile(block.forward, backend="aot_eager")
@@ -32,7 +48,7 @@ def losses(topology: Topology, stage: int, *, compiled: bool) -> list[float]:
     found = []
     for _ in range(3):
         tokens = torch.randint(101, (2, 17), generator=generator)
-        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss = called(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -42,11 +58,33 @@ def losses(topology: Topology, stage: int, *, compiled: bool) -> list[float]:
     return found
 
 
+# Dynamo looks at the gradients of what it finds.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # dynamo looks
-def test_compiled_blocks_train_the_same(comm: MPI.Intracomm, topology: Topology) -> None:
-    eager, compiled = (losses(topology, 3, compiled=choice) for choice in (False, True))
+def test_compiled_forwards_train_the_same(comm: MPI.Intracomm, topology: Topology) -> None:
+    eager, compiled = (losses(topology, 3, compiled=choice) for choice in ("", "forwards"))
+    parallel_assert(comm, eager == compiled, f"{eager} {compiled}")
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("before", [False, True], ids=["after zeroify", "before zeroify"])
+@pytest.mark.parametrize("transport", ["window", "flat", "hierarchical"])
+@pytest.mark.parametrize(
+    ("stage", "what"),
+    [(0, "model"), (2, "model"), (3, "model"), (3, "blocks"), (3, "model in place")],
+)
+def test_a_compiled_model_trains_the_same(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    stage: int,
+    what: Literal["blocks", "model", "model in place"],
+    transport: str,
+    before: bool,
+) -> None:
+    eager = losses(topology, stage, compiled="", transport=transport)
+    compiled = losses(topology, stage, compiled=what, transport=transport, before=before)
     parallel_assert(comm, eager == compiled, f"{eager} {compiled}")

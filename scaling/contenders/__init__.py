@@ -7,7 +7,8 @@ the frameworks. `base` holds the interface.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal, get_args
 
 from hpczero.errors import ConfigError
@@ -25,6 +26,7 @@ class Entry:
         start: "mpi" by install/launch.sh; "gloo" as plain processes that meet through a file.
         python: "main" runs in our own environment, "peers" in the one of install/peers.sh.
         arguments: of the class.
+        tree: folder of the checkout whose code runs; None: this one.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Entry:
     start: Literal["mpi", "gloo"]
     python: Literal["main", "peers"] = "main"
     arguments: Mapping[str, int | str] = field(default_factory=dict)
+    tree: Path | None = None
 
 
 def _hpczero(stage: int) -> Entry:
@@ -46,6 +49,7 @@ def _deepspeed(stage: int) -> Entry:
 
 
 FLOOR = "independent"
+BEFORE = "before:"  # begins the name of a contender that runs another checkout's code
 ENTRIES = {
     entry.name: entry
     for entry in (
@@ -86,3 +90,17 @@ def find_entry(name: str, *, transport: str) -> Entry:
         entry.start,
         arguments={**entry.arguments, "transport": chosen or transport},
     )
+
+
+def from_tree(entry: Entry, tree: Path) -> Entry:
+    """The same contender with the code of the checkout in ``tree``.
+
+    Raises:
+        ConfigError: no checkout is there.
+    """
+    if not (tree / "scaling" / "rank.py").is_file():
+        raise ConfigError(
+            f"--against: got {tree}, expected the folder of a checkout of hpczero; type: "
+            "git worktree add --detach ../before COMMIT"
+        )
+    return replace(entry, name=f"{BEFORE}{entry.name}", title=f"{entry.title}, before", tree=tree)

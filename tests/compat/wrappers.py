@@ -132,7 +132,7 @@ def scripted() -> nn.Module:
     return model
 
 
-def script_block(training: Training) -> None:
+def compile_in_place(training: Training) -> None:
     for block in training.model.blocks:
         block.compile(backend="aot_eager")
 
@@ -192,12 +192,9 @@ CONSTRUCTS = [
     of_net(
         "compiled-blocks",
         "`block.compile()`",
-        after=script_block,
+        after=compile_in_place,
         stages=(3,),
-        ranks=(2,),
         build=one_block_net,
-        refused="compile what it calls",
-        remark="`block.forward = torch.compile(block.forward)`",
     ),
     of_net(
         "compiled-model",
@@ -205,8 +202,6 @@ CONSTRUCTS = [
         after=compile_model,
         subject=the_wrapper,
         stages=(3,),
-        ranks=(2,),
-        remark="not on one node with three ranks or more: see sharp bits",
     ),
     Construct(
         "scripted-blocks",
