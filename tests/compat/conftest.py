@@ -51,7 +51,7 @@ def holds(comm: MPI.Intracomm, grounds: dict[str, Topology]) -> Callable[[Constr
             for stage in construct.stages
             for transport, topology in grounds.items()
         }
-        problems = judge(construct, found, plain) if comm.rank == 0 else []
+        problems = judge(construct, found, plain, comm.size) if comm.rank == 0 else []
         parallel_assert(comm, not problems, "\n".join(problems[:12]))
 
     return check

@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 TOLERANCE = (
     1e-6  # of the largest magnitude in a tensor; the reason is in tests/equality/reference.py
 )
+# Roundings to bf16: the ranks' factor comes before them in one process, after the sum in hpczero.
+BF16 = 1e-2
 M = TypeVar("M", bound=nn.Module)
 WIDTH = 6
 Batch = Any

@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
 UPDATE_TOLERANCE = 1e-4
 ROUGH_UPDATE = 0.2  # in half precision
 LOSS_TOLERANCE = 2e-6
+# A third is no power of two: the mean rounds, and models whose numbers grow carry that on (measured: up to 2e-5).
+ODD_SLACK = 50
 
 
 # With a scale at which these models overflow in no step: a skipped one would be no fault.
@@ -224,10 +226,15 @@ def _unranked(error: str) -> str:
     return re.sub(r"\branks? ?\(?s?\)? ?\d+", "rank", error).partition("\n")[0]
 
 
-def judge(construct: Construct, found: Mapping[str, Outcome], plain: Outcome) -> list[str]:
-    """What is wrong, in words. ``found`` is by "stage S, transport"; ``plain`` is empty if it need not work."""
+def judge(
+    construct: Construct, found: Mapping[str, Outcome], plain: Outcome, size: int
+) -> list[str]:
+    """What is wrong, in words, on ``size`` ranks.
+
+    ``found`` is by "stage S, transport"; ``plain`` is empty if it need not work.
+    """
     wrong = []
-    slack = construct.tolerance / TOLERANCE
+    slack = construct.tolerance / TOLERANCE * (1 if size in (1, 2) else ODD_SLACK)
     for name, outcome in found.items():
         refusal = construct.expects(int(name.removeprefix("stage ")[0]))
         if refusal:

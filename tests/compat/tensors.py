@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.compat.construct import WIDTH, Construct, Net, Place, Residual, net, seeded
+from tests.compat.construct import BF16, WIDTH, Construct, Net, Place, Residual, net, seeded
 
 
 class ComplexBlock(Residual):
@@ -254,7 +254,7 @@ CONSTRUCTS = [
     Construct("index-put", "`index_put`, `masked_fill`, `scatter_add`", net(IndexPut)),
     Construct("nested-tensors", "jagged nested tensors between blocks", net(Nested, NestedNet)),
     Construct("double-inside", "fp64 inside a block", net(Doubles)),
-    Construct("autocast-inside", "`torch.autocast` inside a block", net(Halves)),
+    Construct("autocast-inside", "`torch.autocast` inside a block", net(Halves), tolerance=BF16),
     Construct("triangular-solve", "`torch.linalg.solve_triangular` with a parameter", net(Solves)),
     Construct(
         "other-arguments",

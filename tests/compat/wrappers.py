@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.compat.construct import (
+    BF16,
     WIDTH,
     Construct,
     Net,
@@ -135,9 +136,6 @@ def scripted() -> nn.Module:
 def compile_in_place(training: Training) -> None:
     for block in training.model.blocks:
         block.compile(backend="aot_eager")
-
-
-BF16 = 1e-2  # roundings to bf16: the ranks' factor comes before them in one process, after the sum in hpczero
 
 
 def one_block_net() -> nn.Module:

@@ -15,10 +15,10 @@ from scaling.contenders import ENTRIES, FLOOR, Entry, find_entry
 from scaling.contenders.base import adamw, batch, gpt
 from scaling.cpu import process_seconds
 from scaling.crew import Crew
-from scaling.peers import ANCHORS, check_losses
+from scaling.peers import ANCHORS, Options, check_losses, choose
 from scaling.record import of_kind, read_rows
 from scaling.workload import WORKLOADS
-from tests.helpers.mpirun import run_command
+from tests.helpers.mpirun import ROOT, run_command
 
 TINY = WORKLOADS["tiny"]
 LIMIT_S = 280.0  # many ranks of many kinds start here, on a machine that may be busy
@@ -86,7 +86,9 @@ def test_ranks_train_as_one_process_does_and_sleep_without_cpu_time() -> None:
 def test_quick_run_measures_all_that_are_asked_for(tmp_path: Path) -> None:
     names = ["independent", "hpczero-2", "ddp", "fsdp2"]
     command = [sys.executable, "-m", "scaling.peers", "--quick", "--results", str(tmp_path)]
-    finished = run_command([*command, "--contenders", *names], timeout=LIMIT_S)
+    other = ["--against", str(ROOT)]  # the same code, by way of another checkout
+    finished = run_command([*command, "--contenders", *names, *other], timeout=LIMIT_S)
+    names.append("before:hpczero-2")
     assert finished.returncode == 0, finished
     (path,) = tmp_path.glob("*/peers-tiny.jsonl")
     assert path.with_suffix(".png").exists()
@@ -103,4 +105,11 @@ def test_quick_run_measures_all_that_are_asked_for(tmp_path: Path) -> None:
     np.testing.assert_allclose(losses["hpczero-2"], losses["ddp"], rtol=0, atol=1e-4)
     apart = np.abs(np.subtract(losses[FLOOR], losses["ddp"]))
     assert apart.max() > 1e-3  # so the tolerance tells averaged gradients from others
+    assert losses["hpczero-2"] == losses["before:hpczero-2"]
     assert finished.stdout.count("| torch FSDP2 ") == 1
+    assert "/ before" in finished.stdout
+
+
+def test_a_folder_without_a_checkout_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected the folder of a checkout"):
+        choose(Options(against=str(tmp_path)))
