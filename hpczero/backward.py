@@ -20,7 +20,7 @@ of a module began, it has therefore run all nodes of that call that it is going 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -38,12 +38,15 @@ class Call:
         units: whose modules ran.
         start: number of the first autograd node that it could make.
         thread: in which it ran; autograd numbers the nodes of each thread by themselves.
+        around: the calls it was made in, outermost first. A loss made of its results alone leads into those too.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], running: Iterable[Call] = ()) -> None:
+        """Args: running, calls under way in any thread."""
         self.units = tuple(units)
         self.start = next_node_number()
         self.thread = get_ident()
+        self.around = tuple(call for call in running if call.thread == self.thread)
 
 
 class Gradients:

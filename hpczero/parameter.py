@@ -194,7 +194,7 @@ class Guard:
         self._parameter.__class__ = self._closed_class if self._closed else self._open_class
 
 
-_own_gradient: Any = torch.Tensor.grad
+_descriptor: Any = torch.Tensor.grad
 _own_data: Any = torch.Tensor.data
 
 
@@ -208,17 +208,20 @@ _watched_data = property(
 
 def _gradient_property(sight: GradientSight) -> property:
     def look(parameter: torch.Tensor) -> torch.Tensor | None:
-        with torch._C.DisableTorchFunctionSubclass():
-            own: torch.Tensor | None = _own_gradient.__get__(parameter)
+        own = own_gradient(parameter)
         return sight.look(parameter) if own is None else own
 
     def assign(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
         # In backward autograd's own gradient is there until a hook of ours takes it.
-        if torch._C._current_graph_task_id() != -1 or take_own_gradient(parameter) is not None:
-            with torch._C.DisableTorchFunctionSubclass():
-                _own_gradient.__set__(parameter, value)
-        else:
+        if own_gradient(parameter) is not None:
+            set_own_gradient(parameter, value)
+        elif torch._C._current_graph_task_id() == -1:
             sight.assign(value)
+        elif sight.look(parameter) is not value:
+            raise StepError(
+                "parameter.grad was assigned in backward, after this rank's gradient was taken from it. Set the "
+                "post-accumulate hook that does so before zeroify, or use parameter.register_hook"
+            )
 
     def drop(parameter: torch.Tensor) -> None:
         assign(parameter, None)
@@ -226,10 +229,22 @@ def _gradient_property(sight: GradientSight) -> property:
     return property(look, assign, drop)
 
 
+def own_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that lies on ``parameter``, whatever ``parameter.grad`` shows."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: torch.Tensor | None = _descriptor.__get__(parameter)
+    return gradient
+
+
+def set_own_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+    """Put a gradient on ``parameter``, whoever answers for ``parameter.grad``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _descriptor.__set__(parameter, value)
+
+
 def take_own_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """The gradient that autograd has left on ``parameter``, which has none afterwards."""
-    with torch._C.DisableTorchFunctionSubclass():
-        gradient: torch.Tensor | None = _own_gradient.__get__(parameter)
-        if gradient is not None:
-            _own_gradient.__set__(parameter, None)
+    gradient = own_gradient(parameter)
+    if gradient is not None:
+        set_own_gradient(parameter, None)
     return gradient

@@ -14,7 +14,7 @@ What a module is given and what it returns stay the caller's: nothing is copied,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,7 +116,7 @@ class Schedule:
                 users.setdefault(module, []).append(unit)
         for module, units in users.items():
             is_root = module is model
-            inner = [each for each in module.modules() if each not in users]
+            inner = list(_inside(module, users))
             before = self._pre_forward(units, inner, is_root=is_root)
             after = self._post_forward(units, Attributes(module), is_root=is_root)
             self._around[module] = before, after
@@ -165,7 +165,8 @@ class Schedule:
             if self._sharded and torch.is_grad_enabled():
                 self._ways.watch_input(args, kwargs)
                 self._ways.watch_hooked(module, inner, self._running)
-            self._running.setdefault(module, []).append(Call(units))
+            running = [call for calls in self._running.values() for call in calls]
+            self._running.setdefault(module, []).append(Call(units, running))
             for unit in units:
                 self._uncalled.setdefault(unit, set(self._modules[unit]))
 
@@ -222,9 +223,10 @@ class Schedule:
             self._kept[unit] = None
             if unit not in self._told:
                 self._told.add(unit)
-                logger.info(
-                    "unit %r stays whole until backward is through: its results are neither in what it returns nor in "
-                    "its arguments or attributes. That takes memory; return them",
+                logger.warning(
+                    "unit %r stays whole until backward is through, which takes memory: it has results that are "
+                    "neither in what it returns nor in its arguments or attributes, or it computed something after "
+                    "them that needs a gradient. Return them; compute what is only logged under torch.no_grad()",
                     unit.spec.name,
                 )
 
@@ -258,11 +260,12 @@ class Schedule:
         backward = self._current_backward()
         backward.reached = True
         self._node_runs(backward, number, call.thread)
-        if call not in backward.opened:
-            backward.opened.append(call)
-            if backward.differentiable:  # the graph of this backward will need them too
-                self._kept.update(dict.fromkeys(call.units))
-            self._make_whole(call.units)
+        for each in (*call.around, call):
+            if each not in backward.opened:
+                backward.opened.append(each)
+                if backward.differentiable:  # the graph of this backward will need them too
+                    self._kept.update(dict.fromkeys(each.units))
+                self._make_whole(each.units)
 
     def _input_node_runs(self, number: int, thread: int) -> None:
         """A node that made an argument of a call is about to run, perhaps in a backward of another model alone."""
@@ -365,3 +368,11 @@ class Schedule:
     def in_backward(self) -> bool:
         """Whether a backward is running, or was interrupted."""
         return self._backward is not None
+
+
+def _inside(module: nn.Module, users: Container[nn.Module]) -> Iterator[nn.Module]:
+    """The modules below ``module`` whose calls count as its own: not those in ``users``, nor what is below those."""
+    for child in module.children():
+        if child not in users:
+            yield child
+            yield from _inside(child, users)

@@ -11,7 +11,7 @@ parameters of a zeroified model. Whatever else is asked raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,18 +48,20 @@ class SlotGradient:
 
     Attributes:
         unit, position: whose, and which of its slots.
-        norms: Step.slot_norms.
+        norm: GradientNorms.of_slot.
         changed: to be told what was done to gradients, so that ranks can be compared.
         in_backward: whether a backward runs, or was interrupted.
-        reset: forgets an interrupted backward.
+        reset: forgets an interrupted backward, whose other gradients are incomplete.
+        dropped: to be told when a gradient is gone.
     """
 
     unit: Unit
     position: int
-    norms: Callable[[Sequence[tuple[Unit, int]], float], list[float]]
+    norm: Callable[[Unit, int, float], float]
     changed: Callable[[str, str], None]
     in_backward: Callable[[], bool]
     reset: Callable[[], None]
+    dropped: Callable[[], None]
 
     @property
     def name(self) -> str:
@@ -71,6 +73,11 @@ class SlotGradient:
         """Whether a gradient came in since it was dropped, on any rank if it is reduced, else on this one."""
         return self.unit.has_gradient_at(self.position)
 
+    @property
+    def drops(self) -> int:
+        """How often the gradient was dropped; whoever keeps it sees by this that it is gone."""
+        return int(self.unit.drops[self.position])
+
     def drop(self) -> None:
         """As ``parameter.grad = None``."""
         if self.in_backward():
@@ -78,6 +85,7 @@ class SlotGradient:
         if self.unit.has_gradient:
             self.changed(self.name, "gradients set to None one by one")
         self.unit.drop_gradient_at(self.position)
+        self.dropped()
 
     def change(self, what: str, operation: Callable[..., Any], numbers: Sequence[float]) -> None:
         """Apply an elementwise operation in place; ``what`` names it.
@@ -115,7 +123,9 @@ class Sight:
         """
         if value is None:
             self._slot.drop()
-        elif not (isinstance(value, SeenGradient) and value._slot is self._slot):
+        elif isinstance(value, SeenGradient) and value._slot is self._slot:
+            _check_kept(value)
+        else:
             raise StepError(
                 f"parameter.grad of {self._slot.name!r} was assigned a tensor; gradients of a zeroified model come "
                 "from backward alone, which takes their mean over ranks. Put the values into the loss, or change this "
@@ -127,13 +137,14 @@ class SeenGradient(Tensor):
     """Stand-in for a parameter's gradient: shape, dtype and device, and no elements. See the module."""
 
     _slot: SlotGradient
+    _drops: int
 
     @staticmethod
     def __new__(cls, slot: SlotGradient, parameter: Tensor) -> SeenGradient:  # noqa: D102  (see the class)
         made: SeenGradient = Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
-        made._slot = slot
+        made._slot, made._drops = slot, slot.drops
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -156,6 +167,8 @@ class SeenGradient(Tensor):
         """Do what can be done in shards, refuse the rest. Collective for norms."""
         name = func.overloadpacket.__name__
         first = args[0] if args else None
+        for seen in _all_seen((*args, *(kwargs or {}).values())):
+            _check_kept(seen)
         if name.startswith("_foreach_"):
             return _on_list(name.removeprefix("_foreach_"), func, args, kwargs or {})
         if not isinstance(first, SeenGradient):
@@ -163,8 +176,7 @@ class SeenGradient(Tensor):
         if name in _SAME:
             return SeenGradient(first._slot, first)
         if name in _NORMS:
-            order = _order(args[1:], kwargs or {}, first, name)
-            return _norms([first], order)[0]
+            return _norm(first, _order(args[1:], kwargs or {}, first, name))
         return _change(first, name, args[1:], kwargs or {})
 
 
@@ -176,9 +188,10 @@ def _on_list(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         raise _refusal(_first_seen(args), f"_foreach_{name}")
     if name == "norm":
         order = _order(args[1:], kwargs, seen[0], name)
-        found = iter(_norms(seen, order))
         return [
-            next(found) if isinstance(item, SeenGradient) else torch.linalg.vector_norm(item, order)
+            _norm(item, order)
+            if isinstance(item, SeenGradient)
+            else torch.linalg.vector_norm(item, order)
             for item in items
         ]
     name = next((short for short, long in _LISTS.items() if long == name), name)
@@ -222,20 +235,30 @@ def _order(args: Sequence[Any], kwargs: dict[str, Any], seen: SeenGradient, name
     return float(order)
 
 
-def _norms(seen: Sequence[SeenGradient], order: float) -> list[Tensor]:
-    """0-dimensional fp32 tensors, the same on every rank. Collective."""
-    slots = [(each._slot.unit, each._slot.position) for each in seen]
-    found = seen[0]._slot.norms(slots, order)
-    device = seen[0].device
-    return [torch.tensor(norm, dtype=torch.float32, device=device) for norm in found]
+def _norm(seen: SeenGradient, order: float) -> Tensor:
+    """0-dimensional fp32 tensor, the same on every rank. Collective."""
+    slot = seen._slot
+    return torch.tensor(slot.norm(slot.unit, slot.position, order), device=seen.device)
 
 
-def _first_seen(args: Sequence[Any]) -> SeenGradient:
+def _all_seen(args: Sequence[Any]) -> Iterator[SeenGradient]:
     for value in args:
         for item in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(item, SeenGradient):
-                return item
-    raise AssertionError("dispatched because of one")
+                yield item
+
+
+def _first_seen(args: Sequence[Any]) -> SeenGradient:
+    return next(_all_seen(args))
+
+
+def _check_kept(seen: SeenGradient) -> None:
+    """Raise where the gradient it stood for is gone; another may be in its place."""
+    if seen._drops != seen._slot.drops:
+        raise StepError(
+            f"this gradient of {seen._slot.name!r} was kept over a zero_grad, and its elements, which lay in shards "
+            "over the ranks, are gone; take norms before zero_grad, or keep hpczero.full_gradients(model)"
+        )
 
 
 def _refusal(seen: SeenGradient, what: str) -> StepError:

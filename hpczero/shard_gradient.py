@@ -12,43 +12,60 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hpczero.errors import StepError
+from hpczero.parameter import own_gradient, set_own_gradient
 
-_descriptor: Any = Tensor.grad
-
-
-def own_gradient(shard: nn.Parameter) -> Tensor | None:
-    """The gradient as it is, whatever ``shard.grad`` shows."""
-    found: Tensor | None = _descriptor.__get__(shard)
-    return found
-
-
-def set_own_gradient(shard: nn.Parameter, value: Tensor | None) -> None:
-    """As ``shard.grad = value``, cheaper."""
-    _descriptor.__set__(shard, value)
-
-
-_OVER_ALL_ELEMENTS = ("norm", "_amp_", "dot", "isnan", "isfinite", "isinf", "nonzero", "equal")
-_REDUCTIONS = frozenset(
-    [
+# Parts of names, and whole ones.
+_OVER_ALL_ELEMENTS = (
+    *(
+        "norm",
+        "_amp_",
+        "dot",
+        "isnan",
+        "isfinite",
+        "isinf",
+        "nonzero",
+        "equal",
+        "std",
+        "var",
         "sum",
-        "mean",
+        "sort",
+        "arg",
+    ),
+    *("mean", "median", "quantile", "cum", "hist", "unique", "allclose", "is_nonzero"),
+)
+_MORE = (
+    *(
         "max",
         "min",
         "amax",
         "amin",
+        "aminmax",
         "any",
         "all",
-        "std",
-        "var",
-        "median",
-        "argmax",
-        "argmin",
+        "prod",
         "item",
-    ]
+        "tolist",
+        "numpy",
+        "dist",
+        "topk",
+    ),
+    *(
+        "kthvalue",
+        "mode",
+        "cdist",
+        "matmul",
+        "mm",
+        "inner",
+        "outer",
+        "__array__",
+        "__bool__",
+        "__float__",
+        "__int__",
+    ),
+    *("__index__", "__contains__", "__iter__"),
 )
 
 
@@ -69,14 +86,14 @@ class ShardGradient(Tensor):
             StepError: the result would be this rank's own.
         """
         name = getattr(func, "__name__", "")
-        if name in _REDUCTIONS or any(part in name for part in _OVER_ALL_ELEMENTS):
+        if name in _MORE or any(part in name for part in _OVER_ALL_ELEMENTS):
             raise StepError(
                 f"{name!r} of a gradient in optimizer.param_groups: after zeroify these are this rank's pieces of the "
                 "gradients, so every rank would get another result. Use hpczero.clip_grad_norm_(model, ...), or "
                 "torch's own over model.parameters(); instead of torch.amp.GradScaler, zeroify(precision='fp16')"
             )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        # Not past the class: what comes of a piece is a piece, of which no norm may be taken either.
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 class _Shard(nn.Parameter):
@@ -84,18 +101,28 @@ class _Shard(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """See ShardGradient."""
-        own: Tensor | None = _descriptor.__get__(self)
+        """See ShardGradient. What is assigned goes into the gradient that is there, which norms are taken of."""
+        own = own_gradient(self)
         return None if own is None else own.as_subclass(ShardGradient)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        plain = value.as_subclass(Tensor) if isinstance(value, ShardGradient) else value
-        _descriptor.__set__(self, plain)
+        own = own_gradient(self)
+        if value is None:
+            if own is not None:
+                own.zero_()
+            set_own_gradient(self, None)
+        elif own is None:
+            raise StepError(
+                "a parameter in optimizer.param_groups was assigned a gradient and had none; gradients of a zeroified "
+                "model come from backward alone, which takes their mean over ranks"
+            )
+        else:
+            own.copy_(value.as_subclass(Tensor))
 
     @grad.deleter
     def grad(self) -> None:
-        _descriptor.__set__(self, None)
+        self.grad = None
 
 
 def guard_shards(shards: Iterable[nn.Parameter]) -> None:

@@ -195,10 +195,11 @@ class Sharding:
             slot = SlotGradient(
                 unit,
                 position,
-                norms=self.step.slot_norms,
+                norm=self.step.norms.of_slot,
                 changed=self.step.note_change,
                 in_backward=lambda: schedule.in_backward,
-                reset=schedule.reset,
+                reset=self._forget_interrupted,
+                dropped=self.step.note_drop,
             )
             guard.show_gradient(Sight(slot))
 
@@ -249,10 +250,15 @@ class Sharding:
                 f"part {self.next_part[0]} of {self.next_part[1]} of accumulate was to come, and backward ran outside "
                 "of it; run all parts inside accumulate, or call optimizer.zero_grad() to begin anew"
             )
-        self.step.forget_norm()
+        self.step.norms.forget()
         if self.micro_batches > 1:
             self.step.note_scaling(f"gradients of {self.micro_batches} micro-batches (accumulate)")
         return 1.0 / (self.topology.shard.size * self.micro_batches * self.scaler.scale)
+
+    def _forget_interrupted(self) -> None:
+        assert self.schedule is not None, "hooks are attached"
+        self.schedule.reset()
+        self.step.note_interruption()
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; also forgets local gradients of ``no_sync`` and an interrupted backward."""

@@ -1,7 +1,7 @@
 """Step: what happens around ``optimizer.step()``.
 
 Owns: the agreement of all ranks before an update (same collectives so far, finite gradients, used parameters), the
-gradient norm, skipping, and what follows the update. Must not know: modules, hooks on them, MPI calls.
+clipping, skipping, and what follows the update. Must not know: modules, hooks on them, MPI calls.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import itertools
 import logging
 import math
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from hpczero.advice import Advice
 from hpczero.comm.base import Collectives
 from hpczero.errors import CommError, ConfigError, StepError
-from hpczero.norm import largest, largest_magnitude, sum_of_powers, sum_of_squares
+from hpczero.gradient_norms import GradientNorms
 from hpczero.optimizers import describe_options
 from hpczero.precision import LossScaler, Precision
 from hpczero.shard_gradient import guard_shards, open_shards
@@ -84,20 +85,35 @@ class Step:
         self._before_update = before_update
         self._after_update = after_update
         self._replaced = replaced
-        self._norms: dict[float, float] = {}
+        self.norms = GradientNorms(self._units, comm, self._check_reduced)
+        self._incomplete = False  # some gradients are those of a backward that did not finish
         self._scalings: list[str] = []
         self._changes = 0  # of all changes of single gradients, in their order
         self._skipping = False
+        self._open = False  # shards are, for the time of a step
         self._told = False
         self._handles: list[RemovableHandle] = []
+        self._optimizer: Optimizer | None = None
 
     def attach(self, optimizer: Optimizer) -> None:
         """Drive ``optimizer.step`` through torch's own hooks."""
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-        ]
+        pre = cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks)
+        post = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
+        before = optimizer.register_step_pre_hook(self._before)
+        after = optimizer.register_step_post_hook(self._after)
+        self._handles = [before, after]
+        # Hooks of the user's find guarded gradients before a step and new values on all ranks after it, whether they
+        # were registered before these or later.
+        post.move_to_end(after.id, last=False)
 
+        def register_step_pre_hook(hook: Any) -> RemovableHandle:
+            handle = Optimizer.register_step_pre_hook(optimizer, hook)
+            if before.id in pre:
+                pre.move_to_end(before.id)
+            return handle
+
+        optimizer.__dict__["register_step_pre_hook"] = register_step_pre_hook
+        self._optimizer = optimizer
         guard_shards(self._shards)
 
     def detach(self) -> None:
@@ -105,21 +121,32 @@ class Step:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._optimizer is not None:
+            self._optimizer.__dict__.pop("register_step_pre_hook", None)
         open_shards(self._shards)
-
-    def forget_norm(self) -> None:
-        """The gradients changed: a norm computed before is void."""
-        self._norms.clear()
 
     def forget_gradients(self) -> None:
         """The gradients are gone, and what was done to them is void."""
-        self._norms.clear()
+        self.norms.forget()
         self._scalings.clear()
         self._changes = 0
+        self._incomplete = False
+
+    def note_interruption(self) -> None:
+        """A backward did not finish; until all its gradients are gone there is no step."""
+        self._incomplete = True
+
+    def note_drop(self) -> None:
+        """A gradient is gone."""
+        self._incomplete = self._incomplete and self._any_gradients
+
+    @property
+    def _any_gradients(self) -> bool:
+        return any(unit.has_gradient or unit.has_local_gradients for unit in self._units)
 
     def note_scaling(self, what: str) -> None:
         """This rank's gradients were scaled by something that must be equal on all ranks; the step compares it."""
-        self.forget_norm()
+        self.norms.forget()
         if what not in self._scalings:
             self._scalings.append(what)
 
@@ -127,53 +154,6 @@ class Step:
         """As ``note_scaling``, of one parameter's gradient; which ones and in which order is compared too."""
         self.note_scaling(what)
         self._changes = zlib.crc32(f"{name} {what}".encode(), self._changes)
-
-    def grad_norm(self, norm_type: float) -> float:
-        """Norm of the mean gradient over all parameters, the same bits on every rank and in every stage.
-
-        Right to fp64 rounding, so it is also that of any other number of ranks but for the last digits.
-
-        Args:
-            norm_type: 2.0 or inf.
-
-        Raises:
-            ConfigError: another norm.
-        """
-        if norm_type not in (2.0, math.inf):
-            raise ConfigError(f"norm_type: got {norm_type!r}, expected 2.0 or inf")
-        if norm_type not in self._norms:
-            self._check_reduced()
-            gradients = [unit.owned_gradient for unit in self._units if unit.has_gradient]
-            square = norm_type == 2.0
-            mine = sum_of_squares(gradients) if square else largest_magnitude(gradients)
-            everybody = self._comm.share(np.array([mine]), name="grad_norm")[:, 0].tolist()
-            self._norms[norm_type] = (
-                math.sqrt(math.fsum(everybody)) if square else largest(everybody)
-            )
-        return self._norms[norm_type]
-
-    def slot_norms(self, slots: Sequence[tuple[Unit, int]], order: float) -> list[float]:
-        """Norm of the mean gradient of each slot, whole, the same bits on every rank.
-
-        Args:
-            slots: unit and position of each, in the same order on every rank.
-            order: above 0, or inf.
-
-        Raises:
-            StepError: gradients of ``no_sync`` wait for a reduction.
-        """
-        self._check_reduced()
-        owned = [unit.gradient_pieces(position, owned=True) for unit, position in slots]
-        if math.isinf(order):
-            mine = [largest_magnitude(pieces) for pieces in owned]
-        elif order == 2.0:
-            mine = [sum_of_squares(pieces) for pieces in owned]
-        else:
-            mine = [sum_of_powers(pieces, order) for pieces in owned]
-        everybody = self._comm.share(np.array(mine), name="gradient norms").T.tolist()
-        if math.isinf(order):
-            return [largest(values) for values in everybody]
-        return [math.fsum(values) ** (1.0 / order) for values in everybody]
 
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Scale the gradients so that their norm is at most ``max_norm``; returns the norm before, as torch does.
@@ -183,17 +163,17 @@ class Step:
         if not max_norm > 0:
             raise ConfigError(f"max_norm: got {max_norm!r}, expected a number above 0")
         self.note_scaling(f"gradients clipped with max_norm={max_norm!r}")
-        norm = self.grad_norm(norm_type)
+        norm = self.norms.of_all(norm_type)
         factor = max_norm / (norm + 1e-6)
         if math.isfinite(norm) and factor < 1.0:
             for unit in self._units:
                 if unit.has_gradient:
                     unit.scale_gradient(factor)
-            self._norms.clear()
+            self.norms.forget()
         return norm
 
     def _check_reduced(self) -> None:
-        if self._in_backward():
+        if self._in_backward() or self._incomplete:
             raise StepError(
                 f"rank {self._comm.topology.rank}: the last backward did not finish (an exception?), so some "
                 "gradients are missing; call optimizer.zero_grad() and run backward again before the step"
@@ -211,6 +191,7 @@ class Step:
                 "optimizer.step(closure) would run backward inside the step; call backward first, "
                 "then optimizer.step()"
             )
+        self._guard()  # torch's step before this one may have raised
         self._before_update()
         finite, used = self._agree(optimizer)
         self._skipping = not finite
@@ -222,7 +203,13 @@ class Step:
                 unit.skip_unused(flags)
         if not any(unit.has_gradient for unit in self._units):
             self._tell_nothing_to_do()
+        self._open = True
         open_shards(self._shards)
+
+    def _guard(self) -> None:
+        if self._open:
+            self._open = False
+            guard_shards(self._shards)
 
     @property
     def _shards(self) -> Iterator[nn.Parameter]:
@@ -350,7 +337,7 @@ class Step:
         return error
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        guard_shards(self._shards)
+        self._guard()
         if not self._skipping:
             self.counts.in_a_row = 0
             for unit in self._units:

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Mutable
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache, partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from hpczero.errors import StepError
 
 # What an object can hold before a search gives up: far more than a model's outputs, less than a data set.
 MOST_OBJECTS = 10_000
@@ -186,9 +188,10 @@ def _may_change_to_tensors(value: Any) -> bool:
     if _kind_of(value) is _Kind.LEAF:
         # A loss that is 0.0 until it is computed; sizes and switches stay what they are.
         return isinstance(value, (float, complex)) or (isinstance(value, int) and value == 0)
+    if isinstance(value, tuple):  # (None, None) may be a state that is still to come
+        return not value or any(_may_change_to_tensors(each) for each in value)
     options = getattr(kind, "__dataclass_params__", None)
-    fixed = isinstance(value, tuple) or (options is not None and options.frozen)
-    if not (fixed and value):
+    if options is None or not options.frozen or not value:
         return True
     try:
         return next(tensors_in(value), None) is not None
@@ -243,13 +246,30 @@ class Replacement:
                 return item
             return _made_of(item, parts)
         if isinstance(item, Mapping) and not isinstance(item, MutableMapping):
-            return {key: self.of(value) for key, value in item.items()}
+            return self._of_frozen(item)
         if isinstance(item, MutableMapping):
             self.write(item, {_Entry(key): value for key, value in item.items()})
         elif isinstance(item, MutableSequence):
             self.write(item, {_Entry(place): value for place, value in enumerate(item)})
         self.write(item, _attributes(item))
         return item
+
+    def _of_frozen(self, item: Mapping[Any, Any]) -> Any:
+        """A mapping that cannot be written to.
+
+        Raises:
+            StepError: it holds tensors to be cast, and nobody knows how another of its class is made.
+        """
+        new = {key: self.of(value) for key, value in item.items()}
+        if all(value is item[key] for key, value in new.items()):
+            self.write(item, _attributes(item))
+            return item
+        if type(item) is MappingProxyType:
+            return MappingProxyType(new)
+        raise StepError(
+            f"a {type(item).__name__} is a mapping that cannot be written to, so the floating point tensors in it "
+            "cannot be cast where the model trains in half precision; use a dict instead"
+        )
 
     def write(self, item: Any, held: dict[Any, Any]) -> None:
         """Exchange the tensors in ``held``, entries or attributes of ``item`` by key or name."""

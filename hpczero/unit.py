@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from hpczero.comm.base import Collectives, Work
 from hpczero.device import DTYPES, Buffer, Fresh
 from hpczero.gradient import LocalGradient
-from hpczero.parameter import take_own_gradient
+from hpczero.parameter import own_gradient, set_own_gradient, take_own_gradient
 from hpczero.plan import Stage, UnitSpec
 from hpczero.precision import Precision
-from hpczero.shard_gradient import own_gradient, set_own_gradient
 from hpczero.whole import UnitState, WholeParameters
 
 
@@ -37,6 +36,7 @@ class Unit:
         spec: names, shapes and places.
         whole: the parameters as the model sees them.
         shards: what the optimizer sees: one fp32 parameter for each model parameter this rank owns a part of.
+        drops: (slots,) int64, how often each slot's gradient was set to None; where trainable.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class Unit:
         )
         self._used = np.zeros(len(layout.slots), dtype=bool)
         self._dropped: set[int] = set()  # slots whose reduced gradient was set to None
+        self.drops = np.zeros(len(layout.slots), dtype=np.int64)
         self._has_reduced = False
         self._reduction: Work | None = None
-        # A replicated optimizer steps on the same pieces as a sharded one: vectorised kernels round the tail of a
-        # tensor differently, and stages must agree bit for bit.
+        # A replicated optimizer steps on the pieces of a sharded one: kernels round the tail of a tensor differently.
         index = comm.topology.shard_index
         pieces = [index] if stage.shards_optimizer else range(layout.num_shards)
         for position, slot in enumerate(layout.slots):
@@ -190,6 +190,7 @@ class Unit:
     def capture(self, position: int, *, accumulating: bool) -> None:
         """Take the gradient autograd left on parameter ``position``; see LocalGradient.add."""
         gradient = take_own_gradient(self.parameters[position])
+        self._dropped.discard(position)
         if gradient is not None:
             self._local.add(position, gradient, accumulating=accumulating)
 
@@ -289,6 +290,7 @@ class Unit:
             elif (gradient := own_gradient(shard)) is not None:
                 gradient.zero_()
         if set_to_none:
+            self.drops += 1
             self._fresh.drop()
             self._used = np.zeros_like(self._used)
             self._dropped.clear()
@@ -311,6 +313,7 @@ class Unit:
     def drop_gradient_at(self, position: int) -> None:
         """Forget the gradient of one slot; after the last one the memory is given back."""
         self._local.filled[position] = False
+        self.drops[position] += 1
         for shard, slot in zip(self.shards, self.shard_slots, strict=True):
             if slot == position and self.has_gradient:
                 set_own_gradient(shard, None)

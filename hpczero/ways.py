@@ -41,9 +41,8 @@ class Ways:
         """
         self._on_entry = on_entry
         self._on_exit = on_exit
-        self._hooked: dict[
-            nn.Module, RemovableHandle
-        ] = {}  # modules that a user's forward hooks look at
+        # Modules that a user's forward hooks look at, with the module whose call they are a part of.
+        self._hooked: dict[tuple[nn.Module, nn.Module], RemovableHandle] = {}
         self._last_end = 0  # number of the first node after the last call that was watched
 
     def remove(self) -> None:
@@ -95,9 +94,9 @@ class Ways:
             running: calls under way.
         """
         for each in inner:
-            if each._forward_hooks and each not in self._hooked:
+            if each._forward_hooks and (module, each) not in self._hooked:
                 hook = partial(self._after_hooked, module, running)
-                self._hooked[each] = each.register_forward_hook(hook, with_kwargs=True)
+                self._hooked[module, each] = each.register_forward_hook(hook, with_kwargs=True)
 
     @untraced
     def _after_hooked(

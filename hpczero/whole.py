@@ -237,9 +237,32 @@ class WholeParameters:
             self._versions = [parameter._version for parameter in self.parameters]
 
     def was_modified(self) -> bool:
-        """Whether a parameter was changed in place since ``note_versions``."""
-        pairs = zip(self.parameters, self._versions, strict=True)
-        return any(parameter._version != version for parameter, version in pairs)
+        """Whether a parameter was changed since ``note_versions``, in place or by other memory."""
+        slots = self._spec.layout.slots
+        return any(
+            parameter._version != version
+            or (slot.numel and not _is_at(parameter, self.flat_of_user, slot.offset))
+            for parameter, slot, version in zip(self.parameters, slots, self._versions, strict=True)
+        )
+
+    def take_over(self) -> None:
+        """Values that the user put into other memory, by ``parameter.data = ...``, go where the unit looks for them.
+
+        Raises:
+            StepError: they have another shape or dtype; says which parameter.
+        """
+        slots = self._spec.layout.slots
+        views = self._views(self.flat_of_user)
+        for parameter, view, slot in zip(self.parameters, views, slots, strict=True):
+            if not slot.numel or _is_at(parameter, self.flat_of_user, slot.offset):
+                continue
+            if parameter.shape != view.shape or parameter.dtype != view.dtype:
+                raise StepError(
+                    f"parameter {slot.name!r} was given {parameter.dtype} {tuple(parameter.shape)} inside gathered, "
+                    f"expected {view.dtype} {tuple(view.shape)}; build the model as it shall be before zeroify"
+                )
+            view.copy_(parameter.detach())
+            parameter.data = view
 
     def check_untouched(self) -> None:
         """Raise if a parameter was changed or moved behind the unit's back, or is about to be.
@@ -257,7 +280,6 @@ class WholeParameters:
                 f"rank {rank}: optimizer.step() inside `with hpczero.gathered(model):` would leave old values in the "
                 "gathered parameters; take the step outside"
             )
-        start, item = self.flat.data_ptr(), self.flat.element_size()
         for parameter, slot, version in zip(
             self.parameters, self._spec.layout.slots, self._versions, strict=True
         ):
@@ -272,9 +294,15 @@ class WholeParameters:
                     f"rank {rank}: parameter {slot.name!r} was changed in place since zeroify, and the optimizer's "
                     "copy was not; change parameters inside `with hpczero.gathered(model, modifier_rank=0):`"
                 )
-            expected = start + slot.offset * item
-            if self.state is UnitState.WHOLE and slot.numel and parameter.data_ptr() != expected:
+            if slot.numel and not _is_at(parameter, self.flat, slot.offset):
                 raise StepError(
                     f"rank {rank}: parameter {slot.name!r} got new memory since zeroify (model.to(), .half(), "
-                    "load_state_dict(assign=True)?); do that before zeroify"
+                    "load_state_dict(assign=True), parameter.data = ...?); do that before zeroify, or change values "
+                    "inside `with hpczero.gathered(model, modifier_rank=0):`"
                 )
+
+
+def _is_at(parameter: Tensor, flat: Tensor, offset: int) -> bool:
+    """Whether ``parameter`` begins at element ``offset`` of ``flat``; also while both have no memory."""
+    same: bool = torch._C._is_alias_of(parameter, flat)  # type: ignore[attr-defined]
+    return same and parameter.storage_offset() == flat.storage_offset() + offset

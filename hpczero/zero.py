@@ -20,7 +20,7 @@ from hpczero.accelerator import Accelerator, accelerator_of, choose_accelerator
 from hpczero.comm import Collectives, check_algorithms, check_transport_name, choose
 from hpczero.device import DTYPES
 from hpczero.environment import Environment
-from hpczero.errors import PlanError, StepError
+from hpczero.errors import ConfigError, PlanError, StepError
 from hpczero.heap import keep_freed_memory
 from hpczero.optimizers import check_optimizer, describe_options, group_of_parameters
 from hpczero.plan import Plan, Stage
@@ -195,10 +195,16 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
         modifier_rank: this world rank's changes are given to all ranks and to the optimizer's masters at the end.
 
     Raises:
-        StepError: on every rank, if parameters were changed and no ``modifier_rank`` was named.
+        ConfigError: there is no such rank.
+        StepError: on every rank, if parameters were changed and no ``modifier_rank`` was named, or were given values
+            of another shape or dtype.
     """
     state = sharding(model)
     units = state.units
+    if modifier_rank is not None and modifier_rank not in range(state.topology.size):
+        raise ConfigError(
+            f"modifier_rank: got {modifier_rank!r}, expected a rank of 0 to {state.topology.size - 1}"
+        )
     for unit in units:
         unit.unshard()
     for unit in units:
@@ -207,6 +213,9 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
     try:
         yield
         if modifier_rank is not None:
+            with state.topology.agreed("keep what was changed inside gathered"):
+                for unit in units:
+                    unit.whole.take_over()
             for unit in units:
                 unit.write_back(modifier_rank)
         else:

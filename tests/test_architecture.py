@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("accelerator", "deadline", "device", "heap", "kernels", "norm", "topology"),
     ("comm",),
     ("optimizers", "parameter", "plan", "refusals", "shard_gradient", "tensors", "untraced"),
-    ("gradient", "unit", "whole"),
+    ("gradient", "gradient_norms", "unit", "whole"),
     ("backward", "prefetch", "seal", "seen_gradient", "surroundings"),
     ("advice", "casting", "ways"),
     ("optimizer_state", "step"),

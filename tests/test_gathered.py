@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import hpczero
-from hpczero.errors import StepError
+from hpczero.errors import ConfigError, StepError
 from hpczero.models import ConvNet
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import (
     MLP,
     adamw,
+    mlp_backward,
     mlp_input,
     raises_on_all,
     tiny_gpt,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+TRANSPORTS = pytest.mark.parametrize("transport", ["auto", "flat"])
 PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16"])
 
 
@@ -131,6 +134,73 @@ def test_change_without_a_modifier_rank_is_refused(
         with hpczero.gathered(model, modifier_rank=0):  # makes all ranks equal again
             pass
         parallel_assert(comm, equal_state(masters(model), before))
+
+
+def _by_vector(model: torch.nn.Module) -> None:
+    vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    torch.nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+
+
+def _by_data(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+@STAGES
+@TRANSPORTS
+@pytest.mark.parametrize("halve", [_by_vector, _by_data], ids=lambda act: act.__name__)
+def test_values_in_other_memory_are_taken_over(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    stage: int,
+    transport: str,
+    halve: Callable[[torch.nn.Module], None],
+) -> None:
+    model = MLP()
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, stage=stage, topology=topology, transport=transport):
+        before = masters(model)
+        with hpczero.gathered(model, modifier_rank=0):
+            halve(model)
+        expected = {name: value * 0.5 for name, value in before.items()}
+        parallel_assert(comm, equal_state(masters(model), expected))
+        mlp_backward(model, comm.rank)
+        optimizer.step()
+
+        def unannounced() -> None:
+            with hpczero.gathered(model):
+                halve(model)
+
+        raises_on_all(comm, StepError, "changed inside gathered", unannounced)
+
+
+@STAGES
+def test_values_of_another_dtype_are_refused_on_all_ranks(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model = MLP()
+    with zeroified(model, adamw(model), stage=stage, topology=topology):
+
+        def widen() -> None:
+            with hpczero.gathered(model, modifier_rank=0):
+                if comm.rank == 0:
+                    parameter = next(model.parameters())
+                    parameter.data = parameter.data.double()
+
+        raises_on_all(comm, StepError, "was given torch.float64", widen)
+
+
+@pytest.mark.parametrize("modifier_rank", [-1, 99])
+def test_a_modifier_rank_that_is_none_is_refused(
+    comm: MPI.Intracomm, topology: Topology, modifier_rank: int
+) -> None:
+    model = MLP()
+    with (
+        zeroified(model, adamw(model), stage=3, topology=topology),
+        pytest.raises(ConfigError, match="modifier_rank: got"),
+        hpczero.gathered(model, modifier_rank=modifier_rank),
+    ):
+        pass
 
 
 @STAGES

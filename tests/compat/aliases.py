@@ -121,16 +121,17 @@ class LateBuffer(Residual):
 
 
 class PlainTensorState(Residual):
-    """A running mean that is no buffer, only an attribute."""
+    """A table that is no buffer, only an attribute, and a count beside it that every forward changes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.mean: Tensor = torch.zeros(WIDTH)
+        self.table: Tensor = torch.linspace(0.5, 1.0, WIDTH)
+        self.calls: Tensor = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x * 0.9)
-        self.last = y.detach()
-        return y + self.mean
+        if torch.is_grad_enabled():
+            self.calls = self.calls + 1.0
+        return super().forward(x * self.table) * torch.sigmoid(self.calls.clamp(max=1.0))
 
 
 class CachedWeight(Residual):

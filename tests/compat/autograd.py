@@ -296,7 +296,12 @@ CONSTRUCTS = [
     Construct("straight-through", "a straight-through estimator", net(StraightThrough)),
     of_net("siamese", "two forwards, one backward", loss=siamese),
     of_net("contrastive", "a contrastive loss over two views", loss=contrastive),
-    of_net("preference", "DPO: two forwards with and two without gradient", loss=preference),
+    of_net(
+        "preference",
+        "DPO: two forwards with and two without gradient",
+        loss=preference,
+        tolerance=3e-6,
+    ),
     of_net("stop-gradient", "one of two forwards is detached", loss=stop_gradient),
     of_net("forward-thrown-away", "a forward whose result is not used", loss=forward_thrown_away),
     of_net("rollout", "three forwards, each on the output of the last", loss=rollout),

@@ -188,6 +188,30 @@ def penalised(training: Training) -> None:
     training.optimizer.step()
 
 
+def keeps_one_feature(training: Training) -> None:
+    seen = training.kept.setdefault("seen", [])
+    inner = training.model.blocks[1].inner
+    inner.register_forward_hook(lambda module, args, output: seen.append(output))
+
+
+def with_one_feature(training: Training) -> None:
+    training.optimizer.zero_grad()
+
+    def loss(place: Any) -> Tensor:
+        training.kept["seen"].clear()
+        training.construct.loss(training.model, training.construct.batch(place))
+        return training.kept["seen"][0].square().mean()
+
+    training.mean(loss).backward()
+    training.optimizer.step()
+
+
+def keeps_one_block(training: Training) -> None:
+    seen = training.kept.setdefault("seen", [])
+    block = training.model.blocks[1]
+    block.register_forward_hook(lambda module, args, output: seen.append(output))
+
+
 def both(name: str, says: str, hook: Hooking, **more: Any) -> list[Construct]:
     """The same hook, set before zeroify and after it."""
     changed = more.pop("later", {})
@@ -249,7 +273,19 @@ CONSTRUCTS = [
         step=penalised,
         later={"refused": "is sharded and its memory given back", "refused_stages": (3,)},
     ),
-    of_net("optimizer-hook", "`optimizer.register_step_post_hook`", after=on_optimizer),
+    *both("optimizer-hook", "`optimizer.register_step_post_hook`", on_optimizer),
+    *both(
+        "one-block-hook",
+        "a forward hook keeps one block's output, and the loss is made of that alone",
+        keeps_one_block,
+        step=with_one_feature,
+    ),
+    *both(
+        "one-feature-hook",
+        "a forward hook inside one block keeps the only output that the loss is made of",
+        keeps_one_feature,
+        step=with_one_feature,
+    ),
     of_net(
         "optimizer-in-backward",
         "an optimizer per parameter, stepped in a post-accumulate hook",

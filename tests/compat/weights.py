@@ -222,6 +222,20 @@ class StackedExperts(nn.Module):
         return x + weight[:, None] * torch.einsum("bi,bij->bj", x, self.weight[choice])
 
 
+class RenormedLinear(nn.Linear):
+    """A bound on the norms of weights, kept by every forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.3)
+        return super().forward(x)
+
+
+class RenormedBranch(Residual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = RenormedLinear(WIDTH, WIDTH + 1)
+
+
 CONSTRUCTS = [
     Construct(
         "tied-weights",
@@ -229,6 +243,13 @@ CONSTRUCTS = [
         lambda: seeded(Tied),
         batch=words,
         loss=next_word,
+    ),
+    Construct(
+        "renormed-in-forward",
+        "`self.weight.data = torch.renorm(self.weight.data, ...)` in forward",
+        net(RenormedBranch),
+        refused="got new memory since zeroify",
+        remark="renormalise inside `gathered(model, modifier_rank=0)` after the step",
     ),
     Construct("tied-layers", "blocks share a layer", net(kind=TiedBlocks)),
     Construct(

@@ -247,7 +247,8 @@ class Features(Layers):
         x = self.entry(x)
         for block in self.blocks:
             x = block(x)
-        return self.taken[0].square().mean() + 0.0 * self.loss(x, y)
+        del x, y
+        return self.taken[0].square().mean()
 
 
 LOSSES: list[Tensor] = []

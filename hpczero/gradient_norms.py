@@ -1,0 +1,92 @@
+"""GradientNorms: norms of the mean gradient, of all of it and of single parameters.
+
+Owns: what each rank adds to a norm, and how long norms stay true. Must not know: optimizers, who clips, when. The sums
+over elements are in `norm.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hpczero.comm.base import Collectives
+from hpczero.errors import ConfigError
+from hpczero.norm import largest, largest_magnitude, sum_of_powers, sum_of_squares
+from hpczero.unit import Unit
+
+
+class GradientNorms:
+    """All methods but ``forget`` are collective over topology.world."""
+
+    def __init__(self, units: Sequence[Unit], comm: Collectives, check: Callable[[], None]) -> None:
+        """Not collective.
+
+        Args:
+            units: the trainable ones.
+            comm: the transport.
+            check: raises StepError where gradients are not reduced over ranks.
+        """
+        self._units = list(units)
+        self._comm = comm
+        self._check = check
+        self._of_slots: dict[float, dict[tuple[Unit, int], float]] = {}  # by order of the norm
+
+    def forget(self) -> None:
+        """The gradients changed."""
+        self._of_slots.clear()
+
+    def of_all(self, norm_type: float) -> float:
+        """Norm over all parameters, the same bits on every rank and in every stage.
+
+        Right to fp64 rounding, so it is also that of any other number of ranks but for the last digits.
+
+        Args:
+            norm_type: 2.0 or inf.
+
+        Raises:
+            ConfigError: another norm.
+            StepError: gradients of ``no_sync`` wait for a reduction.
+        """
+        if norm_type not in (2.0, math.inf):
+            raise ConfigError(f"norm_type: got {norm_type!r}, expected 2.0 or inf")
+        self._check()
+        gradients = [unit.owned_gradient for unit in self._units if unit.has_gradient]
+        square = norm_type == 2.0
+        mine = sum_of_squares(gradients) if square else largest_magnitude(gradients)
+        everybody = self._comm.share(np.array([mine]), name="grad_norm")[:, 0].tolist()
+        return math.sqrt(math.fsum(everybody)) if square else largest(everybody)
+
+    def of_slot(self, unit: Unit, position: int, order: float) -> float:
+        """Norm over one parameter, the same bits on every rank.
+
+        The first to be asked for is computed with those of all parameters, in one exchange: torch asks for one after
+        the other. They are kept until gradients change.
+
+        Args:
+            unit: of the parameter; ranks ask for the same ones in the same order.
+            position: of it in the unit.
+            order: above 0, or inf.
+
+        Raises:
+            StepError: gradients of ``no_sync`` wait for a reduction.
+        """
+        self._check()
+        if order not in self._of_slots:
+            slots = [(unit, place) for unit in self._units for place in range(len(unit.used))]
+            self._of_slots[order] = dict(zip(slots, self._share(slots, order), strict=True))
+        return self._of_slots[order][unit, position]
+
+    def _share(self, slots: Sequence[tuple[Unit, int]], order: float) -> list[float]:
+        owned = [unit.gradient_pieces(position, owned=True) for unit, position in slots]
+        if math.isinf(order):
+            mine = [largest_magnitude(pieces) for pieces in owned]
+        elif order == 2.0:
+            mine = [sum_of_squares(pieces) for pieces in owned]
+        else:
+            mine = [sum_of_powers(pieces, order) for pieces in owned]
+        everybody = self._comm.share(np.array(mine), name="gradient norms").T.tolist()
+        if math.isinf(order):
+            return [largest(values) for values in everybody]
+        return [math.fsum(values) ** (1.0 / order) for values in everybody]
