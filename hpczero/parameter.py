@@ -152,6 +152,14 @@ def _backward_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     torch.autograd.backward(*args, **{**kwargs, "inputs": edges})
 
 
+_MARK = "_hpczero_guarded"
+
+
+def is_guarded(parameter: nn.Parameter) -> bool:
+    """Whether ``parameter`` belongs to a zeroified model."""
+    return _MARK in parameter.__dict__
+
+
 class Guard:
     """Stands before one parameter by its class alone, which it switches; the object never changes."""
 
@@ -163,6 +171,12 @@ class Guard:
             "ShardedParameter", (ShardedParameter,), {"qualified_name": qualified_name}
         )
         self._closed = False
+        parameter.__dict__[_MARK] = True
+
+    def leave(self) -> None:
+        """The parameter is no longer a zeroified model's; it stays as it is."""
+        self.show_gradient(None)
+        self._parameter.__dict__.pop(_MARK, None)
 
     def close(self) -> None:
         """From now on only metadata may be read."""

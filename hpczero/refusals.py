@@ -15,6 +15,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from hpczero.errors import PlanError
+from hpczero.parameter import is_guarded
 from hpczero.precision import Precision
 
 
@@ -30,6 +31,12 @@ def check_modules(model: nn.Module, precision: Precision, *, trains: bool) -> No
         PlanError: names the module or parameter, and what to do instead.
     """
     for name, parameter in model.named_parameters():
+        if is_guarded(parameter):
+            raise PlanError(
+                f"parameter {name!r} belongs to a model that was zeroified already. Two models that share a module: "
+                "zeroify one module that holds both (nn.ModuleDict), with one optimizer. A part of a model: zeroify "
+                "the whole alone. To begin anew: hpczero.release(the other model), and build this one again"
+            )
         _check_lazy(name, parameter)
         _check_dtype(name, parameter)
     _check_memory(model)

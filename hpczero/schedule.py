@@ -322,8 +322,8 @@ class Schedule:
             raise StepError(
                 "another backward of this model has not finished. Either it ended in an exception, and its "
                 "gradients are lost: call optimizer.zero_grad() before the next backward. Or this one runs inside "
-                "it, which reentrant activation checkpointing does: use "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                "it, which reentrant activation checkpointing and autograd Functions do that call modules in their "
+                "backward (reversible blocks): use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         if self._backward is None:
             self._backward = BackwardPass(task, self._gradients)

@@ -290,7 +290,7 @@ class Sharding:
             self.schedule.remove()
         for unit in self.units:
             for guard in unit.whole.guards:
-                guard.show_gradient(None)
+                guard.leave()
         for part in (
             self.casting,
             self.surroundings,

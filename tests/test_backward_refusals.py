@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -69,6 +69,47 @@ def test_whole_model_in_a_reentrant_checkpoint(
         output = checkpoint(model, x, use_reentrant=True)
         with pytest.raises(StepError, match=r"reentrant.*use_reentrant=False"):
             output.sum().backward()
+        model.zero_grad()
+
+
+class Recompute(torch.autograd.Function):
+    """A reversible block: its backward calls the module again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return cast(Tensor, module(x))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.module(x)
+        torch.autograd.backward(y, gradient)
+        return x.grad, None
+
+
+class Reversible(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.layers
+        x = first(x)
+        for layer in others:
+            x = Recompute.apply(x, layer)
+        return x
+
+
+@STAGES
+def test_modules_called_in_the_backward_of_a_function(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model = Reversible()
+    with zeroified(model, adamw(model), stage=stage, topology=topology):
+        output = model(mlp_input(comm.rank)).sum()
+        with pytest.raises(StepError, match="Functions do that call modules in their backward"):
+            output.backward()
         model.zero_grad()
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
 from tests.compat.construct import (
+    WIDTH,
     Construct,
     Net,
     Place,
@@ -80,6 +81,16 @@ class Adversaries(nn.Module):
         self.discriminator = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
 
 
+class SharedEncoder(nn.Module):
+    """Two heads over one encoder, as two models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        encoder = nn.Linear(WIDTH, 3)
+        self.one = nn.Sequential(encoder, nn.Tanh(), nn.Linear(3, 3))
+        self.other = nn.Sequential(encoder, nn.Tanh(), nn.Linear(3, 1))
+
+
 def children(model: nn.Module) -> list[nn.Module]:
     return list(model.children())
 
@@ -145,6 +156,15 @@ CONSTRUCTS = [
         lambda: seeded(Adversaries),
         parts=children,
         step=gan,
+    ),
+    Construct(
+        "shared-encoder",
+        "two models share a module, and each is zeroified",
+        lambda: seeded(SharedEncoder),
+        parts=children,
+        step=actor_critic,
+        refused="belongs to a model that was zeroified already",
+        remark="one module that holds both, one optimizer",
     ),
     Construct(
         "actor-critic",
