@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from tests.compat.construct import (
     BF16,
+    SHARDED,
     WIDTH,
     Construct,
     Net,
@@ -159,8 +160,7 @@ CONSTRUCTS = [
         "forward-called",
         "`model.forward(x)`",
         loss=by_forward,
-        refused="is sharded and its memory given back",
-        refused_stages=(3,),
+        **SHARDED,
         remark="`model(x)`",
     ),
     Construct(
@@ -168,8 +168,7 @@ CONSTRUCTS = [
         "a method other than forward (`model.encode(x)`)",
         net(kind=Encodes),
         loss=by_method,
-        refused="is sharded and its memory given back",
-        refused_stages=(3,),
+        **SHARDED,
         remark='`hpczero.register_forward(model, "encode")`',
     ),
     of_net("eval-between", "`eval()`, `no_grad`, `inference_mode` between steps", train_and_eval),
