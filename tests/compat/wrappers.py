@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -107,16 +108,12 @@ def under_autocast(model: Any, batch: Any) -> Tensor:
 
 def autocast_over_all(training: Training) -> None:
     """One context over all steps."""
-    if training.step == 0:
-        training.kept["context"] = torch.autocast("cpu", dtype=torch.bfloat16)
-        training.kept["context"].__enter__()
-    try:
+    with training.kept.pop("context", ExitStack()) as context:  # left by an error and at the end
+        if training.step == 0:
+            context.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
         plain_step(training)
-    except BaseException:
-        training.kept["context"].__exit__(None, None, None)
-        raise
-    if training.step == training.construct.steps - 1:
-        training.kept["context"].__exit__(None, None, None)
+        if training.step < training.construct.steps - 1:
+            training.kept["context"] = context.pop_all()
 
 
 def compile_blocks(training: Training) -> None:
