@@ -22,6 +22,8 @@ from tests.helpers.parallel import parallel_assert
 if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
     from mpi4py import MPI
 
+    from hpczero import Topology
+
 # Unit sizes that neither 64 nor 2 to 5 ranks divide.
 TINY = {"vocab_size": 61, "context": 11, "layers": 2, "hidden": 18, "heads": 2}
 
@@ -70,6 +72,16 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, **options})
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """SGD over all parameters; unlike Adam's, its steps show how long a gradient is."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def grad(parameter: Any) -> Any:
+    """``parameter.grad``, for a type checker that knows it may be None."""
+    return parameter.grad
+
+
 @contextmanager
 def zeroified(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any
@@ -104,6 +116,38 @@ def raises_on_all(
     agreed = not isinstance(error, HpcZeroError) or error.agreed
     parallel_assert(comm, agreed, f"not agreed, so one rank's exit would end the job: {said}")
     return str(error)
+
+
+class Refusal:
+    """Asks that ``zeroify`` refuses, agreed by all ranks, and leaves model and optimizer as they were."""
+
+    def __init__(self, comm: MPI.Intracomm, topology: Topology) -> None:
+        self.comm = comm
+        self.topology = topology
+
+    def __call__(
+        self,
+        kind: type[HpcZeroError],
+        pattern: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        **options: Any,
+    ) -> None:
+        before = self._identity(model, optimizer)
+        options = {"topology": self.topology, **options}
+        raises_on_all(
+            self.comm, kind, pattern, lambda: hpczero.zeroify(model, optimizer, **options)
+        )
+        same = self._identity(model, optimizer) == before
+        parallel_assert(self.comm, same, "the model or the optimizer was changed")
+
+    @staticmethod
+    def _identity(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        """Which objects and which memory they consist of, and how many hooks they carry."""
+        parameters = [(name, id(p), p.data_ptr()) for name, p in model.named_parameters()]
+        stepped = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+        hooks = [len(module._forward_pre_hooks) for module in model.modules()]
+        return [parameters, stepped, hooks]
 
 
 def values(sharding: hpczero.Sharding) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,6 +36,9 @@ STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 TRANSPORTS = pytest.mark.parametrize("transport", ["flat", "hierarchical", "window"])
 STEPS = 3
 
+Loss = Callable[[nn.Module, int, int], Tensor]  # of a model, rank and step
+Chosen = Callable[[nn.Module], list[nn.Parameter]]
+
 
 def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
     loss: Tensor = model(mlp_input(rank + 10 * step)).float().square().mean()
@@ -44,8 +48,8 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
 def trained_plain(
     build: Callable[[], nn.Module],
     size: int,
-    loss: Callable[[nn.Module, int, int], Tensor] = loss_of,
-    chosen: Callable[[nn.Module], list[nn.Parameter]] = lambda model: list(model.parameters()),
+    loss: Loss = loss_of,
+    chosen: Chosen = lambda model: list(model.parameters()),
 ) -> dict[str, Tensor]:
     """What one process makes of all ranks' inputs."""
     model = build()
@@ -73,6 +77,34 @@ def check_equal(comm: MPI.Intracomm, model: nn.Module, expected: dict[str, Tenso
     parallel_assert(comm, worst < 1e-6, f"differs by {worst} from one process")
 
 
+def check_trained(
+    comm: MPI.Intracomm,
+    build: Callable[[], nn.Module],
+    expected: dict[str, Tensor],
+    *,
+    loss: Loss = loss_of,
+    chosen: Chosen | None = None,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    **options: Any,
+) -> None:
+    """``build()`` trained in shards becomes ``expected``. Collective.
+
+    Args:
+        chosen: the inputs of backward; all if None.
+        around: one context around all steps.
+        options: of ``zeroify``.
+    """
+    model = build()
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, **options), around():
+        for step in range(STEPS):
+            inputs = chosen(model) if chosen else None
+            loss(model, comm.rank, step).backward(inputs=inputs)
+            optimizer.step()
+            optimizer.zero_grad()
+        check_equal(comm, model, expected)
+
+
 # --- autocast
 
 
@@ -91,15 +123,8 @@ def test_one_autocast_block_around_several_steps(
     comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
 ) -> None:
     expected = trained_plain(MLP, comm.size, loss_in_autocast)  # a block for each forward
-    model = MLP()
-    optimizer = adamw(model)
     options: dict[str, Any] = {"stage": stage, "transport": transport, "topology": topology}
-    with zeroified(model, optimizer, **options), autocast():
-        for step in range(STEPS):
-            loss_of(model, comm.rank, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        check_equal(comm, model, expected)
+    check_trained(comm, MLP, expected, around=autocast, **options)
 
 
 def unit_loss(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -119,14 +144,8 @@ def test_unit_called_alone_in_one_autocast_block_around_several_steps(
 ) -> None:
     chosen = lambda model: list(model.get_submodule("layers.0").parameters())  # noqa: E731
     expected = trained_plain(MLP, comm.size, unit_loss_in_autocast, chosen)
-    model = MLP()
-    optimizer = adamw(model)
-    with zeroified(model, optimizer, stage=stage, topology=topology), autocast():
-        for step in range(STEPS):
-            unit_loss(model, comm.rank, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        check_equal(comm, model, expected)
+    options: dict[str, Any] = {"stage": stage, "topology": topology}
+    check_trained(comm, MLP, expected, loss=unit_loss, around=autocast, **options)
 
 
 class Casts(TorchDispatchMode):
@@ -238,7 +257,7 @@ def test_jacobian_with_respect_to_inputs(
 
 # --- backward to chosen inputs
 
-CHOSEN: dict[str, Callable[[nn.Module], list[nn.Parameter]]] = {
+CHOSEN: dict[str, Chosen] = {
     "one parameter": lambda model: [model.get_parameter("layers.1.0.bias")],
     "first unit": lambda model: list(model.get_submodule("layers.0").parameters()),
     "last unit": lambda model: list(model.get_submodule("layers.2").parameters()),
@@ -254,18 +273,11 @@ def test_backward_to_chosen_parameters(
     topology: Topology,
     stage: int,
     transport: str,
-    chosen: Callable[[nn.Module], list[nn.Parameter]],
+    chosen: Chosen,
 ) -> None:
     expected = trained_plain(MLP, comm.size, chosen=chosen)
-    model = MLP()
-    optimizer = adamw(model)
     options: dict[str, Any] = {"stage": stage, "transport": transport, "topology": topology}
-    with zeroified(model, optimizer, **options):
-        for step in range(STEPS):
-            loss_of(model, comm.rank, step).backward(inputs=chosen(model))
-            optimizer.step()
-            optimizer.zero_grad()
-        check_equal(comm, model, expected)
+    check_trained(comm, MLP, expected, chosen=chosen, **options)
 
 
 @STAGES
@@ -346,15 +358,8 @@ def test_modules_that_compute_their_weight(
     ranks = 1 if name.startswith("spectral") else comm.size
     loss = (lambda m, r, s: loss_of(m, 0, s)) if ranks == 1 else loss_of
     expected = trained_plain(build, ranks, loss)
-    model = build()
-    optimizer = adamw(model)
     options: dict[str, Any] = {"stage": stage, "transport": transport, "topology": topology}
-    with zeroified(model, optimizer, **options):
-        for step in range(STEPS):
-            loss(model, comm.rank, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        check_equal(comm, model, expected)
+    check_trained(comm, build, expected, loss=loss, **options)
 
 
 class Repeated(nn.Module):
@@ -379,12 +384,5 @@ def test_block_in_several_places(
     comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
 ) -> None:
     expected = trained_plain(Repeated, comm.size)
-    model = Repeated()
-    optimizer = adamw(model)
     options: dict[str, Any] = {"stage": stage, "transport": transport, "topology": topology}
-    with zeroified(model, optimizer, **options):
-        for step in range(STEPS):
-            loss_of(model, comm.rank, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        check_equal(comm, model, expected)
+    check_trained(comm, Repeated, expected, **options)

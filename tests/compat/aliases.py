@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.compat.construct import WIDTH, Construct, Net, Residual, net
+from tests.compat.construct import SHARDED, WIDTH, Construct, Net, Residual, net
 
 
 class TiedByData(Residual):
@@ -40,21 +40,20 @@ class KeptData(Residual):
 
     def __init__(self) -> None:
         super().__init__()
-        self.still = self.inner.weight.data
+        self.keep(self.inner.weight)
+
+    def keep(self, weight: Tensor) -> None:
+        self.still = weight.data
 
     def branch(self, x: Tensor) -> Tensor:
         return self.outer(torch.tanh(self.inner(x) + 0.5 * x @ self.still.t()))
 
 
-class BufferOfWeight(Residual):
+class BufferOfWeight(KeptData):
     """A buffer that is the weight's memory."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("shadow", self.inner.weight.detach())
-
-    def branch(self, x: Tensor) -> Tensor:
-        return self.outer(torch.tanh(self.inner(x) + 0.5 * x @ self.shadow.t()))
+    def keep(self, weight: Tensor) -> None:
+        self.register_buffer("still", weight.detach())
 
 
 class Pieces(Residual):
@@ -260,24 +259,21 @@ CONSTRUCTS = [
         "parent-reads",
         "the model reads a block's weight through `.data`",
         net(kind=ParentReads),
-        refused="is sharded and its memory given back",
-        refused_stages=(3,),
+        **SHARDED,
         remark="call the block, or make the model the unit (`rule=`)",
     ),
     Construct(
         "parent-uses",
         "the model uses a block's weight itself",
         net(kind=ParentMultiplies),
-        refused="is sharded and its memory given back",
-        refused_stages=(3,),
+        **SHARDED,
         remark="make the model the unit (`rule=`)",
     ),
     Construct(
         "blocks-by-forward",
         "the model calls `block.forward(x)`",
         net(kind=BypassesHooks),
-        refused="is sharded and its memory given back",
-        refused_stages=(3,),
+        **SHARDED,
         remark="`block(x)`",
     ),
     Construct("delegating-getattr", "a block whose `__getattr__` delegates", net(Delegates)),

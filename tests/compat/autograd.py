@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.compat.construct import WIDTH, Construct, Net, Residual, Training, net, of_net
+from tests.compat.construct import (
+    GIVEN_BACK,
+    WIDTH,
+    Construct,
+    Net,
+    Residual,
+    Training,
+    net,
+    of_net,
+)
 
 # --- gradients of gradients, and of inputs
 
@@ -264,7 +273,7 @@ CONSTRUCTS = [
         "grad-of-parameters",
         "`torch.autograd.grad(loss, model.parameters())`",
         grad_of_parameters,
-        refused="was assigned a tensor|is sharded and its memory given back",
+        refused=f"was assigned a tensor|{GIVEN_BACK}",
         remark="`loss.backward()`",
     ),
     of_net("backward-inputs", "`loss.backward(inputs=...)`", backward_to_some),

@@ -24,6 +24,17 @@ BF16 = 1e-2
 M = TypeVar("M", bound=nn.Module)
 WIDTH = 6
 Batch = Any
+# What constructs are refused with more than once.
+GIVEN_BACK = "is sharded and its memory given back"
+SHARDED: dict[str, Any] = {"refused": GIVEN_BACK, "refused_stages": (3,)}
+CHANGED: dict[str, Any] = {
+    "refused": f"was changed in place since zeroify|{GIVEN_BACK}",
+    "remark": "inside `gathered(model, modifier_rank=0)`",
+}
+NEW_MEMORY: dict[str, Any] = {
+    "refused": f"got new memory since zeroify|{GIVEN_BACK}",
+    "remark": "inside `gathered(model, modifier_rank=0)`, by `copy_`",
+}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.compat.construct import Construct, Training, of_net
+from tests.compat.construct import SHARDED, Construct, Training, of_net
 
 Hooking = Callable[[Training], None]
 
@@ -271,7 +271,7 @@ CONSTRUCTS = [
         "a forward hook that reads its block's weight for the loss",
         on_blocks(reads_weight_in_hook),
         step=penalised,
-        later={"refused": "is sharded and its memory given back", "refused_stages": (3,)},
+        later=SHARDED,
     ),
     *both("optimizer-hook", "`optimizer.register_step_post_hook`", on_optimizer),
     *both(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.compat.architectures import ARCHITECTURES, text
-from tests.compat.construct import Construct, Place, Training, of_net, plain_step, sgd
+from tests.compat.construct import SHARDED, Construct, Place, Training, of_net, plain_step, sgd
 
 BY_NAME = {each.name: each for each in ARCHITECTURES}
 
@@ -174,8 +174,7 @@ CONSTRUCTS = [
         "only the inner model is called (`model.transformer(...)`)",
         gpt2,
         loss=base_only,
-        refused="is sharded and its memory given back",
-        refused_stages=(3,),
+        **SHARDED,
         remark="zeroify the inner model with a head of your own",
     ),
     of_model(
@@ -184,8 +183,7 @@ CONSTRUCTS = [
         BY_NAME["clip"].build,
         batch=BY_NAME["clip"].batch,
         loss=image_features,
-        refused="is sharded and its memory given back",
-        refused_stages=(3,),
+        **SHARDED,
         remark='`hpczero.register_forward(model, "get_text_features")`',
     ),
     of_model("peft-lora", "LoRA by peft", with_lora),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.nn import functional as F
 
-from tests.compat.construct import WIDTH, Construct, Net, Residual, net
+from tests.compat.construct import SHARDED, WIDTH, Construct, Net, Residual, net
 
 
 @dataclass
@@ -359,8 +359,7 @@ CONSTRUCTS = [
         "generator-output",
         "a block is a generator: its body runs while the caller iterates",
         net(Generates, Iterates),
-        refused="is sharded and its memory given back",
-        refused_stages=(3,),
+        **SHARDED,
         remark="return a list",
     ),
     Construct(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import hpczero
 from hpczero.errors import HpcZeroError
 from hpczero.precision import LossScale
-from tests.compat.construct import TOLERANCE, Construct, Place, Training
+from tests.compat.construct import GIVEN_BACK, TOLERANCE, Construct, Place, Training
 from tests.equality.reference import relative_error
 
 if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
@@ -196,14 +196,22 @@ def train_sharded(
     except Exception as error:  # whatever it is, the other transports are tried too
         outcome.error = f"{type(error).__name__}: {error}"
         # torch wraps what it meets while it loads a state.
-        outcome.named = isinstance(error, HpcZeroError) or "is sharded and its memory" in str(error)
+        outcome.named = isinstance(error, HpcZeroError) or GIVEN_BACK in str(error)
     finally:
         for model in sharded:
-            with suppress(Exception):  # what an interrupted forward or backward holds
-                model.zero_grad()
+            _clear(model, outcome)
             hpczero.release(model)
     outcome.numbers = training.numbers
     return _of_all_ranks(outcome, training.losses, topology)
+
+
+def _clear(model: nn.Module, outcome: Outcome) -> None:
+    """Free what a forward or backward holds that was interrupted; zero_grad works after any refusal."""
+    try:
+        model.zero_grad()
+    except Exception as error:  # in place of a refusal, which would excuse it
+        outcome.error = f"zero_grad after the run: {type(error).__name__}: {error}"
+        outcome.named = False
 
 
 def _of_all_ranks(outcome: Outcome, losses: list[list[float]], topology: Topology) -> Outcome:

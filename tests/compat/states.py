@@ -9,13 +9,7 @@ import io
 import torch
 from torch import Tensor
 
-from tests.compat.construct import (
-    Place,
-    Training,
-    of_net,
-    plain_step,
-    vectors,
-)
+from tests.compat.construct import SHARDED, Place, Training, of_net, plain_step, vectors
 
 
 def copied_after(training: Training) -> None:
@@ -119,8 +113,7 @@ CONSTRUCTS = [
         "l2-penalty",
         "an L2 penalty over `model.parameters()`",
         l2_penalty,
-        refused="is sharded and its memory given back",
-        refused_stages=(3,),
+        **SHARDED,
         remark="weight decay",
     ),
 ]

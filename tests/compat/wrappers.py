@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from tests.compat.construct import (
     BF16,
+    SHARDED,
     WIDTH,
     Construct,
     Net,
@@ -106,16 +108,12 @@ def under_autocast(model: Any, batch: Any) -> Tensor:
 
 def autocast_over_all(training: Training) -> None:
     """One context over all steps."""
-    if training.step == 0:
-        training.kept["context"] = torch.autocast("cpu", dtype=torch.bfloat16)
-        training.kept["context"].__enter__()
-    try:
+    with training.kept.pop("context", ExitStack()) as context:  # left by an error and at the end
+        if training.step == 0:
+            context.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
         plain_step(training)
-    except BaseException:
-        training.kept["context"].__exit__(None, None, None)
-        raise
-    if training.step == training.construct.steps - 1:
-        training.kept["context"].__exit__(None, None, None)
+        if training.step < training.construct.steps - 1:
+            training.kept["context"] = context.pop_all()
 
 
 def compile_blocks(training: Training) -> None:
@@ -159,8 +157,7 @@ CONSTRUCTS = [
         "forward-called",
         "`model.forward(x)`",
         loss=by_forward,
-        refused="is sharded and its memory given back",
-        refused_stages=(3,),
+        **SHARDED,
         remark="`model(x)`",
     ),
     Construct(
@@ -168,8 +165,7 @@ CONSTRUCTS = [
         "a method other than forward (`model.encode(x)`)",
         net(kind=Encodes),
         loss=by_method,
-        refused="is sharded and its memory given back",
-        refused_stages=(3,),
+        **SHARDED,
         remark='`hpczero.register_forward(model, "encode")`',
     ),
     of_net("eval-between", "`eval()`, `no_grad`, `inference_mode` between steps", train_and_eval),
