@@ -26,12 +26,14 @@ def losses(
     compiled: Literal["", "forwards", "blocks", "model", "model in place"],
     transport: str = "auto",
     before: bool = False,
+    precision: str = "fp32",
 ) -> list[float]:
+    options = {"stage": stage, "topology": topology, "transport": transport, "precision": precision}
     model = GPT(SIZES)
     model.initialize_all(seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
     if not before:
-        hpczero.zeroify(model, optimizer, stage=stage, topology=topology, transport=transport)
+        hpczero.zeroify(model, optimizer, **options)
     called = torch.compile(model, backend="aot_eager") if compiled == "model" else model
     if compiled == "model in place":
         model.compile(backend="aot_eager")
@@ -39,7 +41,7 @@ def losses(
         for block in model.blocks:
             block.compile(backend="aot_eager")
     if before:
-        hpczero.zeroify(model, optimizer, stage=stage, topology=topology, transport=transport)
+        hpczero.zeroify(model, optimizer, **options)
     if compiled == "forwards":
         for block in model.blocks:
             # Without the backend's own arithmetic, so that not a bit may differ.
@@ -87,4 +89,15 @@ def test_a_compiled_model_trains_the_same(
 ) -> None:
     eager = losses(topology, stage, compiled="", transport=transport)
     compiled = losses(topology, stage, compiled=what, transport=transport, before=before)
+    parallel_assert(comm, eager == compiled, f"{eager} {compiled}")
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_compiled_model_trains_the_same_in_half_precision(
+    comm: MPI.Intracomm, topology: Topology, precision: str
+) -> None:
+    eager = losses(topology, 3, compiled="", precision=precision)
+    compiled = losses(topology, 3, compiled="model", precision=precision)
     parallel_assert(comm, eager == compiled, f"{eager} {compiled}")
