@@ -158,10 +158,10 @@ def train_in(
         if topology.is_root:
             if begin.resumed:
                 resume.tell_changes(folder, config)
-                folder.go_on(to_toml(begin.config))
+                folder.go_on(begin.config)
             else:
                 lock.make_room(config.run)
-                folder.create(config.run, to_toml(config))
+                folder.create(config)
             steps = config.train.steps
             records = Records(folder, config.log, num_steps=steps, start=start, own=begin.own)
             attempts.begin(start)

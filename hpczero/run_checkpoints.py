@@ -21,7 +21,6 @@ from hpczero.checkpoint import Checkpoints, load
 from hpczero.checkpoint.lock import Lock
 from hpczero.config import ResumeOptions, RunConfig
 from hpczero.errors import CheckpointNotWritten
-from hpczero.options import to_toml
 from hpczero.runfolder import RunFolder
 from hpczero.stops import Wish
 
@@ -134,7 +133,7 @@ class RunCheckpoints:
             copied=() if again else records,
             even_alone=True,
             # First: with nothing of its own, the next start must know where this one has begun.
-            before=lambda: folder.write_config(to_toml(config)),
+            before=lambda: folder.write_config(config),
         )
         return Start(found.step, config, own=False)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpczero import log
-from hpczero.config import LogOptions, RunOptions
+from hpczero.config import LogOptions, RunConfig, RunOptions, TrainOptions
 from hpczero.errors import ConfigError
 from hpczero.metrics import (
     Interval,
@@ -263,34 +263,35 @@ def test_a_steps_parts_add_up_and_waits_count_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_run_folder_of_another_run_is_kept(tmp_path: Path) -> None:
-    options = RunOptions(name="mine", folder=str(tmp_path))
-    folder = RunFolder.of(options)
-    folder.create(options, "first = 1")
+    config = RunConfig(run=RunOptions(name="mine", folder=str(tmp_path)))
+    folder = RunFolder.of(config.run)
+    folder.create(config)
+    before = folder.config.read_text()
     with pytest.raises(ConfigError, match=r"mine: holds an earlier run; .*--run.overwrite true"):
-        folder.create(options, "second = 2")
-    assert folder.config.read_text() == "first = 1"
+        folder.create(dataclasses.replace(config, train=TrainOptions(steps=7)))
+    assert folder.config.read_text() == before
 
 
 @pytest.mark.parametrize("name", ["default", "mine"])
 def test_replacing_a_run_when_asked_clears_its_results_and_nothing_else(
     name: str, tmp_path: Path
 ) -> None:
-    options = RunOptions(name=name, overwrite=True, folder=str(tmp_path))
-    folder = RunFolder.of(options)
-    folder.create(options, "first = 1")
+    config = RunConfig(run=RunOptions(name=name, overwrite=True, folder=str(tmp_path)))
+    folder = RunFolder.of(config.run)
+    folder.create(config)
     for file in (folder.metrics, folder.plot, folder.weights, folder.path / "notes.txt"):
         file.write_text("old")
     folder.tensorboard.mkdir()
-    folder.create(options, "second = 2")
+    folder.create(dataclasses.replace(config, train=TrainOptions(steps=7)))
     assert sorted(file.name for file in folder.path.iterdir()) == ["config.toml", "notes.txt"]
-    assert folder.config.read_text() == "second = 2"
+    assert "steps = 7" in folder.config.read_text()
 
 
 def test_run_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    options = RunOptions(folder=str(tmp_path / "file"))
+    config = RunConfig(run=RunOptions(folder=str(tmp_path / "file")))
     with pytest.raises(ConfigError, match="file/default: cannot be written as a run folder"):
-        RunFolder.of(options).create(options, "")
+        RunFolder.of(config.run).create(config)
 
 
 class Expensive:
