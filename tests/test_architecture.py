@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "slurm",
         "watchdog",
     ),
-    ("accelerator", "deadline", "device", "heap", "kernels", "norm", "topology"),
+    ("accelerator", "deadline", "device", "heap", "kernels", "norm", "rootwork", "topology"),
     ("comm",),
     ("optimizers", "parameter", "plan", "refusals", "shard_gradient", "tensors", "untraced"),
     ("gradient", "unit", "whole"),

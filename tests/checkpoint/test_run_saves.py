@@ -49,7 +49,9 @@ class Saves:
 
 
 @contextmanager
-def run_of(comm: MPI.Intracomm, folder: Path, every: int) -> Iterator[tuple[Program, RunCheckpoints]]:
+def run_of(
+    comm: MPI.Intracomm, folder: Path, every: int
+) -> Iterator[tuple[Program, RunCheckpoints]]:
     config = RunConfig(
         run=RunOptions(name="r", folder=str(folder)),
         train=TrainOptions(steps=STEPS),
