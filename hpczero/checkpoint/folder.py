@@ -32,7 +32,7 @@ from hpczero.errors import (
     ConfigError,
     CorruptCheckpoint,
 )
-from hpczero.regularfile import read_text, reason
+from hpczero.regularfile import is_there, kind_of, read_text, reason
 
 LATEST = "LATEST"
 SPARE_NBYTES = 64 * 2**20
@@ -58,13 +58,12 @@ class Folder:
             ConfigError: the folder cannot be read.
             CorruptCheckpoint: a run was killed while it set some aside, and nobody can read which.
         """
-        entries = self._entries()
+        named = [entry for entry in self._entries() if step_of(entry.name) is not None]
         hidden = lines.hidden(self.path)
-        found = [
-            entry
-            for entry in entries
-            if step_of(entry.name) is not None and entry.name not in hidden and entry.is_dir()
-        ]
+        try:  # what nobody can look at is not taken for gone: a run would go on without it
+            found = [entry for entry in named if entry.name not in hidden and _is_folder(entry)]
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
         return sorted(found, key=lambda entry: (*_order(entry), entry.name), reverse=True)
 
     def _entries(self) -> list[Path]:
@@ -73,9 +72,7 @@ class Folder:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise ConfigError(
-                f"{self.path}: cannot be read ({os.strerror(error.errno or 0)}); check the path and its permissions"
-            ) from error
+            raise _unreadable(self.path, error) from error
 
     def valid(self) -> Iterator[tuple[Path, Manifest]]:
         """Checkpoints whose manifest and file size are right, newest first; their data is not read."""
@@ -297,6 +294,29 @@ class Folder:
         trash = self.path / f".trash-{step_folder(_order(path)[0])}-{secrets.token_hex(4)}"
         path.rename(trash)
         shutil.rmtree(trash, ignore_errors=True)
+
+
+def _is_folder(path: Path) -> bool:
+    """Raises OSError where nobody knows, in every version of Python."""
+    return kind_of(path) == "a directory"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is one by what is in it, sound or not.
+
+    Raises:
+        ConfigError: nobody can look there.
+    """
+    try:
+        return any(is_there(path / name) for name in (MANIFEST_FILE, STATE_FILE))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path}: cannot be read ({reason(error)}); check the path and its permissions"
+    )
 
 
 def _order(path: Path) -> tuple[int, bool]:

@@ -132,7 +132,7 @@ def asides(path: Path) -> list[Path]:
         found = [entry for entry in path.iterdir() if _ASIDE.fullmatch(entry.name)]
     except OSError:
         return []
-    return sorted((entry for entry in found if entry.is_dir()), reverse=True)
+    return sorted((entry for entry in found if os.path.isdir(entry)), reverse=True)
 
 
 def new_aside(path: Path) -> Path:
