@@ -10,6 +10,7 @@ not ours are left alone.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -246,17 +247,22 @@ class Folder:
     def retain(self, keep: int, saved: Path | None = None) -> None:
         """Leave the ``keep`` newest valid checkpoints, and take away what earlier saves have left.
 
-        What is not valid does not count, and goes once a newer one is valid. Never raises: a save has succeeded.
+        What is damaged does not count, and goes once a newer one is valid. What a later version wrote, and what could
+        not be read this time, does not count either, and stays. Never raises: a save has succeeded.
 
         Args:
             keep: at least one stays.
             saved: stays whatever else is there.
         """
         with suppress(OSError, ConfigError, CheckpointError):
-            kept = [path for path, _ in self.valid()][: max(keep, 1)]
+            kept: list[Path] = []
             for path in self.candidates():
-                older = bool(kept) and _order(path) < _order(kept[0])
-                if older and path not in kept and path != saved:
+                valid = _is_valid(path)
+                if valid and len(kept) < max(keep, 1):
+                    kept.append(path)
+                elif (
+                    valid is not None and kept and _order(path) < _order(kept[0]) and path != saved
+                ):
                     self.discard(path)
             for entry in self._entries():
                 if _TRASH.fullmatch(entry.name) or (
@@ -321,6 +327,19 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
 
 def _order(path: Path) -> tuple[int, bool]:
     return step_of(path.name) or 0, REPLACED.fullmatch(path.name) is None
+
+
+def _is_valid(path: Path) -> bool | None:
+    """Whether manifest and file size are right; None where nobody knows, today or with this version."""
+    try:
+        read_manifest(path)
+    except CheckpointMismatch:
+        return None
+    except CorruptCheckpoint as error:
+        # A stale handle, or too many open files, says nothing of what is on the disk; a missing file does.
+        why = error.__cause__
+        return None if isinstance(why, OSError) and why.errno != errno.ENOENT else False
+    return True
 
 
 def _age_s(path: Path) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from pathlib import Path
@@ -71,6 +72,28 @@ def test_retention_keeps_the_newest_sound_ones(tmp_path: Path) -> None:
     assert steps(folder) == [5, 3]
     # newer than the newest sound one: left for whoever wants to look at it; older and not sound: gone
     assert {path.name for path in folder.candidates()} == {step_folder(s) for s in (6, 5, 3)}
+
+
+def test_retention_leaves_what_it_cannot_read_now_and_what_a_later_version_wrote(
+    tmp_path: Path,
+) -> None:
+    folder = Folder(tmp_path)
+    for step in range(1, 6):
+        commit(folder, step)
+    away, later = (tmp_path / step_folder(step) / MANIFEST_FILE for step in (2, 3))
+    text = away.read_text()
+    away.unlink()
+    away.symlink_to(
+        "a" * 300
+    )  # as where a file server does not answer: an error, and not that it is gone
+    manifest = Manifest.from_json(later.read_text())
+    later.write_text(dataclasses.replace(manifest, version=2).to_json())
+    folder.retain(1)
+    assert [path.name for path in folder.candidates()] == [step_folder(s) for s in (5, 3, 2)]
+    away.unlink()
+    away.write_text(text)
+    folder.retain(1)
+    assert [path.name for path in folder.candidates()] == [step_folder(s) for s in (5, 3)]
 
 
 @pytest.mark.parametrize("keep", [0, 1])
