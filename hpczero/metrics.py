@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpczero.durable import keep_as, sync, write_text
 from hpczero.errors import DataError
 from hpczero.regularfile import read_bytes
 
@@ -129,7 +130,7 @@ class MetricsFile:
             if damage:
                 date = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
                 old = path.with_name(f"{path.name}.damaged-{date}")
-                path.rename(old)
+                keep_as(path, old)  # and not a rename: until the new file is there, this is it
                 logger.warning("%s: %s; left out here, and kept in %s", path, damage, old.name)
             if found and len(found) <= start - min(found):
                 lost = sorted(set(range(min(found), start + 1)) - found.keys())
@@ -137,9 +138,8 @@ class MetricsFile:
         if start and not found:
             logger.warning("%s: has no line of the %d steps before; it begins anew", path, start)
         text = "".join(f"{found[step].to_json()}\n" for step in sorted(found))
-        temporary = path.with_suffix(".jsonl.new")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        write_text(path, text)
+        sync(path.parent)
         self._path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         self._final = len(text.encode())  # bytes that never change again

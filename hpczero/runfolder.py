@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpczero.checkpoint.durable import write_text
 from hpczero.checkpoint.folder import Folder
 from hpczero.checkpoint.format import step_of_folder
 from hpczero.config import DEFAULT_RUN, RunConfig, RunOptions
+from hpczero.durable import sync, write_text
 from hpczero.errors import ConfigError
 from hpczero.options import to_toml
 from hpczero.regularfile import kind_of
@@ -193,6 +193,7 @@ class RunFolder:
         """
         kept = replace(config, run=replace(config.run, overwrite=False))
         write_text(self.config, to_toml(kept))
+        sync(self.path)
 
     @contextmanager
     def writing(self) -> Iterator[None]:

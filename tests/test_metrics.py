@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import resource
 import time
 from collections.abc import Iterator
@@ -110,6 +111,27 @@ def test_lines_that_the_disk_refuses_come_with_the_next_that_it_takes(
 
 
 DAMAGE = [b"\0" * 9, b"\xff{}", b"[" * 10**6, b"[]", b'{"step": "1"}', b'{"step": 1}', b"9" * 5001]
+
+
+def test_metrics_are_there_whatever_happens_while_damaged_lines_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = "".join(f"{metrics(step).to_json()}\n" for step in (1, 2)) + "damaged\n"
+    path.write_text(text)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            MetricsFile(path, start=2)
+    assert path.read_text() == text
+    MetricsFile(path, start=2).close()
+    assert [record.step for record in read_metrics(path)] == [1, 2]
+    for old in tmp_path.glob("metrics.jsonl.damaged-*"):
+        assert old.read_text() == text
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

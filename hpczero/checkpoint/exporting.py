@@ -27,10 +27,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hpczero.checkpoint import gpt2, safefile
-from hpczero.checkpoint.durable import sync
 from hpczero.checkpoint.format import BUFFERS, MASTER, Row
 from hpczero.checkpoint.safefile import DTYPES, Entry
 from hpczero.checkpoint.stored import Stored, checkpoints_at
+from hpczero.durable import sync
 from hpczero.errors import CheckpointNotWritten, ConfigError, CorruptCheckpoint
 from hpczero.regularfile import kind_of, reason
 

@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hpczero import durable
 from hpczero.checkpoint import lines
-from hpczero.checkpoint.durable import sync, write_text
 from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Manifest, step_folder
 from hpczero.checkpoint.lines import REPLACED, TEMPORARY, step_of
 from hpczero.checkpoint.rawfile import opened
+from hpczero.durable import sync, write_text
 from hpczero.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -200,10 +201,12 @@ class Folder:
         # Before it is decided: of the line that goes, nothing may be missing.
         for file in copied:
             if file.is_file():
-                shutil.copy2(file, place)
+                durable.copy(file, place / file.name)
         for file in moved:
             if file.is_file():
-                file.rename(place / file.name)
+                durable.move(file, place / file.name)
+        sync(place)
+        sync(self.path)
         before()
         if found:
             self._note(place, found)

@@ -23,8 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpczero.checkpoint.durable import sync
 from hpczero.checkpoint.format import MANIFEST_FILE, step_folder, step_of_folder
+from hpczero.durable import sync
 from hpczero.errors import CorruptCheckpoint
 from hpczero.regularfile import read_bytes
 

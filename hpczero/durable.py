@@ -1,0 +1,67 @@
+"""Files and names that are on the disk when a call returns.
+
+Owns: the order of write, sync and rename. Must not know: what is in them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a small file; a reader sees the old one or the new one, whole. ``sync`` its folder for the name."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
+
+    _put(path, write)
+
+
+def copy(file: Path, to: Path) -> None:
+    """As ``write_text``, with the content and the times of ``file``."""
+    _put(to, lambda temporary: shutil.copy2(file, temporary))
+
+
+def move(file: Path, to: Path) -> None:
+    """Rename ``file``, also to another file system: then it is there twice for a moment, and never not at all."""
+    try:
+        file.rename(to)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        copy(file, to)
+        sync(to.parent)
+        file.unlink()
+
+
+def keep_as(file: Path, name: Path) -> None:
+    """Give ``file`` a second name in its folder, which stays when the first one is replaced."""
+    try:
+        os.link(file, name)
+    except OSError:  # some file systems have no links
+        copy(file, name)
+
+
+def sync(folder: Path) -> None:
+    """Have the names in ``folder``, or the content of a file, on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _put(path: Path, write: Callable[[Path], object]) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        write(temporary)
+        sync(temporary)  # first: a rename may reach the disk before the content does
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
