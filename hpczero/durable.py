@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -45,6 +48,22 @@ def keep_as(file: Path, name: Path) -> None:
         os.link(file, name)
     except OSError:  # some file systems have no links
         copy(file, name)
+
+
+def remove_left_over(folder: Path, names: Sequence[str], *, age_s: float) -> None:
+    """What a kill has left of writing ``names`` in ``folder``, that long ago; never raises."""
+    left = re.compile(rf"\.({'|'.join(map(re.escape, names))})\.[0-9a-f]{{8}}")
+    remove_old(folder, left, age_s=age_s)
+
+
+def remove_old(folder: Path, named: re.Pattern[str], *, age_s: float) -> None:
+    """Files in ``folder`` with such names that nobody has written to for so long; never raises."""
+    with suppress(OSError):  # it is only for tidiness
+        for entry in list(folder.iterdir()):
+            if named.fullmatch(entry.name):
+                with suppress(OSError):  # somebody else has removed it, or keeps it
+                    if time.time() - entry.lstat().st_mtime > age_s:
+                        entry.unlink()
 
 
 def sync(folder: Path) -> None:

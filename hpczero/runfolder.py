@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpczero.checkpoint.folder import Folder
+from hpczero.checkpoint.folder import STALE_S, Folder
 from hpczero.checkpoint.format import step_of_folder
 from hpczero.config import DEFAULT_RUN, RunConfig, RunOptions
-from hpczero.durable import sync, write_text
+from hpczero.durable import remove_left_over, sync, write_text
 from hpczero.errors import ConfigError
 from hpczero.options import to_toml
 from hpczero.regularfile import kind_of
@@ -194,6 +194,10 @@ class RunFolder:
         kept = replace(config, run=replace(config.run, overwrite=False))
         write_text(self.config, to_toml(kept))
         sync(self.path)
+
+    def sweep(self) -> None:
+        """Remove what a killed job has left of writing small files, long ago. On one rank only."""
+        remove_left_over(self.path, (self.config.name, self.metrics.name), age_s=STALE_S)
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -161,7 +161,8 @@ def _write(stored: Stored, out: Path, form: Form) -> Exported:
             safefile.write_all(temporary, entries, names.metadata(), form.shard_mib * 2**20)
             sync(temporary)
         temporary.rename(out)
-        sync(out.parent)
+        with suppress(OSError):  # it is there; whoever exports it again is told so
+            sync(out.parent)
     except OSError as error:
         raise CheckpointNotWritten(
             f"{out}: cannot be written ({os.strerror(error.errno or 0)}); check the path, space and permissions"

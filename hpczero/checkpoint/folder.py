@@ -40,6 +40,7 @@ LATEST = "LATEST"
 SPARE_NBYTES = 64 * 2**20
 STALE_S = 3600.0  # before what another job has left unfinished is taken away
 
+_LEFT = re.compile(r"\.probe-[0-9a-f]{8}|\.aside\.lock-[0-9a-f]{16}")
 _TRASH = re.compile(r"\.trash-step-\d+-[0-9a-f]{8}")
 
 logger = logging.getLogger("hpczero.checkpoint")
@@ -162,7 +163,12 @@ class Folder:
                     (self.path / lines.NOTE).unlink()
                 self._point()
             raise
-        sync(self.path)
+        try:
+            sync(self.path)
+        except OSError as error:  # it counts, whatever becomes of its name if the machine fails now
+            logger.warning(
+                "%s: is there, but may be lost if the machine fails (%s)", target, reason(error)
+            )
         at("renamed")
         with suppress(
             OSError, CheckpointError
@@ -276,7 +282,8 @@ class Folder:
     def sweep(self) -> None:
         """Bring to an end what a killed job has left; only where no other job can be saving.
 
-        What it was setting aside goes there, or stays if it had not come to that. Its unfinished saves go.
+        What it was setting aside goes there, or stays if it had not come to that. Its unfinished saves go, and what it
+        has left of smaller files once that is old: others that ask for the lock make some, too.
 
         Raises:
             CheckpointError: nobody can read what it was setting aside, or it cannot be done.
@@ -292,6 +299,8 @@ class Folder:
             for entry in self._entries():
                 if TEMPORARY.fullmatch(entry.name):
                     shutil.rmtree(entry, ignore_errors=True)
+            durable.remove_left_over(self.path, (LATEST, lines.NOTE), age_s=STALE_S)
+            durable.remove_old(self.path, _LEFT, age_s=STALE_S)
             for entry in lines.asides(self.path):
                 with suppress(OSError):  # of a job that was killed before it had moved anything
                     entry.rmdir()

@@ -11,7 +11,9 @@ import pytest
 
 from hpczero.checkpoint.folder import Folder, read_manifest
 from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Manifest, Table, step_folder
+from hpczero.durable import sync
 from hpczero.errors import CheckpointError, CorruptCheckpoint
+from hpczero.runfolder import RunFolder
 from tests.checkpoint.test_signed import put
 from tests.test_regularfile import at_once
 
@@ -159,3 +161,51 @@ def test_full_disk_is_seen_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"MiB are free and the checkpoint needs"):
         Folder(tmp_path).check_room(2**60)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_checkpoint_whose_name_may_not_be_on_the_disk_is_there_and_is_returned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Told as not written, the next save would take it for another line's."""
+    folder, real = Folder(tmp_path), sync
+    commit(folder, 1)
+
+    def fails_for_names(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(5, "Input/output error")
+        real(path)
+
+    monkeypatch.setattr("hpczero.checkpoint.folder.sync", fails_for_names)
+    with caplog.at_level(logging.WARNING):
+        path = commit(folder, 2)
+    assert path == tmp_path / step_folder(2)
+    assert steps(folder) == [2, 1]
+    assert (tmp_path / "LATEST").read_text() == f"{path.name}\n"
+    assert f"{path}: is there, but may be lost" in caplog.text
+
+
+def test_what_kills_have_left_of_small_files_goes_once_it_is_old(tmp_path: Path) -> None:
+    folder, token = Folder(tmp_path), "0123456789abcdef"
+    commit(folder, 1)
+    hexa = token[:8]
+    left = [f".probe-{hexa}", f".aside.lock-{token}", f".LATEST.{hexa}", f"..setting-aside.{hexa}"]
+    others = [f".lock-{token}", f".notes.{hexa}", ".LATEST.old", f".probe-{hexa}.txt"]
+    for name in (*left, *others):
+        (tmp_path / name).touch()
+    folder.sweep()
+    assert {*left, *others} < {entry.name for entry in tmp_path.iterdir()}, "somebody may be at it"
+    for name in (*left, *others):
+        os.utime(tmp_path / name, (1e9, 1e9))
+    folder.sweep()
+    there = {entry.name for entry in tmp_path.iterdir()}
+    assert there == {*others, "LATEST", step_folder(1)}
+
+
+def test_what_kills_have_left_in_a_run_folder_goes_once_it_is_old(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    old, young = tmp_path / ".config.toml.01234567", tmp_path / ".metrics.jsonl.01234567"
+    for file in (old, young, run.config):
+        file.touch()
+    os.utime(old, (1e9, 1e9))
+    run.sweep()
+    assert sorted(tmp_path.iterdir()) == sorted([young, run.config])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hpczero.checkpoint import lines
 from hpczero.checkpoint.folder import LATEST, Folder
 from hpczero.errors import CorruptCheckpoint
 from tests.checkpoint.folders import OLD, commit, kept, latest_is_there, old_line, there
@@ -94,6 +95,22 @@ def test_note_that_cannot_be_read_is_named_and_nothing_is_guessed(
         folder.candidates()
     (folder.path / ".setting-aside").unlink()
     assert list(there(folder.path)) == [30, 20, 10, 5]
+
+
+def test_note_with_any_letter_changed_is_not_believed(tmp_path: Path) -> None:
+    """Another step in it would hide a checkpoint that counts, and show one that does not."""
+    path = tmp_path / "ckpt"
+    folder, note = old_line(path), path / ".setting-aside"
+    place = lines.new_aside(path)
+    text = lines.note_text(place, folder.candidates()[:2])
+    note.write_text(text)
+    assert list(there(path)) == [10, 5]
+    for at in range(len(text)):
+        note.write_text(text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :])
+        with pytest.raises(
+            CorruptCheckpoint, match=r"\.setting-aside: does not say any more which"
+        ):
+            folder.candidates()
 
 
 def test_results_go_aside_to_another_file_system_too(tmp_path: Path) -> None:
