@@ -110,6 +110,32 @@ def test_lines_that_the_disk_refuses_come_with_the_next_that_it_takes(
     assert [m.step for m in read_metrics(path)] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("step", [0, -1, -(2**63) + 1, 2**63 - 1])
+def test_step_that_cannot_be_costs_its_line_alone(
+    tmp_path: Path, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All numbers between it and the others do not fit into memory."""
+    path = tmp_path / "metrics.jsonl"
+    values = json.loads(metrics(3).to_json()) | {"step": step}
+    del values["crc32"]
+    path.write_text(f"{metrics(3).to_json()}\n{json.dumps(values)}\n")
+    MetricsFile(path, start=5).close()
+    assert [m.step for m in read_metrics(path)] == [3]
+    assert "has no lines of steps 4-5" in caplog.text
+
+
+def test_letter_that_has_changed_costs_its_line_and_a_line_without_a_checksum_is_read() -> None:
+    line = metrics(12, loss=3.25).to_json()
+    for at in range(len(line)):
+        for bit in (1, 2, 4, 8):
+            with pytest.raises(ValueError, match=r"."):
+                StepMetrics.from_json(line[:at] + chr(ord(line[at]) ^ bit) + line[at + 1 :])
+    older = json.loads(line)
+    del older["crc32"]
+    assert StepMetrics.from_json(json.dumps(older)) == metrics(12, loss=3.25)
+    assert StepMetrics.from_json(json.dumps(older | {"loss": 3.5})).loss == 3.5
+
+
 DAMAGE = [b"\0" * 9, b"\xff{}", b"[" * 10**6, b"[]", b'{"step": "1"}', b'{"step": 1}', b"9" * 5001]
 
 
