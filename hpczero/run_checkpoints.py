@@ -21,12 +21,12 @@ from hpczero.checkpoint import Checkpoints, load
 from hpczero.checkpoint.lock import Lock
 from hpczero.config import ResumeOptions, RunConfig
 from hpczero.errors import CheckpointNotWritten
+from hpczero.roomcheck import STATE_NBYTES
 from hpczero.runfolder import RunFolder
 from hpczero.stops import Wish
 
 logger = logging.getLogger("hpczero.checkpoints")
 
-STATE_NBYTES = 12  # of a parameter: fp32 weight and Adam's two moments
 ASSUMED_NBYTES_PER_S = 1e9  # of a file system on which this job has not saved yet
 
 
