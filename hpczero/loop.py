@@ -26,8 +26,8 @@ from hpczero.accelerator import Accelerator
 from hpczero.attempts import Attempts
 from hpczero.batch import Batch
 from hpczero.config import DataOptions, RunConfig, TrainOptions
-from hpczero.data import Batches, Corpus, HeldOut, TokenFile, default_token_file, prepare
-from hpczero.data.tokens import VERSION as TOKEN_FILE_VERSION
+from hpczero.data import Batches, HeldOut, TokenFile
+from hpczero.data.prepare import token_file
 from hpczero.deadline import Deadline
 from hpczero.environment import Environment
 from hpczero.errors import EXIT_REQUEUE, ConfigError
@@ -45,6 +45,7 @@ from hpczero.models import GPT, GPTConfig, flops_per_token
 from hpczero.options import to_toml
 from hpczero.records import Records
 from hpczero.roomcheck import check_room
+from hpczero.rootwork import done_by_root
 from hpczero.run_checkpoints import RunCheckpoints
 from hpczero.runfolder import RunFolder
 from hpczero.runlock import RunLock
@@ -158,10 +159,10 @@ def train_in(
         if topology.is_root:
             if begin.resumed:
                 resume.tell_changes(folder, config)
-                folder.go_on(to_toml(begin.config))
+                folder.go_on(begin.config)
             else:
                 lock.make_room(config.run)
-                folder.create(config.run, to_toml(config))
+                folder.create(config)
             steps = config.train.steps
             records = Records(folder, config.log, num_steps=steps, start=start, own=begin.own)
             attempts.begin(start)
@@ -318,28 +319,13 @@ def open_tokens(options: DataOptions, topology: Topology) -> TokenFile:
     Raises:
         DataError: text or file is missing, empty or malformed; on every rank.
     """
-    path = ""
-    with topology.agreed("prepare the token file"):
-        if topology.is_root:
-            path = str(token_file(options))
-    path = topology.broadcast_text(path)
+    # Of a large text it takes longer than any collective may.
+    path = done_by_root(
+        topology, "prepare the token file", lambda tick: str(token_file(options, tick))
+    )
     with topology.agreed("open the token file"):
         tokens = TokenFile.open(Path(path))
     return tokens
-
-
-def token_file(options: DataOptions) -> Path:
-    """Path of the token file that ``options`` mean; text is tokenized on first use. On one rank only."""
-    cache = Path(options.cache)
-    if options.path is None and options.tokenizer == "bytes":
-        return default_token_file(cache)
-    if options.path is not None and options.path.endswith((".h5", ".hdf5")):
-        return Path(options.path)
-    corpus = Corpus.of_paths([Path(options.path)]) if options.path else Corpus.standard_library()
-    path = cache / f"{options.tokenizer}-v{TOKEN_FILE_VERSION}-{corpus.digest[:12]}.h5"
-    if not path.exists():
-        prepare(corpus, path, tokenizer=options.tokenizer)
-    return path
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

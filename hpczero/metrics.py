@@ -13,12 +13,15 @@ import math
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hpczero.durable import keep_as, sync, write_text
 from hpczero.errors import DataError
 from hpczero.regularfile import read_bytes
 
@@ -47,6 +50,7 @@ class StepMetrics:
         step_ms: the whole step, evaluation excluded.
         data_ms, forward_ms, backward_ms, optimizer_ms: its parts; waits for communication are inside them.
         communication_ms: time inside collectives, summed over those parts.
+        checkpoint_ms: saving after the step; not part of ``step_ms``. 0 in the line that is there before the save.
         state_peak_nbytes: parameters, masters, gradients, optimizer state and exchange buffers of this rank.
         process_peak_nbytes: resident memory of this rank's process.
         device_peak_nbytes: most that torch had allocated on the device during the step; None on the CPU, as the next.
@@ -83,30 +87,40 @@ class StepMetrics:
     device_exposed_ms: float | None = None
 
     def to_json(self) -> str:
-        """One line of JSON; NaN and infinity, which JSON has not, become null."""
+        """One line of JSON; NaN and infinity, which JSON has not, become null.
+
+        The last field is the CRC-32 of the text before it: a digit that has changed looks like any other.
+        """
         values = dataclasses.asdict(self)
         finite = {k: v if v is None or math.isfinite(v) else None for k, v in values.items()}
-        return json.dumps(finite, allow_nan=False)
+        text = json.dumps(finite, allow_nan=False).removesuffix("}")
+        return f'{text}, "crc32": "{zlib.crc32(text.encode()):08x}"}}'
 
     @classmethod
     def from_json(cls, line: str | bytes) -> StepMetrics:
-        """The record of a line; null is NaN again where a value was expected.
+        """The record of a line; null is NaN again where a value was expected. A line may have no checksum.
 
         Raises:
             ValueError: it is no such record.
         """
+        data = line.encode() if isinstance(line, str) else line
         try:
-            values = json.loads(line)
+            values = json.loads(data)
         except RecursionError as error:
             raise ValueError("nested too deep") from error
         if not isinstance(values, dict):
             raise ValueError("not an object")
+        if "crc32" in values:
+            text, _, stated = data.rpartition(b', "crc32": ')
+            if stated != f'"{zlib.crc32(text):08x}"}}'.encode():
+                raise ValueError("not what was written")
+            del values["crc32"]
         for name, value in values.items():
             if value is None and name not in ("held_out_loss", "mfu") and "device" not in name:
                 values[name] = math.nan
             elif value is not None and (type(value) not in (int, float) or abs(value) >= 2**63):
                 raise ValueError(f"{name} is no such number")
-        if type(values.get("step")) is not int:
+        if type(values.get("step")) is not int or values["step"] < 1:
             raise ValueError("no step")
         try:
             return cls(**values)
@@ -129,17 +143,20 @@ class MetricsFile:
             if damage:
                 date = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
                 old = path.with_name(f"{path.name}.damaged-{date}")
-                path.rename(old)
+                keep_as(path, old)  # and not a rename: until the new file is there, this is it
                 logger.warning("%s: %s; left out here, and kept in %s", path, damage, old.name)
             if found and len(found) <= start - min(found):
-                lost = sorted(set(range(min(found), start + 1)) - found.keys())
-                logger.warning("%s: has no lines of steps %s", path, _spans(lost))
+                steps = [
+                    *sorted(found),
+                    start + 1,
+                ]  # from what a line says nobody counts: it may say anything
+                lost = [[a + 1, b - 1] for a, b in pairwise(steps) if b > a + 1]
+                logger.warning("%s: has no lines of steps %s", path, _shown(lost))
         if start and not found:
             logger.warning("%s: has no line of the %d steps before; it begins anew", path, start)
         text = "".join(f"{found[step].to_json()}\n" for step in sorted(found))
-        temporary = path.with_suffix(".jsonl.new")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        write_text(path, text)
+        sync(path.parent)
         self._path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         self._final = len(text.encode())  # bytes that never change again
@@ -222,15 +239,21 @@ def _read(path: Path) -> tuple[list[StepMetrics], str]:
     return records, f"line(s) {_spans(wrong)} cannot be read ({reason})" if wrong else ""
 
 
-def _spans(numbers: Sequence[int]) -> str:
+def _spans(numbers: Iterable[int]) -> str:
     """The first few runs of rising numbers, as ``1-3, 7``."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][-1] + 1:
             spans[-1][1:] = [number]
         else:
-            spans.append([number])
-    text = ", ".join("-".join(map(str, span)) for span in spans[:NAMED_SPANS])
+            spans.append([number, number])
+    return _shown(spans)
+
+
+def _shown(spans: Sequence[Sequence[int]]) -> str:
+    """Firsts and lasts, as ``_spans``."""
+    named = spans[:NAMED_SPANS]
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in named)
     return text if len(spans) <= NAMED_SPANS else f"{text} and others"
 
 

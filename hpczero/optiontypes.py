@@ -36,7 +36,7 @@ def checked(value: object) -> object:
         ValueError: a number out of range, or a text that is none.
     """
     if isinstance(value, int) and not -MOST <= value <= MOST:
-        raise ValueError(f"expected a whole number of at most 18 digits, got {shown(value)}")
+        raise ValueError(f"expected a whole number of at most {MOST}, got {shown(value)}")
     if isinstance(value, str):
         checked_text(value)
     return value
@@ -74,7 +74,7 @@ def whole_number(text: str) -> int:
     """
     digits = text.strip()
     if _WHOLE.fullmatch(digits) is None or len(digits) > 32 or abs(int(digits)) > MOST:
-        raise ValueError(f"expected a whole number of at most 18 digits, got {shown(text)}")
+        raise ValueError(f"expected a whole number of at most {MOST}, got {shown(text)}")
     return int(digits)
 
 

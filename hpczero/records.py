@@ -18,7 +18,7 @@ from hpczero.runfolder import RunFolder
 
 
 class Records:
-    """Context manager around the steps of a run; every record is complete on disk when ``write`` returns."""
+    """Context manager around the steps of a run. A kill of this process takes no line that ``write`` was given."""
 
     def __init__(
         self,

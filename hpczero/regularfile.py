@@ -16,6 +16,7 @@ from typing import Any
 TEXT_NBYTES = 2**30  # more than any text of ours has; a manifest of 10^12 parameters has 20 MB
 SHOWN = 80
 
+_LOST = "a link to nothing"
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFCHR: "a device",
@@ -60,10 +61,23 @@ def kind_of(path: Path) -> str:
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        return "a link to nothing" if path.is_symlink() else ""
+        return _LOST if os.path.islink(path) else ""
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return "a link to itself"
     if stat.S_ISDIR(mode):
         return "a directory"
     return "a file" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "something else")
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is anything at ``path``, links followed; unlike ``Path.exists`` it never takes a guess.
+
+    Raises:
+        OSError: that cannot be known.
+    """
+    return kind_of(path) not in ("", _LOST)
 
 
 def check_regular(path: Path) -> None:

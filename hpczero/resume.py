@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hpczero.config import DEFAULT_RUN, RunConfig
 from hpczero.errors import ConfigError
 from hpczero.options import load_toml
+from hpczero.regularfile import is_there, kind_of, reason
 from hpczero.runfolder import RunFolder
 
 if TYPE_CHECKING:
@@ -79,8 +80,8 @@ def choose(config: RunConfig, folder: RunFolder) -> Path | None:
         if trying_out:
             return None
         raise ConfigError(f"{error}. {_way_out(folder)}") from error
-    begun = earlier.resume.from_ not in ("auto", "never") and Path(earlier.resume.from_).exists()
-    if not folder.has_checkpoints and (folder.weights.exists() or not begun):
+    # Elsewhere is looked at only where that is needed: it may be gone, or on a file system that is not there today.
+    if not folder.has_checkpoints and (folder.weights.exists() or not _begun_elsewhere(earlier)):
         return None
     changed = differences(earlier, config, FIXED)
     more = config.train.steps > earlier.train.steps
@@ -101,13 +102,34 @@ def choose(config: RunConfig, folder: RunFolder) -> Path | None:
     return folder.checkpoints
 
 
+def _begun_elsewhere(earlier: RunConfig) -> bool:
+    """Whether a run began at a checkpoint that is there.
+
+    Raises:
+        ConfigError: nobody can look there now.
+    """
+    source = earlier.resume.from_
+    return source not in ("auto", "never") and bool(_kind_of(Path(source)))
+
+
 def _checkpoints_of(source: str) -> Path:
     path = Path(source)
-    if not path.exists():
+    if not _kind_of(path):
         raise ConfigError(
             f"resume.from: {source} does not exist; give a checkpoint, a folder of them, auto or never"
         )
-    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    return path / "checkpoints" if _kind_of(path / "checkpoints") == "a directory" else path
+
+
+def _kind_of(path: Path) -> str:
+    """What is there; empty if there is nothing."""
+    try:
+        return kind_of(path) if is_there(path) else ""
+    except OSError as error:
+        raise ConfigError(
+            f"resume.from: {path} cannot be looked at ({reason(error)}); check that its file system is mounted and its "
+            "permissions, or give another checkpoint, a folder of them, auto or never"
+        ) from error
 
 
 def _way_out(folder: RunFolder) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -21,13 +21,12 @@ from hpczero.checkpoint import Checkpoints, load
 from hpczero.checkpoint.lock import Lock
 from hpczero.config import ResumeOptions, RunConfig
 from hpczero.errors import CheckpointNotWritten
-from hpczero.options import to_toml
+from hpczero.roomcheck import STATE_NBYTES
 from hpczero.runfolder import RunFolder
 from hpczero.stops import Wish
 
 logger = logging.getLogger("hpczero.checkpoints")
 
-STATE_NBYTES = 12  # of a parameter: fp32 weight and Adam's two moments
 ASSUMED_NBYTES_PER_S = 1e9  # of a file system on which this job has not saved yet
 
 
@@ -75,6 +74,7 @@ class RunCheckpoints:
             writer=options.writer,
             lock=lock,
         )
+        self._saving = 0  # step of the latest save, which may be in flight
         self._started = 0.0
         numel = hpczero.sharding(model).plan.numel
         self._slowest_s: float | None = None
@@ -134,7 +134,7 @@ class RunCheckpoints:
             copied=() if again else records,
             even_alone=True,
             # First: with nothing of its own, the next start must know where this one has begun.
-            before=lambda: folder.write_config(to_toml(config)),
+            before=lambda: folder.write_config(config),
         )
         return Start(found.step, config, own=False)
 
@@ -154,25 +154,26 @@ class RunCheckpoints:
         Raises:
             CheckpointNotWritten: a save failed that is required, or that the run stops with.
         """
-        last = done == self._config.train.steps
-        self._attempt(done, self._checkpoints.check, required=False)
-        if not self.is_due(done, wish):
+        last, due = done == self._config.train.steps, self.is_due(done, wish)
+        # Here and not in ``save`` or at the end: an earlier one that fails there would take this one, or the results
+        # of the run, with it; and what it has made is told under its own step.
+        hear = self._checkpoints.wait if due or last else self._checkpoints.check
+        self._attempt(hear, required=False)
+        if not due:
             return
-        self._started = time.monotonic()
-        self._attempt(
-            done, lambda: self._checkpoints.save(done, position), required=wish is Wish.STOP
-        )
+        self._saving, self._started = done, time.monotonic()
+        self._attempt(lambda: self._checkpoints.save(done, position), required=wish is Wish.STOP)
         if wish is Wish.STOP or last:
-            self._attempt(done, self._checkpoints.wait, required=wish is Wish.STOP)
+            self._attempt(self._checkpoints.wait, required=wish is Wish.STOP)
 
-    def _attempt(self, done: int, act: Any, *, required: bool) -> None:
+    def _attempt(self, act: Callable[[], Path | None], *, required: bool) -> None:
         try:
             path = act()
         except CheckpointNotWritten as error:
             if required or self._config.checkpoint.required:
                 raise
             if self._topology.is_root:
-                logger.warning("step %d: no checkpoint: %s", done, error)
+                logger.warning("step %d: no checkpoint: %s", self._saving, error)
             return
         if path is not None and not self._checkpoints.busy:
             self._slowest_s = max(self._slowest_s or 0.0, time.monotonic() - self._started)

@@ -1,7 +1,7 @@
 """The folder of a run: what its files are called, and what becomes of an older run.
 
-Owns: names, and that no checkpoint and no model of an older run is deleted unasked. Must not know: MPI, torch, what the
-files hold. Only rank 0 writes, under the lock of the run.
+Owns: names, and that no checkpoint and no model of an older run is deleted unasked. Must not know: MPI, torch, what
+other files than that of the options hold. Only rank 0 writes, under the lock of the run.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpczero.checkpoint.durable import write_text
-from hpczero.checkpoint.folder import Folder
+from hpczero.checkpoint.folder import STALE_S, Folder
 from hpczero.checkpoint.format import step_of_folder
-from hpczero.config import DEFAULT_RUN, RunOptions
+from hpczero.config import DEFAULT_RUN, RunConfig, RunOptions
+from hpczero.durable import remove_left_over, sync, write_text
 from hpczero.errors import ConfigError
+from hpczero.options import to_toml
 from hpczero.regularfile import kind_of
 
 logger = logging.getLogger("hpczero.runs")
@@ -107,7 +108,7 @@ class RunFolder:
                         f"{path}: is {kind}, expected {expected}; move it away, or choose another --run.name"
                     )
 
-    def go_on(self, config: str) -> None:
+    def go_on(self, config: RunConfig) -> None:
         """Write ``config`` into the folder of a run that is taken up again. On one rank only.
 
         Raises:
@@ -118,12 +119,13 @@ class RunFolder:
             self.weights.unlink(missing_ok=True)
             self.write_config(config)
 
-    def create(self, options: RunOptions, config: str) -> None:
+    def create(self, config: RunConfig) -> None:
         """Make the folder with ``config`` in it, clear of what an older run has left. On one rank only.
 
         Raises:
             ConfigError: an older run is there that may not be replaced, or the folder cannot be written.
         """
+        options = config.run
         with self.writing():
             self.path.mkdir(parents=True, exist_ok=True)
         if self.holds_results and not options.overwrite:
@@ -180,13 +182,22 @@ class RunFolder:
                 self.path.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(old.attempts, self.attempts)
 
-    def write_config(self, config: str) -> None:
+    def write_config(self, config: RunConfig) -> None:
         """Replace the options; a run that is killed here still has the ones or the others.
+
+        They are kept without ``run.overwrite``: given to the command again, they go on with this run. Whoever had an
+        older one replaced did not ask for that of this one.
 
         Raises:
             OSError: the folder cannot be written.
         """
-        write_text(self.config, config)
+        kept = replace(config, run=replace(config.run, overwrite=False))
+        write_text(self.config, to_toml(kept))
+        sync(self.path)
+
+    def sweep(self) -> None:
+        """Remove what a killed job has left of writing small files, long ago. On one rank only."""
+        remove_left_over(self.path, (self.config.name, self.metrics.name), age_s=STALE_S)
 
     @contextmanager
     def writing(self) -> Iterator[None]:

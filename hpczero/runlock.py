@@ -53,6 +53,7 @@ class RunLock:
                         raise error.__cause__ or error from error
                 try:
                     Folder(self._folder.checkpoints).sweep()
+                    self._folder.sweep()
                 except BaseException:
                     self.lock.release()
                     raise

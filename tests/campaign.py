@@ -16,19 +16,16 @@ oracle looks at the folder.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
-import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,40 +38,12 @@ from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.config import RunConfig
 from hpczero.metrics import read_metrics
 from hpczero.options import load_toml
-from tests.helpers.mpirun import ROOT
-from tests.helpers.processes import end_family, family, launch_environment
+from tests.helpers.killed import Job
 from tests.helpers.runs import options
 
 KEEP = 3
-LIMIT_S = 120.0
-CHANGES = 90  # of the disk: about as many as a start and four saves make
-
-# Argument 1: die before so many changes of the disk (-1: do not); argument 2: the environment of a batch system.
-PROGRAM = """
-import json, os, signal, sys
-left = [int(sys.argv.pop(1))]
-os.environ.update(json.loads(sys.argv.pop(1)))
-from pathlib import Path
-from hpczero.errors import launcher_rank, run
-from hpczero.runlock import RunLock
-def counted(call):
-    def change(*args, **named):
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        left[0] -= 1
-        return call(*args, **named)
-    return change
-enter = RunLock.__enter__
-def entering(self):
-    if left[0] >= 0 and launcher_rank() == 0:
-        for name in ("rename", "replace", "unlink", "mkdir", "rmdir"):
-            setattr(Path, name, counted(getattr(Path, name)))
-        os.fsync, os.pwrite = counted(os.fsync), counted(os.pwrite)
-    return enter(self)
-RunLock.__enter__ = entering
-from hpczero.train import main
-run(main)
-"""
+CHANGES = 130  # of the disk: about as many as a start and four saves make
+KILLED_BEFORE_A_CHANGE = "killed before a change of the disk"
 
 
 @dataclass(frozen=True)
@@ -122,52 +91,6 @@ def digest(checkpoint: Path) -> str:
     return hashlib.sha256((checkpoint / MANIFEST_FILE).read_bytes()).hexdigest()
 
 
-@dataclass
-class Job:
-    """One start of the training command.
-
-    Attributes:
-        process: its launcher.
-        log: what it says.
-        began: when.
-    """
-
-    process: subprocess.Popen[bytes]
-    log: Path
-    began: float = field(default_factory=time.monotonic)
-
-    @property
-    def said(self) -> str:
-        """So far."""
-        return self.log.read_text(errors="replace")
-
-    def wait_for(self, what: str) -> bool:
-        """Whether it comes to say ``what`` before it ends."""
-        while self.process.poll() is None and time.monotonic() - self.began < LIMIT_S:
-            if what in self.said:
-                return True
-            time.sleep(0.02)
-        return what in self.said
-
-    def wait(self) -> int:
-        """Its exit code."""
-        try:
-            return self.process.wait(LIMIT_S)
-        finally:
-            end_family(self.process.pid, grace_s=0.5)
-
-    def signal(self, number: signal.Signals, dice: random.Random) -> None:
-        """To one of its ranks, if it has any yet."""
-        ranks = []
-        for member in family(self.process.pid):
-            with contextlib.suppress(OSError):
-                words = Path(f"/proc/{member.pid}/cmdline").read_bytes().split(b"\0")
-                if words[0] == os.fsencode(sys.executable):
-                    ranks.append(member.pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(dice.choice(ranks) if ranks else self.process.pid, number)
-
-
 class Campaign:
     """A folder of runs, and what has happened in it."""
 
@@ -196,42 +119,20 @@ class Campaign:
         log = self.folder / f"log-{self.number:04}"
         changes = {"train__steps": 10**6, "checkpoint__every": 2, "checkpoint__keep": KEEP, **given}
         _, _, *words = options(self.folder, **changes)
-        program = [
-            sys.executable,
-            "-c",
-            PROGRAM,
-            str(die_at),
-            json.dumps(environment or {}),
-            *words,
-        ]
-        launch = [os.fspath(ROOT / "install" / "launch.sh"), str(ranks)]
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                [*launch, *program],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=launch_environment(PYTHONPATH=os.fspath(ROOT), OMP_NUM_THREADS="1"),
-                cwd=ROOT,
-                start_new_session=True,
-            )
-        return Job(process, log)
+        return Job.start(log, words, ranks=ranks, die_at=die_at, environment=environment)
 
-    def kill_or_stop(self, job: Job, *, die_at: int) -> int:
-        """Have ``job`` come to its end; its exit code."""
-        if die_at < 0:
-            if self.dice.random() < 0.2 and job.wait_for("saved "):
-                job.signal(signal.SIGUSR1, self.dice)
-                self.counts["stopped"] += 1
-            else:
-                if self.dice.random() < 0.8:
-                    job.wait_for("topology:")  # from here on in training
-                time.sleep(self.dice.uniform(0.0, 1.5))
-                job.signal(signal.SIGKILL, self.dice)
-                self.counts["killed at any time"] += 1
-        else:
-            self.counts["killed before a change of the disk"] += 1
-        return job.wait()
+    def kill_or_stop(self, job: Job, *, die_at: int) -> str:
+        """Have somebody see to it that ``job`` comes to its end; how."""
+        if die_at >= 0:
+            return KILLED_BEFORE_A_CHANGE
+        if self.dice.random() < 0.2 and job.wait_for("saved "):
+            job.signal(signal.SIGUSR1, self.dice)
+            return "asked to stop"
+        if self.dice.random() < 0.8:
+            job.wait_for("topology:")  # from here on in training
+        time.sleep(self.dice.uniform(0.0, 1.5))
+        job.signal(signal.SIGKILL, self.dice)
+        return "killed at any time"
 
     # --- what may happen to the run
 
@@ -276,15 +177,17 @@ class Campaign:
         job = self.start(ranks=ranks, die_at=die_at, environment=environment, **given)
         if action == "two jobs" and job.wait_for("topology:"):
             self.second(job)
-        code = self.kill_or_stop(job, die_at=die_at)
-        said = job.said
+        end = self.kill_or_stop(job, die_at=die_at)
+        code, said = job.wait(), job.said
         if "crash loop" in said or "too little time" in said:
+            self.counts["starts of a series that were refused"] += 1
             assert environment, said
             self.series, self.restart = self.series + 1, 0
             assert Seen.of(run) == before
             return
-        assert code != 78, said
+        assert code not in (0, 78), said
         assert "Traceback" not in said, said
+        self.counts[end] += 1
         self.judge(run, before, target, ranks, said, code)
 
     @property
@@ -345,6 +248,7 @@ class Campaign:
         moved = [entry for entry in left if entry[1] in after.aside]
         assert len(moved) in (0, len(left)), "some were set aside, and some were not"
         for step, name in before.line:
+            self.counts["checkpoints looked for afterwards"] += 1
             if name in there or name in after.aside:
                 continue
             newer = [s for s in steps if s > step]
@@ -367,6 +271,7 @@ class Campaign:
         if began and target is not None and "topology:" in said:  # its own lines, from here on
             loss = next((m.loss for m in found if m.step == target[0] + 1), None)
             if loss is not None:
+                self.counts["losses compared"] += (target[1], ranks) in self.next_losses
                 known = self.next_losses.setdefault((target[1], ranks), loss)
                 assert loss == known, f"after step {target[0]}: {loss}, not {known}"
 
@@ -384,7 +289,7 @@ class Campaign:
         assert "Traceback" not in job.said, job.said
         self.counts["of default"] += 1
         if code:
-            self.counts["killed before a change of the disk"] += 1
+            self.counts[KILLED_BEFORE_A_CHANGE] += 1
         manifests = self.folder.glob(f"default*/**/step-*/{MANIFEST_FILE}")
         found = {digest(path.parent) for path in manifests}
         found |= {
@@ -400,8 +305,33 @@ class Campaign:
         return sum(count for name, count in self.counts.items() if name.startswith("killed"))
 
 
-def run(chosen: Options) -> str:
-    """Kill and check; a line about how it went."""
+@dataclass(frozen=True)
+class Report:
+    """Of a campaign in which nothing was lost: anything else is an AssertionError.
+
+    Attributes:
+        kills: jobs that were killed.
+        counts: what else was done, and how often.
+        aside: checkpoints that lie aside in the end.
+    """
+
+    kills: int
+    counts: Mapping[str, int]
+    aside: int
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count} {what}" for what, count in sorted(self.counts.items()))
+        return (
+            f"{self.kills} jobs killed, nothing lost ({counts}); set aside in the end: {self.aside}"
+        )
+
+
+def run(chosen: Options) -> Report:
+    """Kill and check.
+
+    Raises:
+        AssertionError: something is lost, or is not what it should be.
+    """
     with tempfile.TemporaryDirectory(prefix="hpczero-campaign-") as name:
         campaign = Campaign(Path(name), chosen.seed)
         while campaign.kills < chosen.kills:
@@ -412,11 +342,8 @@ def run(chosen: Options) -> str:
             if sys.stderr.isatty() or campaign.number % 10 == 0:
                 sys.stderr.write(f"campaign: {dict(campaign.counts)}\n")
         seen = Seen.of(Path(name) / "r")
-    counts = ", ".join(f"{count} {what}" for what, count in sorted(campaign.counts.items()))
-    return (
-        f"{campaign.kills} jobs killed, 0 lost ({counts}); set aside in the end: {len(seen.aside)}"
-    )
+    return Report(campaign.kills, campaign.counts, len(seen.aside))
 
 
 if __name__ == "__main__":
-    sys.stdout.write(run(tyro.cli(Options)) + "\n")
+    sys.stdout.write(f"{run(tyro.cli(Options))}\n")

@@ -24,7 +24,7 @@ MAX_LINES = 400
 # the same layer. ``__init__`` is the public names of the package, which the rooms below it never use.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("optiontypes", "regularfile", "values"),
+    ("durable", "optiontypes", "regularfile", "values"),
     (
         "config",
         "environment",
@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "slurm",
         "watchdog",
     ),
-    ("accelerator", "deadline", "device", "heap", "kernels", "norm", "topology"),
+    ("accelerator", "deadline", "device", "heap", "kernels", "norm", "rootwork", "topology"),
     ("comm",),
     ("optimizers", "parameter", "plan", "refusals", "shard_gradient", "tensors", "untraced"),
     ("gradient", "gradient_norms", "unit", "whole"),
@@ -75,6 +75,7 @@ GUARDED = {
 }
 TORCH_FREE = (
     "config",
+    "durable",
     "environment",
     "errors",
     "layout",

@@ -12,7 +12,7 @@ from hpczero.attempts import Attempts
 from hpczero.config import ResumeOptions, RunConfig, RunOptions, TrainOptions
 from hpczero.environment import Environment
 from hpczero.errors import ConfigError
-from hpczero.options import to_toml
+from hpczero.options import load_toml
 from hpczero.runfolder import RunFolder
 
 SERIES = Environment(series="s", job="7")
@@ -113,6 +113,22 @@ def test_restart_before_the_first_checkpoint_may_replace_what_the_first_start_le
     assert dataclasses.replace(again, run=asked.run) == asked
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_options_that_a_run_keeps_never_replace_it_when_they_are_given_again(
+    tmp_path: Path, asked: bool
+) -> None:
+    """Of a job that was requeued before its first save, and of a user who asked for it once."""
+    config = RunConfig(run=RunOptions(name="r", folder=str(tmp_path), overwrite=asked))
+    folder = RunFolder.of(config.run)
+    start(folder).begin(0)
+    again = start(folder).settle(config)
+    assert again.run.overwrite
+    folder.create(again)
+    assert load_toml(folder.config, RunConfig).run.overwrite is False
+    folder.go_on(again)
+    assert load_toml(folder.config, RunConfig).run.overwrite is False
+
+
 def test_finished_run_leaves_nothing_to_do_unless_more_steps_are_asked_for(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
     start(folder).end(40, 75)
@@ -127,7 +143,7 @@ def test_start_killed_between_its_results_and_its_last_line_has_finished(tmp_pat
     folder = RunFolder(tmp_path / "r")
     config = RunConfig(train=TrainOptions(steps=40))
     first = start(folder)
-    folder.create(config.run, to_toml(config))
+    folder.create(config)
     first.begin(0)
     assert not Attempts(folder, SERIES).finished(40), "no results"
     folder.weights.touch()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import resource
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hpczero import log
-from hpczero.config import LogOptions, RunOptions
+from hpczero.config import LogOptions, RunConfig, RunOptions, TrainOptions
 from hpczero.errors import ConfigError
 from hpczero.metrics import (
     Interval,
@@ -109,7 +110,54 @@ def test_lines_that_the_disk_refuses_come_with_the_next_that_it_takes(
     assert [m.step for m in read_metrics(path)] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("step", [0, -1, -(2**63) + 1, 2**63 - 1])
+def test_step_that_cannot_be_costs_its_line_alone(
+    tmp_path: Path, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All numbers between it and the others do not fit into memory."""
+    path = tmp_path / "metrics.jsonl"
+    values = json.loads(metrics(3).to_json()) | {"step": step}
+    del values["crc32"]
+    path.write_text(f"{metrics(3).to_json()}\n{json.dumps(values)}\n")
+    MetricsFile(path, start=5).close()
+    assert [m.step for m in read_metrics(path)] == [3]
+    assert "has no lines of steps 4-5" in caplog.text
+
+
+def test_letter_that_has_changed_costs_its_line_and_a_line_without_a_checksum_is_read() -> None:
+    line = metrics(12, loss=3.25).to_json()
+    for at in range(len(line)):
+        for bit in (1, 2, 4, 8):
+            with pytest.raises(ValueError, match=r"."):
+                StepMetrics.from_json(line[:at] + chr(ord(line[at]) ^ bit) + line[at + 1 :])
+    older = json.loads(line)
+    del older["crc32"]
+    assert StepMetrics.from_json(json.dumps(older)) == metrics(12, loss=3.25)
+    assert StepMetrics.from_json(json.dumps(older | {"loss": 3.5})).loss == 3.5
+
+
 DAMAGE = [b"\0" * 9, b"\xff{}", b"[" * 10**6, b"[]", b'{"step": "1"}', b'{"step": 1}', b"9" * 5001]
+
+
+def test_metrics_are_there_whatever_happens_while_damaged_lines_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = "".join(f"{metrics(step).to_json()}\n" for step in (1, 2)) + "damaged\n"
+    path.write_text(text)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            MetricsFile(path, start=2)
+    assert path.read_text() == text
+    MetricsFile(path, start=2).close()
+    assert [record.step for record in read_metrics(path)] == [1, 2]
+    for old in tmp_path.glob("metrics.jsonl.damaged-*"):
+        assert old.read_text() == text
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -263,34 +311,35 @@ def test_a_steps_parts_add_up_and_waits_count_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_run_folder_of_another_run_is_kept(tmp_path: Path) -> None:
-    options = RunOptions(name="mine", folder=str(tmp_path))
-    folder = RunFolder.of(options)
-    folder.create(options, "first = 1")
+    config = RunConfig(run=RunOptions(name="mine", folder=str(tmp_path)))
+    folder = RunFolder.of(config.run)
+    folder.create(config)
+    before = folder.config.read_text()
     with pytest.raises(ConfigError, match=r"mine: holds an earlier run; .*--run.overwrite true"):
-        folder.create(options, "second = 2")
-    assert folder.config.read_text() == "first = 1"
+        folder.create(dataclasses.replace(config, train=TrainOptions(steps=7)))
+    assert folder.config.read_text() == before
 
 
 @pytest.mark.parametrize("name", ["default", "mine"])
 def test_replacing_a_run_when_asked_clears_its_results_and_nothing_else(
     name: str, tmp_path: Path
 ) -> None:
-    options = RunOptions(name=name, overwrite=True, folder=str(tmp_path))
-    folder = RunFolder.of(options)
-    folder.create(options, "first = 1")
+    config = RunConfig(run=RunOptions(name=name, overwrite=True, folder=str(tmp_path)))
+    folder = RunFolder.of(config.run)
+    folder.create(config)
     for file in (folder.metrics, folder.plot, folder.weights, folder.path / "notes.txt"):
         file.write_text("old")
     folder.tensorboard.mkdir()
-    folder.create(options, "second = 2")
+    folder.create(dataclasses.replace(config, train=TrainOptions(steps=7)))
     assert sorted(file.name for file in folder.path.iterdir()) == ["config.toml", "notes.txt"]
-    assert folder.config.read_text() == "second = 2"
+    assert "steps = 7" in folder.config.read_text()
 
 
 def test_run_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    options = RunOptions(folder=str(tmp_path / "file"))
+    config = RunConfig(run=RunOptions(folder=str(tmp_path / "file")))
     with pytest.raises(ConfigError, match="file/default: cannot be written as a run folder"):
-        RunFolder.of(options).create(options, "")
+        RunFolder.of(config.run).create(config)
 
 
 class Expensive:

@@ -19,7 +19,7 @@ import pytest
 from hpczero.checkpoint.folder import Folder
 from hpczero.checkpoint.format import STATE_FILE
 from tests.checkpoint.programs import state_digests
-from tests.helpers.mpirun import ROOT
+from tests.helpers.mpirun import ROOT, run_ranks
 from tests.helpers.processes import end_family, launch_environment
 from tests.helpers.runs import losses, options, steps, train
 
@@ -254,6 +254,18 @@ def test_another_run_may_begin_where_this_one_is(stopped: Path) -> None:
     assert job.returncode == 0, job
     first = json.loads((stopped / "other" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["step"] == 13
+
+
+def test_options_of_a_run_that_replaced_another_go_on_with_it_when_they_are_given_again(
+    stopped: Path,
+) -> None:
+    job = train(stopped, ranks=1, train__steps=3, run__overwrite="true")
+    assert job.returncode == 0, job
+    kept = stopped / "r" / "config.toml"
+    job = run_ranks(1, ["-m", "hpczero.train", kept, "--train.steps", "5"], timeout=90)
+    assert job.returncode == 0, job
+    assert "step-000000003: step 3" in job.stdout + job.stderr, job
+    assert steps(stopped) == [5, 3]
 
 
 def test_never_starts_anew_and_overwrite_too(stopped: Path) -> None:

@@ -99,7 +99,7 @@ def test_metrics_have_one_complete_json_line_per_step(folder: Path) -> None:
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     assert [record["tokens"] for record in records] == [8 * 16 * (i + 1) for i in range(STEPS)]
     for record in records:
-        assert set(record) == set(StepMetrics.__dataclass_fields__)
+        assert set(record) == {*StepMetrics.__dataclass_fields__, "crc32"}
         for name in ("step_ms", "forward_ms", "backward_ms", "optimizer_ms", "communication_ms"):
             assert 0 < record[name] < 60_000, name
         parts = ("data_ms", "forward_ms", "backward_ms", "optimizer_ms")

@@ -12,6 +12,7 @@ every 15 s.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -25,6 +26,7 @@ from hpczero.regularfile import read_bytes
 
 DEAD_S = 120.0  # without a beat
 CLAIM_NBYTES = 4096  # more than any claim has
+GONE = frozenset({errno.ENOENT, errno.ESTALE})  # the second is how a file server says it
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -56,13 +58,13 @@ def said_by(path: Path) -> dict[str, Any]:
     """What a claim says; nothing, if it is no claim or cannot be read.
 
     Raises:
-        FileNotFoundError: it is gone.
+        OSError: it is gone: of an errno in ``GONE``.
     """
     try:
         said = json.loads(read_bytes(path, CLAIM_NBYTES))
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, OSError) and error.errno in GONE:
+            raise
         return {}
     return said if isinstance(said, dict) else {}
 

@@ -6,8 +6,10 @@ Owns: what must be equal, and the message that lists what is not. Must not know:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from hpczero.checkpoint import streams
@@ -118,9 +120,19 @@ def _fits(saved: object, current: object) -> bool:
             and len(saved) == len(current)
             and all(map(_fits, saved, current))
         )
-    if type(current) in (int, float) or isinstance(current, Tensor):
-        return type(saved) in (int, float) and -MOST <= saved <= MOST  # type: ignore[operator]  # a number
+    if isinstance(current, Tensor):
+        return type(saved) in (int, float) and _holds(current, saved)
+    if type(current) in (int, float):
+        # Infinity and NaN are options, too: of a limit that nobody has set.
+        return type(saved) is float or (type(saved) is int and -MOST <= saved <= MOST)
     return True
+
+
+def _holds(tensor: Tensor, value: object) -> bool:
+    with suppress(RuntimeError, OverflowError):  # beyond the range of its dtype
+        torch.full_like(tensor, value)  # type: ignore[arg-type]  # a number
+        return True
+    return False
 
 
 def match_streams(manifest: Manifest, path: Path) -> None:

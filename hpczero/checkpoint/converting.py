@@ -79,8 +79,7 @@ def convert(
     weights, folder = WeightFiles(path, layout=layout), Folder(out)
     model, known_tied, known_buffers = _told(weights, layout)
     aliases = known_tied | _same_storage(weights) | dict(tied or {})
-    if folder.candidates():
-        raise ConfigError(f"{out}: holds checkpoints already; give a new folder")
+    _refuse_used(folder)
     weights.check()
     patterns = (*known_buffers, *buffers)
     held = [name for name in weights if name not in aliases]
@@ -107,7 +106,13 @@ def convert(
     }
     folder.check_room(sum(dataset.nbytes for dataset in datasets))
     with Lock(out):
+        _refuse_used(folder)  # again: another import may have come to its end since
         return _write(folder, datasets, content, table, meta, step)
+
+
+def _refuse_used(folder: Folder) -> None:
+    if folder.candidates():
+        raise ConfigError(f"{folder.path}: holds checkpoints already; give a new folder")
 
 
 def _write(

@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -26,11 +27,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hpczero.checkpoint import gpt2, safefile
-from hpczero.checkpoint.durable import sync
 from hpczero.checkpoint.format import BUFFERS, MASTER, Row
 from hpczero.checkpoint.safefile import DTYPES, Entry
 from hpczero.checkpoint.stored import Stored, checkpoints_at
+from hpczero.durable import sync
 from hpczero.errors import CheckpointNotWritten, ConfigError, CorruptCheckpoint
+from hpczero.regularfile import kind_of, reason
 
 if TYPE_CHECKING:
     import torch
@@ -117,8 +119,14 @@ def export(path: Path, out: Path, form: Form | None = None) -> Exported:
     """
     form, out = form or Form(), out.resolve()
     candidates = checkpoints_at(path)
-    empty_folder = form.format == "safetensors" and out.is_dir() and not any(out.iterdir())
-    if out.exists() and not empty_folder:
+    try:
+        there = kind_of(out)
+        empty = there == "a directory" and form.format == "safetensors" and not any(out.iterdir())
+    except OSError as error:
+        raise ConfigError(
+            f"{out}: cannot be looked at ({reason(error)}); check the path and its permissions"
+        ) from error
+    if there and not empty:
         raise ConfigError(f"{out}: is there already; give another name, or take it away")
     failed: list[str] = []
     for candidate in candidates:
@@ -153,16 +161,18 @@ def _write(stored: Stored, out: Path, form: Form) -> Exported:
             safefile.write_all(temporary, entries, names.metadata(), form.shard_mib * 2**20)
             sync(temporary)
         temporary.rename(out)
-        sync(out.parent)
+        with suppress(OSError):  # it is there; whoever exports it again is told so
+            sync(out.parent)
     except OSError as error:
         raise CheckpointNotWritten(
             f"{out}: cannot be written ({os.strerror(error.errno or 0)}); check the path, space and permissions"
         ) from error
     finally:
-        if temporary.is_dir():
+        if os.path.isdir(temporary):
             shutil.rmtree(temporary, ignore_errors=True)
         else:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # never made, or the error that ends it
+                temporary.unlink()
     return Exported(stored.path, stored.manifest.step, len(entries), nbytes)
 
 

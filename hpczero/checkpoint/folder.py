@@ -10,6 +10,7 @@ not ours are left alone.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -20,11 +21,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hpczero import durable
 from hpczero.checkpoint import lines
-from hpczero.checkpoint.durable import sync, write_text
 from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Manifest, step_folder
 from hpczero.checkpoint.lines import REPLACED, TEMPORARY, step_of
 from hpczero.checkpoint.rawfile import opened
+from hpczero.durable import sync, write_text
 from hpczero.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -32,12 +34,13 @@ from hpczero.errors import (
     ConfigError,
     CorruptCheckpoint,
 )
-from hpczero.regularfile import read_text, reason
+from hpczero.regularfile import is_there, kind_of, read_text, reason
 
 LATEST = "LATEST"
 SPARE_NBYTES = 64 * 2**20
 STALE_S = 3600.0  # before what another job has left unfinished is taken away
 
+_LEFT = re.compile(r"\.probe-[0-9a-f]{8}|\.aside\.lock-[0-9a-f]{16}")
 _TRASH = re.compile(r"\.trash-step-\d+-[0-9a-f]{8}")
 
 logger = logging.getLogger("hpczero.checkpoint")
@@ -58,13 +61,12 @@ class Folder:
             ConfigError: the folder cannot be read.
             CorruptCheckpoint: a run was killed while it set some aside, and nobody can read which.
         """
-        entries = self._entries()
+        named = [entry for entry in self._entries() if step_of(entry.name) is not None]
         hidden = lines.hidden(self.path)
-        found = [
-            entry
-            for entry in entries
-            if step_of(entry.name) is not None and entry.name not in hidden and entry.is_dir()
-        ]
+        try:  # what nobody can look at is not taken for gone: a run would go on without it
+            found = [entry for entry in named if entry.name not in hidden and _is_folder(entry)]
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
         return sorted(found, key=lambda entry: (*_order(entry), entry.name), reverse=True)
 
     def _entries(self) -> list[Path]:
@@ -73,9 +75,7 @@ class Folder:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise ConfigError(
-                f"{self.path}: cannot be read ({os.strerror(error.errno or 0)}); check the path and its permissions"
-            ) from error
+            raise _unreadable(self.path, error) from error
 
     def valid(self) -> Iterator[tuple[Path, Manifest]]:
         """Checkpoints whose manifest and file size are right, newest first; their data is not read."""
@@ -163,7 +163,12 @@ class Folder:
                     (self.path / lines.NOTE).unlink()
                 self._point()
             raise
-        sync(self.path)
+        try:
+            sync(self.path)
+        except OSError as error:  # it counts, whatever becomes of its name if the machine fails now
+            logger.warning(
+                "%s: is there, but may be lost if the machine fails (%s)", target, reason(error)
+            )
         at("renamed")
         with suppress(
             OSError, CheckpointError
@@ -202,10 +207,12 @@ class Folder:
         # Before it is decided: of the line that goes, nothing may be missing.
         for file in copied:
             if file.is_file():
-                shutil.copy2(file, place)
+                durable.copy(file, place / file.name)
         for file in moved:
             if file.is_file():
-                file.rename(place / file.name)
+                durable.move(file, place / file.name)
+        sync(place)
+        sync(self.path)
         before()
         if found:
             self._note(place, found)
@@ -249,17 +256,22 @@ class Folder:
     def retain(self, keep: int, saved: Path | None = None) -> None:
         """Leave the ``keep`` newest valid checkpoints, and take away what earlier saves have left.
 
-        What is not valid does not count, and goes once a newer one is valid. Never raises: a save has succeeded.
+        What is damaged does not count, and goes once a newer one is valid. What a later version wrote, and what could
+        not be read this time, does not count either, and stays. Never raises: a save has succeeded.
 
         Args:
             keep: at least one stays.
             saved: stays whatever else is there.
         """
         with suppress(OSError, ConfigError, CheckpointError):
-            kept = [path for path, _ in self.valid()][: max(keep, 1)]
+            kept: list[Path] = []
             for path in self.candidates():
-                older = bool(kept) and _order(path) < _order(kept[0])
-                if older and path not in kept and path != saved:
+                valid = _is_valid(path)
+                if valid and len(kept) < max(keep, 1):
+                    kept.append(path)
+                elif (
+                    valid is not None and kept and _order(path) < _order(kept[0]) and path != saved
+                ):
                     self.discard(path)
             for entry in self._entries():
                 if _TRASH.fullmatch(entry.name) or (
@@ -270,7 +282,8 @@ class Folder:
     def sweep(self) -> None:
         """Bring to an end what a killed job has left; only where no other job can be saving.
 
-        What it was setting aside goes there, or stays if it had not come to that. Its unfinished saves go.
+        What it was setting aside goes there, or stays if it had not come to that. Its unfinished saves go, and what it
+        has left of smaller files once that is old: others that ask for the lock make some, too.
 
         Raises:
             CheckpointError: nobody can read what it was setting aside, or it cannot be done.
@@ -286,6 +299,8 @@ class Folder:
             for entry in self._entries():
                 if TEMPORARY.fullmatch(entry.name):
                     shutil.rmtree(entry, ignore_errors=True)
+            durable.remove_left_over(self.path, (LATEST, lines.NOTE), age_s=STALE_S)
+            durable.remove_old(self.path, _LEFT, age_s=STALE_S)
             for entry in lines.asides(self.path):
                 with suppress(OSError):  # of a job that was killed before it had moved anything
                     entry.rmdir()
@@ -299,8 +314,44 @@ class Folder:
         shutil.rmtree(trash, ignore_errors=True)
 
 
+def _is_folder(path: Path) -> bool:
+    """Raises OSError where nobody knows, in every version of Python."""
+    return kind_of(path) == "a directory"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is one by what is in it, sound or not.
+
+    Raises:
+        ConfigError: nobody can look there.
+    """
+    try:
+        return any(is_there(path / name) for name in (MANIFEST_FILE, STATE_FILE))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path}: cannot be read ({reason(error)}); check the path and its permissions"
+    )
+
+
 def _order(path: Path) -> tuple[int, bool]:
     return step_of(path.name) or 0, REPLACED.fullmatch(path.name) is None
+
+
+def _is_valid(path: Path) -> bool | None:
+    """Whether manifest and file size are right; None where nobody knows, today or with this version."""
+    try:
+        read_manifest(path)
+    except CheckpointMismatch:
+        return None
+    except CorruptCheckpoint as error:
+        # A stale handle, or too many open files, says nothing of what is on the disk; a missing file does.
+        why = error.__cause__
+        return None if isinstance(why, OSError) and why.errno != errno.ENOENT else False
+    return True
 
 
 def _age_s(path: Path) -> float:

@@ -23,8 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpczero.checkpoint.durable import sync
 from hpczero.checkpoint.format import MANIFEST_FILE, step_folder, step_of_folder
+from hpczero.durable import sync
 from hpczero.errors import CorruptCheckpoint
 from hpczero.regularfile import read_bytes
 
@@ -107,7 +107,10 @@ def read_note(path: Path) -> Note | None:
         return None
     reason = "it is no such note"
     try:
-        said = json.loads(read_bytes(file, NOTE_NBYTES))
+        text, _, digest = read_bytes(file, NOTE_NBYTES).decode().rpartition("\n")
+        if digest != _digest(text):
+            raise ValueError("it is not what was written")
+        said = json.loads(text)
         note = Note(said["folder"], dict(said["names"]), said["target"], said["manifest"])
         names = [name for pair in note.names.items() for name in pair]
         if (
@@ -132,7 +135,7 @@ def asides(path: Path) -> list[Path]:
         found = [entry for entry in path.iterdir() if _ASIDE.fullmatch(entry.name)]
     except OSError:
         return []
-    return sorted((entry for entry in found if entry.is_dir()), reverse=True)
+    return sorted((entry for entry in found if os.path.isdir(entry)), reverse=True)
 
 
 def new_aside(path: Path) -> Path:
@@ -149,13 +152,21 @@ def new_aside(path: Path) -> Path:
 
 
 def note_text(place: Path, found: Iterable[Path], *, target: str = "", manifest: str = "") -> str:
-    """The text of a note: ``found`` shall go to ``place``, once ``target`` is there with the text ``manifest``."""
+    """The text of a note: ``found`` shall go to ``place``, once ``target`` is there with the text ``manifest``.
+
+    The last line is the SHA-256 of those before: a note in which anything is changed is not believed.
+    """
     names: dict[str, str] = {}
     for path in found:
         plain = step_folder(step_of(path.name) or 0)
         names[path.name] = path.name if plain in names.values() else plain
-    digest = hashlib.sha256(manifest.encode()).hexdigest() if target else ""
-    return json.dumps(asdict(Note(place.name, names, target, digest)))
+    note = Note(place.name, names, target, _digest(manifest) if target else "")
+    text = json.dumps(asdict(note))
+    return f"{text}\n{_digest(text)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def finish(path: Path) -> Path | None:

@@ -14,6 +14,7 @@ its own token is the smaller one, and makes way otherwise; so of several that as
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -132,9 +133,10 @@ class Lock:
                 self.path.unlink(missing_ok=True)
                 if not isinstance(error, FileNotFoundError) or last == TRIES - 1:
                     raise
-        for claim in self._others(living=False):
-            with contextlib.suppress(OSError):  # somebody else's, whom it does not help
-                claim.path.unlink()
+        with contextlib.suppress(OSError):  # it is ours by now, whatever becomes of these
+            for claim in self._others(living=False):
+                with contextlib.suppress(OSError):  # somebody else's, whom it does not help
+                    claim.path.unlink()
 
     def check(self) -> None:
         """See that it is still ours: a job that stood still for long is taken for dead by those on other hosts.
@@ -210,7 +212,12 @@ class Lock:
         self.release()
 
     def _ask(self) -> None:
-        """Return when we are seen to ask, and no other asks or holds. See [Note: Publish, then look]."""
+        """Return when we are seen to ask, and no other asks or holds. See [Note: Publish, then look].
+
+        Raises:
+            CheckpointBusy: another holds it, or does not come to an end of asking.
+            FileNotFoundError: the folder was moved away; ask again.
+        """
         deadline = time.monotonic() + ASKING_S
         self._say("asks")
         while others := self._others():
@@ -229,6 +236,9 @@ class Lock:
                 self._say("asks")
             else:
                 time.sleep(LOOK_S)
+        if not self.path.exists():
+            # The folder we asked in was moved away by its holder: nobody has seen us ask in this one.
+            raise FileNotFoundError(errno.ENOENT, "was moved away meanwhile", str(self.path))
 
     def _asks(self, other: Claim) -> bool:
         """Whether ``other`` lives and does not know yet."""
@@ -266,8 +276,10 @@ class Lock:
                     logger.warning("%s: is no lock but something else; left alone", path)
                     continue
                 said = said_by(path)
-            except FileNotFoundError:
-                continue  # gone since
+            except OSError as error:
+                if error.errno not in claims.GONE:
+                    raise
+                continue
             claim = Claim(name[1], path, said, entry.st_mtime, now - entry.st_mtime)
             if claims.lives(claim) is living:
                 found.append(claim)

@@ -19,7 +19,7 @@ from hpczero.regularfile import shown
 ELEMENTS = "elements"
 STREAMS = {"torch", "numpy", "python"}  # and those of a device
 
-_ITEMSIZES = {
+_NAMES = {
     1: (
         *("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"),
         *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
@@ -29,7 +29,7 @@ _ITEMSIZES = {
     8: ("uint64", "int64", "float64", "complex64"),
     16: ("complex128",),
 }
-ITEMSIZES = {name: itemsize for itemsize, names in _ITEMSIZES.items() for name in names}
+BUFFER_ITEMSIZES = {name: itemsize for itemsize, names in _NAMES.items() for name in names}
 
 
 def check_content(manifest: Manifest, path: Path) -> None:
@@ -100,7 +100,9 @@ def _states(manifest: Manifest) -> dict[str, tuple[str, int]]:
 
 
 def _is_tensor(kind: object) -> bool:
-    return isinstance(kind, str) and kind.removeprefix("tensor:") in ITEMSIZES and ":" in kind
+    return (
+        isinstance(kind, str) and kind.removeprefix("tensor:") in BUFFER_ITEMSIZES and ":" in kind
+    )
 
 
 def _is_number(value: object) -> bool:
@@ -118,9 +120,9 @@ def _buffers_nbytes(buffers: list[Any], manifest: Manifest) -> int:
             raise refuse("a buffer", name, "each name once, of whole characters")
         names.add(name)
         shape = shape_of(sizes, f"{shown(name)}.shape")
-        if dtype not in ITEMSIZES:
-            raise refuse(f"{shown(name)}.dtype", dtype, f"one of {', '.join(ITEMSIZES)}")
-        nbytes += prod(shape) * ITEMSIZES[dtype]
+        if dtype not in BUFFER_ITEMSIZES:
+            raise refuse(f"{shown(name)}.dtype", dtype, f"one of {', '.join(BUFFER_ITEMSIZES)}")
+        nbytes += prod(shape) * BUFFER_ITEMSIZES[dtype]
     return nbytes
 
 

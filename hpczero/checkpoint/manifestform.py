@@ -15,7 +15,7 @@ from typing import Any
 from hpczero.errors import CorruptCheckpoint
 from hpczero.regularfile import shown
 
-ITEMSIZES = {"<f4": 4, "|u1": 1}
+DATASET_ITEMSIZES = {"<f4": 4, "|u1": 1}
 MOST = 2**63 - 1
 MOST_SLAB_NBYTES = 2**30  # is in memory whole
 MOST_RANKS = 2**31 - 1  # as MPI has it
@@ -108,9 +108,9 @@ def _check_datasets(entries: Sequence[object], file_nbytes: int) -> None:
         if name in names or not name.startswith("/") or not is_text(name):
             raise refuse(f"{where}name", name, "a path that no other dataset has")
         names.add(name)
-        itemsize = ITEMSIZES.get(of_type(entry, "dtype", str, where))
+        itemsize = DATASET_ITEMSIZES.get(of_type(entry, "dtype", str, where))
         if itemsize is None:
-            raise refuse(f"{where}dtype", entry["dtype"], " or ".join(ITEMSIZES))
+            raise refuse(f"{where}dtype", entry["dtype"], " or ".join(DATASET_ITEMSIZES))
         numel = whole(entry, "numel", where)
         slab = whole(entry, "slab_numel", where, least=1, most=MOST_SLAB_NBYTES // itemsize)
         begin = whole(entry, "offset", where)

@@ -7,6 +7,7 @@ touched before everything has been read and checked.
 
 from __future__ import annotations
 
+import json
 import logging
 import zlib
 from collections.abc import Mapping, Sequence
@@ -26,14 +27,12 @@ from hpczero.checkpoint.comparison import (
     match_streams,
     renamed,
 )
-from hpczero.checkpoint.folder import Folder, read_manifest
+from hpczero.checkpoint.folder import Folder, is_checkpoint, read_manifest
 from hpczero.checkpoint.format import (
     BUFFERS,
-    MANIFEST_FILE,
     MASTER,
     RNG,
     STATE,
-    STATE_FILE,
     Manifest,
     Table,
 )
@@ -70,12 +69,11 @@ def find(path: Path, topology: Topology) -> tuple[list[Path], bool]:
     text = ""
     with topology.agreed("look for checkpoints"):
         if topology.is_root:
-            if (path / MANIFEST_FILE).exists() or (path / STATE_FILE).exists():
-                text = f"1\n{path}"
-            else:
-                text = "\n".join(["0", *map(str, Folder(path).candidates())])
-    first, *rest = topology.broadcast_text(text).split("\n")
-    return [Path(line) for line in rest], first == "1"
+            is_one = is_checkpoint(path)
+            candidates = [path] if is_one else Folder(path).candidates()
+            text = json.dumps([is_one, list(map(str, candidates))])  # a path may hold any character
+    is_one, names = json.loads(topology.broadcast_text(text))
+    return [Path(name) for name in names], is_one
 
 
 def load_newest(path: Path, sharding: Sharding) -> Loaded | None:

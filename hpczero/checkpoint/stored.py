@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpczero.checkpoint.folder import Folder, read_manifest
-from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Dataset, digest
+from hpczero.checkpoint.folder import Folder, is_checkpoint, read_manifest
+from hpczero.checkpoint.format import STATE_FILE, Dataset, digest
 from hpczero.checkpoint.manifestcontent import check_content
 from hpczero.checkpoint.rawfile import read_at
 from hpczero.errors import ConfigError, CorruptCheckpoint
@@ -29,9 +29,9 @@ def checkpoints_at(path: Path) -> list[Path]:
     """Folders of the checkpoints that ``path`` may mean, best first: itself, or those in it.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or nobody can look there.
     """
-    if (path / MANIFEST_FILE).exists() or (path / STATE_FILE).exists():
+    if is_checkpoint(path):
         return [path]
     found = Folder(path).candidates()
     if not found:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hpczero.errors import CheckpointError
-from hpczero.regularfile import shown
+from hpczero.regularfile import reason, shown
 
 BLOCK_NBYTES = 2**22
 # By torch.save, where torch.serialization.set_crc32_options(False) says so.
@@ -44,6 +44,8 @@ class TorchFile:
             with warnings.catch_warnings():  # of tensors in beta state, which are refused below
                 warnings.simplefilter("ignore", UserWarning)
                 content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except (MemoryError, OSError) as error:
+            raise _of_the_machine(file, error) from error
         except Exception as error:  # a pickle that is damaged raises anything
             raise CheckpointError(
                 f"{file}: torch.load cannot read it with weights_only=True and mmap=True: {_first_line(error)}; write "
@@ -75,6 +77,8 @@ class TorchFile:
         try:
             with zipfile.ZipFile(self._file) as archive:
                 entries = archive.infolist()
+        except (MemoryError, OSError) as error:
+            raise _of_the_machine(self._file, error) from error
         except Exception as error:  # of a damaged archive, anything
             raise CheckpointError(
                 f"{self._file}: no file of torch.save, or damaged: {_first_line(error)}; fetch it again, or write it "
@@ -100,6 +104,8 @@ class TorchFile:
                     with archive.open(name) as entry:
                         while entry.read(BLOCK_NBYTES):
                             pass
+        except (MemoryError, OSError) as error:
+            raise _of_the_machine(self._file, error) from error
         except Exception as error:  # as in _open
             raise CheckpointError(
                 f"{self._file}: damaged at {name!r}: {_first_line(error)}; fetch it again"
@@ -130,6 +136,12 @@ class TorchFile:
                 "save it as contiguous()"
             )
         return tensor
+
+
+def _of_the_machine(file: Path, error: MemoryError | OSError) -> CheckpointError:
+    """Not of the file: another one would not do better."""
+    why = reason(error) if isinstance(error, OSError) else f"out of memory: {_first_line(error)}"
+    return CheckpointError(f"{file}: cannot be read: {why}")
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Manifest, diges
 from hpczero.checkpoint.manifestcontent import check_content
 from hpczero.checkpoint.rawfile import opened, read_at, rest_digest
 from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
-from hpczero.regularfile import reason
+from hpczero.regularfile import is_there, reason
 
 
 class Verdict(IntEnum):
@@ -53,8 +53,11 @@ def verify(path: Path, *, deep: bool = True) -> Report:
         path: folder of one checkpoint.
         deep: read every byte; otherwise manifest, size and what HDF5 itself needs.
     """
-    if not (path / MANIFEST_FILE).exists() or not (path / STATE_FILE).exists():
-        missing = [n for n in (MANIFEST_FILE, STATE_FILE) if not (path / n).exists()]
+    try:
+        missing = [n for n in (MANIFEST_FILE, STATE_FILE) if not is_there(path / n)]
+    except OSError as error:
+        return Report(path, Verdict.CORRUPT, (f"{path}: cannot be read: {reason(error)}",))
+    if missing:
         return Report(path, Verdict.INCOMPLETE, (f"{path}: {' and '.join(missing)} missing",))
     try:
         manifest = read_manifest(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +30,8 @@ class Document:
     digest: bytes
 
     @classmethod
-    def of(cls, path: Path) -> Document:
-        """Measure and hash a file.
+    def of(cls, path: Path, tick: Callable[[], None] = lambda: None) -> Document:
+        """Measure and hash a file; ``tick`` is called as it gets on.
 
         Raises:
             DataError: It cannot be read.
@@ -40,6 +40,7 @@ class Document:
         for block in _blocks(path):
             digest.update(block)
             nbytes += len(block)
+            tick()
         return cls(path, nbytes, digest.digest())
 
     def blocks(self) -> Iterator[bytes]:
@@ -65,16 +66,21 @@ class Corpus:
     documents: tuple[Document, ...]
 
     @classmethod
-    def of_paths(cls, paths: Sequence[Path]) -> Corpus:
+    def of_paths(cls, paths: Sequence[Path], tick: Callable[[], None] = lambda: None) -> Corpus:
         """Files, and all files below folders, but for empty ones and names that begin with a dot.
+
+        Args:
+            paths: Of files and folders.
+            tick: Called as it gets on.
 
         Raises:
             DataError: A path is missing, unreadable, or holds no text.
         """
         found: dict[Path, Document] = {}
         for path in paths:
-            files = _files_below(path) if os.path.isdir(path) else [path]
-            documents = [document for document in map(Document.of, files) if document.nbytes]
+            files = _files_below(path, tick=tick) if os.path.isdir(path) else [path]
+            measured = (Document.of(file, tick) for file in files)
+            documents = [document for document in measured if document.nbytes]
             if not documents:
                 raise DataError(
                     f"{path}: holds no text (0 bytes in {len(files)} files); give files with some text"
@@ -83,16 +89,20 @@ class Corpus:
         return cls._ordered(list(found.values()), "no text files were given")
 
     @classmethod
-    def standard_library(cls) -> Corpus:
+    def standard_library(cls, tick: Callable[[], None] = lambda: None) -> Corpus:
         """The sources of this Python's standard library, without its tests: 8 to 12 MB that are always there.
+
+        Args:
+            tick: Called as it gets on.
 
         Raises:
             DataError: This Python has no source files (some containers ship byte code alone).
         """
         folder = Path(sysconfig.get_path("stdlib"))
         files = [path for path in _files_below(folder, skip=_NOT_LIBRARY) if path.suffix == ".py"]
+        measured = (Document.of(file, tick) for file in files)
         return cls._ordered(
-            [document for document in map(Document.of, files) if document.nbytes],
+            [document for document in measured if document.nbytes],
             f"{folder}: this Python has no standard library sources; give text files instead",
         )
 
@@ -115,15 +125,19 @@ class Corpus:
         return hashlib.sha256(b"".join(document.digest for document in self.documents)).hexdigest()
 
 
-def _files_below(folder: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
+def _files_below(
+    folder: Path, skip: frozenset[str] = frozenset(), tick: Callable[[], None] = lambda: None
+) -> list[Path]:
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: cannot list the folder ({error.strerror})") from error
 
     found: list[Path] = []
     for parent, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
-        found += [Path(parent, name) for name in files if not name.startswith(".")]
-    return sorted(path for path in found if path.is_file())
+        paths = [Path(parent, name) for name in files if not name.startswith(".")]
+        found += [path for path in paths if path.is_file()]
+        tick()
+    return sorted(found)
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

@@ -10,11 +10,12 @@ of one file holds out its end. Training never sees a held-out byte, nor does the
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hpczero.config import DataOptions
 from hpczero.data.corpus import Corpus
 from hpczero.data.tokenize import BPETokenizer, ByteTokenizer, Tokenizer
 from hpczero.data.tokens import VERSION, TokenFile
@@ -35,6 +36,7 @@ def prepare(
     tokenizer: TokenizerName = "bytes",
     vocab_size: int | None = None,
     validation_fraction: float = VALIDATION_FRACTION,
+    tick: Callable[[], None] = lambda: None,
 ) -> None:
     """Tokenize a corpus into the file ``out``, which appears whole or not at all.
 
@@ -44,6 +46,7 @@ def prepare(
         tokenizer: "bytes", or "bpe" trained on the training split.
         vocab_size: Of BPE, the separator included; None means 8192.
         validation_fraction: Share of the bytes to hold out, between 0 and 1.
+        tick: Called as it gets on.
 
     Raises:
         ConfigError: The fraction or the vocabulary size is out of range, or bytes are given another vocabulary.
@@ -65,10 +68,10 @@ def prepare(
         )
     chosen: Tokenizer = ByteTokenizer()
     if tokenizer == "bpe":
-        training_text = (piece.text for piece in _pieces(corpus, cut) if not piece.held_out)
+        training_text = (piece.text for piece in _pieces(corpus, cut, tick) if not piece.held_out)
         chosen = BPETokenizer.train(training_text, BPE_VOCAB if vocab_size is None else vocab_size)
     with create(out, chosen, corpus.digest) as writers:
-        for piece in _pieces(corpus, cut):
+        for piece in _pieces(corpus, cut, tick):
             writer = writers[piece.held_out]
             writer.append_text(piece.text)
             if piece.ends_document:
@@ -98,7 +101,7 @@ def seal(path: Path, out: Path | None = None) -> None:
                 writer.count(split.documents, split.text_nbytes)
 
 
-def default_token_file(cache_dir: Path) -> Path:
+def default_token_file(cache_dir: Path, tick: Callable[[], None] = lambda: None) -> Path:
     """Token file of the standard library's text, in bytes; made on first use, in about a second.
 
     The name holds the Python version and the hash of the text, so another Python gets another file. Not collective;
@@ -107,10 +110,30 @@ def default_token_file(cache_dir: Path) -> Path:
     Raises:
         DataError: This Python ships no sources, or the folder cannot be written.
     """
-    corpus = Corpus.standard_library()
+    corpus = Corpus.standard_library(tick)
     path = cache_dir / f"stdlib-{platform.python_version()}-v{VERSION}-{corpus.digest[:12]}.h5"
     if not path.exists():
-        prepare(corpus, path)
+        prepare(corpus, path, tick=tick)
+    return path
+
+
+def token_file(options: DataOptions, tick: Callable[[], None]) -> Path:
+    """Path of the token file that ``options`` mean; text is tokenized on first use. On one rank only.
+
+    Args:
+        options: of the data.
+        tick: called as it gets on.
+    """
+    cache = Path(options.cache)
+    if options.path is None and options.tokenizer == "bytes":
+        return default_token_file(cache, tick)
+    if options.path is not None and options.path.endswith((".h5", ".hdf5")):
+        return Path(options.path)
+    paths = [Path(options.path)] if options.path else None
+    corpus = Corpus.of_paths(paths, tick) if paths else Corpus.standard_library(tick)
+    path = cache / f"{options.tokenizer}-v{VERSION}-{corpus.digest[:12]}.h5"
+    if not path.exists():
+        prepare(corpus, path, tokenizer=options.tokenizer, tick=tick)
     return path
 
 
@@ -121,12 +144,13 @@ class _Piece:
     ends_document: bool
 
 
-def _pieces(corpus: Corpus, cut: int) -> Iterator[_Piece]:
+def _pieces(corpus: Corpus, cut: int, tick: Callable[[], None]) -> Iterator[_Piece]:
     """The corpus in order, no piece across the cut. See [Note: The held-out split]."""
     position = 0
     for document in corpus.documents:
         end = position + document.nbytes
         for block in document.blocks():
+            tick()
             head = _training_length(block, cut - position)
             position += len(block)
             training, held_out = block[:head], block[head:]

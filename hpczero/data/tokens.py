@@ -8,7 +8,8 @@ how one is written. A file is HDF5 for any reader, and more for this one (``appe
     /validation/tokens the same
 
 Every rank opens the file and reads bytes at offsets, never collectively; nothing outside of the file is read, and HDF5
-not at all. A token file never changes once it has its name, so no lock is needed.
+not at all. The bytes of a token file never change once it has its name; preparing or sealing it again puts a new file
+there, and whoever has the old one open goes on reading that. So no lock is needed.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 SLAB_NUMEL = 2**15  # of one digest and of one chunk of HDF5 (docs/performance.md)
 WRITE_SLABS = 32
+STALE_S = 3600.0  # since it was last written to: nobody writes it any more
 
 
 class _Disk(io.RawIOBase):
@@ -207,7 +209,8 @@ def create(
     """Write a token file: yields the writers of the training and the validation split.
 
     The file is written under a temporary name beside ``path`` and renamed at the end of the block; after an error
-    nothing is left. Several processes may write the same path at once: the last whole file stays.
+    nothing is left, and what a killed process has left goes an hour later. Several processes may write the same path at
+    once: the last whole file stays.
 
     Raises:
         DataError: The folder cannot be written, or a split has no token.
@@ -216,6 +219,7 @@ def create(
     descriptor = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left_over(path)
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         disk = _Disk(descriptor)
         with _written_by_hdf5(disk) as file:
@@ -247,6 +251,17 @@ def create(
             os.close(descriptor)
         with suppress(OSError, ValueError):  # gone by the rename, or never made
             temporary.unlink()
+
+
+def _remove_left_over(path: Path) -> None:
+    """What writers of ``path`` have left that were killed. One that lives writes to its file all the time."""
+    with suppress(
+        OSError
+    ):  # another removes them too, or may and we may not: of no harm but their size
+        for file in list(path.parent.iterdir()):
+            ours = file.name.startswith(f".{path.name}.") and file.name.endswith(".tmp")
+            if ours and time.time() - file.lstat().st_mtime > STALE_S:
+                file.unlink()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 
 from hpczero.checkpoint.folder import Folder, read_manifest
 from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Manifest, Table, step_folder
+from hpczero.durable import sync
 from hpczero.errors import CheckpointError, CorruptCheckpoint
+from hpczero.runfolder import RunFolder
 from tests.checkpoint.test_signed import put
 from tests.test_regularfile import at_once
 
@@ -71,6 +74,28 @@ def test_retention_keeps_the_newest_sound_ones(tmp_path: Path) -> None:
     assert steps(folder) == [5, 3]
     # newer than the newest sound one: left for whoever wants to look at it; older and not sound: gone
     assert {path.name for path in folder.candidates()} == {step_folder(s) for s in (6, 5, 3)}
+
+
+def test_retention_leaves_what_it_cannot_read_now_and_what_a_later_version_wrote(
+    tmp_path: Path,
+) -> None:
+    folder = Folder(tmp_path)
+    for step in range(1, 6):
+        commit(folder, step)
+    away, later = (tmp_path / step_folder(step) / MANIFEST_FILE for step in (2, 3))
+    text = away.read_text()
+    away.unlink()
+    away.symlink_to(
+        "a" * 300
+    )  # as where a file server does not answer: an error, and not that it is gone
+    manifest = Manifest.from_json(later.read_text())
+    later.write_text(dataclasses.replace(manifest, version=2).to_json())
+    folder.retain(1)
+    assert [path.name for path in folder.candidates()] == [step_folder(s) for s in (5, 3, 2)]
+    away.unlink()
+    away.write_text(text)
+    folder.retain(1)
+    assert [path.name for path in folder.candidates()] == [step_folder(s) for s in (5, 3)]
 
 
 @pytest.mark.parametrize("keep", [0, 1])
@@ -136,3 +161,51 @@ def test_full_disk_is_seen_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"MiB are free and the checkpoint needs"):
         Folder(tmp_path).check_room(2**60)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_checkpoint_whose_name_may_not_be_on_the_disk_is_there_and_is_returned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Told as not written, the next save would take it for another line's."""
+    folder, real = Folder(tmp_path), sync
+    commit(folder, 1)
+
+    def fails_for_names(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(5, "Input/output error")
+        real(path)
+
+    monkeypatch.setattr("hpczero.checkpoint.folder.sync", fails_for_names)
+    with caplog.at_level(logging.WARNING):
+        path = commit(folder, 2)
+    assert path == tmp_path / step_folder(2)
+    assert steps(folder) == [2, 1]
+    assert (tmp_path / "LATEST").read_text() == f"{path.name}\n"
+    assert f"{path}: is there, but may be lost" in caplog.text
+
+
+def test_what_kills_have_left_of_small_files_goes_once_it_is_old(tmp_path: Path) -> None:
+    folder, token = Folder(tmp_path), "0123456789abcdef"
+    commit(folder, 1)
+    hexa = token[:8]
+    left = [f".probe-{hexa}", f".aside.lock-{token}", f".LATEST.{hexa}", f"..setting-aside.{hexa}"]
+    others = [f".lock-{token}", f".notes.{hexa}", ".LATEST.old", f".probe-{hexa}.txt"]
+    for name in (*left, *others):
+        (tmp_path / name).touch()
+    folder.sweep()
+    assert {*left, *others} < {entry.name for entry in tmp_path.iterdir()}, "somebody may be at it"
+    for name in (*left, *others):
+        os.utime(tmp_path / name, (1e9, 1e9))
+    folder.sweep()
+    there = {entry.name for entry in tmp_path.iterdir()}
+    assert there == {*others, "LATEST", step_folder(1)}
+
+
+def test_what_kills_have_left_in_a_run_folder_goes_once_it_is_old(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    old, young = tmp_path / ".config.toml.01234567", tmp_path / ".metrics.jsonl.01234567"
+    for file in (old, young, run.config):
+        file.touch()
+    os.utime(old, (1e9, 1e9))
+    run.sweep()
+    assert sorted(tmp_path.iterdir()) == sorted([young, run.config])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from hpczero.checkpoint.exporting import Form, export
 from hpczero.checkpoint.format import MASTER
 from hpczero.checkpoint.stored import Stored
 from hpczero.checkpoint.tensordigests import KEY
+from hpczero.checkpoint.torchfile import TorchFile
 from hpczero.checkpoint.weightfiles import WeightFiles
 from hpczero.data import ByteTokenizer
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
@@ -202,6 +204,25 @@ def test_tensors_that_are_no_plain_memory_are_refused(
     torch.save({"w": value()}, tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match=message):
         WeightFiles(tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EMFILE, "Too many open files")])
+@pytest.mark.parametrize("at", ["zipfile.ZipFile", "torch.load"])
+def test_failure_of_the_machine_is_not_called_damage_of_a_torch_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, error: Exception
+) -> None:
+    """Or a sound file is fetched again."""
+    torch.save({"a": torch.zeros(3)}, tmp_path / "w.pt")
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(at, fails)
+    with pytest.raises(
+        CheckpointError, match=r"w.pt: cannot be read: (out of memory|Too many)"
+    ) as e:
+        TorchFile(tmp_path / "w.pt")
+    assert "damaged" not in str(e.value)
 
 
 def test_two_keys_that_would_be_one_are_refused(tmp_path: Path) -> None:

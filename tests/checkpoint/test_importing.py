@@ -16,7 +16,8 @@ from torch import Tensor
 import hpczero
 from hpczero.checkpoint.converting import convert
 from hpczero.checkpoint.exporting import Form, export
-from hpczero.checkpoint.folder import read_manifest
+from hpczero.checkpoint.folder import Folder, read_manifest
+from hpczero.checkpoint.lock import Lock
 from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.checkpoint.weightfiles import WeightFiles, smallest_box
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
@@ -52,6 +53,24 @@ def test_box_holds_the_range_and_little_more(shape: list[int], data: Any) -> Non
     assert torch.equal(found, torch.arange(start, stop))
     one_row = part.numel() // (box[-1].stop - box[-1].start) if box else 1
     assert part.numel() < stop - start + 2 * one_row
+
+
+def test_import_that_waited_for_another_is_refused_as_one_that_comes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have seen an empty folder."""
+    weights = write(tmp_path, other_state(), "safetensors")
+    out, acquire = tmp_path / "out", Lock.acquire
+
+    def after_another(lock: Lock, patience_s: float = 0.0) -> None:
+        monkeypatch.setattr(Lock, "acquire", acquire)
+        convert(weights, out, step=5)
+        acquire(lock, patience_s)
+
+    monkeypatch.setattr(Lock, "acquire", after_another)
+    with pytest.raises(ConfigError, match="holds checkpoints already"):
+        convert(weights, out, step=7)
+    assert [manifest.step for _, manifest in Folder(out).valid()] == [5]
 
 
 @pytest.mark.parametrize("kind", ["torch", "safetensors", "sharded"])

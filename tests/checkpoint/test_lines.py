@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from hpczero.checkpoint import lines
 from hpczero.checkpoint.folder import LATEST, Folder
 from hpczero.errors import CorruptCheckpoint
 from tests.checkpoint.folders import OLD, commit, kept, latest_is_there, old_line, there
@@ -92,6 +95,60 @@ def test_note_that_cannot_be_read_is_named_and_nothing_is_guessed(
         folder.candidates()
     (folder.path / ".setting-aside").unlink()
     assert list(there(folder.path)) == [30, 20, 10, 5]
+
+
+def test_note_with_any_letter_changed_is_not_believed(tmp_path: Path) -> None:
+    """Another step in it would hide a checkpoint that counts, and show one that does not."""
+    path = tmp_path / "ckpt"
+    folder, note = old_line(path), path / ".setting-aside"
+    place = lines.new_aside(path)
+    text = lines.note_text(place, folder.candidates()[:2])
+    note.write_text(text)
+    assert list(there(path)) == [10, 5]
+    for at in range(len(text)):
+        note.write_text(text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :])
+        with pytest.raises(
+            CorruptCheckpoint, match=r"\.setting-aside: does not say any more which"
+        ):
+            folder.candidates()
+
+
+def test_results_go_aside_to_another_file_system_too(tmp_path: Path) -> None:
+    """As where the folder of checkpoints is a link to a larger one."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        if os.stat(elsewhere).st_dev == os.stat(tmp_path).st_dev:
+            pytest.skip("one file system")
+        folder = old_line(Path(elsewhere, "ckpt"))
+        moved, copied = tmp_path / "model.safetensors", tmp_path / "config.toml"
+        for file in (moved, copied):
+            file.write_text(file.name)
+            os.utime(file, (1e9, 1e9))
+        place = folder.set_aside(folder.candidates(), moved=[moved], copied=[copied])
+        for file in (moved, copied):
+            assert (place / file.name).read_text() == file.name
+            assert (place / file.name).stat().st_mtime == 1e9
+        assert not moved.exists()
+        assert copied.exists()
+        assert there(folder.path) == {}
+
+
+def test_what_was_set_aside_is_on_the_disk_before_it_does_not_count_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, synced, fsync = old_line(tmp_path / "ckpt"), [""], os.fsync
+
+    def fsync_and_note(descriptor: int) -> None:
+        fsync(descriptor)
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().relative_to(tmp_path)
+        synced.append(re.sub(r"aside-[^/]*", "ASIDE", re.sub(r"\.[0-9a-f]{8}$", "", str(name))))
+
+    for name in ("config.toml", "model.safetensors"):
+        (tmp_path / name).write_text("what it held")
+    monkeypatch.setattr(os, "fsync", fsync_and_note)
+    moved, copied = [tmp_path / "model.safetensors"], [tmp_path / "config.toml"]
+    folder.set_aside(folder.candidates()[:1], moved=moved, copied=copied)
+    before = synced[: synced.index("ckpt/..setting-aside")]
+    assert before[-3:] == ["ckpt/ASIDE/.config.toml", "ckpt/ASIDE", "ckpt"]
 
 
 def test_what_was_set_aside_is_listed_but_neither_counted_nor_deleted(tmp_path: Path) -> None:

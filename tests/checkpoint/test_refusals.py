@@ -240,6 +240,20 @@ def test_nan_and_long_extra_come_back(
     program.close()
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e300, 7])
+def test_any_number_that_an_option_of_the_optimizer_is_comes_back(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, value: float
+) -> None:
+    model, optimizer = sharded(topology, partial(torch.optim.SGD, momentum=0.9), groups=1)
+    optimizer.param_groups[0]["limit"] = value
+    path = hpczero.checkpoint.save(folder, model, step=1)
+    optimizer.param_groups[0]["limit"] = 1.0
+    hpczero.checkpoint.load(path, model)
+    found = optimizer.param_groups[0]["limit"]
+    parallel_assert(comm, found == value or (found != found and value != value), str(found))
+    hpczero.release(model)
+
+
 class Keeps(torch.optim.Optimizer):
     """An elementwise optimizer that keeps something odd of every parameter."""
 

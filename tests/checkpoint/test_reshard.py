@@ -259,3 +259,16 @@ def test_inference_takes_the_values_without_an_optimizer(comm: MPI.Intracomm, fo
         hpczero.release(model)
     if found is not None and expected is not None:
         assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["two\nlines", "no \udcff UTF-8", 'a "quote" \\'])
+def test_folder_may_have_any_character_in_its_name(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, name: str
+) -> None:
+    program = Program(topology)
+    program.train(1)
+    path = program.save(folder / name)
+    parallel_assert(comm, program.load(folder / name).path == path)
+    parallel_assert(comm, program.load(path).path == path)
+    program.close()

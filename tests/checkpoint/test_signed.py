@@ -14,7 +14,7 @@ import torch
 
 import hpczero
 from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE
-from hpczero.checkpoint.manifestcontent import ITEMSIZES
+from hpczero.checkpoint.manifestcontent import BUFFER_ITEMSIZES
 from hpczero.checkpoint.stored import Stored
 from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
@@ -170,9 +170,11 @@ def test_every_dtype_that_a_buffer_can_have_has_its_size() -> None:
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
-        if not name.startswith(("q", "bits", "uint", "int", "float4")) or name in ITEMSIZES:
-            assert ITEMSIZES[name] == dtype.itemsize
-    assert {f"{kind}int{n}" for kind in ("", "u") for n in (8, 16, 32, 64)} <= ITEMSIZES.keys()
+        if not name.startswith(("q", "bits", "uint", "int", "float4")) or name in BUFFER_ITEMSIZES:
+            assert BUFFER_ITEMSIZES[name] == dtype.itemsize
+    assert {
+        f"{kind}int{n}" for kind in ("", "u") for n in (8, 16, 32, 64)
+    } <= BUFFER_ITEMSIZES.keys()
 
 
 @pytest.mark.mpi

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from hpczero.checkpoint import __main__ as command
-from hpczero.checkpoint.folder import read_manifest
+from hpczero.checkpoint.folder import Folder, read_manifest
 from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE
 from hpczero.checkpoint.verify import Verdict, verify
-from hpczero.errors import ConfigError
+from hpczero.errors import ConfigError, HpcZeroError
 from tests.checkpoint.damage import DAMAGES, datasets, flip, flip_in, golden_copy
 
 
@@ -162,3 +162,39 @@ def test_no_checkpoint_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, na
         monkeypatch.setattr(sys, "argv", ["checkpoint", name, str(path)])
         with pytest.raises(ConfigError, match="no checkpoint there"):
             command.main()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("ls", "AWAY"),
+        ("verify", "AWAY"),
+        ("export", "AWAY", "out"),
+        ("export", "SOUND", "AWAY"),
+        ("import", "AWAY", "out"),
+        ("import", "WEIGHTS", "AWAY"),
+    ],
+    ids=" ".join,
+)
+def test_place_that_nobody_can_look_at_is_named(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+) -> None:
+    """As one on a file system that has gone: a link to a name that is too long for any."""
+    (tmp_path / "away").symlink_to("a" * 300)
+    sound, weights = golden_copy(tmp_path), tmp_path / "weights"
+    said(capsys, monkeypatch, "export", sound, weights)
+    places = {"AWAY": tmp_path / "away", "SOUND": sound, "WEIGHTS": weights}
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(HpcZeroError, match=r"(away|aaa).*File name too long"):
+        said(capsys, monkeypatch, *(places.get(word, word) for word in words))
+
+
+def test_checkpoint_that_nobody_can_look_into_is_not_taken_for_gone(tmp_path: Path) -> None:
+    """A run would go on without it."""
+    golden_copy(tmp_path)
+    (tmp_path / "step-000000099").symlink_to("a" * 300)
+    with pytest.raises(ConfigError, match=r"File name too long"):
+        Folder(tmp_path).candidates()

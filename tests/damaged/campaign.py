@@ -34,9 +34,9 @@ GONE = ("nothing", "a link to nothing")
 SILENCE_S = 120.0  # in which a process says nothing: it hangs where no signal gets in
 MEMORY_NBYTES = 8 * 2**30  # of addresses; a file without end then ends in MemoryError
 
-UNCHANGED, ERROR, WARNED, TAKEN = "unchanged", "error", "warned", "taken"
+UNCHANGED, ERROR, WARNED, TAKEN, UNSEEN = "unchanged", "error", "warned", "taken", "unseen"
 SILENT, TRACEBACK, HANG, SIGNAL = "silent", "traceback", "hang", "signal"
-GOOD = (UNCHANGED, ERROR, WARNED, TAKEN)
+GOOD = (UNCHANGED, ERROR, WARNED, TAKEN, UNSEEN)
 BAD = (SILENT, TRACEBACK, HANG, SIGNAL)
 
 
@@ -68,7 +68,8 @@ class HangError(BaseException):
 def plan(num_cases: int, seed: int, subjects: Sequence[str] | None = None) -> list[Case]:
     """As many cases for each subject, every harm as often as any other; the same for the same seed."""
     from tests.damaged.harms import HARMS, HARMS_OF_TEXT, PLACES
-    from tests.damaged.subjects import SIGNED, SUBJECTS
+    from tests.damaged.signed import SIGNED
+    from tests.damaged.subjects import SUBJECTS
 
     known = SUBJECTS | SIGNED
     draw = random.Random(seed)
@@ -129,7 +130,8 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._sound: dict[str, tuple[Path, object]] = {}
+        # The file, what a reader makes of it, and of what it warns although nothing is wrong.
+        self._sound: dict[str, tuple[Path, object, frozenset[str]]] = {}
         self._told = Told()
         logger = logging.getLogger("hpczero")
         logger.addHandler(self._told)
@@ -139,20 +141,22 @@ class Reader:
         """Harm a copy, read it, and judge."""
         from hpczero.errors import HpcZeroError
         from tests.damaged.harms import HARMS_OF_TEXT
-        from tests.damaged.subjects import SIGNED, SUBJECTS
+        from tests.damaged.signed import SIGNED
+        from tests.damaged.subjects import SUBJECTS
 
         subject = (SUBJECTS | SIGNED)[case.subject]
         if case.subject not in self._sound:
             sound = self._folder / f"sound-{len(self._sound)}"
             sound.mkdir()
             file = subject.make(sound).relative_to(sound)
-            self._sound[case.subject] = file, None
+            self._sound[case.subject] = file, None, frozenset()
+            self._told.said.clear()
             expected = subject.read(self._copy(case.subject))
             assert subject.read(self._copy(case.subject)) == expected, (
                 f"{case.subject}: reads differ"
             )
-            self._sound[case.subject] = file, expected
-        file, expected = self._sound[case.subject]
+            self._sound[case.subject] = file, expected, frozenset(self._told.said)
+        file, expected, always = self._sound[case.subject]
         copy = self._copy(case.subject)
         HARMS_OF_TEXT[case.harm](copy / file, random.Random(case.seed))
         self._told.said.clear()
@@ -161,15 +165,17 @@ class Reader:
             with limited():
                 found = subject.read(copy)
             if found != expected:
-                kind, said = TAKEN if subject.signed else SILENT, repr(found)[:300]
+                kind = TAKEN if subject.signed else SILENT if subject.has_digest else UNSEEN
+                said = repr(found)[:300]
         except HpcZeroError as error:
             return Outcome(case, ERROR, f"{type(error).__name__}: {error}")
         except HangError:
             return Outcome(case, HANG)
         except Exception as error:  # what a command would end with
             return Outcome(case, TRACEBACK, f"{type(error).__name__}: {error}"[:300])
-        if self._told.said:
-            return Outcome(case, WARNED, self._told.said[0])
+        warnings = [text for text in self._told.said if text not in always]
+        if warnings:
+            return Outcome(case, WARNED, warnings[0])
         return Outcome(case, kind, said)
 
     def _copy(self, subject: str) -> Path:
@@ -259,7 +265,11 @@ def _line_within(process: subprocess.Popen[str], limit_s: float) -> str | None:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Counts by subject, and what was bad. ``taken``: of a signed file, what it says now."""
+    """Counts by subject, and what was bad.
+
+    ``taken``: of a signed file, what it says now. ``unseen``: of a format without a digest, a change that leaves a file
+    of that format; nobody can tell.
+    """
     kinds = (*GOOD, *BAD)
     lines = [
         "| kind of file | cases | " + " | ".join(kinds) + " |",
@@ -270,5 +280,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
         mine = [o for o in outcomes if name in ("all", o.case.subject)]
         counts = [sum(o.kind == kind for o in mine) for kind in kinds]
         lines.append(f"| {name} | {len(mine)} | " + " | ".join(map(str, counts)) + " |")
+    unseen = sorted({o.case.subject for o in outcomes if o.kind == UNSEEN})
+    if unseen:
+        lines.append(f"unseen: changes of files that carry no digest ({'; '.join(unseen)})")
     lines += [f"{o.kind}: {o.case}: {o.said}" for o in outcomes if o.kind in BAD]
     return "\n".join(lines)

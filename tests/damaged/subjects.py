@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -24,12 +23,15 @@ from safetensors.torch import save_file
 import hpczero
 from hpczero import resume
 from hpczero.attempts import Attempts
+from hpczero.checkpoint import lines
+from hpczero.checkpoint.converting import convert
 from hpczero.checkpoint.exporting import Form, export
+from hpczero.checkpoint.folder import Folder, read_manifest
 from hpczero.checkpoint.lock import Lock
 from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.checkpoint.weightfiles import WeightFiles
 from hpczero.config import EvaluationOptions, RunConfig, RunOptions, TrainOptions
-from hpczero.data import ByteTokenizer, Corpus, TokenFile, appendix, prepare
+from hpczero.data import ByteTokenizer, Corpus, TokenFile, prepare
 from hpczero.environment import Environment
 from hpczero.errors import CheckpointBusy
 from hpczero.metrics import MetricsFile, StepMetrics, read_metrics
@@ -38,7 +40,8 @@ from hpczero.options import to_toml
 from hpczero.runfolder import RunFolder
 from hpczero.weights import Weights, write_weights
 from tests.checkpoint.damage import fingerprint
-from tests.checkpoint.foreign import checkpoint, other_state, state
+from tests.checkpoint.folders import kept, old_line, there
+from tests.checkpoint.foreign import checkpoint, gpt_checkpoint, other_state, state
 from tests.checkpoint.programs import Program
 
 SERIES = Environment(series="s", job="7")
@@ -55,6 +58,7 @@ class Subject:
         is_text: harm that is only for text makes sense.
         signed: the harm is signed with a right digest before it is read, so other values are no silent ones.
         may_be_gone: without the file nothing is wrong.
+        has_digest: a change can be seen; otherwise one that leaves a file of its format is nobody's fault.
     """
 
     make: Callable[[Path], Path]
@@ -62,6 +66,7 @@ class Subject:
     is_text: bool = False
     signed: bool = False
     may_be_gone: bool = False
+    has_digest: bool = True
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
@@ -101,6 +106,23 @@ def load_and_save(folder: Path) -> Any:
     saved = program().save(folder)
     program().step = before[0]
     return before, saved.name, load(folder)[0]
+
+
+def setting_aside(folder: Path) -> Path:
+    """As a job leaves it that was killed right after it had decided."""
+    path = folder / "ckpt"
+    found = old_line(path).candidates()
+    note = path / lines.NOTE
+    note.write_text(lines.note_text(lines.new_aside(path), found[:2]))
+    return note
+
+
+def finish_setting_aside(folder: Path) -> Any:
+    """What counts before the next job has the lock, and after."""
+    path = folder / "ckpt"
+    before = there(path)
+    Folder(path).sweep()
+    return before, there(path), kept(path)
 
 
 def locked(folder: Path) -> Path:
@@ -248,6 +270,22 @@ def torch_file(folder: Path) -> Path:
     return folder / "weights" / "w.pt"
 
 
+def gpt2_config(folder: Path) -> Path:
+    """Beside weights of GPT-2: sizes that no tensor tells."""
+    sizes = GPTConfig(vocab_size=257, context=8, layers=1, hidden=8, heads=2, tie_embeddings=True)
+    model = GPT(sizes)
+    model.initialize_all(seed=3)
+    found = gpt_checkpoint(folder / "run", model, heads=2)
+    export(found, folder / "weights", Form(layout="gpt2"))
+    return folder / "weights" / "config.json"
+
+
+def imported_gpt2(folder: Path) -> Any:
+    """As the command makes a checkpoint of them."""
+    found = read_manifest(convert(folder / "weights", folder / "out", layout="gpt2"))
+    return found.meta["extra"], found.table.rows, [d.digests for d in found.datasets]
+
+
 def weights(folder: Path) -> Any:
     found = WeightFiles(folder / "weights")
     found.check()
@@ -277,86 +315,27 @@ def sampled(folder: Path) -> Any:
     return texts, {name: value.tolist() for name, value in values.items()}
 
 
-# --- signed after the harm -------------------------------------------------------------------------------------------
-
-
-def signed_manifest(folder: Path) -> Path:
-    """Its object, which ``load_signed`` makes a manifest of."""
-    file = checkpoints(folder / "ckpt", "manifest.json")
-    body = json.loads(file.read_text())
-    del body["sha256"]
-    (folder / "body").write_text(json.dumps(body))
-    return folder / "body"
-
-
-def load_signed(folder: Path) -> Any:
-    head = (folder / "body").read_text(errors="replace").rstrip()[:-1]
-    digest = hashlib.sha256(head.encode()).hexdigest()
-    newest = max((folder / "ckpt").glob("step-*"))
-    (newest / "manifest.json").write_text(f'{head}, "sha256": "{digest}"}}')
-    return load_state(folder / "ckpt")
-
-
-def signed_tokens(folder: Path) -> Path:
-    """The description at the end of a token file."""
-    data = token_file(folder).read_bytes()
-    nbytes = int(data[-appendix.LINE_NBYTES :].split(b"described in ")[1].split(b",")[0])
-    (folder / "rest").write_bytes(data[: -appendix.LINE_NBYTES - nbytes])
-    (folder / "body").write_bytes(data[-appendix.LINE_NBYTES - nbytes : -appendix.LINE_NBYTES])
-    return folder / "body"
-
-
-def read_signed_tokens(folder: Path) -> Any:
-    rest, text = (folder / "rest").read_bytes(), (folder / "body").read_bytes()
-    nbytes = len(rest) + len(text) + appendix.LINE_NBYTES
-    line = f"hpczero tokens 2: {nbytes} bytes, described in {len(text)}, sha256 {hashlib.sha256(text).hexdigest()}"
-    ended = line.encode().ljust(appendix.LINE_NBYTES - 1) + b"\n"
-    (folder / "tokens.h5").write_bytes(rest + text + ended)
-    return tokens(folder)
-
-
-def signed_pickle(folder: Path) -> Path:
-    """What a torch file says of its tensors."""
-    with zipfile.ZipFile(torch_file(folder)) as archive:
-        name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-        (folder / "body").write_bytes(archive.read(name))
-    return folder / "body"
-
-
-def read_signed_pickle(folder: Path) -> Any:
-    """The archive is written anew by zipfile, with right checksums."""
-    file = folder / "weights" / "w.pt"
-    with zipfile.ZipFile(file) as archive:
-        parts = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(file, "w") as archive:
-        for name, data in parts.items():
-            pickled = name.endswith("/data.pkl")
-            archive.writestr(name, (folder / "body").read_bytes() if pickled else data)
-    return weights(folder)
-
-
 SUBJECTS: dict[str, Subject] = {
     "manifest": Subject(lambda f: checkpoints(f, "manifest.json"), load, is_text=True),
     "state.h5": Subject(lambda f: checkpoints(f, "state.h5"), load_state),
     "LATEST": Subject(
         lambda f: checkpoints(f, "manifest.json").parents[1] / "LATEST", load_and_save, is_text=True
     ),
+    "note of setting aside": Subject(
+        setting_aside, finish_setting_aside, is_text=True, may_be_gone=True
+    ),
     "lock": Subject(locked, take_lock, is_text=True, may_be_gone=True),
     "token file": Subject(token_file, tokens),
-    "token file, version 1": Subject(old_token_file, tokens),
+    "token file, version 1": Subject(old_token_file, tokens, has_digest=False),
     "metrics": Subject(metrics_file, metrics, is_text=True),
     "attempts": Subject(attempts_file, attempt, is_text=True),
     "config": Subject(config_file, begin_again, is_text=True),
     "safetensors, exported": Subject(exported, weights),
     "safetensors, index": Subject(index, weights, is_text=True),
     "safetensors, final weights": Subject(final_weights, sampled),
-    "safetensors, foreign": Subject(foreign_safetensors, weights),
+    "safetensors, foreign": Subject(foreign_safetensors, weights, has_digest=False),
+    "safetensors, config of GPT-2": Subject(
+        gpt2_config, imported_gpt2, is_text=True, may_be_gone=True, has_digest=False
+    ),
     "torch file": Subject(torch_file, weights),
-}
-
-# Beside these: files of somebody who means harm. What they say is taken, if it can be; nothing else may happen.
-SIGNED: dict[str, Subject] = {
-    "manifest, signed": Subject(signed_manifest, load_signed, is_text=True, signed=True),
-    "token file, signed": Subject(signed_tokens, read_signed_tokens, is_text=True, signed=True),
-    "torch file, signed": Subject(signed_pickle, read_signed_pickle, signed=True),
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,3 +236,18 @@ def test_processes_that_make_the_default_at_once_leave_one_whole_file(tmp_path: 
     (path,) = tmp_path.iterdir()
     with TokenFile.open(path) as file:
         assert file.source_sha256 == Corpus.standard_library().digest
+
+
+def test_what_a_killed_writer_has_left_goes_and_what_another_is_writing_stays(
+    tmp_path: Path,
+) -> None:
+    out, text = tmp_path / "t.h5", tmp_path / "text"
+    text.write_text("some text\n" * 99)
+    old, new = (tmp_path / f".t.h5.{letter * 32}.tmp" for letter in "ab")
+    other = tmp_path / f".u.h5.{'a' * 32}.tmp"
+    for file in (old, new, other):
+        file.touch()
+    for file in (old, other):
+        os.utime(file, (time.time() - 3700,) * 2)
+    prepare(Corpus.of_paths([text]), out)
+    assert {file.name for file in tmp_path.iterdir()} == {"text", "t.h5", new.name, other.name}

@@ -1,0 +1,86 @@
+"""Files and names that are on the disk when a call returns.
+
+Owns: the order of write, sync and rename. Must not know: what is in them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a small file; a reader sees the old one or the new one, whole. ``sync`` its folder for the name."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
+
+    _put(path, write)
+
+
+def copy(file: Path, to: Path) -> None:
+    """As ``write_text``, with the content and the times of ``file``."""
+    _put(to, lambda temporary: shutil.copy2(file, temporary))
+
+
+def move(file: Path, to: Path) -> None:
+    """Rename ``file``, also to another file system: then it is there twice for a moment, and never not at all."""
+    try:
+        file.rename(to)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        copy(file, to)
+        sync(to.parent)
+        file.unlink()
+
+
+def keep_as(file: Path, name: Path) -> None:
+    """Give ``file`` a second name in its folder, which stays when the first one is replaced."""
+    try:
+        os.link(file, name)
+    except OSError:  # some file systems have no links
+        copy(file, name)
+
+
+def remove_left_over(folder: Path, names: Sequence[str], *, age_s: float) -> None:
+    """What a kill has left of writing ``names`` in ``folder``, that long ago; never raises."""
+    left = re.compile(rf"\.({'|'.join(map(re.escape, names))})\.[0-9a-f]{{8}}")
+    remove_old(folder, left, age_s=age_s)
+
+
+def remove_old(folder: Path, named: re.Pattern[str], *, age_s: float) -> None:
+    """Files in ``folder`` with such names that nobody has written to for so long; never raises."""
+    with suppress(OSError):  # it is only for tidiness
+        for entry in list(folder.iterdir()):
+            if named.fullmatch(entry.name):
+                with suppress(OSError):  # somebody else has removed it, or keeps it
+                    if time.time() - entry.lstat().st_mtime > age_s:
+                        entry.unlink()
+
+
+def sync(folder: Path) -> None:
+    """Have the names in ``folder``, or the content of a file, on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _put(path: Path, write: Callable[[Path], object]) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        write(temporary)
+        sync(temporary)  # first: a rename may reach the disk before the content does
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
