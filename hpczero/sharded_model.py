@@ -178,8 +178,8 @@ class Sharding:
         if optimizer is not None:
             shards: dict[int, list[nn.Parameter]] = {}
             for unit in self.units:
-                for shard, group in unit.shards_with_groups():
-                    shards.setdefault(group, []).append(shard)
+                for shard, position in zip(unit.shards, unit.shard_slots, strict=True):
+                    shards.setdefault(unit.spec.groups[position], []).append(shard)
             repoint(optimizer, shards)
             self.step.attach(optimizer)
             self._optimizer_state = OptimizerState(optimizer, self.topology, self.plan, self.advice)

@@ -268,6 +268,8 @@ class Step:
             self._check_reduced()
             for unit in self._all_units:
                 unit.whole.check_untouched()
+                if unit.optimized is not None:
+                    unit.optimized.check_place()
         except StepError as error:
             return error
         return None
@@ -344,7 +346,7 @@ class Step:
                 unit.refresh()
             for unit in self._units:
                 unit.whole.wait_for_update()
-                unit.whole.note_step()
+                unit.note_step()
             torch.clear_autocast_cache()  # casts of the old weights, in a block around several steps
             self._after_update()
         self._scaler.update(overflow=self._skipping)

@@ -26,6 +26,7 @@ from hpczero.gradient import LocalGradient
 from hpczero.parameter import own_gradient, set_own_gradient, take_own_gradient
 from hpczero.plan import Stage, UnitSpec
 from hpczero.precision import Precision
+from hpczero.shards import Shards
 from hpczero.whole import UnitState, WholeParameters
 
 
@@ -35,7 +36,8 @@ class Unit:
     Attributes:
         spec: names, shapes and places.
         whole: the parameters as the model sees them.
-        shards: what the optimizer sees: one fp32 parameter for each model parameter this rank owns a part of.
+        optimized: what the optimizer sees; None where nothing is trained.
+        used: (slots,) bool, which parameters had a gradient on this rank since the last ``zero_grad``; where trainable.
         drops: (slots,) int64, how often each slot's gradient was set to None; where trainable.
     """
 
@@ -51,12 +53,10 @@ class Unit:
         """Allocate the buffers. Collective on transports that share memory; ``comm.settle`` follows."""
         self.spec = spec
         self.whole = WholeParameters(spec, parameters, stage=stage, precision=precision, comm=comm)
-        self.shards: list[nn.Parameter] = []
-        self._pieces: list[int] = []  # which shard of the unit each of them is a part of
+        self.optimized: Shards | None = None
         self._stage = stage
         self._comm = comm
         self._mine = self.whole.mine
-        self.shard_slots: list[int] = []
         if spec.trainable:
             self._allocate_state(precision)
             self._rest = self._master
@@ -83,27 +83,25 @@ class Unit:
         self._local = LocalGradient(
             layout, DTYPES[precision.param], comm=comm, keep=stage.keeps_local_gradients
         )
-        self._used = np.zeros(len(layout.slots), dtype=bool)
+        self.used = np.zeros(len(layout.slots), dtype=bool)
         self._dropped: set[int] = set()  # slots whose reduced gradient was set to None
         self.drops = np.zeros(len(layout.slots), dtype=np.int64)
         self._has_reduced = False
         self._reduction: Work | None = None
         # A replicated optimizer steps on the pieces of a sharded one: kernels round the tail of a tensor differently.
         index = comm.topology.shard_index
-        pieces = [index] if stage.shards_optimizer else range(layout.num_shards)
-        for position, slot in enumerate(layout.slots):
-            for piece in pieces:
-                part = layout.overlap(piece, slot.name)
-                if part:
-                    begin = slot.offset + part.start - owned.start
-                    self.shards.append(nn.Parameter(self._master[begin : begin + len(part)]))
-                    self.shard_slots.append(position)
-                    self._pieces.append(piece)
+        pieces = range(index, index + 1) if stage.shards_optimizer else range(layout.num_shards)
+        self.optimized = Shards(layout, self._master, start=owned.start, pieces=pieces)
 
-    def shards_with_groups(self) -> Iterator[tuple[nn.Parameter, int]]:
-        """Each shard with its optimizer group."""
-        for shard, position in zip(self.shards, self.shard_slots, strict=True):
-            yield shard, self.spec.groups[position]
+    @property
+    def shards(self) -> list[nn.Parameter]:
+        """One fp32 parameter for each model parameter this rank owns a part of."""
+        return self.optimized.parameters if self.optimized else []
+
+    @property
+    def shard_slots(self) -> list[int]:
+        """The slot of each of ``shards``."""
+        return self.optimized.slots if self.optimized else []
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -139,6 +137,7 @@ class Unit:
             self._rest.copy_(values.tensor if whole else values.tensor[self._mine])
         self.whole.load(values.tensor)
         values.release()
+        self._note_values()
 
     # --- parameters ----------------------------------------------------------------------------------------------
 
@@ -183,7 +182,25 @@ class Unit:
         if whole.shared:
             whole.update(new[self._mine])
             whole.wait_for_update()
-        whole.note_versions()
+        self._note_values()
+
+    def take_over(self) -> None:
+        """See ``WholeParameters.take_over``; masters that lie in the buffer follow it."""
+        if self.whole.take_over():
+            whole = self._rest.numel() == self.spec.layout.padded_numel
+            self._rest.data = self.whole.flat if whole else self.whole.flat[self._mine]
+            if self.optimized is not None:
+                self.optimized.follow()
+
+    def note_step(self) -> None:
+        """The optimizer has changed the values, and the whole parameters are up to date."""
+        self.whole.note_step()
+        self._note_values()
+
+    def _note_values(self) -> None:
+        self.whole.note_versions()
+        if self.optimized is not None:
+            self.optimized.note()
 
     # --- gradients -----------------------------------------------------------------------------------------------
 
@@ -215,7 +232,7 @@ class Unit:
             name=self.spec.name,
         )
         self._local.clear()
-        self._used = (self._used | now) if accumulate else now
+        self.used = (self.used | now) if accumulate else now
         self._dropped.clear()
         self._has_reduced = True
 
@@ -227,18 +244,22 @@ class Unit:
         self._reduction = None
         if not self._stage.shards_optimizer:
             self._comm.all_gather(self._reduced, name=self.spec.name).wait()
-        for shard in self.shards:
-            set_own_gradient(shard, self._gradient_view(shard))
+        assert self.optimized is not None, "what is reduced is trained"
+        self.optimized.point_at_gradients(self._reduced)
 
     def _prepare_reduced(self) -> bool:
         """Whether the reduced buffer holds gradients to add to; what was set to None meanwhile becomes zero."""
         if not self._has_reduced:
             self._fresh.take()
             return False
-        for shard in self.shards:
+        for _, shard, gradient in self._gradient_parts():
             if own_gradient(shard) is None:
-                self._gradient_view(shard).zero_()
+                gradient.zero_()
         return True
+
+    def _gradient_parts(self) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
+        assert self.optimized is not None, "what has gradients is trained"
+        return self.optimized.parts_of(self._reduced)
 
     @property
     def _reduced(self) -> Tensor:
@@ -247,11 +268,6 @@ class Unit:
     @property
     def _reduced_mine(self) -> Tensor:
         return self._reduced if self._stage.shards_optimizer else self._reduced[self._mine]
-
-    def _gradient_view(self, shard: nn.Parameter) -> Tensor:
-        """The part of the reduced buffer that belongs to ``shard``, found by its place in the master."""
-        begin = (shard.data_ptr() - self._master.data_ptr()) // self._master.element_size()
-        return self._reduced[begin : begin + shard.numel()]
 
     @property
     def owned_gradient(self) -> Tensor:
@@ -267,11 +283,6 @@ class Unit:
     def scale_gradient(self, factor: float) -> None:
         """Multiply the reduced gradient in place."""
         self._reduced.mul_(factor)
-
-    @property
-    def used(self) -> npt.NDArray[np.bool_]:
-        """(slots,) bool: which parameters had a gradient on this rank since the last ``zero_grad``."""
-        return self._used
 
     def skip_unused(self, used_anywhere: npt.NDArray[np.bool_]) -> None:
         """Drop the gradient of parameters no rank used: the optimizer then leaves them alone, as in torch."""
@@ -292,7 +303,7 @@ class Unit:
         if set_to_none:
             self.drops += 1
             self._fresh.drop()
-            self._used = np.zeros_like(self._used)
+            self.used = np.zeros_like(self.used)
             self._dropped.clear()
             self._has_reduced = False
 
@@ -305,20 +316,21 @@ class Unit:
 
     def gradient_pieces(self, position: int, *, owned: bool = False) -> list[Tensor]:
         """Views of what this rank holds of a slot's reduced gradient; ``owned``: each element on one rank only."""
-        if not self.has_gradient:
+        if self.optimized is None or not self._has_reduced:
             return []
-        pairs = self.owned_shards() if owned else zip(self.shard_slots, self.shards, strict=True)
-        return [self._gradient_view(shard) for slot, shard in pairs if slot == position]
+        pairs = zip(self._gradient_parts(), self.optimized.pieces, strict=True)
+        mine = self._comm.topology.shard_index
+        return [g for (s, _, g), piece in pairs if s == position and (piece == mine or not owned)]
 
     def drop_gradient_at(self, position: int) -> None:
         """Forget the gradient of one slot; after the last one the memory is given back."""
         self._local.filled[position] = False
         self.drops[position] += 1
-        for shard, slot in zip(self.shards, self.shard_slots, strict=True):
-            if slot == position and self.has_gradient:
+        for slot, shard, gradient in self._gradient_parts() if self.has_gradient else ():
+            if slot == position:
                 set_own_gradient(shard, None)
-                self._gradient_view(shard).zero_()
-        self._used[position] = False
+                gradient.zero_()
+        self.used[position] = False
         self._dropped.add(position)
         if len(self._dropped) == len(self.spec.layout.slots):
             self.drop_gradients()
@@ -335,9 +347,7 @@ class Unit:
     def owned_shards(self) -> Iterator[tuple[int, nn.Parameter]]:
         """Slot and optimizer's view of each part of ``owned_values``, in order."""
         index = self._comm.topology.shard_index
-        for piece, position, shard in zip(self._pieces, self.shard_slots, self.shards, strict=True):
-            if piece == index:
-                yield position, shard
+        return self.optimized.of_piece(index) if self.optimized else iter(())
 
     def replicated(self, owned: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every shard that the optimizer of this rank sees, with its values. Collective where it is replicated.
@@ -345,16 +355,13 @@ class Unit:
         Args:
             owned: (elements of ``owned_values``,) fp32, in that order.
         """
-        full, start = owned, self._mine.start
+        full = owned
         if not self._stage.shards_optimizer:
             full = torch.zeros(self.spec.layout.padded_numel, device=self._comm.device)
-            start = 0
             full[self._mine][: len(owned)].copy_(owned)
             self._comm.all_gather(full, name=self.spec.name).wait()
-        for piece, position, shard in zip(self._pieces, self.shard_slots, self.shards, strict=True):
-            slot = self.spec.layout.slots[position]
-            begin = slot.offset + self.spec.layout.overlap(piece, slot.name).start - start
-            yield shard, full[begin : begin + shard.numel()]
+        for _, shard, part in self.optimized.parts_of(full) if self.optimized else ():
+            yield shard, part
 
     def restore(self, owned: Tensor) -> None:
         """Set the values, masters and whole parameters alike. Collective; no model call may be under way.
@@ -371,30 +378,26 @@ class Unit:
         else:
             self.whole.update(self._rest)
         self.whole.wait_for_update()
-        self.whole.note_versions()
+        self._note_values()
 
     # --- whole copies --------------------------------------------------------------------------------------------
 
     def gather_values(self) -> Tensor:
         """(numel,) fp32 copy of all values, from the masters. Collective."""
         if not self.spec.trainable and not self._stage.shards_parameters:
-            return self._gather_fp32(None, self.whole.flat)
-        sharded = self._stage.shards_optimizer
-        return self._gather_fp32(self._rest if sharded else None, self._rest)
+            return self._gather_fp32(self.whole.flat)
+        return self._gather_fp32(self._rest)
 
     def gather_gradients(self) -> Tensor:
         """(numel,) fp32 copy of the reduced gradient. Collective."""
-        sharded = self._stage.shards_optimizer
-        return self._gather_fp32(self._reduced if sharded else None, self._reduced)
+        return self._gather_fp32(self._reduced)
 
-    def _gather_fp32(self, shard: Tensor | None, whole: Tensor) -> Tensor:
-        """``whole`` as it is, or the shards of all ranks put together."""
-        numel = self.spec.layout.numel
-        if shard is None:
-            return whole[:numel].detach().float().clone()
-        full = torch.empty(
-            self.spec.layout.padded_numel, dtype=torch.float32, device=self._comm.device
-        )
-        full[self._mine].copy_(shard.detach())
+    def _gather_fp32(self, values: Tensor) -> Tensor:
+        """A copy of ``values``; of those of all ranks put together where they are one rank's shard."""
+        layout = self.spec.layout
+        if values.numel() == layout.padded_numel:
+            return values[: layout.numel].detach().float().clone()
+        full = torch.empty(layout.padded_numel, dtype=torch.float32, device=self._comm.device)
+        full[self._mine].copy_(values.detach())
         self._comm.all_gather(full, name=self.spec.name).wait()
-        return full[:numel]
+        return full[: layout.numel]

@@ -245,24 +245,39 @@ class WholeParameters:
             for parameter, slot, version in zip(self.parameters, slots, self._versions, strict=True)
         )
 
-    def take_over(self) -> None:
+    def take_over(self) -> bool:
         """Values that the user put into other memory, by ``parameter.data = ...``, go where the unit looks for them.
 
+        The memory of before may still be somebody's: of a backup, or of another parameter that was exchanged for this
+        one. It is left to them.
+
+        Returns:
+            Whether the buffer has other memory now.
+
         Raises:
-            StepError: they have another shape or dtype; says which parameter.
+            StepError: values have another shape or dtype; says which parameter.
         """
-        slots = self._spec.layout.slots
-        views = self._views(self.flat_of_user)
-        for parameter, view, slot in zip(self.parameters, views, slots, strict=True):
-            if not slot.numel or _is_at(parameter, self.flat_of_user, slot.offset):
-                continue
-            if parameter.shape != view.shape or parameter.dtype != view.dtype:
+        places = list(zip(self.parameters, self._spec.layout.slots, strict=True))
+        flat = self.flat_of_user
+        for parameter, slot in places:
+            if parameter.shape != slot.shape or parameter.dtype != flat.dtype:
                 raise StepError(
                     f"parameter {slot.name!r} was given {parameter.dtype} {tuple(parameter.shape)} inside gathered, "
-                    f"expected {view.dtype} {tuple(view.shape)}; build the model as it shall be before zeroify"
+                    f"expected {flat.dtype} {slot.shape}; build the model as it shall be before zeroify"
                 )
-            view.copy_(parameter.detach())
-            parameter.data = view
+        if all(_is_at(p, flat, slot.offset) for p, slot in places if slot.numel):
+            return False
+        values = [parameter.detach().clone() for parameter in self.parameters]
+        if self._own is not None:
+            self._own = torch.zeros_like(self._own)
+        else:
+            self._buffer.renew()
+            self.flat.zero_()
+        self._point_at(self.flat_of_user)
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters, values, strict=True):
+                parameter.copy_(value)
+        return self._own is None
 
     def check_untouched(self) -> None:
         """Raise if a parameter was changed or moved behind the unit's back, or is about to be.

@@ -215,7 +215,7 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
         if modifier_rank is not None:
             with state.topology.agreed("keep what was changed inside gathered"):
                 for unit in units:
-                    unit.whole.take_over()
+                    unit.take_over()
             for unit in units:
                 unit.write_back(modifier_rank)
         else:

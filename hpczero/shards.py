@@ -1,0 +1,127 @@
+"""Shards: what the optimizer sees of one unit.
+
+Owns: the fp32 parameters in the optimizer's groups, where each lies in the masters, and the watch over changes of them
+that nobody announced. Must not know: optimizers, gradients' reduction, MPI.
+
+[Note: Changes of values between steps]
+A loop may write to the optimizer's parameters before the step: the step brings the model up to date. What is written
+after it would be in this rank's masters and not in the model, at some stages on some ranks only. The next use of the
+model finds it by the version counters, which all shards of a unit share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hpczero.errors import StepError
+from hpczero.layout import ShardLayout
+from hpczero.parameter import set_own_gradient
+
+
+class Shards:
+    """The shards of one unit, in the order of its slots.
+
+    Attributes:
+        parameters: what the optimizer's groups hold: one for each model parameter this rank owns a part of.
+        slots: (parameters,) the slot of each.
+        pieces: (parameters,) which rank's piece each is.
+    """
+
+    def __init__(self, layout: ShardLayout, master: Tensor, *, start: int, pieces: range) -> None:
+        """Not collective.
+
+        Args:
+            layout: of the unit.
+            master: (elements of ``pieces``,) fp32.
+            start: element of the unit at which ``master`` begins.
+            pieces: of which ranks.
+        """
+        self.parameters: list[nn.Parameter] = []
+        self.slots: list[int] = []
+        self.pieces: list[int] = []
+        self._layout = layout
+        self._places: list[slice] = []  # of each, in the master
+        self._master = master
+        self._versions: list[int] = []
+        for position, slot in enumerate(layout.slots):
+            for piece in pieces:
+                part = layout.overlap(piece, slot.name)
+                if part:
+                    begin = slot.offset + part.start - start
+                    self.parameters.append(nn.Parameter(master[begin : begin + len(part)]))
+                    self.slots.append(position)
+                    self.pieces.append(piece)
+                    self._places.append(slice(begin, begin + len(part)))
+        self.note()
+
+    def parts_of(self, flat: Tensor) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
+        """Slot, parameter, and the part of ``flat``, which is cut as the masters are, that belongs to it."""
+        for position, shard, place in zip(self.slots, self.parameters, self._places, strict=True):
+            yield position, shard, flat[place]
+
+    def of_piece(self, index: int) -> Iterator[tuple[int, nn.Parameter]]:
+        """Slot and parameter of each part of rank ``index``'s piece."""
+        for piece, position, shard in zip(self.pieces, self.slots, self.parameters, strict=True):
+            if piece == index:
+                yield position, shard
+
+    def point_at_gradients(self, flat: Tensor) -> None:
+        """Their gradients are the parts of ``flat``."""
+        for _, shard, part in self.parts_of(flat):
+            set_own_gradient(shard, part)
+
+    def follow(self) -> None:
+        """The masters have other memory, and the values of before."""
+        for _, shard, part in self.parts_of(self._master):
+            torch.Tensor.data.__set__(shard, part)  # type: ignore[attr-defined]
+        self.note()
+
+    # --- [Note: Changes of values between steps] ------------------------------------------------------------------
+
+    def note(self) -> None:
+        """What they hold now is what the model holds, or is about to."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = [shard._version for shard in self.parameters]
+
+    def check_seen(self) -> None:
+        """Raise if a value was changed since ``note``, which the model would not see.
+
+        Raises:
+            StepError: names the parameter.
+        """
+        self.check_place()
+        with torch._C.DisableTorchFunctionSubclass():
+            for position, shard, version in zip(
+                self.slots, self.parameters, self._versions, strict=True
+            ):
+                if shard._version != version:
+                    raise StepError(
+                        f"the part of {self._layout.slots[position].name!r} in optimizer.param_groups (or of a "
+                        "parameter beside it) was changed since the last step, and the model would not see it. Change "
+                        "it before optimizer.step() and after backward, or change the model's own parameters inside "
+                        "`with hpczero.gathered(model, modifier_rank=0):`"
+                    )
+
+    def check_place(self) -> None:
+        """Raise if one was given other memory, from which nothing comes to the model.
+
+        Raises:
+            StepError: names the parameter.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            for position, shard, place in zip(
+                self.slots, self.parameters, self._places, strict=True
+            ):
+                same = torch._C._is_alias_of(shard, self._master)  # type: ignore[attr-defined]
+                if (
+                    not same
+                    or shard.storage_offset() != self._master.storage_offset() + place.start
+                ):
+                    raise StepError(
+                        f"the part of {self._layout.slots[position].name!r} in optimizer.param_groups was given other "
+                        "memory (p.data = ...), which the model does not see; change it in place before "
+                        "optimizer.step(): p.data.mul_(...), p.data.copy_(...)"
+                    )
