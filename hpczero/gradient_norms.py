@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hpczero.comm.base import Collectives
-from hpczero.errors import ConfigError
+from hpczero.errors import ConfigError, StepError
 from hpczero.norm import largest, largest_magnitude, sum_of_powers, sum_of_squares
 from hpczero.unit import Unit
 
@@ -31,7 +31,9 @@ class GradientNorms:
         self._units = list(units)
         self._comm = comm
         self._check = check
-        self._of_slots: dict[float, dict[tuple[Unit, int], float]] = {}  # by order of the norm
+        # By order of the norm, and taken out when asked for: see of_slot.
+        self._of_slots: dict[float, dict[tuple[Unit, int], float]] = {}
+        self._versions: list[int] = []
 
     def forget(self) -> None:
         """The gradients changed."""
@@ -62,7 +64,8 @@ class GradientNorms:
         """Norm over one parameter, the same bits on every rank.
 
         The first to be asked for is computed with those of all parameters, in one exchange: torch asks for one after
-        the other. They are kept until gradients change.
+        the other. Each is kept until it is asked for, once, or until gradients change. So all ranks come to an exchange
+        at the same call, also where a change through the optimizer's groups is seen by those alone that own a piece.
 
         Args:
             unit: of the parameter; ranks ask for the same ones in the same order.
@@ -70,13 +73,22 @@ class GradientNorms:
             order: above 0, or inf.
 
         Raises:
-            StepError: gradients of ``no_sync`` wait for a reduction.
+            StepError: gradients of ``no_sync`` wait for a reduction, or were changed through the optimizer's groups
+                between the norms of two parameters.
         """
         self._check()
-        if order not in self._of_slots:
+        kept = self._of_slots.get(order, {})
+        versions = [unit.gradient_version for unit in self._units]
+        if (unit, position) not in kept:
             slots = [(unit, place) for unit in self._units for place in range(len(unit.used))]
-            self._of_slots[order] = dict(zip(slots, self._share(slots, order), strict=True))
-        return self._of_slots[order][unit, position]
+            kept = dict(zip(slots, self._share(slots, order), strict=True))
+            self._of_slots, self._versions = {order: kept}, versions
+        elif versions != self._versions:
+            raise StepError(
+                "gradients in optimizer.param_groups were changed between the norms of two parameters; take the norms "
+                "of all parameters before a change or after it"
+            )
+        return kept.pop((unit, position))
 
     def _share(self, slots: Sequence[tuple[Unit, int]], order: float) -> list[float]:
         owned = [unit.gradient_pieces(position, owned=True) for unit, position in slots]

@@ -38,6 +38,11 @@ def check_modules(model: nn.Module, precision: Precision, *, trains: bool) -> No
                 "the whole alone. To begin anew: hpczero.release(the other model), and build this one again"
             )
         _check_lazy(name, parameter)
+        if _has_gradient(parameter):
+            raise PlanError(
+                f"parameter {name!r} has a gradient already, which zeroify would drop; call optimizer.zero_grad(), or "
+                "take the step, before zeroify"
+            )
         _check_dtype(name, parameter)
     _check_memory(model)
     for name, module in model.named_modules():
@@ -82,6 +87,13 @@ def _check_memory(model: nn.Module) -> None:
                     f"attribute {key!r} of module {path or 'model'!r} is a view of parameter {owner!r} and would not "
                     "see its training; take the view in forward"
                 )
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    gradient = parameter.grad
+    if gradient is None or gradient.is_meta:
+        return False
+    return gradient.layout is not torch.strided or bool(gradient.any())
 
 
 def _check_lazy(name: str, parameter: nn.Parameter) -> None:

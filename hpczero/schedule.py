@@ -159,6 +159,8 @@ class Schedule:
                 self._current_backward()
                 self._make_whole(units)
                 return
+            for unit in units:
+                unit.check_values()
             if is_root and self._prefetch is not None:
                 self._prefetch.begin("forward")
             self._make_whole(units)

@@ -1,6 +1,7 @@
-"""ShardGradient: what is found at ``.grad`` of the optimizer's parameters, between steps.
+"""Pieces: what the optimizer's parameters and their ``.grad`` are between steps.
 
-Owns: the refusal of operations that take one rank's shards for whole gradients. Must not know: units, ranks.
+Owns: the refusal of operations that take one rank's shards for whole parameters or gradients. Must not know: units,
+ranks.
 
 After ``zeroify`` the optimizer's groups hold this rank's pieces. A norm over them, or torch's GradScaler looking for
 infinities in them, would come out differently on every rank, without a word. Inside ``optimizer.step()`` they are
@@ -12,10 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hpczero.errors import StepError
 from hpczero.parameter import own_gradient, set_own_gradient
+
+_own_data: Any = Tensor.data
 
 # Parts of names, and whole ones.
 _OVER_ALL_ELEMENTS = (
@@ -69,8 +73,33 @@ _MORE = (
 )
 
 
-class ShardGradient(Tensor):
-    """A piece of the mean gradient; elementwise operations work, those over all elements raise."""
+def _refuse_rank_local(func: Callable[..., Any]) -> None:
+    """Raise if the result would be this rank's own: it depends on more than one element.
+
+    Raises:
+        StepError: says what to call instead.
+    """
+    name = getattr(func, "__name__", "")
+    if name in _MORE or any(part in name for part in _OVER_ALL_ELEMENTS):
+        raise StepError(
+            f"{name!r} of a parameter or a gradient in optimizer.param_groups: after zeroify these are this rank's "
+            "pieces of the gradients and the parameters, so every rank would get another result. Use "
+            "hpczero.clip_grad_norm_(model, ...), or torch's own over model.parameters(); values are whole inside "
+            "`with hpczero.gathered(model):`; instead of torch.amp.GradScaler, zeroify(precision='fp16')"
+        )
+
+
+class ShardPiece(Tensor):
+    """A piece of a parameter or of the mean gradient; elementwise operations work, those over all elements raise."""
+
+    @property
+    def data(self) -> Tensor:
+        """As in torch, but changes through it are noticed."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _own_data.__set__(self, value)
 
     @classmethod
     def __torch_function__(
@@ -80,30 +109,42 @@ class ShardGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """As for an ordinary tensor, unless it depends on more than one element.
-
-        Raises:
-            StepError: the result would be this rank's own.
-        """
-        name = getattr(func, "__name__", "")
-        if name in _MORE or any(part in name for part in _OVER_ALL_ELEMENTS):
-            raise StepError(
-                f"{name!r} of a gradient in optimizer.param_groups: after zeroify these are this rank's pieces of the "
-                "gradients, so every rank would get another result. Use hpczero.clip_grad_norm_(model, ...), or "
-                "torch's own over model.parameters(); instead of torch.amp.GradScaler, zeroify(precision='fp16')"
-            )
-        # Not past the class: what comes of a piece is a piece, of which no norm may be taken either.
+        """As for an ordinary tensor; what comes of a piece is a piece. Raises as ``_refuse_rank_local``."""
+        _refuse_rank_local(func)
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 class _Shard(nn.Parameter):
     """The optimizer's parameter between steps."""
 
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """As for an ordinary parameter; what comes of it is a piece. Raises as ``_refuse_rank_local``."""
+        _refuse_rank_local(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result.as_subclass(ShardPiece) if type(result) is Tensor else result
+
+    @property
+    def data(self) -> Tensor:
+        """As in torch, but changes through it are noticed; see shards.[Note: Changes of values between steps]."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _own_data.__set__(self, value)
+
     @property
     def grad(self) -> Tensor | None:
-        """See ShardGradient. What is assigned goes into the gradient that is there, which norms are taken of."""
+        """See ShardPiece. What is assigned goes into the gradient that is there, which norms are taken of."""
         own = own_gradient(self)
-        return None if own is None else own.as_subclass(ShardGradient)
+        return None if own is None else own.as_subclass(ShardPiece)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -126,7 +167,7 @@ class _Shard(nn.Parameter):
 
 
 def guard_shards(shards: Iterable[nn.Parameter]) -> None:
-    """From now on their gradients are ShardGradients."""
+    """From now on they and their gradients are guarded."""
     for shard in shards:
         shard.__class__ = _Shard
 

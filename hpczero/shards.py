@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from hpczero.errors import StepError
 from hpczero.layout import ShardLayout
-from hpczero.parameter import set_own_gradient
 
 
 class Shards:
@@ -67,11 +66,6 @@ class Shards:
         for piece, position, shard in zip(self.pieces, self.slots, self.parameters, strict=True):
             if piece == index:
                 yield position, shard
-
-    def point_at_gradients(self, flat: Tensor) -> None:
-        """Their gradients are the parts of ``flat``."""
-        for _, shard, part in self.parts_of(flat):
-            set_own_gradient(shard, part)
 
     def follow(self) -> None:
         """The masters have other memory, and the values of before."""

@@ -268,8 +268,7 @@ class Step:
             self._check_reduced()
             for unit in self._all_units:
                 unit.whole.check_untouched()
-                if unit.optimized is not None:
-                    unit.optimized.check_place()
+                unit.optimized.check_place()
         except StepError as error:
             return error
         return None

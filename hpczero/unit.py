@@ -28,6 +28,7 @@ from hpczero.plan import Stage, UnitSpec
 from hpczero.precision import Precision
 from hpczero.shards import Shards
 from hpczero.whole import UnitState, WholeParameters
+from hpczero.wholecopy import whole_copy
 
 
 class Unit:
@@ -36,7 +37,7 @@ class Unit:
     Attributes:
         spec: names, shapes and places.
         whole: the parameters as the model sees them.
-        optimized: what the optimizer sees; None where nothing is trained.
+        optimized: what the optimizer sees; empty where nothing is trained.
         used: (slots,) bool, which parameters had a gradient on this rank since the last ``zero_grad``; where trainable.
         drops: (slots,) int64, how often each slot's gradient was set to None; where trainable.
     """
@@ -51,11 +52,9 @@ class Unit:
         comm: Collectives,
     ) -> None:
         """Allocate the buffers. Collective on transports that share memory; ``comm.settle`` follows."""
-        self.spec = spec
+        self.spec, self._stage, self._comm = spec, stage, comm
         self.whole = WholeParameters(spec, parameters, stage=stage, precision=precision, comm=comm)
-        self.optimized: Shards | None = None
-        self._stage = stage
-        self._comm = comm
+        self.optimized = Shards(spec.layout, torch.empty(0), start=0, pieces=range(0))
         self._mine = self.whole.mine
         if spec.trainable:
             self._allocate_state(precision)
@@ -96,12 +95,12 @@ class Unit:
     @property
     def shards(self) -> list[nn.Parameter]:
         """One fp32 parameter for each model parameter this rank owns a part of."""
-        return self.optimized.parameters if self.optimized else []
+        return self.optimized.parameters
 
     @property
     def shard_slots(self) -> list[int]:
         """The slot of each of ``shards``."""
-        return self.optimized.slots if self.optimized else []
+        return self.optimized.slots
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -174,7 +173,7 @@ class Unit:
         whole = self.whole
         new = whole.flat_of_user
         self._comm.broadcast(new, root=root, name=self.spec.name).wait()
-        mine = new if self._rest.numel() == new.numel() else new[self._mine]
+        mine = self._like_rest(new)
         with torch.no_grad():
             if self._rest.data_ptr() != mine.data_ptr():
                 changed = mine != self._rest.to(mine.dtype)
@@ -187,20 +186,21 @@ class Unit:
     def take_over(self) -> None:
         """See ``WholeParameters.take_over``; masters that lie in the buffer follow it."""
         if self.whole.take_over():
-            whole = self._rest.numel() == self.spec.layout.padded_numel
-            self._rest.data = self.whole.flat if whole else self.whole.flat[self._mine]
-            if self.optimized is not None:
-                self.optimized.follow()
+            self._rest.data = self._like_rest(self.whole.flat)
+            self.optimized.follow()
 
     def note_step(self) -> None:
         """The optimizer has changed the values, and the whole parameters are up to date."""
         self.whole.note_step()
         self._note_values()
 
+    def check_values(self) -> None:
+        """Raises StepError where the model would not see what the optimizer's parameters hold."""
+        self.optimized.check_seen()
+
     def _note_values(self) -> None:
         self.whole.note_versions()
-        if self.optimized is not None:
-            self.optimized.note()
+        self.optimized.note()
 
     # --- gradients -----------------------------------------------------------------------------------------------
 
@@ -244,8 +244,8 @@ class Unit:
         self._reduction = None
         if not self._stage.shards_optimizer:
             self._comm.all_gather(self._reduced, name=self.spec.name).wait()
-        assert self.optimized is not None, "what is reduced is trained"
-        self.optimized.point_at_gradients(self._reduced)
+        for _, shard, gradient in self._gradient_parts():
+            set_own_gradient(shard, gradient)
 
     def _prepare_reduced(self) -> bool:
         """Whether the reduced buffer holds gradients to add to; what was set to None meanwhile becomes zero."""
@@ -258,12 +258,16 @@ class Unit:
         return True
 
     def _gradient_parts(self) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
-        assert self.optimized is not None, "what has gradients is trained"
         return self.optimized.parts_of(self._reduced)
 
     @property
     def _reduced(self) -> Tensor:
         return self._fresh.tensor
+
+    @property
+    def gradient_version(self) -> int:
+        """Of the reduced gradient: another one where somebody has changed it in place."""
+        return self._reduced._version if self.has_gradient else -1
 
     @property
     def _reduced_mine(self) -> Tensor:
@@ -316,7 +320,7 @@ class Unit:
 
     def gradient_pieces(self, position: int, *, owned: bool = False) -> list[Tensor]:
         """Views of what this rank holds of a slot's reduced gradient; ``owned``: each element on one rank only."""
-        if self.optimized is None or not self._has_reduced:
+        if not self.has_gradient:
             return []
         pairs = zip(self._gradient_parts(), self.optimized.pieces, strict=True)
         mine = self._comm.topology.shard_index
@@ -344,10 +348,13 @@ class Unit:
         whole = self._rest.numel() == self.spec.layout.padded_numel
         return (self._rest[self._mine] if whole else self._rest)[: len(mine)]
 
+    def _like_rest(self, whole: Tensor) -> Tensor:
+        """The part of ``whole`` that this rank keeps between uses."""
+        return whole if self._rest.numel() == whole.numel() else whole[self._mine]
+
     def owned_shards(self) -> Iterator[tuple[int, nn.Parameter]]:
         """Slot and optimizer's view of each part of ``owned_values``, in order."""
-        index = self._comm.topology.shard_index
-        return self.optimized.of_piece(index) if self.optimized else iter(())
+        return self.optimized.of_piece(self._comm.topology.shard_index)
 
     def replicated(self, owned: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every shard that the optimizer of this rank sees, with its values. Collective where it is replicated.
@@ -360,8 +367,7 @@ class Unit:
             full = torch.zeros(self.spec.layout.padded_numel, device=self._comm.device)
             full[self._mine][: len(owned)].copy_(owned)
             self._comm.all_gather(full, name=self.spec.name).wait()
-        for _, shard, part in self.optimized.parts_of(full) if self.optimized else ():
-            yield shard, part
+        yield from ((shard, part) for _, shard, part in self.optimized.parts_of(full))
 
     def restore(self, owned: Tensor) -> None:
         """Set the values, masters and whole parameters alike. Collective; no model call may be under way.
@@ -384,20 +390,10 @@ class Unit:
 
     def gather_values(self) -> Tensor:
         """(numel,) fp32 copy of all values, from the masters. Collective."""
-        if not self.spec.trainable and not self._stage.shards_parameters:
-            return self._gather_fp32(self.whole.flat)
-        return self._gather_fp32(self._rest)
+        sharded = self.spec.trainable or self._stage.shards_parameters
+        values = self._rest if sharded else self.whole.flat
+        return whole_copy(values, self.spec.layout, self._comm, name=self.spec.name)
 
     def gather_gradients(self) -> Tensor:
         """(numel,) fp32 copy of the reduced gradient. Collective."""
-        return self._gather_fp32(self._reduced)
-
-    def _gather_fp32(self, values: Tensor) -> Tensor:
-        """A copy of ``values``; of those of all ranks put together where they are one rank's shard."""
-        layout = self.spec.layout
-        if values.numel() == layout.padded_numel:
-            return values[: layout.numel].detach().float().clone()
-        full = torch.empty(layout.padded_numel, dtype=torch.float32, device=self._comm.device)
-        full[self._mine].copy_(values.detach())
-        self._comm.all_gather(full, name=self.spec.name).wait()
-        return full[: layout.numel]
+        return whole_copy(self._reduced, self.spec.layout, self._comm, name=self.spec.name)

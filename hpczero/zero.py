@@ -206,6 +206,7 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
             f"modifier_rank: got {modifier_rank!r}, expected a rank of 0 to {state.topology.size - 1}"
         )
     for unit in units:
+        unit.check_values()
         unit.unshard()
     for unit in units:
         unit.wait_for_unshard()

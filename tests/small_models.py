@@ -165,10 +165,12 @@ def mlp_backward(model: nn.Module, rank: int) -> None:
     model(mlp_input(rank)).square().sum().backward()
 
 
-def check_trains(comm: MPI.Intracomm, model: nn.Module, optimizer: Any) -> None:
+def check_trains(
+    comm: MPI.Intracomm, model: nn.Module, optimizer: Any, plain: nn.Module | None = None
+) -> None:
     """After whatever happened, a step from the present values equals one of a plain copy, on the mean gradient."""
     state = hpczero.full_state_dict(model)
-    plain = MLP()
+    plain = plain or MLP()
     plain.load_state_dict(comm.bcast(state, root=0))
     reference = adamw(plain)
     sum(plain(mlp_input(r)).square().sum() / comm.size for r in range(comm.size)).backward()

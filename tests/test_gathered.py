@@ -16,6 +16,7 @@ from tests.helpers.parallel import parallel_assert
 from tests.small_models import (
     MLP,
     adamw,
+    check_trains,
     mlp_backward,
     mlp_input,
     raises_on_all,
@@ -172,6 +173,53 @@ def test_values_in_other_memory_are_taken_over(
                 halve(model)
 
         raises_on_all(comm, StepError, "changed inside gathered", unannounced)
+
+
+def _swap(model: torch.nn.Module) -> None:
+    one, other = model.get_parameter("layers.0.0.weight"), model.get_parameter("layers.1.0.weight")
+    one.data, other.data = other.data, one.data
+
+
+@STAGES
+@TRANSPORTS
+def test_parameters_exchange_their_values(
+    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
+) -> None:
+    model = MLP(sizes=(7, 7, 7, 3))
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, stage=stage, topology=topology, transport=transport):
+        before = masters(model)
+        with hpczero.gathered(model, modifier_rank=0):
+            _swap(model)
+        one, other = "layers.0.0.weight", "layers.1.0.weight"
+        expected = {**before, one: before[other], other: before[one]}
+        parallel_assert(comm, equal_state(masters(model), expected))
+        check_trains(comm, model, optimizer, MLP(sizes=(7, 7, 7, 3)))
+
+
+@STAGES
+@TRANSPORTS
+def test_a_backup_kept_by_data_survives_what_took_its_place(
+    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
+) -> None:
+    model = MLP()
+    optimizer = adamw(model)
+    backup: dict[str, Tensor] = {}
+    with zeroified(model, optimizer, stage=stage, topology=topology, transport=transport):
+        mlp_backward(model, comm.rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = masters(model)
+        with hpczero.gathered(model, modifier_rank=0):
+            for name, parameter in model.named_parameters():
+                backup[name] = parameter.data
+                parameter.data = torch.zeros_like(parameter)
+        parallel_assert(comm, not any(bool(v.any()) for v in masters(model).values()))
+        with hpczero.gathered(model, modifier_rank=0):
+            for name, parameter in model.named_parameters():
+                parameter.data = backup[name]
+        parallel_assert(comm, equal_state(masters(model), before))
+        check_trains(comm, model, optimizer)
 
 
 @STAGES

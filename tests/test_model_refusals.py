@@ -42,6 +42,11 @@ def test_mixed_dtypes_in_a_unit(refused: Refusal, model: MLP) -> None:
     refused(PlanError, said, model, adamw(model), precision="bf16")
 
 
+def test_gradients_that_are_there_already(refused: Refusal, model: MLP) -> None:
+    model(torch.ones(1, 7)).sum().backward()
+    refused(PlanError, "has a gradient already, which zeroify would drop", model, adamw(model))
+
+
 def test_fp64_model(refused: Refusal, model: MLP) -> None:
     model.double()
     refused(PlanError, r"holds torch\.float64, expected torch\.float32", model, adamw(model))

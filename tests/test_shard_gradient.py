@@ -11,7 +11,7 @@ import torch
 import hpczero
 from hpczero.errors import StepError
 from tests.helpers.parallel import parallel_assert
-from tests.small_models import MLP, grad, mlp_input, sgd, zeroified
+from tests.small_models import MLP, grad, mlp_input, raises_on_all, sgd, zeroified
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -118,6 +118,99 @@ def test_what_is_assigned_to_gradients_of_shards_is_clipped_and_added_to(
             pairs = zip(model.parameters(), plain.parameters(), strict=True)
             worst = max(float((a - b).detach().abs().max()) for a, b in pairs)
     parallel_assert(comm, worst < 2e-6, f"differs by {worst} from one process")
+
+
+def _clamp(parameter: torch.nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.clamp_(-0.1, 0.1)
+
+
+def _clamp_data(parameter: torch.nn.Parameter) -> None:
+    parameter.data.clamp_(-0.1, 0.1)
+
+
+CLAMPS = pytest.mark.parametrize("clamp", [_clamp, _clamp_data], ids=lambda act: act.__name__)
+
+
+@STAGES
+@CLAMPS
+@pytest.mark.parametrize("transport", ["auto", "flat"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_values_that_were_changed_after_the_step_are_refused_where_the_model_is_used(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    stage: int,
+    clamp: Callable[..., None],
+    transport: str,
+    precision: str,
+) -> None:
+    model = MLP()
+    optimizer = sgd(model)
+    options: dict[str, Any] = {"stage": stage, "topology": topology, "precision": precision}
+    with zeroified(model, optimizer, transport=transport, **options):
+        model(mlp_input(comm.rank)).sum().backward()
+        optimizer.step()
+        for parameter in optimizer.param_groups[0]["params"]:
+            clamp(parameter)
+        uses: list[Callable[[], object]] = [
+            lambda: model(mlp_input(comm.rank)),
+            lambda: hpczero.gathered(model).__enter__(),
+        ]
+        for use in uses if optimizer.param_groups[0]["params"] else ():
+            with pytest.raises(StepError, match="was changed since the last step"):
+                use()
+
+
+@STAGES
+@CLAMPS
+def test_values_that_were_changed_before_the_step_are_stepped_from(
+    comm: MPI.Intracomm, topology: Topology, stage: int, clamp: Callable[..., None]
+) -> None:
+    plain = MLP()
+    reference = sgd(plain)
+    sum(plain(mlp_input(r)).sum() / comm.size for r in range(comm.size)).backward()
+    for parameter in plain.parameters():
+        clamp(parameter)
+    reference.step()
+    model = MLP()
+    optimizer = sgd(model)
+    with zeroified(model, optimizer, stage=stage, topology=topology):
+        model(mlp_input(comm.rank)).sum().backward()
+        for parameter in optimizer.param_groups[0]["params"]:
+            clamp(parameter)
+        optimizer.step()
+        with hpczero.gathered(model):
+            pairs = zip(model.parameters(), plain.parameters(), strict=True)
+            worst = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    parallel_assert(comm, worst < 2e-6, f"differs by {worst} from one process")
+
+
+@STAGES
+def test_values_in_other_memory_are_refused_at_the_step(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model = MLP()
+    optimizer = sgd(model)
+    with zeroified(model, optimizer, stage=stage, topology=topology):
+        model(mlp_input(comm.rank)).sum().backward()
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.data = parameter.data * 0.5
+        raises_on_all(comm, StepError, "was given other memory", optimizer.step)
+
+
+@STAGES
+def test_norms_of_parameters_follow_changes_of_shards(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model = MLP()
+    optimizer = sgd(model)
+    with zeroified(model, optimizer, stage=stage, topology=topology):
+        model(mlp_input(comm.rank)).sum().backward()
+        first = torch.nn.utils.get_total_norm([grad(p) for p in model.parameters()])
+        for parameter in optimizer.param_groups[0]["params"]:
+            grad(parameter).mul_(0.25)
+        second = torch.nn.utils.get_total_norm([grad(p) for p in model.parameters()])
+        parallel_assert(comm, abs(second - first / 4) < 1e-6 * first, f"{first} {second}")
 
 
 @STAGES
