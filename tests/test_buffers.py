@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import hpczero
 from hpczero.errors import StepError
@@ -79,3 +82,88 @@ def test_buffers_that_went_apart_are_refused(comm: MPI.Intracomm, topology: Topo
         raises_on_all(comm, StepError, said, optimizer.step)
         model.mean = model.mean.float()
         optimizer.step()
+
+
+# --- full_state_dict has what a plain model's state_dict has
+
+
+class Extra(nn.Module):
+    """Has state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(15, 15)
+        self.seen = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        result: Tensor = self.linear(x)
+        return result
+
+
+def shared_norm() -> nn.Module:
+    norm = nn.BatchNorm1d(15)
+    return nn.Sequential(nn.Linear(7, 15), norm, nn.Linear(15, 15), norm)
+
+
+def extra_state() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 15), Extra())
+
+
+def checkpointed() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 15), checkpoint_wrapper(Extra()))
+
+
+def renamed() -> nn.Module:
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state[f"{prefix}kernel"] = state.pop(f"{prefix}weight").clone()
+
+    model = nn.Sequential(nn.Linear(7, 15), nn.Linear(15, 3))
+    model[0].register_state_dict_post_hook(rename)
+    return model
+
+
+@STAGES
+@pytest.mark.parametrize(
+    ("make", "precision"),
+    [
+        (shared_norm, "fp32"),
+        (extra_state, "fp32"),
+        (checkpointed, "bf16"),
+        (renamed, "fp32"),
+        (renamed, "bf16"),
+    ],
+)
+def test_full_state_dict_is_as_the_state_dict_of_a_plain_model(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    make: Callable[[], nn.Module],
+    stage: int,
+    precision: str,
+) -> None:
+    torch.manual_seed(5)
+    model = make()
+    expected = copy.deepcopy(model.state_dict())
+    tensors = {name: value for name, value in expected.items() if isinstance(value, Tensor)}
+    options: dict[str, Any] = {"stage": stage, "precision": precision, "topology": topology}
+    with zeroified(model, adamw(model), **options):
+        state = hpczero.full_state_dict(model)
+        fine = state is None or list(state) == list(expected)
+        parallel_assert(comm, fine, f"{state and list(state)} instead of {list(expected)}")
+        if state is not None:
+            fine = all(torch.equal(state[n], v) for n, v in tensors.items())
+        parallel_assert(comm, fine)
+        model(mlp_input(comm.rank)).square().sum().backward()
+        parallel_assert(comm, all(p.grad is not None for p in model.parameters()))
+        state = hpczero.full_state_dict(model)
+        plain = make()
+        if state is not None and make is not renamed:
+            plain.load_state_dict(state)
+        if make is extra_state:
+            parallel_assert(comm, comm.rank > 0 or plain.get_submodule("1").seen == 1)
