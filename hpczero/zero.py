@@ -289,6 +289,15 @@ def _check_fresh(
             f"{len(buffers)} buffer(s) are on the meta device, first {buffers[0]!r}; create buffers on the CPU "
             "(build the module outside torch.device('meta'), or compute the table in forward)"
         )
+    kept_by_id = {id(buffer) for buffer in persistent_buffers(model)}
+    for name, buffer in model.named_buffers():
+        odd = buffer.layout is not torch.strided or buffer.is_quantized
+        if odd and id(buffer) in kept_by_id:
+            form = "quantized" if buffer.is_quantized else str(buffer.layout)
+            raise PlanError(
+                f"buffer {name!r} is {form}, expected a dense tensor, whose bytes rank 0 gives to all ranks; "
+                "register it with persistent=False (it then stays each rank's own, and is not saved), or keep it dense"
+            )
     known = (torch.device("cpu"), torch.device("meta"), accelerator.device)
     elsewhere = [(n, p.device) for n, p in model.named_parameters() if p.device not in known]
     if elsewhere:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import hpczero
-from hpczero.errors import StepError
+from hpczero.errors import PlanError, StepError
 from tests.helpers.parallel import parallel_assert
-from tests.small_models import adamw, mlp_input, raises_on_all, zeroified
+from tests.small_models import Refusal, adamw, mlp_input, raises_on_all, sgd, zeroified
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -167,3 +167,83 @@ def test_full_state_dict_is_as_the_state_dict_of_a_plain_model(
             plain.load_state_dict(state)
         if make is extra_state:
             parallel_assert(comm, comm.rank > 0 or plain.get_submodule("1").seen == 1)
+
+
+class Scaled(nn.Module):
+    """Multiplies by a buffer, which autograd keeps for backward."""
+
+    scale: Tensor
+
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.bias) * self.scale
+
+
+@STAGES
+def test_a_step_leaves_a_buffer_alone_that_nobody_changed(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model = Scaled(torch.ones(4))
+    optimizer = sgd(model)
+    with zeroified(model, optimizer, stage=stage, topology=topology):
+        version = model.scale._version
+        first, second = (model(torch.ones(2, 4)).sum() for _ in range(2))
+        first.backward()
+        optimizer.step()
+        parallel_assert(comm, model.scale._version == version)
+        second.backward()  # needs no parameter, as in plain torch
+        model.scale.add_(0.0)  # the same bits, on all ranks
+        if comm.rank == 1:
+            model.scale.mul_(2.0)
+        version = model.scale._version
+        optimizer.step()
+        parallel_assert(comm, model.scale._version > version)  # on every rank, rank 0 too
+        parallel_assert(comm, torch.equal(model.scale, torch.ones(4)))
+
+
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "expanded": lambda x: x[:1].expand(4),
+    "expanded inside": lambda x: x.view(4, 1).expand(4, 3),
+    "strided": lambda x: x.view(2, 2).t(),
+    "conjugated": lambda x: torch.complex(x, x).conj(),
+    "negated": lambda x: torch.complex(x, x).conj().imag,
+    "inference": lambda x: torch.inference_mode()(lambda: x * 1)(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("replaced", [False, True])
+def test_buffers_of_any_strides_are_those_of_rank_0_and_saved(
+    comm: MPI.Intracomm, topology: Topology, form: str, replaced: bool, tmp_path: Path
+) -> None:
+    if form == "inference" and not replaced:
+        pytest.skip("refused by zeroify")
+    folder = Path(comm.bcast(str(tmp_path), root=0))
+    make = FORMS[form]
+    given = make(torch.arange(4.0) + comm.rank)
+    model = Scaled(torch.zeros(given.shape, dtype=given.dtype) if replaced else given)
+    optimizer = sgd(model)
+    with zeroified(model, optimizer, stage=1, topology=topology):
+        if replaced:
+            model.scale = given
+            model.bias.sum().backward()
+            optimizer.step()
+        parallel_assert(comm, torch.equal(model.scale, make(torch.arange(4.0))), str(model.scale))
+        hpczero.checkpoint.save(folder, model, optimizer, step=1)
+        model.scale = make(torch.zeros(4))
+        hpczero.checkpoint.load(folder, model, optimizer)
+        parallel_assert(comm, torch.equal(model.scale, make(torch.arange(4.0))), str(model.scale))
+
+
+def test_sparse_persistent_buffer_is_refused(comm: MPI.Intracomm, topology: Topology) -> None:
+    model = Scaled(torch.eye(4).to_sparse())
+    refused = Refusal(comm, topology)
+    said = r"buffer 'scale' is torch\.sparse_coo, expected a dense .* persistent=False"
+    refused(PlanError, said, model, sgd(model))
+    model.register_buffer("scale", torch.eye(4).to_sparse(), persistent=False)
+    with zeroified(model, sgd(model), topology=topology):
+        pass
