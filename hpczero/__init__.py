@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hpczero.comm import Collectives, Flat, Hierarchical
     from hpczero.errors import HpcZeroError
     from hpczero.forward_methods import register_forward
+    from hpczero.fullstate import full_state_dict
     from hpczero.layout import ShardLayout
     from hpczero.plan import Plan, Stage
     from hpczero.precision import LossScale, Precision
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from hpczero.zero import (
         clip_grad_norm_,
         full_gradients,
-        full_state_dict,
         gathered,
         no_sync,
         release,
@@ -47,7 +47,7 @@ _HOME = {
     "accumulate": "hpczero.accumulation",
     "clip_grad_norm_": "hpczero.zero",
     "full_gradients": "hpczero.zero",
-    "full_state_dict": "hpczero.zero",
+    "full_state_dict": "hpczero.fullstate",
     "gathered": "hpczero.zero",
     "no_sync": "hpczero.zero",
     "register_forward": "hpczero.forward_methods",

@@ -221,7 +221,7 @@ class _Cast:
         copy = self._cast(tensor) if tensor.is_floating_point() else tensor
         node = copy.grad_fn
         number = None if node is None else node._sequence_nr()
-        self._given[id(copy)] = (copy, tensor, copy._version, number)
+        self._given[id(copy)] = (copy, tensor, _version(copy), number)
         if copy is not tensor:
             self._originals[id(tensor)] = tensor
         return copy
@@ -268,8 +268,13 @@ class _Cast:
             StepError: the caller's tensor would not have what the model wrote.
         """
         for copy, tensor, version, _ in self._given.values():
-            if copy is not tensor and copy._version != version:
+            if copy is not tensor and _version(copy) != version:
                 raise StepError(_IN_PLACE)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was changed in place; of what ``torch.inference_mode`` made, torch does not know."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _UnscaledInput(torch.autograd.Function):

@@ -25,6 +25,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU = torch.device("cpu")
 
 
+def lasting(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
+    """(numel,), content undefined, that outlives the call it is made in.
+
+    Made inside ``torch.inference_mode`` like any other, it could not be written to afterwards.
+    """
+    with torch.inference_mode(False):
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
 class Memory:
     """Ledger of bytes held, by category (``parameters``, ``unsharded``, ``exchange``, ...)."""
 
@@ -92,7 +101,7 @@ class Buffer:
             keep: ``release`` keeps the memory.
             device: where.
         """
-        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self.tensor = lasting(numel, dtype, device)
         self._keep = keep
         self._nbytes = numel * self.tensor.element_size()
         self._memory = memory
@@ -134,7 +143,8 @@ class Buffer:
 
     def renew(self) -> None:
         """Leave the memory to whoever else points to it; hold other memory, content undefined, in the same tensor."""
-        self.tensor.data = torch.empty_like(self.tensor)
+        with torch.inference_mode(False):
+            self.tensor.data = torch.empty_like(self.tensor)
 
 
 class Fresh:
@@ -166,7 +176,7 @@ class Fresh:
     def take(self) -> None:
         """Make it, content undefined; nothing if it is there."""
         if self._tensor is None:
-            self._tensor = torch.empty(self._numel, dtype=self._dtype, device=self._device)
+            self._tensor = lasting(self._numel, self._dtype, self._device)
             self._memory.add(self._category, self._tensor.nbytes)
 
     def drop(self) -> None:

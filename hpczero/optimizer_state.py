@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -36,6 +37,7 @@ class OptimizerState:
         }
         self._advice = advice
         self._handles: list[RemovableHandle] = [
+            optimizer.register_state_dict_pre_hook(self._check_keys),
             optimizer.register_state_dict_post_hook(self._mark),
             optimizer.register_load_state_dict_pre_hook(self._check),
         ]
@@ -45,6 +47,24 @@ class OptimizerState:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def _check_keys(self, optimizer: Optimizer) -> None:
+        """Forget what ``optimizer.state[parameter]`` has made for a parameter of the model by being looked at.
+
+        Raises:
+            StepError: something was put there, which torch has no place for.
+        """
+        known = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
+        foreign = [k for k in optimizer.state if isinstance(k, Tensor) and id(k) not in known]
+        for key in foreign:
+            if optimizer.state[key]:
+                raise StepError(
+                    f"rank {self._mine['rank']}: optimizer.state holds {sorted(optimizer.state[key])} for a tensor of "
+                    f"shape {tuple(key.shape)} that is not in optimizer.param_groups, expected state of this rank's "
+                    "shards alone: after zeroify optimizer.state is by shards, not by the model's parameters; use the "
+                    "tensors of optimizer.param_groups, or keep what you note about parameters in a dict of your own"
+                )
+            del optimizer.state[key]
 
     def _mark(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         self._advice.about_optimizer_state()

@@ -18,17 +18,23 @@ from hpczero.errors import StepError
 # What may be asked of a sharded parameter: everything that does not read or write its elements.
 _METADATA_METHODS = (
     "size dim ndimension numel nelement stride is_contiguous element_size is_floating_point is_complex get_device "
-    "requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ __len__"
+    "requires_grad_ retain_grad is_inference register_hook register_post_accumulate_grad_hook __hash__ __len__"
 )
 _METADATA_FIELDS = (
     "shape dtype device layout ndim requires_grad is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized "
-    "is_nested itemsize nbytes _version grad"
+    "is_nested itemsize nbytes retains_grad _version grad"
 )
 _METADATA: frozenset[Any] = frozenset(
     [getattr(torch.Tensor, name) for name in _METADATA_METHODS.split()]
     + [getattr(torch.Tensor, name).__get__ for name in _METADATA_FIELDS.split()]
     + [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")]
     + [torch.is_floating_point, torch.is_complex, torch._has_compatible_shallow_copy_type]
+)
+# New tensors, for which a parameter gives shape, dtype and device alone.
+_FACTORIES: frozenset[Any] = frozenset(
+    [getattr(torch.Tensor, f"new_{kind}") for kind in ("empty", "zeros", "ones", "full", "tensor")]
+    + [getattr(torch, f"{kind}_like") for kind in ("empty", "zeros", "ones", "full")]
+    + [torch.rand_like, torch.randn_like]
 )
 # What module.to and its kin call; they return the very tensor where nothing is to be changed.
 _CONVERSION_METHODS = "to float double half bfloat16 type cpu cuda"
@@ -63,16 +69,22 @@ class ShardedParameter(nn.Parameter):
     ) -> Any:
         """Answer metadata, refuse everything that touches elements."""
         kwargs = kwargs or {}
+        given = (*args, *kwargs.values())
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func in _FACTORIES and sum(isinstance(a, ShardedParameter) for a in given) == 1:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is torch.Tensor.view_as and args[0] is args[-1]:
+            return _seen(args[0])
         if func in _CONVERSIONS and isinstance(args[0], ShardedParameter):
             return _unchanged(func, args[0], args[1:], kwargs)
         if func == _SET_DATA and args[0] is args[1]:
             return None  # the end of a conversion that changed nothing
         if func is torch.autograd.backward:
             return _backward_to(args, kwargs)
-        name = next((a.qualified_name for a in args if isinstance(a, ShardedParameter)), "")
+        name = next((a.qualified_name for a in given if isinstance(a, ShardedParameter)), "")
         name = name or cls.qualified_name
         what = getattr(func, "__name__", str(func))
         if what in ("__get__", "__set__"):  # of a property such as data
@@ -142,6 +154,16 @@ def _unchanged(
         f"{moved_or_cast(title, parameter, changed)}. To read the parameter alone, sharded at stage 3, do so inside "
         "`with hpczero.gathered(model):`"
     )
+
+
+def _seen(parameter: ShardedParameter) -> Tensor:
+    """A view that is guarded as ``parameter`` is, for its ``grad_fn``: hooks on several gradients look for it so."""
+    with torch._C.DisableTorchFunctionSubclass():
+        view = parameter.view_as(parameter)
+    view.__class__ = type(
+        "ShardedParameter", (ShardedParameter,), {"qualified_name": parameter.qualified_name}
+    )
+    return view
 
 
 def _backward_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ _ELEMENTWISE = frozenset(
         "neg_",
         "sign_",
         "zero_",
+        "fill_",
         "abs_",
         "tanh_",
     ]
@@ -176,8 +177,12 @@ class SeenGradient(Tensor):
         if name in _SAME:
             return SeenGradient(first._slot, first)
         if name in _NORMS:
-            return _norm(first, _order(args[1:], kwargs or {}, first, name))
-        return _change(first, name, args[1:], kwargs or {})
+            return _norm(first, _order(args[1:], kwargs or {}, first, name), args[1:], kwargs)
+        options = dict(kwargs or {})
+        if id(options.get("out")) == id(first):  # torch.clamp(p.grad, ..., out=p.grad)
+            del options["out"]
+            name += "_"
+        return _change(first, name, args[1:], options)
 
 
 def _on_list(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,10 +193,11 @@ def _on_list(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         raise _refusal(_first_seen(args), f"_foreach_{name}")
     if name == "norm":
         order = _order(args[1:], kwargs, seen[0], name)
+        dtype = kwargs.get("dtype", args[2] if len(args) > 2 else None)
         return [
-            _norm(item, order)
+            _norm(item, order, (), {"dtype": dtype})
             if isinstance(item, SeenGradient)
-            else torch.linalg.vector_norm(item, order)
+            else torch.linalg.vector_norm(item, order, dtype=dtype)
             for item in items
         ]
     name = next((short for short, long in _LISTS.items() if long == name), name)
@@ -235,10 +241,22 @@ def _order(args: Sequence[Any], kwargs: dict[str, Any], seen: SeenGradient, name
     return float(order)
 
 
-def _norm(seen: SeenGradient, order: float) -> Tensor:
-    """0-dimensional fp32 tensor, the same on every rank. Collective."""
-    slot = seen._slot
-    return torch.tensor(slot.norm(slot.unit, slot.position, order), device=seen.device)
+def _norm(
+    seen: SeenGradient, order: float, args: Sequence[Any], kwargs: dict[str, Any] | None
+) -> Tensor:
+    """0-dimensional fp32 tensor unless ``keepdim`` and ``dtype`` say otherwise, the same on every rank. Collective.
+
+    Args:
+        seen: whose.
+        order: of the norm.
+        args: order, dim, keepdim, as far as given.
+        kwargs: of the same operation.
+    """
+    slot, options = seen._slot, kwargs or {}
+    keepdim = options.get("keepdim", args[2] if len(args) > 2 else False)
+    value = slot.norm(slot.unit, slot.position, order)
+    shape = (1,) * seen.dim() if keepdim else ()
+    return torch.full(shape, value, dtype=options.get("dtype") or torch.float32, device=seen.device)
 
 
 def _all_seen(args: Sequence[Any]) -> Iterator[SeenGradient]:

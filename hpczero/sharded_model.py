@@ -7,6 +7,7 @@ inside.
 from __future__ import annotations
 
 import itertools
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ class Sharding:
             for spec in plan.units
         ]
         collectives.settle()
+        self._known_buffers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._first_buffers = self._describe_buffers()
         self.advice = Advice(model, self.topology)
         self.lineage: dict[Path, int] = {}
@@ -276,13 +278,23 @@ class Sharding:
         if not buffers:
             return
         with torch.no_grad():
-            parts = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers]
+            parts = [bytes_of(buffer) for buffer in buffers]
             packed = torch.cat(parts)
             self.collectives.broadcast(packed, root=0, name="buffers").wait()
-            sizes = [part.numel() for part in parts]
-            pieces = torch.split(packed, sizes)
-            for buffer, new in zip(buffers, pieces, strict=True):
-                buffer.copy_(new.clone().view(buffer.dtype).view(buffer.shape))
+            pieces = torch.split(packed, [part.numel() for part in parts])
+            pairs = zip(parts, pieces, strict=True)
+            differ = torch.stack([(mine != new).any() for mine, new in pairs]).tolist()
+            for buffer, new, differs in zip(buffers, pieces, differ, strict=True):
+                # One that nobody changed is left alone: a graph from before the step may need it. One that was changed
+                # is written on every rank, also where it is right, so that such a graph raises on all ranks or on none.
+                if differs or not self._is_known(buffer):
+                    set_bytes(buffer, new)
+        self._known_buffers = {id(b): (weakref.ref(b), _version(b)) for b in buffers}
+
+    def _is_known(self, buffer: Tensor) -> bool:
+        """Whether it is one of those that were shared last, and unchanged since."""
+        known = self._known_buffers.get(id(buffer))
+        return known is not None and known[0]() is buffer and known[1] == _version(buffer)
 
     def detach(self) -> None:
         """Undo ``attach`` and close the transport. Collective; parameters stay as they are."""
@@ -322,3 +334,27 @@ def persistent_buffers(model: nn.Module) -> list[Tensor]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[id(buffer)] = buffer
     return list(found.values())
+
+
+def bytes_of(buffer: Tensor) -> Tensor:
+    """(nbytes,) uint8, of whatever strides; a view where it can be one."""
+    plain = buffer.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8)
+
+
+def set_bytes(buffer: Tensor, new: Tensor) -> None:
+    """Give ``buffer`` what ``bytes_of`` gave."""
+    with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+        values = new.clone().view(buffer.dtype).view(buffer.shape)
+        steps = zip(buffer.shape, buffer.stride(), strict=True)
+        if not any(length > 1 and not step for length, step in steps):
+            buffer.copy_(values)
+        else:  # expanded: torch cannot write to it
+            buffer.data = values
+            if not buffer.is_inference():
+                torch.autograd.graph.increment_version(buffer)
+
+
+def _version(buffer: Tensor) -> int:
+    """Another one after each change in place; torch counts none of what ``torch.inference_mode`` made."""
+    return -1 if buffer.is_inference() else buffer._version

@@ -95,7 +95,7 @@ class Ways:
         """
         for each in inner:
             if each._forward_hooks and (module, each) not in self._hooked:
-                hook = partial(self._after_hooked, module, running)
+                hook = _AfterHooked(partial(self._after_hooked, module, running))
                 self._hooked[module, each] = each.register_forward_hook(hook, with_kwargs=True)
 
     @untraced
@@ -115,6 +115,22 @@ class Ways:
 
     def _exit(self, number: int, thread: int, gradients: Sequence[Tensor | None]) -> None:
         self._on_exit(number, thread)
+
+
+class _AfterHooked:
+    """A forward hook of ours on a module that users may copy; in a copy it does nothing, and knows nobody."""
+
+    _torchdynamo_disable = True  # see untraced
+
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> None:
+        if self._function is not None:
+            self._function(*arguments)
+
+    def __reduce__(self) -> tuple[type[_AfterHooked], tuple[()]]:
+        return _AfterHooked, ()
 
 
 def _nodes_behind(results: Any) -> Iterator[Node]:

@@ -205,12 +205,13 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
         raise ConfigError(
             f"modifier_rank: got {modifier_rank!r}, expected a rank of 0 to {state.topology.size - 1}"
         )
-    for unit in units:
-        unit.check_values()
-        unit.unshard()
-    for unit in units:
-        unit.wait_for_unshard()
-        unit.whole.hold()  # a forward inside must not give back what was changed
+    with torch.inference_mode(False):  # what parameters become views of lasts
+        for unit in units:
+            unit.check_values()
+            unit.unshard()
+        for unit in units:
+            unit.wait_for_unshard()
+            unit.whole.hold()  # a forward inside must not give back what was changed
     try:
         yield
         if modifier_rank is not None:
@@ -233,38 +234,6 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
             unit.whole.let_go()
         if state.schedule is not None:
             state.schedule.make_kept_whole()
-
-
-def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
-    """Whole fp32 parameters and persistent buffers under the model's own names, on the CPU. Collective over world.
-
-    Gathered unit by unit. Tied parameters appear under every name, as the same tensor.
-
-    Returns:
-        The dictionary on world rank 0, None elsewhere.
-    """
-    state = sharding(model)
-    with state.topology.agreed("collect the weights"):
-        state.check_attachment()
-    values: dict[int, Tensor] | None = {} if state.topology.is_root else None
-    for unit in state.units:
-        flat = unit.gather_values()
-        if values is not None:
-            for parameter, slot in zip(unit.parameters, unit.spec.layout.slots, strict=True):
-                values[id(parameter)] = flat[slot.offset : slot.stop].view(slot.shape).cpu()
-    if values is None:
-        return None
-    named: dict[str, Tensor] = {
-        name: values[id(parameter)]  # names may have changed since zeroify; objects have not
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
-    buffers = {id(buffer) for buffer in state.buffers}
-    named.update(
-        (name, b.detach().to("cpu", copy=True))
-        for name, b in model.named_buffers()
-        if id(b) in buffers
-    )
-    return named
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -301,6 +270,14 @@ def _check_fresh(
     for name, module in model.named_modules():
         if KEY in module.__dict__:
             raise PlanError(f"module {name or 'model'!r} was zeroified already; call zeroify once")
+    kept = [(n, t) for f in (model.named_parameters, model.named_buffers) for n, t in f()]
+    made = next((f"{name!r} was made" for name, tensor in kept if tensor.is_inference()), None)
+    made = "zeroify was called" if torch.is_inference_mode_enabled() else made
+    if made:
+        raise PlanError(
+            f"{made} inside torch.inference_mode(), expected outside: what is made there cannot be written to "
+            "later; build and zeroify the model outside, and run it inside"
+        )
     meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if meta and initialize is None:
         raise PlanError(
@@ -313,6 +290,15 @@ def _check_fresh(
             f"{len(buffers)} buffer(s) are on the meta device, first {buffers[0]!r}; create buffers on the CPU "
             "(build the module outside torch.device('meta'), or compute the table in forward)"
         )
+    kept_by_id = {id(buffer) for buffer in persistent_buffers(model)}
+    for name, buffer in model.named_buffers():
+        odd = buffer.layout is not torch.strided or buffer.is_quantized
+        if odd and id(buffer) in kept_by_id:
+            form = "quantized" if buffer.is_quantized else str(buffer.layout)
+            raise PlanError(
+                f"buffer {name!r} is {form}, expected a dense tensor, whose bytes rank 0 gives to all ranks; "
+                "register it with persistent=False (it then stays each rank's own, and is not saved), or keep it dense"
+            )
     known = (torch.device("cpu"), torch.device("meta"), accelerator.device)
     elsewhere = [(n, p.device) for n, p in model.named_parameters() if p.device not in known]
     if elsewhere:

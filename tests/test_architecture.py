@@ -56,7 +56,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("advice", "casting", "ways"),
     ("optimizer_state", "step"),
     ("schedule",),
-    ("accumulation", "forward_methods", "sharded_model", "zero"),
+    ("accumulation", "forward_methods", "fullstate", "sharded_model", "zero"),
     ("checkpoint",),
     ("__init__",),
     ("data", "models"),

@@ -220,3 +220,21 @@ def test_in_fp16_a_penalty_and_a_part_alone_are_refused(
         model.zero_grad()
         with pytest.raises(StepError, match="carry no loss scale; call the model itself"):
             model.layers[0](x.detach().half())
+
+
+@pytest.mark.parametrize("precision", ["bf16", FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_call_in_inference_mode_is_one_without_grad(
+    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str | Precision
+) -> None:
+    model = MLP()
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, stage=stage, precision=precision, topology=topology):
+        with torch.no_grad():
+            expected = model(mlp_input(comm.rank))
+        with torch.inference_mode():
+            inside = mlp_input(comm.rank)
+            found = model(inside)
+        parallel_assert(comm, torch.equal(found, expected) and found.dtype is torch.float32)
+        model(mlp_input(comm.rank)).square().sum().backward()
+        optimizer.step()

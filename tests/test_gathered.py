@@ -394,3 +394,19 @@ def test_state_dict_taken_inside_can_be_used_afterwards(
         parallel_assert(comm, equal_state(state, plain))  # at stage 3 views would crash here
         shared = state["tied.0.weight"].data_ptr() == state["layers.1.0.weight"].data_ptr()
         parallel_assert(comm, shared)
+
+
+@STAGES
+@pytest.mark.parametrize("transport", ["flat", "hierarchical", "window"])
+def test_gathered_in_inference_mode_leaves_a_model_that_trains(
+    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
+) -> None:
+    model = MLP()
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, stage=stage, transport=transport, topology=topology):
+        expected = model(mlp_input(0)).detach()
+        with torch.inference_mode(), hpczero.gathered(model):
+            parallel_assert(comm, torch.equal(model(mlp_input(0)), expected))
+        with torch.inference_mode(), hpczero.gathered(model, modifier_rank=0):
+            next(model.parameters()).mul_(0.5)
+        check_trains(comm, model, optimizer)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import hpczero
 from tests.helpers.parallel import parallel_assert
-from tests.small_models import zeroified
+from tests.small_models import MLP, adamw, grad, mlp_backward, zeroified
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -100,3 +101,50 @@ def test_norms_of_what_is_not_finite(comm: MPI.Intracomm, topology: Topology, va
         model(torch.zeros(())).backward()
         found = [hpczero.clip_grad_norm_(model, math.inf, norm_type=p) for p in (2.0, math.inf)]
         parallel_assert(comm, all(str(f) == str(value) for f in found), str(found))
+
+
+def test_norm_of_a_gradient_keeps_dimensions_and_takes_a_dtype(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model = MLP()
+    norms: dict[str, Callable[[Any], Any]] = {
+        "linalg": lambda g: torch.linalg.vector_norm(g, keepdim=True, dtype=torch.float64),
+        "positional": lambda g: torch.linalg.vector_norm(g, 2.0, None, True),
+        "norm": lambda g: torch.norm(g, keepdim=True),
+        "foreach": lambda g: torch._foreach_norm([g], 2.0, torch.float64)[0],
+        "plain": lambda g: g.norm(),
+    }
+    with zeroified(model, adamw(model), stage=3, topology=topology):
+        mlp_backward(model, comm.rank)
+        whole = hpczero.full_gradients(model)
+        for name, parameter in model.named_parameters():
+            for what, norm in norms.items():
+                found, expected = norm(grad(parameter)), norm(whole[name])
+                alike = (found.shape, found.dtype) == (expected.shape, expected.dtype)
+                parallel_assert(comm, alike, f"{what}: {found} instead of {expected}")
+                parallel_assert(comm, torch.allclose(found, expected), what)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "fill_": lambda g: g.fill_(0),
+    "fill_ with a number": lambda g: g.fill_(0.25),
+    "nan_to_num out": lambda g: torch.nan_to_num(g, out=g),
+    "clamp_min out": lambda g: torch.clamp_min(g, 0.1, out=g),
+    "mul out": lambda g: torch.mul(g, 0.5, out=g),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_changes_of_a_gradient_into_itself(
+    comm: MPI.Intracomm, topology: Topology, stage: int, change: Callable[[Any], Any]
+) -> None:
+    model = MLP()
+    with zeroified(model, adamw(model), stage=stage, topology=topology):
+        mlp_backward(model, comm.rank)
+        expected = hpczero.full_gradients(model)
+        for parameter in model.parameters():
+            change(grad(parameter))
+        for name, found in hpczero.full_gradients(model).items():
+            change(expected[name])
+            parallel_assert(comm, torch.equal(found, expected[name]), name)

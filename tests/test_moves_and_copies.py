@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -170,6 +171,32 @@ def test_module_inside_a_unit_can_be_copied_where_it_is_whole(
         with hpczero.gathered(model):
             copied = copy.deepcopy(linear)
         parallel_assert(comm, torch.equal(copied(x), expected))
+
+
+@STAGES
+def test_copy_of_a_module_with_a_users_forward_hook_is_a_plain_module(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model, x = MLP(), mlp_input(comm.rank)
+    optimizer = adamw(model)
+    seen: list[int] = []
+    linear = model.get_submodule("layers.0.0")
+    linear.register_forward_hook(partial(_count, seen))
+    with zeroified(model, optimizer, stage=stage, topology=topology):
+        model(x).square().sum().backward()  # from here on a hook of hpczero's watches it too
+        optimizer.step()
+        with hpczero.gathered(model):
+            copies = [copy.deepcopy(linear), pickle.loads(pickle.dumps(linear))]
+            expected = linear(x)
+        for copied in copies:
+            parallel_assert(comm, torch.equal(copied(x), expected))
+            copied(x).sum().backward()
+        check_trains(comm, model, optimizer)
+    parallel_assert(comm, seen != [])
+
+
+def _count(seen: list[int], *arguments: Any) -> None:
+    seen.append(1)
 
 
 def test_released_model_can_be_copied_and_cast(comm: MPI.Intracomm, topology: Topology) -> None:

@@ -211,3 +211,62 @@ def test_module_that_uses_anothers_weight_is_refused_at_stage_3(
         said = str(error)
         parallel_assert(comm, "'blocks.0.0.weight'" in said and "rule=" in said, said)
         parallel_assert(comm, hpczero.sharding(model).units[0].spec.name == "blocks.0")
+
+
+FACTORIES: dict[str, Callable[[nn.Parameter], Tensor]] = {
+    "new_empty": lambda p: p.new_empty(2, 3).zero_(),
+    "new_zeros": lambda p: p.new_zeros(2, 3),
+    "new_ones": lambda p: p.new_ones((2, 3)),
+    "new_full": lambda p: p.new_full((2, 3), 7.0),
+    "new_tensor": lambda p: p.new_tensor([1, 2]),
+    "zeros_like": torch.zeros_like,
+    "zeros_like, by keyword": lambda p: torch.zeros_like(input=p, dtype=torch.float64),
+    "ones_like": torch.ones_like,
+    "empty_like": lambda p: torch.empty_like(p).zero_(),
+    "full_like": lambda p: torch.full_like(p, 7.0),
+    "rand_like": lambda p: torch.rand_like(p) * 0,
+    "randn_like": lambda p: torch.randn_like(p) * 0,
+}
+
+
+@pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
+def test_new_tensors_like_a_sharded_parameter(
+    parameter: nn.Parameter, make: Callable[[nn.Parameter], Tensor]
+) -> None:
+    expected = make(nn.Parameter(torch.ones(3, 5)))
+    found = make(parameter)
+    assert type(found) is Tensor
+    assert found.dtype is expected.dtype
+    assert torch.equal(found, expected)
+    assert found.requires_grad == expected.requires_grad
+
+
+def test_filling_with_another_sharded_parameter_is_refused(parameter: nn.Parameter) -> None:
+    with pytest.raises(StepError, match=f"{NAME}.*'new_tensor' needs its value"):
+        parameter.new_tensor(parameter)
+
+
+def test_facts_about_a_leaf_are_there(parameter: nn.Parameter) -> None:
+    parameter.retain_grad()
+    assert not parameter.retains_grad
+    assert not parameter.is_inference()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_hook_on_several_gradients(comm: MPI.Intracomm, topology: Topology, stage: int) -> None:
+    model = MLP()
+    seen: list[int] = []
+    with zeroified(model, adamw(model), stage=stage, topology=topology):
+        handle = torch.autograd.graph.register_multi_grad_hook(
+            list(model.parameters()), lambda gradients: seen.append(len(gradients))
+        )
+        for _ in range(2):
+            model(torch.ones(2, 7)).square().sum().backward()
+        handle.remove()
+        parameter = next(model.parameters())
+        if stage == 3:
+            with pytest.raises(StepError, match=r"layers\.0\.0\.weight.*needs its value"):
+                parameter.view_as(parameter).sum()
+    parallel_assert(comm, seen == [6, 6], str(seen))

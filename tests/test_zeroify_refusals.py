@@ -206,6 +206,25 @@ def test_second_zeroify(refused: Refusal, model: MLP, stage: int) -> None:
         raises_on_all(refused.comm, PlanError, "module '0' was zeroified already", call)
 
 
+def test_zeroify_in_inference_mode(refused: Refusal, model: MLP) -> None:
+    optimizer = adamw(model)
+    with torch.inference_mode():
+        said = r"zeroify was called inside torch\.inference_mode\(\), expected outside"
+        refused(PlanError, said, model, optimizer)
+
+
+@pytest.mark.parametrize("what", ["layers.1.0.bias", "table"])
+def test_model_made_in_inference_mode(refused: Refusal, model: MLP, what: str) -> None:
+    owner = model.get_submodule(what.rpartition(".")[0])
+    with torch.inference_mode():
+        if what == "table":
+            owner.register_buffer(what, torch.zeros(15))
+        else:
+            owner.bias = nn.Parameter(torch.zeros(15))
+    optimizer = adamw(model)
+    refused(PlanError, f"'{what}' was made inside torch.inference_mode", model, optimizer)
+
+
 def test_zeroify_again_after_release(comm: MPI.Intracomm, topology: Topology, model: MLP) -> None:
     with zeroified(model, adamw(model), stage=2, topology=topology):
         pass

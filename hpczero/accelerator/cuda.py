@@ -205,7 +205,8 @@ class CudaAccelerator(Accelerator):
 
     def pinned(self, nbytes: int) -> Tensor:
         """See ``Accelerator``."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        with torch.inference_mode(False):  # it is kept
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def export(self, nbytes: int) -> Export:
         """See ``Accelerator``."""

@@ -142,7 +142,8 @@ class HostAccelerator(Accelerator):
 
     def pinned(self, nbytes: int) -> Tensor:
         """See ``Accelerator``."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+        with torch.inference_mode(False):  # it is kept
+            return torch.empty(nbytes, dtype=torch.uint8)
 
     def export(self, nbytes: int) -> Export:
         """See ``Accelerator``."""

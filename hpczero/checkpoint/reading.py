@@ -41,7 +41,7 @@ from hpczero.checkpoint.manifestcontent import check_content
 from hpczero.checkpoint.slabreader import SlabReader
 from hpczero.checkpoint.snapshot import expand
 from hpczero.errors import CorruptCheckpoint
-from hpczero.sharded_model import Sharding
+from hpczero.sharded_model import Sharding, set_bytes
 from hpczero.topology import Topology
 
 logger = logging.getLogger("hpczero.checkpoint")
@@ -207,9 +207,8 @@ def _set_buffers(sharding: Sharding, manifest: Manifest, data: Tensor) -> None:
     begin = 0
     with torch.no_grad():
         for name, dtype, shape in manifest.meta["buffers"]:
-            kind = getattr(torch, dtype)
-            nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-            named[name].copy_(data[begin : begin + nbytes].clone().view(kind).view(shape))
+            nbytes = int(np.prod(shape, dtype=np.int64)) * getattr(torch, dtype).itemsize
+            set_bytes(named[name], data[begin : begin + nbytes])
             begin += nbytes
 
 

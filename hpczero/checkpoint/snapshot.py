@@ -26,7 +26,7 @@ from hpczero.checkpoint.inventory import Inventory
 from hpczero.environment import Environment
 from hpczero.errors import CheckpointError, ConfigError
 from hpczero.regularfile import parse_json
-from hpczero.sharded_model import Sharding
+from hpczero.sharded_model import Sharding, bytes_of
 
 Run = tuple[int, int]
 
@@ -248,9 +248,7 @@ def _bytes_part(is_root: bool, name: str, tensors: Sequence[Tensor], slab_nbytes
     def values() -> Tensor:
         if not is_root or not numel:
             return torch.empty(0, dtype=torch.uint8)
-        return torch.cat(
-            [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
-        )
+        return torch.cat([bytes_of(tensor.detach().cpu()) for tensor in tensors])
 
     held: list[Run] = [(0, numel)] if is_root and numel else []
     return Part(Dataset.of(name, "|u1", numel, slab_nbytes), held, values)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hpczero.comm.segment import PAGE
-from hpczero.device import CPU, Buffer, Memory
+from hpczero.device import CPU, Buffer, Memory, lasting
 
 IN_TURN = 2
 
@@ -75,7 +75,7 @@ class GradientBuffer(Buffer):
         category: str,
         keep: bool,
     ) -> None:
-        self.tensor = torch.empty(0, dtype=dtype, device=arena.device)
+        self.tensor = lasting(0, dtype, arena.device)
         self.place: Place | None = None
         self.keeps = keep
         self._arena = arena
@@ -99,7 +99,7 @@ class GradientBuffer(Buffer):
             self._arena.take(self.place, self._nbytes)
             self.tensor = self._arena.view(self.place, self._numel, self._dtype)
         else:
-            self.tensor = torch.empty(self._numel, dtype=self._dtype, device=self._arena.device)
+            self.tensor = lasting(self._numel, self._dtype, self._arena.device)
             self._memory.add(self._category, self._nbytes)
         self._held = True
 
@@ -113,7 +113,7 @@ class GradientBuffer(Buffer):
             self.place.taken = False
         else:
             self._memory.add(self._category, -self._nbytes)
-        self.tensor = torch.empty(0, dtype=self._dtype, device=self._arena.device)
+        self.tensor = lasting(0, self._dtype, self._arena.device)
 
 
 class Arena:

@@ -127,7 +127,7 @@ def fingerprint(program: Program) -> str:
     tensors = [torch.get_rng_state(), *program.model.buffers()]
     for unit in sharding.units:
         tensors.append(unit.owned_values)
-        tensors += unit.shards
+        tensors += [shard.detach().as_subclass(torch.Tensor) for shard in unit.shards]
     optimizer = program.optimizer
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for state in (optimizer.state.get(parameter, {}) for parameter in parameters):

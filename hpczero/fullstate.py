@@ -1,0 +1,85 @@
+"""full_state_dict: the whole model as a plain one's ``state_dict()`` would be.
+
+Owns: which value stands under which name. Must not know: how values are gathered, MPI.
+
+Names are those of the model's own ``state_dict()``, so what its modules and hooks add or rename is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpczero.zero import sharding
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any] | None:
+    """Whole fp32 parameters and persistent buffers under the model's own names, on the CPU. Collective over world.
+
+    Gathered unit by unit. Tied parameters, and buffers of a module at several places, appear under every name, as the
+    same tensor. What ``model.state_dict()`` holds beside them (``get_extra_state``) is there as it is on world rank 0.
+
+    Returns:
+        The dictionary on world rank 0, None elsewhere. Tensors, but for what a module put there itself.
+
+    Raises:
+        StepError: on every rank, where a parameter came after ``zeroify``.
+    """
+    state = sharding(model)
+    with state.topology.agreed("collect the weights"):
+        state.check_attachment()
+    values: dict[int, Tensor] | None = {} if state.topology.is_root else None
+    for unit in state.units:
+        flat = unit.gather_values()
+        if values is not None:
+            for parameter, slot in zip(unit.parameters, unit.spec.layout.slots, strict=True):
+                values[id(parameter)] = flat[slot.offset : slot.stop].view(slot.shape).cpu()
+    with state.topology.agreed("name the weights"):
+        return None if values is None else _named(model, values)
+
+
+def _named(model: nn.Module, values: dict[int, Tensor]) -> dict[str, Any]:
+    """What ``model.state_dict()`` gives where ``values``, by the ids of parameters, are the parameters."""
+    shown: dict[int, nn.Parameter] = {}
+    result: dict[int, Tensor] = {}
+    held: list[Any] = []  # so that what is known by its id keeps it
+
+    def whole(found: Any) -> Any:
+        if not isinstance(found, Tensor):
+            return found
+        if id(found) not in result:
+            held.append(found)
+            result[id(found)] = found.detach().to("cpu", copy=True)
+        return result[id(found)]
+
+    with _parameters_shown(model, values, shown):
+        result.update((id(shown[key]), values[key]) for key in shown)
+        found = model.state_dict(keep_vars=True)
+        with torch.no_grad():
+            return {name: whole(value) for name, value in found.items()}
+
+
+@contextmanager
+def _parameters_shown(
+    model: nn.Module, values: dict[int, Tensor], shown: dict[int, nn.Parameter]
+) -> Iterator[None]:
+    """Whole parameters, noted in ``shown``, stand where the model's own are; hooks of ``state_dict`` may read them."""
+    own: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+    try:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                key = id(parameter)
+                if key not in shown:
+                    shown[key] = nn.Parameter(values[key], parameter.requires_grad)
+                own.append((module._parameters, name, parameter))
+                module._parameters[name] = shown[key]
+        yield
+    finally:
+        for place, name, parameter in own:
+            place[name] = parameter
