@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("optimizers", "parameter", "plan", "refusals", "shard_gradient", "tensors", "untraced"),
     ("gradient", "gradient_norms", "unit", "whole"),
     ("backward", "prefetch", "seal", "seen_gradient", "surroundings"),
-    ("advice", "casting", "ways"),
+    ("advice", "casting", "kept", "ways"),
     ("optimizer_state", "step"),
     ("schedule",),
     ("accumulation", "forward_methods", "sharded_model", "zero"),
