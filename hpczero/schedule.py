@@ -26,6 +26,7 @@ from hpczero.backward import BackwardPass, Call, Gradients, current_task
 from hpczero.errors import StepError
 from hpczero.kept import Kept
 from hpczero.prefetch import Prefetch
+from hpczero.surroundings import refuse_mutation
 from hpczero.tensors import Attributes, TooMany, tensors_in
 from hpczero.unit import Unit
 from hpczero.untraced import untraced
@@ -156,6 +157,8 @@ class Schedule:
                 self._current_backward()
                 self._make_whole(units)
                 return
+            if self._sharded:
+                refuse_mutation(module)
             if is_root and self._prefetch is not None:
                 self._prefetch.begin("forward")
             self._make_whole(units)
