@@ -13,7 +13,7 @@ What a module is given and what it returns stay the caller's: nothing is copied,
 
 from __future__ import annotations
 
-import logging
+import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,14 +24,14 @@ from torch.utils.hooks import RemovableHandle
 
 from hpczero.backward import BackwardPass, Call, Gradients, current_task
 from hpczero.errors import StepError
+from hpczero.kept import Kept
 from hpczero.prefetch import Prefetch
-from hpczero.tensors import Attributes, TooMany
+from hpczero.surroundings import refuse_mutation
+from hpczero.tensors import Attributes, TooMany, tensors_in
 from hpczero.unit import Unit
 from hpczero.untraced import untraced
 from hpczero.ways import Ways
 from hpczero.whole import UnitState
-
-logger = logging.getLogger("hpczero.schedule")
 
 
 class Schedule:
@@ -39,6 +39,7 @@ class Schedule:
 
     Attributes:
         sync: whether backward reduces gradients; ``no_sync`` turns it off.
+        kept: units that stay whole for now.
     """
 
     def __init__(
@@ -70,9 +71,7 @@ class Schedule:
         self._around: dict[nn.Module, tuple[Callable[..., None], Callable[..., None]]] = {}
         self._running: dict[nn.Module, list[Call]] = {}
         self._uncalled: dict[Unit, set[nn.Module]] = {}
-        # Whole until a backward is through; in the order they came.
-        self._kept: dict[Unit, None] = {}
-        self._told: set[Unit] = set()
+        self.kept = Kept(self._gradients if sharded else {})
         self._ways = Ways(self._open_call, self._input_node_runs)
         self._backward: BackwardPass | None = None
         self._handles: list[RemovableHandle] = []
@@ -95,19 +94,18 @@ class Schedule:
             unit.finish_reduction()
         self._running.clear()
         self._uncalled.clear()
-        self._kept.clear()
+        self.kept.clear()
         for unit in self._units:
             unit.reshard()
 
     def give_back(self) -> None:
         """Give back what was kept whole for a backward that did not come; values are about to change."""
-        kept, self._kept = self._kept, {}
-        for unit in kept:
+        for unit in self.kept.clear():
             unit.reshard()
 
     def make_kept_whole(self) -> None:
         """Somebody else gave units back; those that a backward is going to need are made whole again. Collective."""
-        self._make_whole(list(self._kept))
+        self._make_whole(self.kept.units)
 
     def _register(self, model: nn.Module) -> None:
         users: dict[nn.Module, list[Unit]] = {model: []}
@@ -161,6 +159,8 @@ class Schedule:
                 return
             for unit in units:
                 unit.check_values()
+            if self._sharded:
+                refuse_mutation(module)
             if is_root and self._prefetch is not None:
                 self._prefetch.begin("forward")
             self._make_whole(units)
@@ -195,7 +195,13 @@ class Schedule:
             if torch.is_grad_enabled() and (self._sharded or is_root):
                 results = (output, args, kwargs, attributes.values())
                 if not self._is_watched(call, results) and self._sharded:
-                    self._keep(units)
+                    self.kept.for_backward(units)
+                    if (
+                        sys.exc_info()[1] is None
+                    ):  # otherwise it is the call's end that left no results
+                        self.kept.tell(units)
+            if self._sharded:
+                self._lend(units, output)
             for unit in units:
                 uncalled = self._uncalled.get(unit, set())
                 uncalled.discard(module)
@@ -207,8 +213,28 @@ class Schedule:
                     self._give_back(unit)
                 self._uncalled.clear()
                 self._end_pass()
+            if self._sharded and not any(self._running.values()):
+                for unit in self.kept.calls_are_through():
+                    unit.reshard()
 
         return hook
+
+    def _lend(self, units: Sequence[Unit], output: Any) -> None:
+        """What a module returns may be a view of its parameters. See whole.[Note: Kept views]."""
+        lost = [unit for unit in units if not unit.whole.lasts]
+        if not lost:
+            return
+        try:
+            for tensor in tensors_in(output):
+                for unit in lost:
+                    if unit.whole.is_seen_by(tensor):
+                        unit.whole.lend()
+                        if unit.whole.shared and torch.is_grad_enabled():
+                            self.kept.for_backward([unit])
+                        elif unit.whole.shared:
+                            self.kept.for_call(unit)
+        except TooMany:
+            return
 
     def _is_watched(self, call: Call, results: tuple[Any, ...]) -> bool:
         """Have the ways into ``call`` watched; whether there are no others. See ways.[Note: The ways into a call]."""
@@ -220,20 +246,8 @@ class Schedule:
         trainable = (unit for unit in call.units if unit.spec.trainable)
         return not any(self._gradients[unit].are_in_a_graph() for unit in trainable)
 
-    def _keep(self, units: Sequence[Unit]) -> None:
-        for unit in units:
-            self._kept[unit] = None
-            if unit not in self._told:
-                self._told.add(unit)
-                logger.warning(
-                    "unit %r stays whole until backward is through, which takes memory: it has results that are "
-                    "neither in what it returns nor in its arguments or attributes, or it computed something after "
-                    "them that needs a gradient. Return them; compute what is only logged under torch.no_grad()",
-                    unit.spec.name,
-                )
-
     def _give_back(self, unit: Unit) -> None:
-        if unit not in self._kept:
+        if unit not in self.kept:
             unit.reshard()
 
     def _make_whole(self, units: Sequence[Unit]) -> None:
@@ -266,7 +280,7 @@ class Schedule:
             if each not in backward.opened:
                 backward.opened.append(each)
                 if backward.differentiable:  # the graph of this backward will need them too
-                    self._kept.update(dict.fromkeys(each.units))
+                    self.kept.for_backward(each.units)
                 self._make_whole(each.units)
 
     def _input_node_runs(self, number: int, thread: int) -> None:
@@ -346,7 +360,7 @@ class Schedule:
         assert backward is not None, "the callback belongs to the backward that queued it"
         self._end_pass()
         if not backward.differentiable:
-            self._kept.clear()
+            self.kept.backward_is_through()
         for unit in self._units:
             self._give_back(unit)
         if self.sync and self._brings_gradients(backward):

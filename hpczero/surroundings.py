@@ -74,6 +74,20 @@ def refuse_transforms(module: nn.Module) -> None:
         )
 
 
+def refuse_mutation(module: nn.Module) -> None:
+    """Raise where every tensor that autograd saves is kept by its memory: that of sharded parameters is given back.
+
+    Raises:
+        StepError: says what to do.
+    """
+    if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled and torch.is_grad_enabled():
+        raise StepError(
+            f"{type(module).__name__} was called inside torch.autograd.graph.allow_mutation_on_saved_tensors(), which "
+            "needs the memory of parameters that a model at stage 3 gives back between uses. Leave it out and change "
+            "a clone of the saved tensor, or train at stage 2"
+        )
+
+
 def _transforms() -> list[Any]:
     stack = torch._C._functorch.get_interpreter_stack()
     return list(stack or ())

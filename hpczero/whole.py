@@ -9,9 +9,10 @@ slice. While a user may write (``hpczero.gathered``), parameters are therefore v
 
 [Note: Kept views]
 ``parameter.detach()``, ``.numpy()`` and ``module.state_dict()`` are views of the buffer, and nothing tells us of them.
-After ``gathered`` memory that was given back would be read through them: a crash. The buffer therefore leaves its
-memory to them there and goes on with other memory; where nobody keeps a view, nobody keeps the old memory either. A
-graph that saved such views goes on with the same values.
+After ``gathered`` memory that was given back would be read through them: a crash. The same holds for a view that a
+block returns. The buffer therefore leaves its memory to them there (it was lent) and goes on with other memory; where
+nobody keeps a view, nobody keeps the old memory either. A graph that saved such views goes on with the same values.
+Memory that ranks share cannot be left: what is seen there shows later values.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class WholeParameters:
         self._gathered = False  # every rank's newest slice is in the buffer
         self._holds = 0
         self._own: Tensor | None = None  # see [Note: Shared memory]
+        self._lent = False  # see [Note: Kept views]
         self._versions: list[int] = []
 
     @property
@@ -159,8 +161,10 @@ class WholeParameters:
         if not self._sharded or self.state is UnitState.SHARDED or self._holds:
             return
         self.wait_for_unshard()
-        if not self.shared and self._buffer.pinned:
-            self._leave_memory()
+        if not self.shared and (self._lent or self._buffer.pinned):
+            self._buffer.renew()
+            self._point_at(self.flat)
+        self._lent = False
         for guard in self.guards:
             guard.close()
         self._buffer.release()
@@ -208,22 +212,29 @@ class WholeParameters:
             self._own = self.flat.clone()
             self._point_at(self._own)
 
-    def let_go(self) -> None:
-        """End one ``hold``; after the last one the parameters are given back. See [Note: Kept views]."""
+    def let_go(self, *, stay: bool = False) -> None:
+        """End one ``hold``; after the last one the parameters are given back, or stay for now."""
         self._holds -= 1
-        if not self._holds and self._own is not None:
+        if self._holds:
+            return
+        if self._own is not None:
             self._own = None
             self._point_at(self.flat)
             self.note_versions()
-        elif not self._holds and self._sharded:
-            self._leave_memory()
+        elif self._sharded:
+            self.lend()
             self.note_versions()
-        self.reshard()
+        if not stay:
+            self.reshard()
 
-    def _leave_memory(self) -> None:
-        """Leave the present values to whoever keeps views of them; the parameters' memory is undefined afterwards."""
-        self._buffer.renew()
-        self._point_at(self.flat)
+    def lend(self) -> None:
+        """The memory has views that outlive ``reshard``. See [Note: Kept views]."""
+        self._lent = True
+
+    def is_seen_by(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a view of the whole parameters."""
+        seen: bool = torch._C._is_alias_of(tensor, self.flat_of_user)  # type: ignore[attr-defined]
+        return seen
 
     def _point_at(self, flat: Tensor) -> None:
         for parameter, view in zip(self.parameters, self._views(flat), strict=True):

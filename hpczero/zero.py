@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpczero.accelerator import Accelerator, accelerator_of, choose_accelerator
+from hpczero.backward import next_node_number
 from hpczero.comm import Collectives, check_algorithms, check_transport_name, choose
 from hpczero.device import DTYPES
 from hpczero.environment import Environment
@@ -200,7 +201,8 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
             of another shape or dtype.
     """
     state = sharding(model)
-    units = state.units
+    units, schedule = state.units, state.schedule
+    assert schedule is not None, "zeroify attaches the schedule"
     if modifier_rank is not None and modifier_rank not in range(state.topology.size):
         raise ConfigError(
             f"modifier_rank: got {modifier_rank!r}, expected a rank of 0 to {state.topology.size - 1}"
@@ -212,28 +214,31 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
         for unit in units:
             unit.wait_for_unshard()
             unit.whole.hold()  # a forward inside must not give back what was changed
+    first_node, fine = next_node_number(), False
     try:
         yield
+        changed = modifier_rank is None and any(unit.whole.was_modified() for unit in units)
+        mine = np.array([changed, *schedule.kept.graphs_since(first_node)], dtype=np.uint8)
+        found = state.collectives.agree(mine, name="gathered")
         if modifier_rank is not None:
             with state.topology.agreed("keep what was changed inside gathered"):
                 for unit in units:
                     unit.take_over()
             for unit in units:
                 unit.write_back(modifier_rank)
-        else:
-            changed = np.array([any(unit.whole.was_modified() for unit in units)], dtype=np.uint8)
-            if state.collectives.agree(changed, name="gathered")[0]:
-                error = StepError(
-                    "parameters were changed inside gathered(model) without a modifier_rank, so ranks may now "
-                    "differ; use gathered(model, modifier_rank=0) and change them on that rank"
-                )
-                error.agreed = True
-                raise error
+        elif found[0]:
+            error = StepError(
+                "parameters were changed inside gathered(model) without a modifier_rank, so ranks may now "
+                "differ; use gathered(model, modifier_rank=0) and change them on that rank"
+            )
+            error.agreed = True
+            raise error
+        schedule.kept.for_graphs(found[1:])
+        fine = True
     finally:
         for unit in units:
-            unit.whole.let_go()
-        if state.schedule is not None:
-            state.schedule.make_kept_whole()
+            unit.whole.let_go(stay=fine and unit in schedule.kept)
+        schedule.make_kept_whole()
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -370,8 +375,7 @@ def _filler(
 
 def _checksum(values: Tensor) -> int:
     # Not through values.numpy(): torch then refuses to give the storage back.
-    nbytes = values.numel() * values.element_size()
-    return zlib.crc32((ctypes.c_ubyte * nbytes).from_address(values.data_ptr()))
+    return zlib.crc32((ctypes.c_ubyte * values.nbytes).from_address(values.data_ptr()))
 
 
 def release(model: nn.Module) -> None:

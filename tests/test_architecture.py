@@ -53,7 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("gradient", "gradient_norms", "unit", "whole"),
     ("backward", "prefetch", "seal", "seen_gradient", "surroundings"),
-    ("advice", "casting", "ways"),
+    ("advice", "casting", "kept", "ways"),
     ("optimizer_state", "step"),
     ("schedule",),
     ("accumulation", "forward_methods", "fullstate", "sharded_model", "zero"),

@@ -318,3 +318,48 @@ def test_what_is_put_where_nobody_looks_trains_as_in_plain_torch(
                 found, torch.zeros_like(found) if expected is None else expected, atol=1e-5
             )
             parallel_assert(comm, close, name)
+
+
+@pytest.mark.parametrize("transport", ["flat", "hierarchical", "window"])
+def test_mutation_on_saved_tensors_is_refused_where_parameters_are_sharded(
+    comm: MPI.Intracomm, topology: Topology, transport: str
+) -> None:
+    model = MLP()
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, stage=3, topology=topology, transport=transport):
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            with torch.no_grad():
+                model(mlp_input(comm.rank))
+            with pytest.raises(StepError, match="or train at stage 2"):
+                model(mlp_input(comm.rank))
+        check_trains(comm, model, optimizer)
+
+
+class Interrupted(MLP):
+    """Raises when its first layer has run."""
+
+    stop = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [self.layers[0](x)]
+        if self.stop:
+            raise ValueError("no such input")
+        return super().forward(x)
+
+
+def test_forward_that_ended_by_an_exception_is_not_told_to_return_its_results(
+    comm: MPI.Intracomm, topology: Topology, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, outside = Interrupted(), []
+    model.layers[0].register_forward_hook(lambda module, args, output: outside.append(output))
+    optimizer = adamw(model)
+    with (
+        caplog.at_level("WARNING", logger="hpczero"),
+        zeroified(model, optimizer, stage=3, topology=topology, transport="flat"),
+    ):
+        with pytest.raises(ValueError, match="no such input"):
+            model(mlp_input(comm.rank))
+        told = [record.getMessage() for record in caplog.records]
+        parallel_assert(comm, not any("stays whole" in each for each in told), str(told))
+        model.stop = False
+        check_trains(comm, model, optimizer)

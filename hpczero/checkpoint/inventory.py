@@ -86,6 +86,8 @@ class Inventory:
 
     def set_values(self, values: Tensor) -> None:
         """The reverse. Collective over world."""
+        if self._sharding.schedule is not None:
+            self._sharding.schedule.give_back()
         for unit, owned in self._by_unit(values):
             unit.restore(owned)
 

@@ -38,6 +38,11 @@ class Mix(nn.Module):
         return self.outer(torch.tanh(self.inner(x)))
 
 
+class Mixed(Mix):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixed(x)
+
+
 # --- arguments that a block writes to
 
 
@@ -111,6 +116,33 @@ class InplaceRelu(Layers):
             h = block(h)
             h += 0.5
         return self.loss(h[0], y)
+
+
+# --- views of parameters
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(7, WIDTH))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, rows: int) -> dict[str, Tensor]:
+        return {"rows": self.rows[:rows], "scale": self.scale.expand(rows, -1)}
+
+
+class Views(Layers):
+    """Blocks that return views of their own parameters; one is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__((Table(), Mixed(), Table()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.entry(x)
+        first, last = self.blocks[0](len(h)), self.blocks[2](len(h))
+        h = self.blocks[1](h * first["scale"] + first["rows"])
+        again = self.blocks[0](1)
+        return self.loss(h * last["scale"] + last["rows"] * again["rows"], y)
 
 
 # --- results that torch's pytrees do not see

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ BUILDS = pytest.mark.parametrize(
         passing.AttributeLosses,
         passing.Features,
         passing.Globals,
+        passing.Views,
     ],
     ids=lambda build: build.__name__,
 )
@@ -74,6 +76,52 @@ def test_gradient_with_respect_to_inputs_alone(equals_one_process):
         return F.mse_loss(model(x + 0.01 * slope.sign()), y)
 
     check(equals_one_process, passing.Penalty, loss=loss)
+
+
+def weights(lane):
+    inside = hasattr(lane.model, "_hpczero_sharding")
+    with hpczero.gathered(lane.model) if inside else nullcontext():
+        return 0.02 * sum(p.square().sum() for p in lane.model.parameters())
+
+
+def after_the_loss(lane):
+    loss = lane.loss()
+    lane.backward(loss)
+    penalty = weights(lane)
+    lane.backward(penalty)
+    return loss.item() + penalty.item()
+
+
+def before_the_loss(lane):
+    penalty, loss = weights(lane), lane.loss()
+    lane.backward(loss)
+    lane.backward(penalty)
+    return loss.item() + penalty.item()
+
+
+def with_the_loss(lane):
+    loss = lane.loss() + weights(lane)
+    lane.backward(loss)
+    return loss.item()
+
+
+def for_every_part(lane):
+    return with_the_loss(lane) + with_the_loss(lane)
+
+
+def instead_of_the_loss(lane):
+    penalty = weights(lane)
+    lane.backward(penalty)
+    return penalty.item()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [after_the_loss, before_the_loss, with_the_loss, for_every_part, instead_of_the_loss],
+    ids=lambda program: program.__name__,
+)
+def test_penalty_made_of_weights_inside_gathered(equals_one_process, program):
+    check(equals_one_process, passing.InplaceRelu, program=program)
 
 
 def test_gathered_between_forward_and_backward(equals_one_process):

@@ -1,0 +1,96 @@
+"""Kept: units that stay whole although their modules have run, and until when.
+
+Owns: the reasons. Must not know: hooks, buffers, when it is time.
+
+    backward  results that no hook sees, a second pass over the graph of a backward: until a backward is through
+    graph     a graph made of parameters inside ``gathered``: until the step, or ``gathered`` finds it gone; no hook
+              sees its backward come, nor whether it was the last one
+    call      a block returned a view of memory that ranks share: until no call runs, or, under grad, as ``backward``
+
+The optimizer's step ends all of them: it makes other values. What ends them must be the same on all ranks, for the next
+use is collective; when a graph goes is each rank's own business.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+from hpczero.backward import Gradients, next_node_number
+from hpczero.unit import Unit
+
+logger = logging.getLogger("hpczero.schedule")
+
+
+class Kept:
+    """A set of units, in the order they came, which is the same on all ranks."""
+
+    def __init__(self, gradients: Mapping[Unit, Gradients]) -> None:
+        """Empty. Args: gradients, of every trainable unit, where parameters are sharded."""
+        self._gradients = gradients
+        self._for_backward: dict[Unit, None] = {}
+        self._for_graph: dict[Unit, None] = {}
+        self._for_call: dict[Unit, None] = {}
+        self._told: set[Unit] = set()
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._for_backward or unit in self._for_graph or unit in self._for_call
+
+    @property
+    def units(self) -> list[Unit]:
+        """All of them."""
+        return list(self._for_graph | self._for_backward | self._for_call)
+
+    def for_backward(self, units: Iterable[Unit]) -> None:
+        """Until a backward is through."""
+        self._for_backward.update(dict.fromkeys(units))
+
+    def graphs_since(self, number: int) -> list[bool]:
+        """Which units graphs may lead to that are newer than node ``number``, or that keep them already.
+
+        An older graph that is still there counts too where any was made since: nobody can tell them apart.
+        """
+        new = next_node_number() != number
+        return [
+            (new or unit in self._for_graph) and gradients.are_in_a_graph()
+            for unit, gradients in self._gradients.items()
+        ]
+
+    def for_graphs(self, found: Iterable[int]) -> None:
+        """Until the step, or the next call of this: what all ranks together found as ``graphs_since``."""
+        pairs = zip(self._gradients, found, strict=True)
+        self._for_graph = {unit: None for unit, kept in pairs if kept}
+
+    def for_call(self, unit: Unit) -> None:
+        """Until ``calls_are_through``."""
+        self._for_call[unit] = None
+
+    def tell(self, units: Sequence[Unit]) -> None:
+        """Say once that results which no hook sees cost memory."""
+        for unit in units:
+            if unit not in self._told:
+                self._told.add(unit)
+                logger.warning(
+                    "unit %r stays whole until backward is through, which takes memory: it has results that are "
+                    "neither in what it returns nor in its arguments or attributes, or it computed something after "
+                    "them that needs a gradient. Return them; compute what is only logged under torch.no_grad()",
+                    unit.spec.name,
+                )
+
+    def calls_are_through(self) -> list[Unit]:
+        """No call runs any more; returns what need not stay whole."""
+        if not self._for_call:
+            return []
+        ended, self._for_call = self._for_call, {}
+        return [unit for unit in ended if unit not in self]
+
+    def backward_is_through(self) -> None:
+        """One more; what another one may need stays."""
+        self._for_backward.clear()
+
+    def clear(self) -> list[Unit]:
+        """Forget all; returns what was kept."""
+        units = self.units
+        for kind in (self._for_backward, self._for_graph, self._for_call):
+            kind.clear()
+        return units
