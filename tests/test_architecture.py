@@ -64,7 +64,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("attempts", "header", "resume", "roomcheck", "runlock"),
     ("run_checkpoints",),
     ("generation", "loop"),
-    ("data.__main__", "doctor", "plan.__main__", "preflight", "sample", "train"),
+    ("commands", "data.__main__", "doctor", "plan.__main__", "preflight", "sample", "train"),
 )
 
 # Who alone may import these, at whatever depth of the code.
