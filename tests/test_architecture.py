@@ -24,7 +24,7 @@ MAX_LINES = 400
 # the same layer. ``__init__`` is the public names of the package, which the rooms below it never use.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("optiontypes", "regularfile", "values"),
+    ("optiontypes", "regularfile", "scalars", "values"),
     (
         "config",
         "environment",
