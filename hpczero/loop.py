@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import socket
+import time
 import zlib
 from contextlib import nullcontext
 from functools import partial
@@ -376,5 +377,6 @@ def draw_losses(config: RunConfig, folder: RunFolder) -> None:
     # Here and not at the top: half a second and 40 MB that only one rank should pay.
     from hpczero.plot import plot_losses
 
-    title = f"{config.run.name}: {config.model.preset}, ZeRO stage {config.parallel.stage}"
+    where = f"{socket.gethostname()}, {time.strftime('%Y-%m-%d')}"
+    title = f"{config.run.name}: {config.model.preset}, ZeRO stage {config.parallel.stage}\n{where}"
     plot_losses(read_metrics(folder.metrics), folder.plot, title=title)

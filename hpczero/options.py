@@ -37,6 +37,10 @@ else:
 T = TypeVar("T")
 
 TOML_NBYTES = 2**20
+SCRIPTS = frozenset(
+    f"hpczero-{name}"
+    for name in ("train", "sample", "checkpoint", "plan", "data", "doctor", "preflight")
+)
 SAID = 800  # characters of a complaint
 
 
@@ -57,6 +61,14 @@ def read_run_config(args: Sequence[str]) -> RunConfig:
         prog="python -m hpczero.train [run.toml]",
         description="Train a GPT with ZeRO over MPI. Options of the command line override those of the TOML file.",
         default=default,
+    )
+
+
+def _called(prog: str) -> str:
+    """``prog``, or the console script by which the user called it."""
+    name = Path(sys.argv[0]).name
+    return (
+        name + prog.partition(name.replace("hpczero-", "hpczero."))[2] if name in SCRIPTS else prog
     )
 
 
@@ -84,7 +96,7 @@ def parse_command_line(
             return tyro.cli(
                 cls,
                 args=args,
-                prog=prog,
+                prog=_called(prog),
                 description=description,
                 default=tyro.MISSING_NONPROP if default is None else default,
                 use_underscores=True,

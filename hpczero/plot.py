@@ -6,6 +6,7 @@ matplotlib takes half a second and 40 MB, which only rank 0 should pay.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -13,22 +14,44 @@ from pathlib import Path
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 
 from hpczero.metrics import StepMetrics
 
+SPANS = 40  # a curve is smoothed over one part in so many
+TRAINING, HELD_OUT = "tab:blue", "tab:red"
+
 
 def plot_losses(steps: Sequence[StepMetrics], path: Path, *, title: str) -> None:
-    """Write training and held-out loss over the steps to ``path`` (PNG), tokens on a second axis."""
+    """Write training and held-out loss over the steps to ``path`` (PNG), tokens on a second axis.
+
+    Args:
+        steps: in order.
+        path: of the picture.
+        title: above it; what ran, where and when.
+    """
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)  # draws without a display
     axes = figure.add_subplot()
-    axes.plot([m.step for m in steps], [m.loss for m in steps], linewidth=1, label="training")
+    numbers, losses = [m.step for m in steps], [m.loss for m in steps]
+    span = max(1, len(steps) // SPANS)
+    if span == 1:
+        axes.plot(numbers, losses, color=TRAINING, linewidth=1.5, label="training")
+    else:
+        axes.plot(numbers, losses, color=TRAINING, alpha=0.3, linewidth=0.8)
+        said = f"training, mean over about {span:,} steps"
+        axes.plot(numbers, smoothed(losses, span), color=TRAINING, linewidth=1.5, label=said)
     held_out = [(m.step, m.held_out_loss) for m in steps if m.held_out_loss is not None]
     if held_out:
         axes.plot(
-            *zip(*held_out, strict=True), "o-", label=f"held out ({held_out[-1][1]:.3f} at the end)"
+            *zip(*held_out, strict=True),
+            "o-",
+            color=HELD_OUT,
+            label=f"held out ({held_out[-1][1]:.3f} at the end)",
         )
-    axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
+    axes.set_title(title, fontsize="medium")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.grid(alpha=0.3)
     axes.legend()
     if steps:
@@ -36,4 +59,20 @@ def plot_losses(steps: Sequence[StepMetrics], path: Path, *, title: str) -> None
         to_tokens, to_steps = partial(np.multiply, per_step), partial(np.multiply, 1 / per_step)
         above = axes.secondary_xaxis("top", functions=(to_tokens, to_steps))
         above.set_xlabel("tokens")
+        above.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     figure.savefig(path)
+
+
+def smoothed(values: Sequence[float], span: int) -> list[float]:
+    """Exponential mean of the values so far, whose weights have their centre ``span`` / 2 values back.
+
+    The first values weigh what they should, not more (Kingma and Ba, Adam, 2015, sec. 3). What is not finite is left
+    out, and its place has the mean before it.
+    """
+    keep = (span - 1) / (span + 1)
+    mean, weight, found = 0.0, 0.0, []
+    for value in values:
+        if math.isfinite(value):
+            mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
+        found.append(mean / weight if weight else math.nan)
+    return found

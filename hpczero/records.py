@@ -38,9 +38,9 @@ class Records:
         self._tensorboard = None
         if options.tensorboard:
             # Here and not at the top: a fifth of a second and 20 MB that only rank 0 should pay.
-            from tensorboard.summary import Writer
+            from hpczero.scalars import ScalarWriter
 
-            self._tensorboard = Writer(str(folder.tensorboard))
+            self._tensorboard = ScalarWriter(folder.tensorboard)
         self._open = ExitStack()
 
     def __enter__(self) -> Records:

@@ -57,7 +57,10 @@ def write_weights(
     try:
         held = dict(once.values())
         digests = {name: _digest(tensor) for name, tensor in held.items()}
+        temporary.touch()  # with the permissions that the user's umask gives; the library's file is private
+        mode = temporary.stat().st_mode
         save_file(held, temporary, metadata=with_digests({_KEY: json.dumps(card)}, digests))
+        temporary.chmod(mode)
         with temporary.open("r+b") as file:
             _sort_metadata(file)
             os.fsync(file.fileno())  # a rename may reach the disk before the contents do

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 from scaling.plot import Bar, draw_bars
-from scaling.record import Row, of_kind
+from scaling.record import Row, of_kind, where_and_when
 from scaling.spread import Spread, paired_ratios
 from scaling.table import table, with_spread
 
@@ -185,7 +185,9 @@ def draw(rows: list[Row], path: Path) -> None:
             rate = Spread.of([head["state_nbytes"] / value / 1e6 for value in values.values()])
             bars.append(Bar(TITLES[way], rate.median, rate.low, rate.high))
         panels[f"{what}, MB/s"] = bars
-    draw_bars(panels, path, title=f"{head['description']}, {head['ranks']} ranks")
+    draw_bars(
+        panels, path, title=f"{head['description']}, {head['ranks']} ranks\n{where_and_when(head)}"
+    )
 
 
 def _ratio_of(found: dict[str, list[float]], numerator: str, denominator: str) -> Spread | None:

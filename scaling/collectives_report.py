@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaling.plot import Line, draw_lines
-from scaling.record import Row, of_kind
+from scaling.record import Row, of_kind, where_and_when
 from scaling.spread import Spread, paired_ratios
 from scaling.table import table, with_spread
 
@@ -154,7 +154,7 @@ def draw(rows: list[Row], path: Path) -> None:
     draw_lines(
         {axis: _lines(lines) for axis, lines in panels.items()},
         path,
-        title=f"{head['placement']}{label}, {head['mpi']}, {head['commit']}",
+        title=f"{head['placement']}{label}, {head['mpi']}\n{where_and_when(head)}",
         x="bytes of one rank's shard",
         y="ms, median",
     )

@@ -13,7 +13,7 @@ from statistics import median
 
 from scaling.contenders import BEFORE
 from scaling.plot import Bar, draw_bars
-from scaling.record import Row, of_kind
+from scaling.record import Row, of_kind, where_and_when
 from scaling.spread import Spread, paired_ratios
 from scaling.table import table, with_spread
 
@@ -162,7 +162,7 @@ def draw(rows: list[Row], path: Path) -> None:
     draw_bars(
         {"ms per step": steps, "peak PSS per rank, MiB (dark: before the model)": memory},
         path,
-        title=f"{head['description']}\n{head['ranks']} ranks, {head['cpu']}, {head['cores']} cores, {head['commit']}",
+        title=f"{head['description']}, {head['ranks']} ranks\n{where_and_when(head)}",
     )
 
 

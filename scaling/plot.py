@@ -31,13 +31,20 @@ class Bar:
     below: float = 0.0
 
 
-def draw_bars(panels: Mapping[str, Sequence[Bar]], path: Path, *, title: str) -> None:
+def draw_bars(
+    panels: Mapping[str, Sequence[Bar]],
+    path: Path,
+    *,
+    title: str,
+    wanted: tuple[float, float, float] | None = None,
+) -> None:
     """Horizontal bars, one panel beside the other, to ``path`` (PNG or SVG).
 
     Args:
         panels: bars by the name of their axis; the same labels in each.
         path: of the file.
         title: above all.
+        wanted: where bars should end: the least, the best and the most; drawn as a band with a line.
     """
     most = max(len(bars) for bars in panels.values())
     figure = Figure(figsize=(6 * len(panels), 1.5 + 0.35 * most), dpi=120, layout="constrained")
@@ -51,6 +58,10 @@ def draw_bars(panels: Mapping[str, Sequence[Bar]], path: Path, *, title: str) ->
         for bar in bars:
             if bar.low is not None and bar.high is not None:
                 axes.plot([bar.low, bar.high], [bar.label, bar.label], color="black", linewidth=2)
+        if wanted is not None:
+            least, best, most_wanted = wanted
+            axes.axvspan(least, most_wanted, color="tab:green", alpha=0.15, zorder=0)
+            axes.axvline(best, color="tab:green", linewidth=1)
         axes.invert_yaxis()
         axes.set_xlabel(axis)
         axes.grid(axis="x", alpha=0.3)

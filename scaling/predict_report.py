@@ -12,7 +12,7 @@ from scaling.curves import BUSY_SHARE
 from scaling.model import Prediction
 from scaling.paper import ANCHOR_TFLOPS, FIGURE_3, Comparison
 from scaling.plot import Bar, Line, draw_bars, draw_lines
-from scaling.record import Row, of_kind
+from scaling.record import Row, of_kind, where_and_when
 from scaling.spread import Spread
 from scaling.table import table, with_spread
 
@@ -230,7 +230,6 @@ def draw(rows: list[Row], path: Path) -> None:
         found = ratio(turns)
         label = f"{workload}, {ranks} rank(s), stage {stage}"
         bars.append(Bar(label, found.median, found.low, found.high))
-    title = (
-        f"prediction against measurement, {head['cpu']}, {head['cores']} cores, {head['commit']}"
-    )
-    draw_bars({"predicted / measured step time": bars}, path, title=title)
+    title = f"prediction against measurement\n{where_and_when(head)}"
+    axis = "predicted / measured step time (band: within 20 %)"
+    draw_bars({axis: bars}, path, title=title, wanted=(0.8, 1.0, 1.2))

@@ -101,6 +101,11 @@ def circumstances() -> Row:
     }
 
 
+def where_and_when(head: Row) -> str:
+    """Machine, commit and day of a run, for titles. Args: head, its row of ``circumstances``."""
+    return f"{head['cpu']}, {head['cores']} cores, commit {head['commit']}, {head['date'][:10]}"
+
+
 def machine_name() -> str:
     """Name of the folder of this machine's results, such as ``amd-epyc-2-cores``."""
     return slug(f"{cpu_model()} {cores()} cores")

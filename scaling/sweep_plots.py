@@ -181,7 +181,7 @@ def _figure(
     FigureCanvasAgg(figure)
     head, points = next(of_kind(rows, "run")), list(of_kind(rows, "point"))
     devices = " | ".join(sorted({computes_on(row) for row in points}))
-    where = f"{devices}, commit {commits(rows)}"
+    where = f"{devices}, commit {commits(rows)}, {max(row['date'] for row in points)[:10]}"
     title = f"{head['study']} scaling: {where}"
     if any(row["emulated"] for row in points):
         title = f"EMULATED nodes on one machine, NOT scaling ({head['study']} set-up): {where}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from scaling.plot import Bar, draw_bars
-from scaling.record import Row, of_kind
+from scaling.record import Row, of_kind, where_and_when
 from scaling.spread import Spread, paired_ratios
 from scaling.table import table, with_spread
 
@@ -57,7 +57,9 @@ def draw(rows: list[Row], path: Path) -> None:
     head = next(of_kind(rows, "run"))
     label = ", emulated" if head["emulated"] else ""
     draw_bars(
-        {"ms per step": bars}, path, title=f"{head['description']}, {head['placement']}{label}"
+        {"ms per step": bars},
+        path,
+        title=f"{head['description']}, {head['placement']}{label}\n{where_and_when(head)}",
     )
 
 

@@ -24,7 +24,7 @@ MAX_LINES = 400
 # the same layer. ``__init__`` is the public names of the package, which the rooms below it never use.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("durable", "optiontypes", "regularfile", "values"),
+    ("durable", "optiontypes", "regularfile", "scalars", "values"),
     (
         "config",
         "environment",
@@ -74,7 +74,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("attempts", "header", "resume", "roomcheck", "runlock"),
     ("run_checkpoints",),
     ("generation", "loop"),
-    ("data.__main__", "doctor", "plan.__main__", "preflight", "sample", "train"),
+    ("commands", "data.__main__", "doctor", "plan.__main__", "preflight", "sample", "train"),
 )
 
 # Who alone may import these, at whatever depth of the code.

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpczero import log
 from hpczero.config import LogOptions, RunConfig, RunOptions, TrainOptions
@@ -265,8 +266,11 @@ def test_records_go_to_file_tensorboard_and_screen(
     with Records(folder, LogOptions(every=1), num_steps=1) as records:
         records.write(metrics(1, loss=1.5))
     assert [m.loss for m in read_metrics(folder.metrics)] == [1.5]
-    (events,) = folder.tensorboard.iterdir()
-    assert b"grad_norm" in events.read_bytes()
+    events = EventAccumulator(str(folder.tensorboard))
+    events.Reload()
+    (loss,) = events.Scalars("loss")
+    assert (loss.step, loss.value) == (1, 1.5)
+    assert "grad_norm" in events.Tags()["scalars"]
     assert "loss 1.5000" in capsys.readouterr().out
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,18 @@ def test_foreign_safetensors_file_is_refused(tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(3)}, tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match="not weights of"):
         Weights(tmp_path / "other.safetensors")
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
+def test_weights_have_the_permissions_of_the_users_umask(
+    tmp_path: Path, mask: int, mode: int
+) -> None:
+    before = os.umask(mask)
+    try:
+        path = save(dense_model(), tmp_path / "model.safetensors")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
 
 
 def test_failed_write_keeps_the_older_file_and_leaves_nothing(tmp_path: Path) -> None:
