@@ -38,11 +38,6 @@ def check_modules(model: nn.Module, precision: Precision, *, trains: bool) -> No
                 "the whole alone. To begin anew: hpczero.release(the other model), and build this one again"
             )
         _check_lazy(name, parameter)
-        if _has_gradient(parameter):
-            raise PlanError(
-                f"parameter {name!r} has a gradient already, which zeroify would drop; call optimizer.zero_grad(), or "
-                "take the step, before zeroify"
-            )
         _check_dtype(name, parameter)
     _check_memory(model)
     for name, module in model.named_modules():
@@ -87,6 +82,20 @@ def _check_memory(model: nn.Module) -> None:
                     f"attribute {key!r} of module {path or 'model'!r} is a view of parameter {owner!r} and would not "
                     "see its training; take the view in forward"
                 )
+
+
+def check_gradients(model: nn.Module) -> None:
+    """Refuse gradients that are there already: they would be dropped, where plain torch adds to them.
+
+    Raises:
+        PlanError: names the parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if _has_gradient(parameter):
+            raise PlanError(
+                f"parameter {name!r} has a gradient already, which zeroify would drop; call optimizer.zero_grad() "
+                "before zeroify"
+            )
 
 
 def _has_gradient(parameter: nn.Parameter) -> bool:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hpczero.accelerator import Accelerator, accelerator_of, choose_accelerator
@@ -28,7 +29,7 @@ from hpczero.plan import Plan, Stage
 from hpczero.plan.plan import UnitRule
 from hpczero.plan.rules import default_rule
 from hpczero.precision import Precision
-from hpczero.refusals import check_modules
+from hpczero.refusals import check_gradients, check_modules
 from hpczero.sharded_model import KEY, Sharding, persistent_buffers
 from hpczero.topology import Topology
 from hpczero.unit import Unit
@@ -106,6 +107,7 @@ def zeroify(
             groups: dict[str, int] = {}
         else:
             check_optimizer(optimizer)
+            check_gradients(model)
             groups = group_of_parameters(optimizer, model)
         plan = Plan.build(
             model,
@@ -276,7 +278,14 @@ def _check_fresh(
         if KEY in module.__dict__:
             raise PlanError(f"module {name or 'model'!r} was zeroified already; call zeroify once")
     kept = [(n, t) for f in (model.named_parameters, model.named_buffers) for n, t in f()]
-    made = next((f"{name!r} was made" for name, tensor in kept if tensor.is_inference()), None)
+    made = next(
+        (
+            f"{name!r} was made"
+            for name, tensor in kept
+            if not is_lazy(tensor) and tensor.is_inference()
+        ),
+        None,
+    )
     made = "zeroify was called" if torch.is_inference_mode_enabled() else made
     if made:
         raise PlanError(
