@@ -277,7 +277,8 @@ def state_tensors(contender: Contender) -> list[Tensor]:
             tensors = [parameter, *(v for v in state.values() if isinstance(v, Tensor) and v.dim())]
             for tensor in tensors:
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                found.append(local.detach().reshape(-1))
+                # A zeroified optimizer guards its parameters against being taken for whole ones.
+                found.append(local.detach().as_subclass(Tensor).reshape(-1))
     return found
 
 
