@@ -223,7 +223,7 @@ class Guard:
                     *args, **kwargs
                 )  # deepcopy and the like: a copy is an ordinary parameter
 
-            names = {"grad": shown, "data": _watched_data, "__new__": make}
+            names = {"grad": shown, "data": watched_data, "__new__": make}
             names["__module__"] = own.__module__
             self._open_class = type(own.__name__, (own,), names)
         self._closed_class = type("ShardedParameter", (ShardedParameter,), closed)
@@ -236,7 +236,7 @@ _own_data: Any = torch.Tensor.data
 
 # A change through .data tells autograd nothing. A detached view has the parameter's version counter, so that the next
 # step refuses such a change as it does any other; in memory that ranks share each of them would have made it.
-_watched_data = property(
+watched_data = property(
     lambda parameter: parameter.detach(),
     lambda parameter, value: _own_data.__set__(parameter, value),
 )

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.errors import StepError
-from hpczero.parameter import own_gradient, set_own_gradient
-
-_own_data: Any = Tensor.data
+from hpczero.parameter import own_gradient, set_own_gradient, watched_data
 
 # Parts of names, and whole ones.
 _OVER_ALL_ELEMENTS = (
@@ -92,14 +90,7 @@ def _refuse_rank_local(func: Callable[..., Any]) -> None:
 class ShardPiece(Tensor):
     """A piece of a parameter or of the mean gradient; elementwise operations work, those over all elements raise."""
 
-    @property
-    def data(self) -> Tensor:
-        """As in torch, but changes through it are noticed."""
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        _own_data.__set__(self, value)
+    data = watched_data  # see shards.[Note: Changes of values between steps]
 
     @classmethod
     def __torch_function__(
@@ -131,14 +122,7 @@ class _Shard(nn.Parameter):
             result = func(*args, **(kwargs or {}))
         return result.as_subclass(ShardPiece) if type(result) is Tensor else result
 
-    @property
-    def data(self) -> Tensor:
-        """As in torch, but changes through it are noticed; see shards.[Note: Changes of values between steps]."""
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        _own_data.__set__(self, value)
+    data = watched_data  # see shards.[Note: Changes of values between steps]
 
     @property
     def grad(self) -> Tensor | None:
