@@ -28,6 +28,7 @@ from hpczero.errors import CommError, ConfigError, StepError
 from hpczero.gradient_norms import GradientNorms
 from hpczero.optimizers import describe_options
 from hpczero.precision import LossScaler, Precision
+from hpczero.replicas import Replicas
 from hpczero.shard_gradient import guard_shards, open_shards
 from hpczero.unit import Unit
 
@@ -85,6 +86,7 @@ class Step:
         self._before_update = before_update
         self._after_update = after_update
         self._replaced = replaced
+        self.replicas = Replicas(self._units, comm)
         self.norms = GradientNorms(self._units, comm, self._check_reduced)
         self._incomplete = False  # some gradients are those of a backward that did not finish
         self._scalings: list[str] = []
@@ -238,6 +240,7 @@ class Step:
         words = [
             self._comm.fingerprint,
             zlib.crc32("\n".join(options).encode()),
+            self.replicas.word(),
             *self._advice.words(),
         ]
         seen = np.array(words, dtype=np.uint32).view(np.uint8)  # 4 bytes each, equal on all ranks
@@ -248,7 +251,8 @@ class Step:
         mine = np.concatenate([seen, ~seen, verdict, np.packbits(used)])
         agreed = self._comm.agree(mine, name="step")
         both, rest = agreed[: 2 * len(seen)].reshape(2, -1, 4), agreed[2 * len(seen) :]
-        same_calls, same_options, same_samples, same_generator = (both[0] == ~both[1]).all(axis=1)
+        same = (both[0] == ~both[1]).all(axis=1).tolist()
+        same_calls, same_options, same_replicas, same_samples, same_generator = same
         if not same_calls:
             raise self._sequence_error()
         if not same_options:
@@ -257,7 +261,9 @@ class Step:
             with self._comm.topology.agreed("take the step"):
                 if error is not None:
                     raise error
-        self._advice.compared(same_samples=bool(same_samples), same_generator=bool(same_generator))
+        if not same_replicas:
+            self.replicas.check()
+        self._advice.compared(same_samples=same_samples, same_generator=same_generator)
         flags = np.unpackbits(rest[2:], count=len(used)).astype(bool)
         ends = np.cumsum([len(unit.used) for unit in self._units])
         return not rest[0], np.split(flags, ends[:-1]) if len(ends) else []

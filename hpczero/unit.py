@@ -56,6 +56,7 @@ class Unit:
         self.whole = WholeParameters(spec, parameters, stage=stage, precision=precision, comm=comm)
         self.optimized = Shards(spec.layout, torch.empty(0), start=0, pieces=range(0))
         self._mine = self.whole.mine
+        self._owned_numel = len(spec.layout.shard_range(comm.topology.shard_index))
         if spec.trainable:
             self._allocate_state(precision)
             self._rest = self._master
@@ -124,16 +125,12 @@ class Unit:
         layout = self.spec.layout
         # On the host, where generators give the same numbers whatever the device.
         values = Buffer(
-            layout.padded_numel,
-            torch.float32,
-            memory=self._comm.memory,
-            category="initialise",
+            layout.padded_numel, torch.float32, memory=self._comm.memory, category="initialise"
         )
         values.tensor[layout.numel :].zero_()
         fill(values.tensor[: layout.numel])
-        whole = self._rest.numel() == layout.padded_numel
         with torch.no_grad():
-            self._rest.copy_(values.tensor if whole else values.tensor[self._mine])
+            self._rest.copy_(self._like_rest(values.tensor))
         self.whole.load(values.tensor)
         values.release()
         self._note_values()
@@ -170,8 +167,7 @@ class Unit:
 
         Inside a ``hold``. Where a value did not change, the fp32 master keeps its extra digits.
         """
-        whole = self.whole
-        new = whole.flat_of_user
+        whole, new = self.whole, self.whole.flat_of_user
         self._comm.broadcast(new, root=root, name=self.spec.name).wait()
         mine = self._like_rest(new)
         with torch.no_grad():
@@ -222,8 +218,7 @@ class Unit:
         Parameters without a gradient on this rank count as zero. Frees the local gradient unless the stage keeps it.
         ``finish_reduction`` follows.
         """
-        now = np.array(self._local.filled, dtype=bool)
-        accumulate = self._prepare_reduced()
+        now, accumulate = np.array(self._local.filled, dtype=bool), self._prepare_reduced()
         self._reduction = self._comm.reduce_scatter(
             self._local.complete(),
             self._reduced_mine,
@@ -276,8 +271,7 @@ class Unit:
     @property
     def owned_gradient(self) -> Tensor:
         """This rank's part of the reduced gradient without padding, the same elements in every stage; fp32."""
-        mine = self.spec.layout.shard_range(self._comm.topology.shard_index)
-        return self._reduced_mine[: len(mine)]
+        return self._reduced_mine[: self._owned_numel]
 
     @property
     def has_gradient(self) -> bool:
@@ -310,6 +304,14 @@ class Unit:
             self.used = np.zeros_like(self.used)
             self._dropped.clear()
             self._has_reduced = False
+
+    @property
+    def replicas(self) -> tuple[Tensor, ...]:
+        """What every rank updates by itself: values and, empty where there is none, reduced gradient; views, fp32."""
+        if self._stage.shards_optimizer:
+            return ()
+        gradient = self._reduced if self.has_gradient else self._master[:0]
+        return self._master[: self.spec.layout.numel], gradient[: self.spec.layout.numel]
 
     # --- the gradient of one slot --------------------------------------------------------------------------------
 
@@ -344,9 +346,8 @@ class Unit:
     @property
     def owned_values(self) -> Tensor:
         """This rank's part of the values without padding, the same elements in every stage; a view."""
-        mine = self.spec.layout.shard_range(self._comm.topology.shard_index)
         whole = self._rest.numel() == self.spec.layout.padded_numel
-        return (self._rest[self._mine] if whole else self._rest)[: len(mine)]
+        return (self._rest[self._mine] if whole else self._rest)[: self._owned_numel]
 
     def _like_rest(self, whole: Tensor) -> Tensor:
         """The part of ``whole`` that this rank keeps between uses."""

@@ -51,7 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "untraced",
         "wholecopy",
     ),
-    ("gradient", "gradient_norms", "unit", "whole"),
+    ("gradient", "gradient_norms", "replicas", "unit", "whole"),
     ("backward", "prefetch", "seal", "seen_gradient", "surroundings"),
     ("advice", "casting", "kept", "ways"),
     ("optimizer_state", "step"),

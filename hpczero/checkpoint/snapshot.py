@@ -91,9 +91,11 @@ def take(
     Raises:
         ConfigError: ``extra`` cannot be written as JSON, or ranks disagree about ``step``; on every rank.
         CheckpointError: a state of the optimizer that cannot be kept, or ranks whose optimizers differ; on every rank.
+        StepError: ranks have drifted apart at stage 0; on every rank.
     """
     topology = sharding.topology
     _check_step(sharding, step)
+    sharding.step.replicas.check()
     with topology.agreed("take a snapshot"):
         inventory = inventory or Inventory(sharding)
         kinds = inventory.state_kinds()
