@@ -93,6 +93,14 @@ class Advice:
             "would count next to nothing in fp16. Return them from the model, or use bf16; hooks that look are fine"
         )
 
+    def about_weights(self) -> None:
+        """In fp16 a graph was made of the parameters themselves, inside ``gathered``."""
+        self._tell(
+            "a graph made of parameters inside gathered carries no loss scale: a penalty made there would count next "
+            "to nothing in fp16. Compute it in the model's forward and return it, or use bf16; what is only logged "
+            "belongs under torch.no_grad()"
+        )
+
     def about_optimizer_state(self) -> None:
         """``optimizer.state_dict()`` was called."""
         self._tell(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hpczero.backward import BackwardPass, Call, Gradients, current_task
+from hpczero.backward import BackwardPass, Call, Gradients, current_task, next_node_number
 from hpczero.errors import StepError
 from hpczero.kept import Kept
 from hpczero.prefetch import Prefetch
@@ -102,6 +102,11 @@ class Schedule:
         """Give back what was kept whole for a backward that did not come; values are about to change."""
         for unit in self.kept.clear():
             unit.reshard()
+
+    def is_in_graph_since(self, number: int) -> bool:
+        """Whether parameters are in a graph, and any was made since node ``number``; this rank's own."""
+        graphs = (gradients.are_in_a_graph() for gradients in self._gradients.values())
+        return next_node_number() != number and any(graphs)
 
     def make_kept_whole(self) -> None:
         """Somebody else gave units back; those that a backward is going to need are made whole again. Collective."""

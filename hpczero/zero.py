@@ -236,6 +236,8 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
             error.agreed = True
             raise error
         schedule.kept.for_graphs(found[1:])
+        if state.precision.loss_scale is not None and schedule.is_in_graph_since(first_node):
+            state.advice.about_weights()
         fine = True
     finally:
         for unit in units:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import hpczero
 from hpczero.errors import StepError
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import MLP, adamw, mlp_input, zeroified
@@ -151,3 +152,32 @@ def test_optimizer_state_that_was_looked_at_by_a_parameter_of_the_model(
         except StepError as caught:
             error = caught
         parallel_assert(comm, re.search(said, str(error)) is not None, str(error))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("logged", [False, True], ids=["penalty", "logged"])
+def test_a_penalty_on_weights_read_in_gathered_in_fp16(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    caplog: pytest.LogCaptureFixture,
+    stage: int,
+    precision: str,
+    logged: bool,
+) -> None:
+    model = MLP()
+    optimizer = adamw(model)
+    options: dict[str, Any] = {"stage": stage, "precision": precision, "topology": topology}
+    with (
+        caplog.at_level("WARNING", logger="hpczero.advice"),
+        zeroified(model, optimizer, **options),
+    ):
+        for _ in range(2):
+            loss = model(mlp_input(comm.rank)).float().square().mean()
+            with hpczero.gathered(model), torch.set_grad_enabled(not logged):
+                penalty = sum(p.float().square().sum() for p in model.parameters())
+            (loss + 1e-3 * penalty).backward()
+            optimizer.zero_grad()
+    messages = [record.getMessage() for record in caplog.records]
+    expected = 1 if comm.rank == 0 and precision == "fp16" and not logged else 0
+    parallel_assert(comm, sum("inside gathered" in m for m in messages) == expected, str(messages))
