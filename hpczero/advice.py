@@ -7,8 +7,10 @@ Nothing here changes a result. What can be known to be wrong is refused elsewher
 
 from __future__ import annotations
 
+import itertools
 import logging
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,16 +33,25 @@ class Advice:
     """About one model. Not collective; the step compares ``words`` over ranks with what it compares anyway."""
 
     def __init__(self, model: nn.Module, topology: Topology) -> None:
-        """Nothing is hooked yet."""
+        """Nothing is hooked yet. Before the units take the parameters, whose memory is looked at."""
         self._model = model
         self._topology = topology
         self._samples = 0
         self._steps = 0
         self._told: set[str] = set()
         self._handle: RemovableHandle | None = None
+        self._held_elsewhere = _held_elsewhere(model)
 
     def attach(self) -> None:
         """Say at once what can be seen of the model, and look at its calls from now on."""
+        if self._held_elsewhere:
+            self._tell(
+                "the memory of %d parameter(s), first %r, is held by something else too (state_dict(), p.data, a NumPy "
+                "view, a module tied by .data), taken before zeroify: it keeps the initial values for ever, and the "
+                "memory. Take it after zeroify, inside `with hpczero.gathered(model):`",
+                len(self._held_elsewhere),
+                self._held_elsewhere[0],
+            )
         if self._topology.size > 1:
             self._handle = self._model.register_forward_pre_hook(self._count, with_kwargs=True)
             self._look_for_statistics()
@@ -140,3 +151,24 @@ class Advice:
             self._told.add(message)
             if self._topology.is_root:
                 logger.warning(message, *values)
+
+
+def _held_elsewhere(model: nn.Module) -> list[str]:
+    """Trained parameters whose memory is held by more than the model's own tensors."""
+    held = [t for t in itertools.chain(model.parameters(), model.buffers()) if _has_memory(t)]
+    bases = (t._base for t in held)  # of views: autograd keeps them
+    tensors = {id(t): t for t in itertools.chain(held, bases) if t is not None}
+    own = Counter(t.untyped_storage()._cdata for t in tensors.values())
+    found = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and _has_memory(parameter):
+            storage = parameter.untyped_storage()  # one holder more
+            holders = torch._C._storage_Use_Count(storage._cdata)
+            if holders > own[storage._cdata] + 1:
+                found.append(name)
+    return found
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    known = isinstance(tensor, nn.Parameter) or type(tensor) is Tensor
+    return known and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0

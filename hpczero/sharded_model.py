@@ -75,6 +75,7 @@ class Sharding:
         self.collectives = collectives
         self._owns_topology = owns_topology
         self.scaler = LossScaler(plan.precision.loss_scale)
+        self.advice = Advice(model, self.topology)
         parameters = dict(model.named_parameters())
         self.units = [
             Unit(
@@ -89,7 +90,6 @@ class Sharding:
         collectives.settle()
         self._known_buffers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._first_buffers = self._describe_buffers()
-        self.advice = Advice(model, self.topology)
         self.lineage: dict[Path, int] = {}
         self.step = Step(
             self.units,

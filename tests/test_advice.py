@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -181,3 +182,72 @@ def test_a_penalty_on_weights_read_in_gathered_in_fp16(
     messages = [record.getMessage() for record in caplog.records]
     expected = 1 if comm.rank == 0 and precision == "fp16" and not logged else 0
     parallel_assert(comm, sum("inside gathered" in m for m in messages) == expected, str(messages))
+
+
+HOLDERS: dict[str, Callable[[nn.Module], object]] = {
+    "state_dict": lambda model: model.state_dict(),
+    "data": lambda model: next(model.parameters()).data,
+    "numpy": lambda model: next(model.parameters()).detach().numpy(),
+    "tied by data": lambda model: nn.Parameter(next(model.parameters()).data),
+    "view": lambda model: next(model.parameters()).detach().t(),
+}
+OTHERS: dict[str, Callable[[nn.Module], object]] = {
+    "nothing": lambda model: None,
+    "copy": lambda model: copy.deepcopy(model),
+    "clones": lambda model: {k: v.clone() for k, v in model.state_dict().items()},
+    "the parameter": lambda model: list(model.named_parameters()),
+    "vector": lambda model: nn.utils.parameters_to_vector(model.parameters()),
+}
+
+
+@pytest.mark.parametrize("holder", [*HOLDERS, *OTHERS])
+def test_memory_of_parameters_that_is_held_by_something_else(
+    comm: MPI.Intracomm, topology: Topology, caplog: pytest.LogCaptureFixture, holder: str
+) -> None:
+    model = MLP()
+    held = {**HOLDERS, **OTHERS}[holder](model)
+    messages = told(caplog, topology, model, lambda step: mlp_input(comm.rank))
+    expected = 1 if comm.rank == 0 and holder in HOLDERS else 0
+    found = sum("held by something else" in m for m in messages)
+    parallel_assert(comm, found == expected, f"{messages} {type(held)}")
+
+
+class OneStorage(nn.Module):
+    """Parameters and a buffer that are views of one tensor, as some loaders and recurrent layers make them."""
+
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat = torch.randn(7 * 3 + 3 + 3, generator=torch.Generator().manual_seed(1))
+        self.weight = nn.Parameter(flat[:21].view(3, 7))
+        self.bias = nn.Parameter(flat[21:24])
+        self.register_buffer("shift", flat[24:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias) + self.shift
+
+
+@pytest.mark.parametrize("build", [OneStorage, lambda: nn.LSTM(7, 3), lambda: TiedLinear()])
+def test_models_whose_own_tensors_share_memory_are_told_nothing(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    caplog: pytest.LogCaptureFixture,
+    build: Callable[[], nn.Module],
+) -> None:
+    model = build()
+    with (
+        caplog.at_level("WARNING", logger="hpczero.advice"),
+        zeroified(model, adamw(model), topology=topology),
+    ):
+        pass
+    parallel_assert(comm, not caplog.records, str([r.getMessage() for r in caplog.records]))
+
+
+class TiedLinear(nn.Module):
+    """One parameter under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.second.weight = self.first.weight
