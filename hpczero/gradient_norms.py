@@ -80,7 +80,7 @@ class GradientNorms:
         kept = self._of_slots.get(order, {})
         versions = [unit.gradient_version for unit in self._units]
         if (unit, position) not in kept:
-            slots = [(unit, place) for unit in self._units for place in range(len(unit.used))]
+            slots = [(unit, place) for unit in self._units for place in range(len(unit.usage))]
             kept = dict(zip(slots, self._share(slots, order), strict=True))
             self._of_slots, self._versions = {order: kept}, versions
         elif versions != self._versions:

@@ -7,8 +7,8 @@ Owns: the reasons. Must not know: hooks, buffers, when it is time.
               sees its backward come, nor whether it was the last one
     call      a block returned a view of memory that ranks share: until no call runs, or, under grad, as ``backward``
 
-The optimizer's step ends all of them: it makes other values. What ends them must be the same on all ranks, for the next
-use is collective; when a graph goes is each rank's own business.
+The optimizer's step ends all of them: it makes other values. A rank may have reasons that others have not: a hook that
+logs, on rank 0 alone. So they decide what memory this rank gives back, never whether the next use is collective.
 """
 
 from __future__ import annotations

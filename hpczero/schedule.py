@@ -108,10 +108,6 @@ class Schedule:
         graphs = (gradients.are_in_a_graph() for gradients in self._gradients.values())
         return next_node_number() != number and any(graphs)
 
-    def make_kept_whole(self) -> None:
-        """Somebody else gave units back; those that a backward is going to need are made whole again. Collective."""
-        self._make_whole(self.kept.units)
-
     def _register(self, model: nn.Module) -> None:
         users: dict[nn.Module, list[Unit]] = {model: []}
         for unit in self._units:
@@ -230,16 +226,16 @@ class Schedule:
         if not lost:
             return
         try:
-            for tensor in tensors_in(output):
-                for unit in lost:
-                    if unit.whole.is_seen_by(tensor):
-                        unit.whole.lend()
-                        if unit.whole.shared and torch.is_grad_enabled():
-                            self.kept.for_backward([unit])
-                        elif unit.whole.shared:
-                            self.kept.for_call(unit)
+            outputs = list(tensors_in(output))
+            seen = [unit for unit in lost if any(map(unit.whole.is_seen_by, outputs))]
         except TooMany:
-            return
+            seen = lost
+        for unit in seen:
+            unit.whole.lend()
+            if unit.whole.shared and torch.is_grad_enabled():
+                self.kept.for_backward([unit])
+            elif unit.whole.shared:
+                self.kept.for_call(unit)
 
     def _is_watched(self, call: Call, results: tuple[Any, ...]) -> bool:
         """Have the ways into ``call`` watched; whether there are no others. See ways.[Note: The ways into a call]."""
@@ -252,8 +248,7 @@ class Schedule:
         return not any(self._gradients[unit].are_in_a_graph() for unit in trainable)
 
     def _give_back(self, unit: Unit) -> None:
-        if unit not in self.kept:
-            unit.reshard()
+        unit.reshard(retain=unit in self.kept)
 
     def _make_whole(self, units: Sequence[Unit]) -> None:
         """Wait until ``units`` are whole; what comes after them is on its way then."""
@@ -315,7 +310,7 @@ class Schedule:
 
         def hook(parameter: Tensor) -> None:
             backward = self._current_backward()
-            if self._sharded and unit.state is UnitState.SHARDED:
+            if self._sharded and unit.whole.state is UnitState.SHARDED:
                 raise StepError(
                     f"the gradient of {name!r} was computed while its unit {unit.spec.name!r} was sharded: backward "
                     "came to it by a way that no hook sees. Return what the loss is made of from the module, or leave "

@@ -123,8 +123,12 @@ class Sharding:
         return [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in named if id(b) in known]
 
     def _replaced_buffers(self) -> list[str]:
-        """Buffers of another shape or dtype than at first, which ranks must then have alike."""
-        return [text for text in self._describe_buffers() if text not in self._first_buffers]
+        """Buffers that came, changed shape or dtype, or are gone since ``zeroify``; ranks must have them alike."""
+        now, first = self._describe_buffers(), self._first_buffers
+        if now == first:
+            return []
+        gone = [f"no {text}" for text in first if text not in now]
+        return [text for text in now if text not in first] + gone
 
     @property
     def memory(self) -> Memory:

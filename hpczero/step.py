@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -31,6 +30,7 @@ from hpczero.precision import LossScaler, Precision
 from hpczero.replicas import Replicas
 from hpczero.shard_gradient import guard_shards, open_shards
 from hpczero.unit import Unit
+from hpczero.usage import Flags
 
 logger = logging.getLogger("hpczero.step")
 
@@ -200,7 +200,8 @@ class Step:
         if self._skipping:
             self._skip()
             return
-        for unit, flags in zip(self._units, used, strict=True):
+        for unit, (now, emptied) in zip(self._units, used, strict=True):
+            flags = unit.usage.step(now, emptied)
             if unit.has_gradient:
                 unit.skip_unused(flags)
         if not any(unit.has_gradient for unit in self._units):
@@ -226,7 +227,7 @@ class Step:
                 self._comm.step,
             )
 
-    def _agree(self, optimizer: Optimizer) -> tuple[bool, list[npt.NDArray[np.bool_]]]:
+    def _agree(self, optimizer: Optimizer) -> tuple[bool, list[Flags]]:
         """One exchange: same calls and options on all ranks, every gradient finite, and which parameters were used.
 
         A rank that finds something wrong at home tells the others here instead of raising alone.
@@ -244,7 +245,8 @@ class Step:
             *self._advice.words(),
         ]
         seen = np.array(words, dtype=np.uint32).view(np.uint8)  # 4 bytes each, equal on all ranks
-        used = np.concatenate([unit.used for unit in self._units] or [np.zeros(0, dtype=bool)])
+        usages = [np.stack([unit.usage.now, unit.usage.emptied]) for unit in self._units]
+        used = np.concatenate(usages or [np.zeros((2, 0), dtype=bool)], axis=1)
         # Last: here a device is waited for, which is better busy while the host does the rest.
         finite = _all_finite([u.owned_gradient for u in self._units if u.has_gradient])
         verdict = np.array([not finite, error is not None], dtype=np.uint8)
@@ -264,9 +266,9 @@ class Step:
         if not same_replicas:
             self.replicas.check()
         self._advice.compared(same_samples=same_samples, same_generator=same_generator)
-        flags = np.unpackbits(rest[2:], count=len(used)).astype(bool)
-        ends = np.cumsum([len(unit.used) for unit in self._units])
-        return not rest[0], np.split(flags, ends[:-1]) if len(ends) else []
+        flags = np.unpackbits(rest[2:], count=used.size).astype(bool).reshape(used.shape)
+        ends = np.cumsum([len(unit.usage) for unit in self._units])
+        return not rest[0], np.split(flags, ends[:-1], axis=1) if len(ends) else []
 
     def _local_error(self) -> StepError | None:
         try:
@@ -275,6 +277,13 @@ class Step:
             for unit in self._all_units:
                 unit.whole.check_untouched()
                 unit.optimized.check_place()
+            for unit in self._units:
+                if unit.usage.late:
+                    raise StepError(
+                        f"rank {self._comm.topology.rank}: gradients of unit {unit.spec.name!r} in "
+                        "optimizer.param_groups were set to None between two backwards of one step, which only this "
+                        "rank sees; use optimizer.zero_grad() or model.zero_grad()"
+                    )
         except StepError as error:
             return error
         return None
@@ -345,14 +354,15 @@ class Step:
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._guard()
+        # Also after a step that was skipped: what a loop has done to the optimizer's parameters before it stands.
+        for unit in self._units:
+            unit.refresh()
+        for unit in self._units:
+            unit.whole.wait_for_update()
+            unit.note_step()
+        torch.clear_autocast_cache()  # casts of the old weights, in a block around several steps
         if not self._skipping:
             self.counts.in_a_row = 0
-            for unit in self._units:
-                unit.refresh()
-            for unit in self._units:
-                unit.whole.wait_for_update()
-                unit.note_step()
-            torch.clear_autocast_cache()  # casts of the old weights, in a block around several steps
             self._after_update()
         self._scaler.update(overflow=self._skipping)
         self.forget_gradients()

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +26,8 @@ from hpczero.parameter import own_gradient, set_own_gradient, take_own_gradient
 from hpczero.plan import Stage, UnitSpec
 from hpczero.precision import Precision
 from hpczero.shards import Shards
-from hpczero.whole import UnitState, WholeParameters
+from hpczero.usage import Flags, Usage
+from hpczero.whole import WholeParameters
 from hpczero.wholecopy import whole_copy
 
 
@@ -38,7 +38,7 @@ class Unit:
         spec: names, shapes and places.
         whole: the parameters as the model sees them.
         optimized: what the optimizer sees; empty where nothing is trained.
-        used: (slots,) bool, which parameters had a gradient on this rank since the last ``zero_grad``; where trainable.
+        usage: which parameters have a gradient; where trainable.
         drops: (slots,) int64, how often each slot's gradient was set to None; where trainable.
     """
 
@@ -83,7 +83,7 @@ class Unit:
         self._local = LocalGradient(
             layout, DTYPES[precision.param], comm=comm, keep=stage.keeps_local_gradients
         )
-        self.used = np.zeros(len(layout.slots), dtype=bool)
+        self.usage = Usage(len(layout.slots))
         self._dropped: set[int] = set()  # slots whose reduced gradient was set to None
         self.drops = np.zeros(len(layout.slots), dtype=np.int64)
         self._has_reduced = False
@@ -107,11 +107,6 @@ class Unit:
     def parameters(self) -> list[nn.Parameter]:
         """The model's own parameter objects, in slot order."""
         return self.whole.parameters
-
-    @property
-    def state(self) -> UnitState:
-        """Whether the parameters are whole."""
-        return self.whole.state
 
     # --- filling -------------------------------------------------------------------------------------------------
 
@@ -145,9 +140,9 @@ class Unit:
         """Return when the parameters are whole."""
         self.whole.wait_for_unshard()
 
-    def reshard(self) -> None:
-        """Give the whole parameters back where the stage shards them and nobody holds them; nothing otherwise."""
-        self.whole.reshard()
+    def reshard(self, *, retain: bool = False) -> None:
+        """See ``WholeParameters.reshard``."""
+        self.whole.reshard(retain=retain)
 
     def refresh(self) -> None:
         """Bring the whole parameters up to date with the masters. Collective where the optimizer is sharded.
@@ -181,7 +176,8 @@ class Unit:
 
     def take_over(self) -> None:
         """See ``WholeParameters.take_over``; masters that lie in the buffer follow it."""
-        if self.whole.take_over():
+        inside = torch._C._is_alias_of(self._rest, self.whole.flat)  # type: ignore[attr-defined]
+        if self.whole.take_over() and inside:
             self._rest.data = self._like_rest(self.whole.flat)
             self.optimized.follow()
 
@@ -218,7 +214,8 @@ class Unit:
         Parameters without a gradient on this rank count as zero. Frees the local gradient unless the stage keeps it.
         ``finish_reduction`` follows.
         """
-        now, accumulate = np.array(self._local.filled, dtype=bool), self._prepare_reduced()
+        accumulate = self._prepare_reduced()
+        self.usage.reduced(self._local.filled)
         self._reduction = self._comm.reduce_scatter(
             self._local.complete(),
             self._reduced_mine,
@@ -227,7 +224,6 @@ class Unit:
             name=self.spec.name,
         )
         self._local.clear()
-        self.used = (self.used | now) if accumulate else now
         self._dropped.clear()
         self._has_reduced = True
 
@@ -247,9 +243,10 @@ class Unit:
         if not self._has_reduced:
             self._fresh.take()
             return False
-        for _, shard, gradient in self._gradient_parts():
+        for position, shard, gradient in self._gradient_parts():
             if own_gradient(shard) is None:
                 gradient.zero_()
+                self.usage.found_none(position)
         return True
 
     def _gradient_parts(self) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
@@ -282,7 +279,7 @@ class Unit:
         """Multiply the reduced gradient in place."""
         self._reduced.mul_(factor)
 
-    def skip_unused(self, used_anywhere: npt.NDArray[np.bool_]) -> None:
+    def skip_unused(self, used_anywhere: Flags) -> None:
         """Drop the gradient of parameters no rank used: the optimizer then leaves them alone, as in torch."""
         for shard, position in zip(self.shards, self.shard_slots, strict=True):
             if not used_anywhere[position]:
@@ -301,7 +298,7 @@ class Unit:
         if set_to_none:
             self.drops += 1
             self._fresh.drop()
-            self.used = np.zeros_like(self.used)
+            self.usage.drop_all()
             self._dropped.clear()
             self._has_reduced = False
 
@@ -336,7 +333,7 @@ class Unit:
             if slot == position:
                 set_own_gradient(shard, None)
                 gradient.zero_()
-        self.used[position] = False
+        self.usage.drop(position)
         self._dropped.add(position)
         if len(self._dropped) == len(self.spec.layout.slots):
             self.drop_gradients()

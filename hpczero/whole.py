@@ -35,6 +35,7 @@ class UnitState(Enum):
     """Where the whole parameters are."""
 
     SHARDED = auto()
+    RETAINED = auto()  # as SHARDED for what ranks do together; for this rank's program as WHOLE
     GATHERING = auto()
     WHOLE = auto()
 
@@ -138,7 +139,7 @@ class WholeParameters:
         Args:
             shard: (shard_numel,) the newest values of this rank's slice; may be the slice itself.
         """
-        if self.state is not UnitState.SHARDED:
+        if self.state not in (UnitState.SHARDED, UnitState.RETAINED):
             return
         self.state = UnitState.GATHERING
         if self._gathered and self.lasts:
@@ -156,11 +157,19 @@ class WholeParameters:
                 guard.open()
             self.state = UnitState.WHOLE
 
-    def reshard(self) -> None:
-        """Give the whole parameters back where the stage shards them and nobody holds them; nothing otherwise."""
+    def reshard(self, *, retain: bool = False) -> None:
+        """Give the whole parameters back where the stage shards them and nobody holds them; nothing otherwise.
+
+        Args:
+            retain: this rank goes on using them. The next ``unshard`` is collective all the same, since other ranks may
+                have no reason to: it brings the same values again.
+        """
         if not self._sharded or self.state is UnitState.SHARDED or self._holds:
             return
         self.wait_for_unshard()
+        if retain:
+            self.state = UnitState.RETAINED
+            return
         if not self.shared and (self._lent or self._buffer.pinned):
             self._buffer.renew()
             self._point_at(self.flat)
@@ -212,8 +221,8 @@ class WholeParameters:
             self._own = self.flat.clone()
             self._point_at(self._own)
 
-    def let_go(self, *, stay: bool = False) -> None:
-        """End one ``hold``; after the last one the parameters are given back, or stay for now."""
+    def let_go(self, *, retain: bool = False) -> None:
+        """End one ``hold``; after the last one see ``reshard``."""
         self._holds -= 1
         if self._holds:
             return
@@ -224,8 +233,7 @@ class WholeParameters:
         elif self._sharded:
             self.lend()
             self.note_versions()
-        if not stay:
-            self.reshard()
+        self.reshard(retain=retain)
 
     def lend(self) -> None:
         """The memory has views that outlive ``reshard``. See [Note: Kept views]."""

@@ -210,8 +210,10 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
             f"modifier_rank: got {modifier_rank!r}, expected a rank of 0 to {state.topology.size - 1}"
         )
     with torch.inference_mode(False):  # what parameters become views of lasts
+        with state.topology.agreed("make the parameters whole"):
+            for unit in units:
+                unit.check_values()
         for unit in units:
-            unit.check_values()
             unit.unshard()
         for unit in units:
             unit.wait_for_unshard()
@@ -241,8 +243,9 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
         fine = True
     finally:
         for unit in units:
-            unit.whole.let_go(stay=fine and unit in schedule.kept)
-        schedule.make_kept_whole()
+            unit.whole.let_go(retain=fine and unit in schedule.kept)
+        if not fine:  # what is in the parameters now is not what such a graph was made of
+            schedule.kept.clear()
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:

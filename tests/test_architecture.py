@@ -49,6 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "shards",
         "tensors",
         "untraced",
+        "usage",
         "wholecopy",
     ),
     ("gradient", "gradient_norms", "replicas", "unit", "whole"),

@@ -134,7 +134,9 @@ def test_overlap_changes_no_bit_and_leaves_nothing_whole(
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(loss.item())
-                held = [unit.spec.name for unit in sharding.units if unit.state.name != "SHARDED"]
+                held = [
+                    unit.spec.name for unit in sharding.units if unit.whole.state.name != "SHARDED"
+                ]
                 parallel_assert(comm, not held, f"step {step}: {held} are still whole")
             state = hpczero.full_state_dict(model) or {}
             found[overlap] = losses, {name: t.numpy().tobytes() for name, t in state.items()}
