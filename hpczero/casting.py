@@ -195,8 +195,8 @@ class Casting:
 
 
 _TOO_MANY = (
-    "the model's arguments, results or attributes hold more objects than a search for tensors to cast may look at; "
-    "pass tensors, or containers of them"
+    "the model's arguments, results or attributes hold more objects, or nest them more deeply, than a search for "
+    "tensors to cast may look at; pass tensors, or containers of them"
 )
 _IN_PLACE = (
     "the model changed a tensor among its arguments in place. In half precision it is given cast copies, so the change "

@@ -252,6 +252,22 @@ def test_after_arguments_that_cannot_be_cast_calls_are_cast_as_before(
             parallel_assert(comm, found.dtype is torch.float32 and torch.equal(found, expected))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", FP16], ids=["fp32", "bf16", "fp16"])
+def test_a_container_that_raises_changes_no_call(
+    comm: MPI.Intracomm, topology: Topology, precision: str | Precision
+) -> None:
+    class Closed(Unreadable):
+        def __getitem__(self, key: str) -> Tensor:
+            raise OSError("file is closed")
+
+    model, x = Encodes(), mlp_input(comm.rank)
+    with zeroified(model, adamw(model), stage=3, precision=precision, topology=topology):
+        expected = model(x)
+        model.store = Closed(x)  # type: ignore[assignment]
+        parallel_assert(comm, torch.equal(model(x), expected))
+        parallel_assert(comm, torch.equal(model(x, {"store": Closed(x)}), expected))
+
+
 def test_in_fp16_a_penalty_and_a_part_alone_are_refused(
     comm: MPI.Intracomm, topology: Topology
 ) -> None:
