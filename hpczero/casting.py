@@ -122,9 +122,13 @@ class Casting:
                 self._attributes.replace(cast.state)
                 if torch.is_grad_enabled() and any(m._forward_hooks for m in self._inner):
                     self._about_hooks()
-        except TooMany:
+        except BaseException as error:
+            # Here, for no hook is told of the end of a registered method that never began.
+            self._open.pop()
             cast.undo()
-            raise StepError(_TOO_MANY) from None
+            if isinstance(error, TooMany):
+                raise StepError(_TOO_MANY) from None
+            raise
         return inputs
 
     @untraced
@@ -191,8 +195,8 @@ class Casting:
 
 
 _TOO_MANY = (
-    "the model's arguments, results or attributes hold more objects than a search for tensors to cast may look at; "
-    "pass tensors, or containers of them"
+    "the model's arguments, results or attributes hold more objects, or nest them more deeply, than a search for "
+    "tensors to cast may look at; pass tensors, or containers of them"
 )
 _IN_PLACE = (
     "the model changed a tensor among its arguments in place. In half precision it is given cast copies, so the change "

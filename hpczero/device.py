@@ -4,19 +4,15 @@ Owns: allocation and its accounts. Must not know: MPI, units, stages. Storage co
 autograd's saved tensors keep pointing at it while it is resized.
 
 [Note: Refilling freed parameters]
-A parameter is a view of its unit's buffer for the whole run. Freeing is ``untyped_storage().resize_(0)``; taking
-again resizes
-to the old size, and the views are valid again. Neither touches a version counter, so autograd accepts the refilled
-weights in
-backward (torch 2.13, measured in tests/test_device.py). Replacing the storage instead would leave saved views such as
-``weight.t()`` on the old memory.
+A parameter is a view of its unit's buffer for the whole run. Freeing is ``untyped_storage().resize_(0)``; taking again
+resizes to the old size, and the views are valid again. Neither touches a version counter, so autograd accepts the
+refilled weights in backward (torch 2.13, measured in tests/test_device.py). Replacing the storage instead would leave
+saved views such as ``weight.t()`` on the old memory.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum, auto
 
 import torch
@@ -63,9 +59,7 @@ class Use(Enum):
     """What a buffer is for, as far as a transport cares."""
 
     PRIVATE = auto()  # of this rank alone
-    GATHER = (
-        auto()
-    )  # all_gather fills it with the same content on every rank; each writes its own shard only
+    GATHER = auto()  # all_gather fills it, the same on every rank; each writes its own shard only
     REDUCE = auto()  # reduce_scatter reads it
 
 
@@ -215,10 +209,3 @@ class Scratch:
         if self._buffer is not None:
             self._buffer.release()
             self._buffer = None
-
-
-@contextmanager
-def on_cpu() -> Iterator[None]:
-    """Allocate on the CPU whatever default device the caller set (e.g. inside ``torch.device("meta")``)."""
-    with torch.device("cpu"):
-        yield

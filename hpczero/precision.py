@@ -40,8 +40,7 @@ class Precision:
         reduce: partial sums that travel between nodes; sums themselves are always fp32.
         loss_scale: None, or dynamic scaling (fp16).
         nonfinite: what a NaN or infinity in the agreed gradient does without a loss scale: ``raise`` an error on
-        every rank,
-            or ``skip`` the step on every rank (counted in ``Sharding.skipped_steps``).
+            every rank, or ``skip`` the step on every rank (counted in ``Sharding.skipped_steps``).
         max_skips: steps skipped in a row before the run stops with an error.
     """
 

@@ -5,25 +5,44 @@ hooks, ranks.
 
 torch's pytrees see registered classes only. They look over a dataclass, a subclass of dict or an object that a block
 writes its results to, and with it the way by which a backward pass comes in.
+
+[Note: Whose code a search runs]
+None of the user's. Entries are read as the built-in class below has them, and containers of other classes through the
+attributes that they keep them in: a mapping may read a file for each entry, and raise where the file is closed. Only
+casts of arguments and results ask such a container, and go by it where it raises.
 """
 
 from __future__ import annotations
 
+import logging
+import re
+import threading
+import types
 from array import array
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Set
+from collections import deque
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    Set,
+)
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache, partial
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
+from io import IOBase
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from hpczero.errors import StepError
 
-# What an object can hold before a search gives up: far more than a model's outputs, less than a data set.
+# Containers and objects that a search enters before it gives up: far more than a model's outputs, less than a data set.
 MOST_OBJECTS = 10_000
 
 _NO_TENSORS_INSIDE = (
@@ -37,11 +56,18 @@ _NO_TENSORS_INSIDE = (
     complex,
     type,
     type(None),
-    FunctionType,
-    BuiltinFunctionType,
-    MethodType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
     partial,
-    ModuleType,
+    types.ModuleType,
+    Enum,
+    IOBase,
+    threading.Thread,
+    logging.Filterer,  # loggers and handlers: from one of them lead ways to all
+    logging.LoggerAdapter,
+    Dataset,
+    DataLoader,
     torch.dtype,
     torch.device,
     torch.Size,
@@ -50,11 +76,15 @@ _NO_TENSORS_INSIDE = (
     nn.Module,  # its parameters are units' business, its attributes are looked at by name
 )
 
+# Packages whose own classes keep no results of a model. hpczero's would lead to every unit.
+_KEEP_NO_RESULTS = re.compile(
+    "(asyncio|hpczero|logging|multiprocessing|os|shelve|socket|subprocess|tempfile|threading|weakref|zipfile)([.]|$)"
+)
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 
 class TooMany(Exception):
-    """A search met more than ``MOST_OBJECTS`` objects."""
+    """A search met more than ``MOST_OBJECTS`` containers and objects, or a ``Replacement`` too many in each other."""
 
 
 class _Kind(Enum):
@@ -95,7 +125,8 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
         elif kind is _Kind.DICT:
             waiting += item.values()
         else:
-            waiting += _children(item)
+            waiting += (value for _, value in _entries(item))
+            waiting += _attributes(item).values()
 
 
 def _kind_of(item: Any) -> _Kind:
@@ -108,40 +139,80 @@ def _kind(kind: type) -> _Kind:
     # Asked of every object of every call: one look-up, however many classes there are to tell apart.
     if issubclass(kind, Tensor):
         return _Kind.TENSOR
-    if issubclass(kind, _NO_TENSORS_INSIDE):
+    if issubclass(kind, _NO_TENSORS_INSIDE) or _KEEP_NO_RESULTS.match(str(kind.__module__)):
         return _Kind.LEAF
     if kind in (tuple, list):
         return _Kind.SEQUENCE
     return _Kind.DICT if kind is dict else _Kind.OBJECT
 
 
-def _children(item: Any) -> list[Any]:
-    if isinstance(item, Mapping):
-        return [*item.values(), *_attributes(item).values()]
-    if isinstance(item, (tuple, MutableSequence, Set)):
-        return [*item, *_attributes(item).values()]
-    return list(_attributes(item).values())
+def _ask(item: Any) -> Iterable[tuple[Any, Any]]:
+    return item.items() if isinstance(item, Mapping) else enumerate(item)
+
+
+_READERS: dict[type, Callable[[Any], Iterable[tuple[Any, Any]]]] = {
+    dict: dict.items,
+    list: lambda item: enumerate(list.__iter__(item)),
+    tuple: lambda item: enumerate(tuple.__iter__(item)),
+    set: lambda item: enumerate(set.__iter__(item)),
+    frozenset: lambda item: enumerate(frozenset.__iter__(item)),
+    deque: lambda item: enumerate(deque.__iter__(item)),
+}
+
+
+@cache
+def _reader(kind: type, *, asks: bool) -> Callable[[Any], Iterable[tuple[Any, Any]]] | None:
+    for built_in, reader in _READERS.items():
+        if issubclass(kind, built_in):
+            return reader
+    is_container = issubclass(kind, (Mapping, MutableSequence, Set))
+    hides = not kind.__dictoffset__ and not _slots(kind)  # written in C
+    return _ask if is_container and (asks or hides) else None
+
+
+def _entries(item: Any, *, asks: bool = False) -> list[tuple[Any, Any]]:
+    """What ``item`` holds by key, or by place. See [Note: Whose code a search runs].
+
+    Args:
+        item: of any class.
+        asks: whether a container of the user's is asked too.
+    """
+    kind: type = type(item)
+    reader = _reader(kind, asks=asks)
+    try:
+        return [] if reader is None else list(reader(item))
+    except RecursionError:  # ours, where much is in each other
+        raise
+    except Exception:  # of the user's, who did not look anything up
+        return []
 
 
 def _attributes(item: Any) -> dict[str, Any]:
     """What ``item`` holds by name; nothing for classes written in C."""
-    found = dict(getattr(item, "__dict__", ()))
     kind: type = type(item)
-    for name in _slots(kind):
+    try:
+        found = dict(object.__getattribute__(item, "__dict__"))
+    except RecursionError:  # as above
+        raise
+    except Exception:  # it has none, or is the proxy of an object that is not there
+        found = {}
+    for name, slot in _slots(kind):
         try:
-            found[name] = getattr(item, name)
+            found[name] = slot.__get__(item)
         except AttributeError:  # declared and never set
             continue
     return found
 
 
 @cache
-def _slots(kind: type) -> tuple[str, ...]:
-    found: list[str] = []
-    for each in kind.__mro__:
-        slots = each.__dict__.get("__slots__", ())
-        found += (slots,) if isinstance(slots, str) else slots
-    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+def _slots(kind: type) -> list[tuple[str, Any]]:
+    return [
+        (name, slot)
+        for each in kind.__mro__
+        if "__slots__" in vars(each)
+        for name, slot in vars(each).items()
+        if isinstance(slot, types.MemberDescriptorType)
+    ]
 
 
 class Attributes:
@@ -174,10 +245,11 @@ class Attributes:
 
     def replace(self, walk: Replacement) -> None:
         """Exchange every tensor as ``walk`` says."""
+        walk.asks = False
         self.values()
         for module, name in self._names:
             if name in module.__dict__:
-                walk.write(module, {name: module.__dict__[name]})
+                walk.write(module, [(name, module.__dict__[name])])
 
 
 def _may_change_to_tensors(value: Any) -> bool:
@@ -191,7 +263,7 @@ def _may_change_to_tensors(value: Any) -> bool:
     if isinstance(value, tuple):  # (None, None) may be a state that is still to come
         return not value or any(_may_change_to_tensors(each) for each in value)
     options = getattr(kind, "__dataclass_params__", None)
-    if options is None or not options.frozen or not value:
+    if options is None or not options.frozen or issubclass(kind, dict):
         return True
     try:
         return next(tensors_in(value), None) is not None
@@ -209,6 +281,8 @@ class Replacement:
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         """Args: change, gives the very tensor back where nothing is to be done; called once for each tensor object."""
         self.change = change
+        self.asks = True  # containers of the user's, for their entries
+        self._entered = 0
         self._done: dict[int, Any] = {}
         self._kept: list[Any] = []  # ids are of living objects only
         self._places: list[tuple[Any, Any, Any, Any]] = []
@@ -219,15 +293,14 @@ class Replacement:
         Raises:
             TooMany: as ``tensors_in``.
         """
-        if _kind_of(item) is _Kind.LEAF:
+        kind = _kind_of(item)
+        if kind is _Kind.LEAF:
             return item
         if id(item) in self._done:
             return self._done[id(item)]
-        if len(self._kept) > MOST_OBJECTS:
-            raise TooMany
         self._kept.append(item)
         self._done[id(item)] = item  # of a circle: the object itself
-        new = self.change(item) if isinstance(item, Tensor) else self._of_container(item)
+        new = self.change(item) if kind is _Kind.TENSOR else self._of_container(item)
         self._done[id(item)] = self._done[id(new)] = new
         self._kept.append(new)
         return new
@@ -240,40 +313,46 @@ class Replacement:
         self._places.clear()
 
     def _of_container(self, item: Any) -> Any:
-        if isinstance(item, (tuple, Set)):
-            parts = [self.of(part) for part in item]
-            if all(new is old for new, old in zip(parts, item, strict=True)):
+        self._entered += 1
+        if self._entered > MOST_OBJECTS:
+            raise TooMany
+        try:
+            return self._of_parts(item, _entries(item, asks=self.asks))
+        except RecursionError:
+            raise TooMany from None
+
+    def _of_parts(self, item: Any, entries: list[tuple[Any, Any]]) -> Any:
+        if entries and isinstance(item, (tuple, Set)):
+            parts = [self.of(part) for _, part in entries]
+            if all(new is old for new, (_, old) in zip(parts, entries, strict=True)):
                 return item
             return _made_of(item, parts)
-        if isinstance(item, Mapping) and not isinstance(item, MutableMapping):
-            return self._of_frozen(item)
-        if isinstance(item, MutableMapping):
-            self.write(item, {_Entry(key): value for key, value in item.items()})
-        elif isinstance(item, MutableSequence):
-            self.write(item, {_Entry(place): value for place, value in enumerate(item)})
-        self.write(item, _attributes(item))
+        if entries and isinstance(item, Mapping) and not isinstance(item, MutableMapping):
+            return self._of_frozen(item, entries)
+        self.write(item, [(_Entry(key), value) for key, value in entries])
+        self.write(item, _attributes(item).items())
         return item
 
-    def _of_frozen(self, item: Mapping[Any, Any]) -> Any:
+    def _of_frozen(self, item: Mapping[Any, Any], entries: list[tuple[Any, Any]]) -> Any:
         """A mapping that cannot be written to.
 
         Raises:
             StepError: it holds tensors to be cast, and nobody knows how another of its class is made.
         """
-        new = {key: self.of(value) for key, value in item.items()}
-        if all(value is item[key] for key, value in new.items()):
-            self.write(item, _attributes(item))
+        new = {key: self.of(value) for key, value in entries}
+        if all(new[key] is value for key, value in entries):
+            self.write(item, _attributes(item).items())
             return item
-        if type(item) is MappingProxyType:
-            return MappingProxyType(new)
+        if type(item) is types.MappingProxyType:
+            return types.MappingProxyType(new)
         raise StepError(
             f"a {type(item).__name__} is a mapping that cannot be written to, so the floating point tensors in it "
             "cannot be cast where the model trains in half precision; use a dict instead"
         )
 
-    def write(self, item: Any, held: dict[Any, Any]) -> None:
-        """Exchange the tensors in ``held``, entries or attributes of ``item`` by key or name."""
-        for key, old in held.items():
+    def write(self, item: Any, held: Iterable[tuple[Any, Any]]) -> None:
+        """Exchange the tensors in ``held``, entries or attributes of ``item`` with key or name."""
+        for key, old in held:
             if (new := self.of(old)) is not old:
                 _set(item, key, new)
                 self._places.append((item, key, old, new))
@@ -304,8 +383,10 @@ class _Entry:
 
 def _get(item: Any, key: Any) -> Any:
     try:
-        return item[key.key] if isinstance(key, _Entry) else getattr(item, key)
-    except (LookupError, AttributeError):  # taken out since
+        if not isinstance(key, _Entry):
+            return object.__getattribute__(item, key)
+        return dict.get(item, key.key) if isinstance(item, dict) else item[key.key]
+    except Exception:  # taken out since, or whatever a container of the user's says to that
         return None
 
 

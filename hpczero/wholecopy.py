@@ -22,7 +22,7 @@ def whole_copy(values: Tensor, layout: ShardLayout, comm: Collectives, *, name: 
         name: for its messages.
     """
     if values.numel() == layout.padded_numel:
-        return values[: layout.numel].detach().float().clone()
+        return values[: layout.numel].detach().to(torch.float32, copy=True)
     full = torch.empty(layout.padded_numel, dtype=torch.float32, device=comm.device)
     index = comm.topology.shard_index
     full[index * layout.shard_numel : (index + 1) * layout.shard_numel].copy_(values.detach())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -206,6 +207,65 @@ def test_inputs_that_a_model_moves_in_their_container_stay_the_callers(
         batch = {"x": x}
         model(batch)
         parallel_assert(comm, batch["moved"] is x)
+
+
+class Unreadable(Mapping[str, Tensor]):
+    """Refused in half precision: it holds a tensor, and cannot be written to."""
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.held
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["held"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Encodes(MLP):
+    """Computes in a method, with something beside the input."""
+
+    def encode(self, x: Tensor, beside: Any = None) -> Tensor:
+        return super().forward(x)
+
+    def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+        return self.encode(x)
+
+
+@pytest.mark.parametrize("precision", ["bf16", FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["encode", "__call__"])
+def test_after_arguments_that_cannot_be_cast_calls_are_cast_as_before(
+    comm: MPI.Intracomm, topology: Topology, name: str, precision: str | Precision
+) -> None:
+    model, x = Encodes(), mlp_input(comm.rank)
+    with zeroified(model, adamw(model), stage=2, precision=precision, topology=topology):
+        hpczero.register_forward(model, "encode")
+        expected = model(x)
+        batch = {"x": x, "bad": Unreadable(torch.ones(2))}
+        with pytest.raises(StepError, match="Unreadable is a mapping that cannot be written to"):
+            getattr(model, name)(x, batch)
+        parallel_assert(comm, batch["x"] is x, "the caller's batch holds cast copies")
+        for found in (model(x), model.encode(x)):
+            parallel_assert(comm, found.dtype is torch.float32 and torch.equal(found, expected))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", FP16], ids=["fp32", "bf16", "fp16"])
+def test_a_container_that_raises_changes_no_call(
+    comm: MPI.Intracomm, topology: Topology, precision: str | Precision
+) -> None:
+    class Closed(Unreadable):
+        def __getitem__(self, key: str) -> Tensor:
+            raise OSError("file is closed")
+
+    model, x = Encodes(), mlp_input(comm.rank)
+    with zeroified(model, adamw(model), stage=3, precision=precision, topology=topology):
+        expected = model(x)
+        model.store = Closed(x)  # type: ignore[assignment]
+        parallel_assert(comm, torch.equal(model(x), expected))
+        parallel_assert(comm, torch.equal(model(x, {"store": Closed(x)}), expected))
 
 
 def test_in_fp16_a_penalty_and_a_part_alone_are_refused(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpczero.device import Buffer, Memory, on_cpu
+from hpczero.device import Buffer, Memory
 
 
 def buffer_of(numel: int, dtype: torch.dtype = torch.float32) -> tuple[Buffer, Memory]:
@@ -140,10 +140,3 @@ def test_ledger_counts_by_category_with_peaks() -> None:
     assert memory.peak == {"a": 10, "b": 12}
     second.release()
     assert memory.peak["a"] == 10
-
-
-def test_on_cpu_overrides_the_callers_default_device() -> None:
-    with torch.device("meta"):
-        assert torch.empty(1).is_meta
-        with on_cpu():
-            assert torch.empty(1).device.type == "cpu"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hpczero
+from hpczero import tensors
 from hpczero.errors import ConfigError, PlanError, StepError
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import MLP, mlp_input, zeroified
@@ -149,6 +150,21 @@ def test_transforms_of_torch_func_are_refused(comm: MPI.Intracomm, topology: Top
         register(model)
         with pytest.raises(StepError, match=r"a transform of torch\.func"):
             torch.func.grad(lambda x: model.encode(x).sum())(mlp_input(comm.rank))
+
+
+def test_a_registered_method_leads_no_search_into_the_sharded_model(
+    comm: MPI.Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensors, "MOST_OBJECTS", 20)
+    model = Encoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with zeroified(model, optimizer, stage=3, topology=topology, precision="fp16") as sharding:
+        register(model)
+        output = model(mlp_input(comm.rank))
+        parallel_assert(comm, output.requires_grad)
+        assert sharding.schedule is not None
+        parallel_assert(comm, not sharding.schedule.kept.units, "units stay whole")
+        output.sum().backward()
 
 
 class Fragile(Encoder):

@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpczero
+from hpczero.layout import ShardLayout
 from hpczero.models import ConvNet
+from hpczero.wholecopy import whole_copy
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import MLP, adamw, mlp_input, tiny_gpt, tiny_tokens, zeroified
 
@@ -112,3 +115,28 @@ def test_full_gradients_are_the_mean_over_ranks_on_every_rank(
             assert expected is not None
             close = torch.allclose(gradient, expected, rtol=1e-5, atol=1e-6)
             parallel_assert(comm, close, name)
+
+
+class Made(TorchDispatchMode):
+    """Counts the operations that make whole tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count += func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_whole_copy_of_what_every_rank_has_is_made_once(
+    comm: MPI.Intracomm, dtype: torch.dtype
+) -> None:
+    layout = ShardLayout.pack([("weight", (3,))], comm.size)
+    values = torch.ones(layout.padded_numel, dtype=dtype)
+    no_transport: Any = None
+    with Made() as made:
+        copy = whole_copy(values, layout, no_transport, name="unit")
+    parallel_assert(comm, made.count == 1 and copy.dtype is torch.float32)
+    copy.zero_()
+    parallel_assert(comm, bool(values.all()), "not a copy")
