@@ -31,9 +31,8 @@ class GradientNorms:
         self._units = list(units)
         self._comm = comm
         self._check = check
-        # By order of the norm, and taken out when asked for: see of_slot.
-        self._of_slots: dict[float, dict[tuple[Unit, int], float]] = {}
-        self._versions: list[int] = []
+        # By order, with the versions of the gradients they are of; a norm is taken out when asked for: see of_slot.
+        self._of_slots: dict[float, tuple[dict[tuple[Unit, int], float], list[int]]] = {}
 
     def forget(self) -> None:
         """The gradients changed."""
@@ -65,7 +64,9 @@ class GradientNorms:
 
         The first to be asked for is computed with those of all parameters, in one exchange: torch asks for one after
         the other. Each is kept until it is asked for, once, or until gradients change. So all ranks come to an exchange
-        at the same call, also where a change through the optimizer's groups is seen by those alone that own a piece.
+        at the same call, also where a change through the optimizer's groups is seen by those alone that own a piece. Of
+        every order there is one such set, so that several may be asked for by turns; at an exchange all ranks forget
+        the other sets if one of them has seen a change.
 
         Args:
             unit: of the parameter; ranks ask for the same ones in the same order.
@@ -77,20 +78,32 @@ class GradientNorms:
                 between the norms of two parameters.
         """
         self._check()
-        kept = self._of_slots.get(order, {})
         versions = [unit.gradient_version for unit in self._units]
+        kept, known = self._of_slots.get(order, ({}, versions))
         if (unit, position) not in kept:
-            slots = [(unit, place) for unit in self._units for place in range(len(unit.usage))]
-            kept = dict(zip(slots, self._share(slots, order), strict=True))
-            self._of_slots, self._versions = {order: kept}, versions
-        elif versions != self._versions:
+            kept = self._exchange(order, versions)
+        elif versions != known:
             raise StepError(
                 "gradients in optimizer.param_groups were changed between the norms of two parameters; take the norms "
                 "of all parameters before a change or after it"
             )
         return kept.pop((unit, position))
 
-    def _share(self, slots: Sequence[tuple[Unit, int]], order: float) -> list[float]:
+    def _exchange(self, order: float, versions: list[int]) -> dict[tuple[Unit, int], float]:
+        """All norms of one order, kept from now on."""
+        slots = [(unit, place) for unit in self._units for place in range(len(unit.usage))]
+        changed = any(known != versions for _, known in self._of_slots.values())
+        norms, changed = self._share(slots, order, changed)
+        if changed:
+            self._of_slots.clear()
+        kept = dict(zip(slots, norms, strict=True))
+        self._of_slots[order] = kept, versions
+        return kept
+
+    def _share(
+        self, slots: Sequence[tuple[Unit, int]], order: float, changed: bool
+    ) -> tuple[list[float], bool]:
+        """The norms, and whether ``changed`` is true on any rank."""
         owned = [unit.gradient_pieces(position, owned=True) for unit, position in slots]
         if math.isinf(order):
             mine = [largest_magnitude(pieces) for pieces in owned]
@@ -98,7 +111,10 @@ class GradientNorms:
             mine = [sum_of_squares(pieces) for pieces in owned]
         else:
             mine = [sum_of_powers(pieces, order) for pieces in owned]
-        everybody = self._comm.share(np.array(mine), name="gradient norms").T.tolist()
+        shared = self._comm.share(np.array([*mine, float(changed)]), name="gradient norms")
+        *everybody, changes = shared.T.tolist()
         if math.isinf(order):
-            return [largest(values) for values in everybody]
-        return [math.fsum(values) ** (1.0 / order) for values in everybody]
+            norms = [largest(values) for values in everybody]
+        else:
+            norms = [math.fsum(values) ** (1.0 / order) for values in everybody]
+        return norms, any(changes)

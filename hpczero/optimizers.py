@@ -115,12 +115,29 @@ def describe_options(optimizer: Optimizer | None) -> list[str]:
     ]
 
 
-def repoint(optimizer: Optimizer, shards: Mapping[int, Sequence[nn.Parameter]]) -> None:
-    """Make ``optimizer`` step on ``shards`` (by group index); groups and their options stay the same objects."""
+def repoint(
+    optimizer: Optimizer, shards: Mapping[int, Sequence[tuple[nn.Parameter, nn.Parameter]]]
+) -> None:
+    """Make ``optimizer`` step on shards; groups and their options stay the same objects.
+
+    Args:
+        optimizer: over the model's parameters.
+        shards: by group index, each after the model's parameter it is a piece of. Where a group has names, from
+            ``model.named_parameters()``, a piece has that of its parameter.
+    """
     for index, group in enumerate(optimizer.param_groups):
-        group["params"] = list(shards.get(index, ()))
+        pairs = shards.get(index, ())
+        if "param_names" in group:
+            named = zip(group["params"], group["param_names"], strict=True)
+            names = {id(parameter): name for parameter, name in named}
+            group["param_names"] = [names[id(parameter)] for parameter, _ in pairs]
+        group["params"] = [shard for _, shard in pairs]
     optimizer.state.clear()
     # Adagrad alone makes its state when it is built, not at the first step.
     if isinstance(optimizer, torch.optim.Adagrad):
-        groups = [dict(group) for group in optimizer.param_groups]
+        # Without names, which torch takes beside the parameters alone.
+        groups = [
+            {key: value for key, value in group.items() if key != "param_names"}
+            for group in optimizer.param_groups
+        ]
         optimizer.state.update(torch.optim.Adagrad(groups, **optimizer.defaults).state)

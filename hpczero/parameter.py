@@ -6,14 +6,18 @@ answers for ``parameter.grad``. Must not know: units, MPI.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hpczero.errors import StepError
+
+# ``parameter.data = value``, whoever answers for ``parameter.data``; see watched_data.
+set_own_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 # What may be asked of a sharded parameter: everything that does not read or write its elements.
 _METADATA_METHODS = (
@@ -80,7 +84,7 @@ class ShardedParameter(nn.Parameter):
             return _seen(args[0])
         if func in _CONVERSIONS and isinstance(args[0], ShardedParameter):
             return _unchanged(func, args[0], args[1:], kwargs)
-        if func == _SET_DATA and args[0] is args[1]:
+        if func == set_own_data and args[0] is args[1]:
             return None  # the end of a conversion that changed nothing
         if func is torch.autograd.backward:
             return _backward_to(args, kwargs)
@@ -124,9 +128,6 @@ class GradientSight(Protocol):
     def assign(self, value: torch.Tensor | None) -> None:
         """``parameter.grad = value`` outside of backward."""
         ...
-
-
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _unchanged(
@@ -174,12 +175,13 @@ def _backward_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     torch.autograd.backward(*args, **{**kwargs, "inputs": edges})
 
 
-_MARK = "_hpczero_guarded"
+# Not a mark on the parameters, which would be copied and pickled with them.
+_guarded: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
 
 
 def is_guarded(parameter: nn.Parameter) -> bool:
     """Whether ``parameter`` belongs to a zeroified model."""
-    return _MARK in parameter.__dict__
+    return parameter in _guarded
 
 
 class Guard:
@@ -193,12 +195,12 @@ class Guard:
             "ShardedParameter", (ShardedParameter,), {"qualified_name": qualified_name}
         )
         self._closed = False
-        parameter.__dict__[_MARK] = True
+        _guarded[parameter] = True
 
     def leave(self) -> None:
         """The parameter is no longer a zeroified model's; it stays as it is."""
         self.show_gradient(None)
-        self._parameter.__dict__.pop(_MARK, None)
+        _guarded.pop(self._parameter, None)
 
     def close(self) -> None:
         """From now on only metadata may be read."""
@@ -231,14 +233,13 @@ class Guard:
 
 
 _descriptor: Any = torch.Tensor.grad
-_own_data: Any = torch.Tensor.data
 
 
 # A change through .data tells autograd nothing. A detached view has the parameter's version counter, so that the next
 # step refuses such a change as it does any other; in memory that ranks share each of them would have made it.
 watched_data = property(
     lambda parameter: parameter.detach(),
-    lambda parameter, value: _own_data.__set__(parameter, value),
+    lambda parameter, value: set_own_data(parameter, value),
 )
 
 

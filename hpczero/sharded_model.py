@@ -182,10 +182,11 @@ class Sharding:
         model.__dict__[KEY] = self
         model.__dict__["zero_grad"] = self._zero_grad
         if optimizer is not None:
-            shards: dict[int, list[nn.Parameter]] = {}
+            shards: dict[int, list[tuple[nn.Parameter, nn.Parameter]]] = {}
             for unit in self.units:
                 for shard, position in zip(unit.shards, unit.shard_slots, strict=True):
-                    shards.setdefault(unit.spec.groups[position], []).append(shard)
+                    pair = (unit.parameters[position], shard)
+                    shards.setdefault(unit.spec.groups[position], []).append(pair)
             repoint(optimizer, shards)
             self.step.attach(optimizer)
             self._optimizer_state = OptimizerState(optimizer, self.topology, self.plan, self.advice)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hpczero.errors import StepError
 from hpczero.layout import ShardLayout
+from hpczero.parameter import set_own_data
 
 
 class Shards:
@@ -45,10 +46,12 @@ class Shards:
         self._places: list[slice] = []  # of each, in the master
         self._master = master
         self._versions: list[int] = []
+        self._at: dict[int, list[int]] = {}  # which of them belong to a slot
         for position, slot in enumerate(layout.slots):
             for piece in pieces:
                 part = layout.overlap(piece, slot.name)
                 if part:
+                    self._at.setdefault(position, []).append(len(self.parameters))
                     begin = slot.offset + part.start - start
                     self.parameters.append(nn.Parameter(master[begin : begin + len(part)]))
                     self.slots.append(position)
@@ -61,6 +64,11 @@ class Shards:
         for position, shard, place in zip(self.slots, self.parameters, self._places, strict=True):
             yield position, shard, flat[place]
 
+    def parts_at(self, position: int, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Of one slot: which rank's piece each part is, and the part of ``flat`` as above."""
+        for index in self._at.get(position, ()):
+            yield self.pieces[index], flat[self._places[index]]
+
     def of_piece(self, index: int) -> Iterator[tuple[int, nn.Parameter]]:
         """Slot and parameter of each part of rank ``index``'s piece."""
         for piece, position, shard in zip(self.pieces, self.slots, self.parameters, strict=True):
@@ -70,7 +78,7 @@ class Shards:
     def follow(self) -> None:
         """The masters have other memory, and the values of before."""
         for _, shard, part in self.parts_of(self._master):
-            torch.Tensor.data.__set__(shard, part)  # type: ignore[attr-defined]
+            set_own_data(shard, part)
         self.note()
 
     # --- [Note: Changes of values between steps] ------------------------------------------------------------------

@@ -98,7 +98,7 @@ class _Kind(Enum):
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in ``tree``, each container once.
+    """Every tensor in ``tree``, each container once; those that lie less deep come first.
 
     Args:
         tree: a tensor; or a container, dataclass or object, to any depth. Modules, functions and generators are not
@@ -108,9 +108,11 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
         TooMany: there is more in it than a search should take time for.
     """
     seen: set[int] = set()
-    waiting = [tree]
+    waiting = deque(
+        [tree]
+    )  # where it ends too early, the tensors of an ordinary result have been found
     while waiting:
-        item = waiting.pop()
+        item = waiting.popleft()
         kind = _kind_of(item)
         if kind is _Kind.LEAF or id(item) in seen:
             continue

@@ -321,9 +321,9 @@ class Unit:
         """Views of what this rank holds of a slot's reduced gradient; ``owned``: each element on one rank only."""
         if not self.has_gradient:
             return []
-        pairs = zip(self._gradient_parts(), self.optimized.pieces, strict=True)
         mine = self._comm.topology.shard_index
-        return [g for (s, _, g), piece in pairs if s == position and (piece == mine or not owned)]
+        parts = self.optimized.parts_at(position, self._reduced)
+        return [part for piece, part in parts if piece == mine or not owned]
 
     def drop_gradient_at(self, position: int) -> None:
         """Forget the gradient of one slot; after the last one the memory is given back."""

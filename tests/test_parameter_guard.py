@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import hpczero
 from hpczero.errors import StepError
-from hpczero.parameter import Guard
+from hpczero.parameter import Guard, is_guarded
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import MLP, adamw, zeroified
 
@@ -97,6 +97,23 @@ def test_metadata_is_there(parameter: nn.Parameter) -> None:
     assert torch.is_floating_point(parameter)
     assert isinstance(parameter, nn.Parameter)
     assert parameter in {parameter}
+
+
+def test_a_copy_of_a_guarded_parameter_is_an_ordinary_one() -> None:
+    parameter = nn.Parameter(torch.ones(3, 5))
+    guard = Guard(parameter, NAME)
+    for copied in (copy.copy(parameter), copy.deepcopy(parameter), _unpickled(parameter)):
+        assert not is_guarded(copied)
+    for switch in (guard.close, guard.open):
+        switch()
+        assert is_guarded(parameter)
+    guard.leave()
+    assert not is_guarded(parameter)
+
+
+def _unpickled(parameter: nn.Parameter) -> nn.Parameter:
+    loaded: nn.Parameter = pickle.loads(pickle.dumps(parameter))
+    return loaded
 
 
 def test_repr_names_the_parameter_without_its_values(parameter: nn.Parameter) -> None:

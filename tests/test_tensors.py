@@ -106,7 +106,7 @@ LEAVES: dict[str, Callable[[], Any]] = {
     "lock": threading.Lock,
     "condition": threading.Condition,
     "thread": threading.Thread,
-    "file": lambda: open(__file__),  # noqa: SIM115, PTH123  (closed by the collector)
+    "file": lambda: open(__file__),  # noqa: SIM115  (closed by the collector)
     "module": lambda: torch,
     "class": lambda: nn.Linear,
     "function": lambda: torch.relu,

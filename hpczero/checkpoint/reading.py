@@ -195,6 +195,8 @@ def _set_options(sharding: Sharding, groups: Sequence[Mapping[str, Any]]) -> Non
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for name, value in saved.items():
             current = group.get(name)
+            if name == "param_names":  # of another rank, in a checkpoint of an older version
+                continue
             if isinstance(current, Tensor):
                 with torch.no_grad():
                     current.fill_(value)

@@ -214,14 +214,15 @@ def _optimizer(
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of an optimizer's group that JSON can hold."""
+    """Options of an optimizer's group that JSON can hold; not the names of its parameters, of which ranks differ."""
     found: dict[str, Any] = {}
     for name, value in group.items():
         if isinstance(value, Tensor) and value.numel() == 1:
             found[name] = value.item()
         elif isinstance(value, bool | int | float | str | list | tuple | None):
             found[name] = value
-    found.pop("params", None)
+    for key in ("params", "param_names"):
+        found.pop(key, None)
     return found
 
 
