@@ -96,7 +96,7 @@ def test_containers_and_objects_in_memory_are_entered(holder: Callable[[Tensor],
     assert [id(found) for found in tensors_in([holder(tensor)])] == [id(tensor)]
 
 
-class Named(logging.LoggerAdapter):  # type: ignore[type-arg]
+class Named(logging.LoggerAdapter):
     pass
 
 
@@ -141,7 +141,7 @@ def test_a_container_that_raises_is_left_alone_among_arguments() -> None:
 
 
 def test_undoing_puts_no_default_in_the_place_of_what_was_taken_out() -> None:
-    batch = defaultdict(list, x=torch.ones(1))
+    batch = defaultdict(lambda: torch.zeros(1), x=torch.ones(1))
     walk = Replacement(lambda tensor: tensor + 1)
     walk.of(batch)
     del batch["x"]
