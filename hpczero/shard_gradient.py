@@ -86,8 +86,8 @@ def _refuse_rank_local(
             return
     raise StepError(
         f"{name!r} of a parameter or a gradient in optimizer.param_groups: after zeroify these are this rank's "
-        "pieces of the gradients and the parameters, and whatever is not known to take each element by itself would "
-        "give every rank another result. Use hpczero.clip_grad_norm_(model, ...), or torch's own over "
+        "pieces of the gradients and the parameters, so every rank would get another result; what is known "
+        "to take each element by itself works. Use hpczero.clip_grad_norm_(model, ...), or torch's own over "
         "model.parameters(); values are whole inside `with hpczero.gathered(model):`; instead of "
         "torch.amp.GradScaler, zeroify(precision='fp16')"
     )
