@@ -128,7 +128,9 @@ class RunCheckpoints:
             # Given to the command again, the options of this run are to go on with it, not back again.
             return Start(found.step, replace(self._config, resume=ResumeOptions()))
         config = replace(self._config, resume=ResumeOptions(from_=source))
-        again = topology.is_root and resume.began_at(Path(source), folder)
+        # A start of it that came to its end has results, which are kept as those of any other run.
+        unfinished = topology.is_root and not folder.weights.exists()
+        again = unfinished and resume.began_at(Path(source), folder)
         self._checkpoints.set_others_aside(
             moved=() if again else results,
             copied=() if again else records,
