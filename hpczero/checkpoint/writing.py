@@ -30,7 +30,7 @@ from hpczero.checkpoint.format import STATE_FILE, Dataset, Manifest, digest
 from hpczero.checkpoint.lines import strangers
 from hpczero.checkpoint.rawfile import rest_digest
 from hpczero.checkpoint.snapshot import Part, Snapshot
-from hpczero.errors import CheckpointError, CheckpointNotWritten
+from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError
 from hpczero.topology import Topology
 
 Milestone = Callable[[str], None]
@@ -186,7 +186,7 @@ def _stage(topology: Topology, what: str):  # type: ignore[no-untyped-def]  # as
     with topology.agreed(what):
         try:
             yield
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, ConfigError) as error:  # the last: of a folder that cannot be read
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointNotWritten(
