@@ -182,6 +182,14 @@ def test_checkpoint_whose_name_may_not_be_on_the_disk_is_there_and_is_returned(
     assert steps(folder) == [2, 1]
     assert (tmp_path / "LATEST").read_text() == f"{path.name}\n"
     assert f"{path}: is there, but may be lost" in caplog.text
+    # Nothing goes for its sake, until one is known to be on the disk.
+    folder.retain(1, path)
+    commit(folder, 2)
+    folder.retain(1, path)
+    assert steps(folder) == [2, 2, 1]
+    monkeypatch.setattr("hpczero.checkpoint.folder.sync", real)
+    folder.retain(1, commit(folder, 3))
+    assert steps(folder) == [3]
 
 
 def test_what_kills_have_left_of_small_files_goes_once_it_is_old(tmp_path: Path) -> None:
