@@ -139,10 +139,14 @@ def _write_parts(
     at: Milestone,
 ) -> list[Dataset]:
     """Returns the datasets with their digests, complete on rank 0."""
-    with topology.watchdog.watch("checkpoint: opening the file"), _stage(topology, "open the file"):
-        writer = kind(path, topology.world)
+    writer: writers.Writer | None = None
     mine: list[list[str]] = []
     try:
+        # Two stages: a rank that cannot open it must not leave the others waiting in MPI-IO.
+        with _stage(topology, "open the file"):
+            writer = kind(path)
+        with topology.watchdog.watch("checkpoint: opening the file"), _stage(topology, "join in"):
+            writer.join(topology.world)
         for part in parts:
             dataset = part.dataset
             with _stage(topology, f"read {dataset.name} out of the model"):
@@ -167,8 +171,9 @@ def _write_parts(
             writer.close()
         at("closed")
     except BaseException:
-        with contextlib.suppress(OSError):
-            writer.abandon()
+        if writer is not None:
+            with contextlib.suppress(OSError):
+                writer.abandon()
         raise
     with topology.watchdog.watch("checkpoint: collecting digests"):
         everybody = topology.world.gather(mine)
