@@ -234,6 +234,34 @@ def test_second_job_of_a_name_is_refused_before_it_changes_anything(
         lock.check()
 
 
+STANDS_STILL = """
+import sys
+from hpczero.errors import run
+from hpczero.run_checkpoints import RunCheckpoints
+from hpczero.train import main
+begin = RunCheckpoints.begin
+def taken_over_meanwhile(self, identity):
+    start = begin(self, identity)
+    for lock in self._folder.checkpoints.glob(".lock-*"):
+        lock.unlink()
+    return start
+RunCheckpoints.begin = taken_over_meanwhile
+run(main)
+"""
+
+
+@pytest.mark.parametrize("changes", [{"run__overwrite": "true"}, {"train__steps": 14}])
+def test_job_that_stood_still_touches_nothing_of_the_one_that_took_over(
+    runs: Path, changes: dict[str, Any]
+) -> None:
+    before = content(runs / "r")
+    _, _, *given = options(runs, **changes)
+    job = run_ranks(1, ["-c", STANDS_STILL, *given], timeout=90)
+    assert job.returncode == 78, job
+    assert "was taken away" in job.stderr, job
+    assert content(runs / "r") == before
+
+
 DIES_AFTER_SAVE = """
 import os, signal, sys
 from hpczero.errors import run
