@@ -72,9 +72,7 @@ class MpioWriter(Writer):
     def join(self, comm: MPI.Intracomm) -> None:
         """See ``Writer``."""
         # Never closed after an error: HDF5 would call MPI-IO collectively, which hangs or crashes.
-        self._file = h5py.File(
-            self._path, "r+", driver="mpio", comm=comm, libver=("v110", "v110")
-        )
+        self._file = h5py.File(self._path, "r+", driver="mpio", comm=comm, libver=("v110", "v110"))
         self._transfer = h5py.h5p.create(h5py.h5p.DATASET_XFER)
         self._transfer.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
 

@@ -191,7 +191,11 @@ def _stage(topology: Topology, what: str):  # type: ignore[no-untyped-def]  # as
     with topology.agreed(what):
         try:
             yield
-        except (OSError, RuntimeError, ConfigError) as error:  # the last: of a folder that cannot be read
+        except (
+            OSError,
+            RuntimeError,
+            ConfigError,
+        ) as error:  # the last: of a folder that cannot be read
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointNotWritten(

@@ -117,7 +117,7 @@ def test_decision_stands_while_what_decides_cannot_be_read(
     monkeypatch.setattr(lines, "read_bytes", fails)
     with pytest.raises(ConfigError, match=r"ckpt: cannot be read \(Input/output error\)"):
         folder.candidates()
-    with pytest.raises(CheckpointNotWritten, match="cannot be moved .*Input/output error"):
+    with pytest.raises(CheckpointNotWritten, match=r"cannot be moved .*Input/output error"):
         folder.sweep()
     monkeypatch.setattr(lines, "read_bytes", real)
     assert list(there(folder.path)) == [12, 10, 5]
