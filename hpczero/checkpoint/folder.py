@@ -317,7 +317,8 @@ class Folder:
         """Take one checkpoint away."""
         trash = self.path / f".trash-{step_folder(_order(path)[0])}-{secrets.token_hex(4)}"
         path.rename(trash)
-        shutil.rmtree(trash, ignore_errors=True)
+        with suppress(OSError):
+            durable.remove(trash)
 
 
 def _is_folder(path: Path) -> bool:
