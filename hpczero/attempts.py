@@ -95,16 +95,35 @@ class Attempts:
         return False
 
     def settle(self, config: RunConfig) -> RunConfig:
-        """``config``, made to go on where the series is: only its first start begins where the options say."""
+        """``config``, made to go on where the series is: only its first start begins where the options say.
+
+        Raises:
+            ConfigError: nobody can read where it began, and it has saved nothing since.
+        """
         if not any(event["event"] == "begin" for event in self._earlier):
             return config
-        saved = self._folder.has_checkpoints
-        # The folder is ours: what is in it without a checkpoint is what the start before has left.
-        run = dataclasses.replace(
-            config.run, overwrite=not saved and not self._folder.weights.exists()
-        )
-        resume = ResumeOptions() if saved else config.resume
+        if self._folder.has_checkpoints:
+            overwrite, resume = False, ResumeOptions()
+        elif self._folder.weights.exists():
+            overwrite, resume = False, config.resume
+        else:
+            # The folder is ours: what is in it without a checkpoint is what the start before has left.
+            origin = self._origin()
+            overwrite = not origin
+            resume = ResumeOptions(from_=origin) if origin else config.resume
+        run = dataclasses.replace(config.run, overwrite=overwrite)
         return dataclasses.replace(config, run=run, resume=resume)
+
+    def _origin(self) -> str:
+        """The checkpoint at which the series began, where that is another run's; empty: it began anew.
+
+        Raises:
+            ConfigError: nobody can read that.
+        """
+        if not self._folder.config.exists():
+            return ""
+        source = load_toml(self._folder.config, RunConfig).resume.from_
+        return "" if source in ("auto", "never") else source
 
     def begin(self, step: int) -> None:
         """Record that the run folder is ready, with ``step`` steps done."""

@@ -66,6 +66,18 @@ def remove_old(folder: Path, named: re.Pattern[str], *, age_s: float) -> None:
                         entry.unlink()
 
 
+def remove(folder: Path) -> None:
+    """Take a folder away with all that is in it; of a link to one, the link alone.
+
+    Raises:
+        OSError: something in it cannot be removed.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
+
+
 def sync(folder: Path) -> None:
     """Have the names in ``folder``, or the content of a file, on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)

@@ -31,7 +31,7 @@ from hpczero.data import Batches, HeldOut, TokenFile
 from hpczero.data.prepare import token_file
 from hpczero.deadline import Deadline
 from hpczero.environment import Environment
-from hpczero.errors import EXIT_REQUEUE, ConfigError
+from hpczero.errors import EXIT_REQUEUE, ConfigError, DataError
 from hpczero.header import tell_header
 from hpczero.launch import start_topology, use_own_cores
 from hpczero.metrics import (
@@ -158,6 +158,7 @@ def train_in(
     records = None
     with topology.agreed("start the records"):
         if topology.is_root:
+            lock.lock.check()  # a job that stood still may have been taken for dead since it took the folder
             if begin.resumed:
                 resume.tell_changes(folder, config)
                 folder.go_on(begin.config)
@@ -318,7 +319,7 @@ def open_tokens(options: DataOptions, topology: Topology) -> TokenFile:
     """The token file, made from text first if need be. Collective: rank 0 makes it, every rank opens it.
 
     Raises:
-        DataError: text or file is missing, empty or malformed; on every rank.
+        DataError: text or file is missing, empty or malformed, or not the same on all ranks; on every rank.
     """
     # Of a large text it takes longer than any collective may.
     path = done_by_root(
@@ -326,6 +327,11 @@ def open_tokens(options: DataOptions, topology: Topology) -> TokenFile:
     )
     with topology.agreed("open the token file"):
         tokens = TokenFile.open(Path(path))
+    # Of one path: nodes may have folders of their own there.
+    first = topology.broadcast_text(tokens.fingerprint)
+    with topology.agreed("compare the token file with that of rank 0"):
+        if tokens.fingerprint != first:
+            raise DataError(f"{path}: another file; bring the same one to every node")
     return tokens
 
 

@@ -20,10 +20,11 @@ from hpczero import resume
 from hpczero.checkpoint import Checkpoints, load
 from hpczero.checkpoint.lock import Lock
 from hpczero.config import ResumeOptions, RunConfig
-from hpczero.errors import CheckpointNotWritten
+from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError
 from hpczero.roomcheck import STATE_NBYTES
 from hpczero.runfolder import RunFolder
 from hpczero.stops import Wish
+from hpczero.weights import Weights
 
 logger = logging.getLogger("hpczero.checkpoints")
 
@@ -124,11 +125,15 @@ class RunCheckpoints:
         )
         results, records = (folder.weights, folder.plot), (folder.metrics, folder.config)
         if own:
-            self._checkpoints.set_others_aside(moved=results, copied=records)
+            # Of steps that no checkpoint has, the model is all that is left.
+            newer = topology.is_root and _is_newer(folder.weights, found.step)
+            self._checkpoints.set_others_aside(moved=results, copied=records, even_alone=newer)
             # Given to the command again, the options of this run are to go on with it, not back again.
             return Start(found.step, replace(self._config, resume=ResumeOptions()))
         config = replace(self._config, resume=ResumeOptions(from_=source))
-        again = topology.is_root and resume.began_at(Path(source), folder)
+        # A start of it that came to its end has results, which are kept as those of any other run.
+        unfinished = topology.is_root and not folder.weights.exists()
+        again = unfinished and resume.began_at(Path(source), folder)
         self._checkpoints.set_others_aside(
             moved=() if again else results,
             copied=() if again else records,
@@ -182,3 +187,13 @@ class RunCheckpoints:
     def _tell(self, what: str) -> None:
         if self._topology.is_root:
             logger.info("%s", what)
+
+
+def _is_newer(weights: Path, step: int) -> bool:
+    """Whether a model is there that has more than ``step`` steps behind it, or nobody knows how many."""
+    if not weights.exists():
+        return False
+    try:
+        return Weights(weights).step > step
+    except (CheckpointError, ConfigError):
+        return True

@@ -11,17 +11,17 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpczero.checkpoint.folder import STALE_S, Folder
 from hpczero.checkpoint.format import step_of_folder
 from hpczero.config import DEFAULT_RUN, RunConfig, RunOptions
-from hpczero.durable import remove_left_over, sync, write_text
+from hpczero.durable import remove, remove_left_over, sync, write_text
 from hpczero.errors import ConfigError
 from hpczero.options import to_toml
-from hpczero.regularfile import kind_of
+from hpczero.regularfile import kind_of, reason
 
 logger = logging.getLogger("hpczero.runs")
 
@@ -115,9 +115,16 @@ class RunFolder:
             ConfigError: the folder cannot be written.
         """
         with self.writing():
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._make()
             self.weights.unlink(missing_ok=True)
             self.write_config(config)
+
+    def _make(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        # The lock may have made them a moment ago.
+        for parent in (self.path.parent, self.path.parent.parent):
+            with suppress(OSError):  # of one that may not be read, the system takes care
+                sync(parent)
 
     def create(self, config: RunConfig) -> None:
         """Make the folder with ``config`` in it, clear of what an older run has left. On one rank only.
@@ -127,7 +134,7 @@ class RunFolder:
         """
         options = config.run
         with self.writing():
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._make()
         if self.holds_results and not options.overwrite:
             what = (
                 "an earlier run"
@@ -154,7 +161,7 @@ class RunFolder:
                 logger.info("%s: deleting %d checkpoint(s), as asked", self.path, len(found))
             (self.checkpoints / "LATEST").unlink(missing_ok=True)
             for entry in found:
-                shutil.rmtree(entry)
+                remove(entry)
             self.write_config(config)
 
     def move_aside(self) -> RunFolder:
@@ -206,6 +213,5 @@ class RunFolder:
             yield
         except OSError as error:
             raise ConfigError(
-                f"{self.path}: cannot be written as a run folder: {os.strerror(error.errno or 0)}; "
-                "choose another --run.folder"
+                f"{self.path}: cannot be written as a run folder: {reason(error)}; choose another --run.folder"
             ) from error

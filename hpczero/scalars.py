@@ -6,26 +6,60 @@ Owns: the form of an event. ``tensorboard.summary.Writer`` writes tensors, which
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from hpczero.regularfile import reason
+
+logger = logging.getLogger("hpczero.metrics")
+
 
 class ScalarWriter:
-    """One event file in ``folder``; it is written on a thread, whose error the next call raises."""
+    """One event file in ``folder``; it is written on a thread, whose error the next call finds.
+
+    What cannot be written is warned of once, and nothing more is: a run has its figures in metrics.jsonl, too.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Args: folder, made if need be."""
-        self._file = EventFileWriter(str(folder))
+        self._folder = folder
+        self._file: EventFileWriter | None = None
+        with self._giving_up():
+            self._file = EventFileWriter(str(folder))
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
         """Append one figure of a step."""
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=value)])
-        self._file.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        if self._file is not None:
+            summary = Summary(value=[Summary.Value(tag=name, simple_value=value)])
+            with self._giving_up():
+                self._file.add_event(Event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
         """Write what is left."""
-        self._file.close()
+        file = self._file
+        if file is not None:
+            with self._giving_up():
+                file.close()
+            self._file = None
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            file, self._file = self._file, None
+            logger.warning(
+                "%s: cannot be written (%s); the figures are in metrics.jsonl alone from here on",
+                self._folder,
+                reason(error),
+            )
+            if file is not None:
+                with suppress(OSError):  # the same once more
+                    file.close()

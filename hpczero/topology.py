@@ -218,8 +218,9 @@ class Topology:
             what: names the work in the message, e.g. ``"open the token file"``.
 
         Raises:
-            HpcZeroError: of the class the first failing rank raised, naming the ranks that failed; a foreign exception
-                is raised again as it is on its own rank.
+            HpcZeroError: of the class the first failing rank raised, naming the ranks that failed. A foreign exception
+                is raised again as it is on its own rank, and is what every other rank is told: one that raised, and
+                could go on after, its own error would be alone.
         """
         error: Exception | None = None
         try:
@@ -227,19 +228,22 @@ class Topology:
         except Exception as caught:  # raised again below, on every rank
             error = caught
         failed = np.array([error is not None], dtype=np.int64)
-        mine = None if error is None else (type(error).__name__, str(error))
+        is_foreign = not isinstance(error, HpcZeroError)
+        mine = None if error is None else (is_foreign, type(error).__name__, str(error))
         with self.watchdog.watch(f"the agreement of all ranks after {what!r}"):
             self.world.Allreduce(MPI.IN_PLACE, failed, op=MPI.MAX)
             if not failed[0]:
                 return
             reports = self.world.allgather(mine)
-        ranks = [rank for rank, entry in enumerate(reports) if entry is not None]
-        name, text = reports[ranks[0]]
-        kind = getattr(errors, name, None)
+        failures = [(rank, *entry) for rank, entry in enumerate(reports) if entry is not None]
+        failures = [failure for failure in failures if failure[1]] or failures
+        ranks = [failure[0] for failure in failures]
+        _, foreign, name, text = failures[0]
+        kind = None if foreign else getattr(errors, name, None)
         if not (isinstance(kind, type) and issubclass(kind, HpcZeroError)):
             kind = HpcZeroError
             text = f"{name}: {text}"
-        if error is not None and not isinstance(error, HpcZeroError):
+        if error is not None and is_foreign:
             error.agreed = True  # type: ignore[attr-defined]  # tells errors.run that the peers know
             raise error
         where = "" if len(ranks) == self.size else f"on rank(s) {_spans(ranks)}, could not {what}: "

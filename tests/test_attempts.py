@@ -113,6 +113,20 @@ def test_restart_before_the_first_checkpoint_may_replace_what_the_first_start_le
     assert dataclasses.replace(again, run=asked.run) == asked
 
 
+@pytest.mark.parametrize("asked", ["auto", "never", "other"])
+def test_restart_before_the_first_checkpoint_begins_where_the_first_start_did(
+    tmp_path: Path, asked: str
+) -> None:
+    folder = RunFolder(tmp_path / "r")
+    start(folder).begin(12)
+    folder.go_on(RunConfig(resume=ResumeOptions(from_="elsewhere")))
+    again = start(folder).settle(RunConfig(resume=ResumeOptions(from_=asked)))
+    assert (again.run.overwrite, again.resume.from_) == (False, "elsewhere")
+    folder.config.write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.toml"):
+        start(folder).settle(RunConfig())
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_options_that_a_run_keeps_never_replace_it_when_they_are_given_again(
     tmp_path: Path, asked: bool

@@ -31,7 +31,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     ("free_nbytes", "code", "said"),
     [
         (0, 78, "cannot be written as a run folder: No space left on device"),
-        (2**14, 1, "OSError: {}: No space left on device"),
+        (2**14, 65, "the weights cannot be written"),
         (2**17, 65, "the weights cannot be written"),
     ],
 )
@@ -45,4 +45,4 @@ def test_run_ends_with_one_line(disk: Path, free_nbytes: int, code: int, said: s
     assert done.returncode == code, done
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("[rank 0]")]
-    assert said.format(disk / "default") in line
+    assert said in line

@@ -217,6 +217,23 @@ def test_finished_run_goes_on_only_if_asked_for_more(whole: tuple[Path, list[flo
     assert "holds a finished run of 24 steps" in job.stderr, job
 
 
+def test_model_that_is_newer_than_any_checkpoint_is_kept_when_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "SAVE").touch()
+    changes = {"checkpoint__every": 0, "train__steps": 3}
+    assert train(tmp_path, ranks=1, **changes).returncode == 0
+    assert steps(tmp_path) == [1]
+    model = (tmp_path / "r" / "model.safetensors").read_bytes()
+    job = train(tmp_path, ranks=1, **{**changes, "train__steps": 4})
+    assert job.returncode == 0, job
+    assert "step-000000001: step 1" in job.stdout + job.stderr, job
+    (aside,) = (tmp_path / "r" / "checkpoints").glob("aside-*")
+    assert (aside / "model.safetensors").read_bytes() == model
+    assert len((aside / "metrics.jsonl").read_text().splitlines()) == 3
+
+
 def test_run_lost_before_its_results_were_written_writes_them(
     tmp_path: Path, whole: tuple[Path, list[float]]
 ) -> None:

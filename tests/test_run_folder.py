@@ -118,6 +118,45 @@ def test_run_that_begins_elsewhere_keeps_its_own_apart_and_goes_on_there_after_a
     assert len(list((runs / "other" / "checkpoints").glob("aside-*"))) == 1
 
 
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("series", ["", "s"])
+def test_finished_run_that_began_elsewhere_is_kept_when_it_begins_there_again(
+    runs: Path, series: str, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPCZERO_SERIES", series)
+    changes = {"run__name": "new", "checkpoint__every": 0, "resume__from": runs / "r"}
+    job = train(runs, 1, train__steps=14, **changes)
+    assert job.returncode == 0, job
+    before = content(runs / "new")
+    job = train(runs, 1, train__steps=14 + more, **changes)
+    assert job.returncode == 0, job
+    if series and not more:
+        assert "nothing left to do" in said(job), job
+        return
+    (aside,) = (runs / "new" / "checkpoints").glob("aside-*")
+    kept = content(aside)
+    for name in ("model.safetensors", "metrics.jsonl", "config.toml"):
+        assert kept[name] == before[name]
+    assert (runs / "new" / "model.safetensors").exists()
+
+
+def test_requeued_job_begins_where_its_first_start_was_told_to(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPCZERO_SERIES", "s")
+    changes = {"run__name": "new", "train__steps": 14, "checkpoint__every": 0}
+    job = train(runs, 1, resume__from=runs / "r", **changes)
+    assert job.returncode == 0, job
+    # As if it had been killed before its end.
+    (runs / "new" / "model.safetensors").unlink()
+    attempts = runs / "new" / "attempts.jsonl"
+    lines = attempts.read_text().splitlines(keepends=True)
+    attempts.write_text("".join(line for line in lines if '"end"' not in line))
+    job = train(runs, 1, **changes)
+    assert job.returncode == 0, job
+    assert f"going on from {runs / 'r' / 'checkpoints' / 'step-000000012'}" in said(job), job
+
+
 # --- nothing is wiped
 
 
@@ -193,6 +232,34 @@ def test_second_job_of_a_name_is_refused_before_it_changes_anything(
         assert f"held by process {os.getpid()} on" in job.stderr, job
         assert content(runs) == before
         lock.check()
+
+
+STANDS_STILL = """
+import sys
+from hpczero.errors import run
+from hpczero.run_checkpoints import RunCheckpoints
+from hpczero.train import main
+begin = RunCheckpoints.begin
+def taken_over_meanwhile(self, identity):
+    start = begin(self, identity)
+    for lock in self._folder.checkpoints.glob(".lock-*"):
+        lock.unlink()
+    return start
+RunCheckpoints.begin = taken_over_meanwhile
+run(main)
+"""
+
+
+@pytest.mark.parametrize("changes", [{"run__overwrite": "true"}, {"train__steps": 14}])
+def test_job_that_stood_still_touches_nothing_of_the_one_that_took_over(
+    runs: Path, changes: dict[str, Any]
+) -> None:
+    before = content(runs / "r")
+    _, _, *given = options(runs, **changes)
+    job = run_ranks(1, ["-c", STANDS_STILL, *given], timeout=90)
+    assert job.returncode == 78, job
+    assert "was taken away" in job.stderr, job
+    assert content(runs / "r") == before
 
 
 DIES_AFTER_SAVE = """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import hpczero
-from hpczero.errors import ConfigError, DataError, HpcZeroError, TopologyError
+from hpczero.errors import CheckpointNotWritten, ConfigError, DataError, HpcZeroError, TopologyError
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import raises_on_all
 
@@ -217,6 +217,26 @@ def test_foreign_error_keeps_its_class_at_home_and_is_told_to_the_others(
     parallel_assert(comm, getattr(error, "agreed", False), "every rank knows")
     told = "on rank(s) 0, could not divide: ZeroDivisionError: by nothing"
     parallel_assert(comm, comm.rank == 0 or str(error) == told, str(error))
+
+
+@pytest.mark.ranks(3, 4)
+def test_foreign_error_is_what_every_rank_is_told_whatever_it_raised_itself(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    """Ranks that caught the error of their own would go on alone."""
+    error: Exception | None = None
+    try:
+        with topology.agreed("write it"):
+            if comm.rank == 0:
+                raise CheckpointNotWritten("disk full")
+            if comm.rank == 1:
+                raise MemoryError("no memory")
+    except (MemoryError, HpcZeroError) as caught:
+        error = caught
+    expected = MemoryError if comm.rank == 1 else HpcZeroError
+    parallel_assert(comm, type(error) is expected, repr(error))
+    told = "on rank(s) 1, could not write it: MemoryError: no memory"
+    parallel_assert(comm, comm.rank == 1 or str(error) == told, str(error))
 
 
 # --- small helpers

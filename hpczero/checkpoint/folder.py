@@ -51,6 +51,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._is_sure = True  # that the name of the last one committed is on the disk
 
     # --- what is there
 
@@ -62,8 +63,8 @@ class Folder:
             CorruptCheckpoint: a run was killed while it set some aside, and nobody can read which.
         """
         named = [entry for entry in self._entries() if step_of(entry.name) is not None]
-        hidden = lines.hidden(self.path)
         try:  # what nobody can look at is not taken for gone: a run would go on without it
+            hidden = lines.hidden(self.path)
             found = [entry for entry in named if entry.name not in hidden and _is_folder(entry)]
         except OSError as error:
             raise _unreadable(self.path, error) from error
@@ -164,7 +165,9 @@ class Folder:
                 self._point()
             raise
         try:
+            self._is_sure = False
             sync(self.path)
+            self._is_sure = True
         except OSError as error:  # it counts, whatever becomes of its name if the machine fails now
             logger.warning(
                 "%s: is there, but may be lost if the machine fails (%s)", target, reason(error)
@@ -173,10 +176,10 @@ class Folder:
         with suppress(
             OSError, CheckpointError
         ):  # it is decided; the next save finishes what is left
-            if others:
+            if others and self._is_sure:
                 self._tell(lines.finish(self.path))
             self._point()
-            if target not in others and replaced.exists():
+            if target not in others and self._is_sure and replaced.exists():
                 self.discard(replaced)
         return target
 
@@ -257,12 +260,15 @@ class Folder:
         """Leave the ``keep`` newest valid checkpoints, and take away what earlier saves have left.
 
         What is damaged does not count, and goes once a newer one is valid. What a later version wrote, and what could
-        not be read this time, does not count either, and stays. Never raises: a save has succeeded.
+        not be read this time, does not count either, and stays. Nothing goes while the newest may not be on the disk.
+        Never raises: a save has succeeded.
 
         Args:
             keep: at least one stays.
             saved: stays whatever else is there.
         """
+        if not self._is_sure:
+            return
         with suppress(OSError, ConfigError, CheckpointError):
             kept: list[Path] = []
             for path in self.candidates():
@@ -311,7 +317,8 @@ class Folder:
         """Take one checkpoint away."""
         trash = self.path / f".trash-{step_folder(_order(path)[0])}-{secrets.token_hex(4)}"
         path.rename(trash)
-        shutil.rmtree(trash, ignore_errors=True)
+        with suppress(OSError):
+            durable.remove(trash)
 
 
 def _is_folder(path: Path) -> bool:

@@ -36,8 +36,8 @@ def import_weights(path: str | Path, model: nn.Module, *, layout: str = "hpczero
     Raises:
         ConfigError: there are no weights at ``path``.
         CheckpointError: they cannot be read, or are damaged.
-        CheckpointMismatch: they are of another model, lists the differences; or hold values that its dtypes cannot. The
-            model is as it was.
+        CheckpointMismatch: they are of another model, lists the differences; hold values that its dtypes cannot; or are
+            not the same on all ranks. The model is as it was.
     """
     state = sharding_of(model)
     topology = state.topology
@@ -47,6 +47,12 @@ def import_weights(path: str | Path, model: nn.Module, *, layout: str = "hpczero
         if layout == "gpt2":
             _match_config(weights, model)
         _match(weights, inventory.table, _buffers(state))
+        mine = weights.fingerprint()
+    # Of one path: nodes may have folders of their own there.
+    first = topology.broadcast_text(mine)
+    with topology.agreed("compare the weights with those of rank 0"):
+        if mine != first:
+            raise CheckpointMismatch(f"{path}: other weights; bring the same ones to every node")
     with topology.agreed("read the weights"):
         weights.check(topology.rank, topology.size)
         values = _read(weights, inventory)

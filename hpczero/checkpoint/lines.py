@@ -76,12 +76,16 @@ class Note:
     manifest: str = ""
 
     def in_force(self, path: Path) -> bool:
-        """Whether what it names does not count any more. See [Note: One rename decides]."""
+        """Whether what it names does not count any more. See [Note: One rename decides].
+
+        Raises:
+            OSError: the manifest cannot be read, so nobody knows. Taken for gone, a decision would be undone.
+        """
         if not self.target:
             return True
         try:
             found = read_bytes(path / self.target / MANIFEST_FILE)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         return hashlib.sha256(found).hexdigest() == self.manifest
 
@@ -91,6 +95,7 @@ def hidden(path: Path) -> frozenset[str]:
 
     Raises:
         CorruptCheckpoint: the note cannot be read.
+        OSError: what decides cannot be read.
     """
     note = read_note(path)
     return frozenset(note.names) if note is not None and note.in_force(path) else frozenset()
@@ -176,7 +181,7 @@ def finish(path: Path) -> Path | None:
         Where they lie now; None if nothing was set aside.
 
     Raises:
-        OSError: they cannot be renamed.
+        OSError: they cannot be renamed, or what decides cannot be read.
         CorruptCheckpoint: the note cannot be read.
     """
     note = read_note(path)

@@ -35,8 +35,15 @@ class Writer(ABC):
     """Fills datasets of a file that ``create`` made."""
 
     @abstractmethod
-    def __init__(self, path: Path, comm: MPI.Intracomm) -> None:
-        """Open it. Collective over ``comm``, which is borrowed."""
+    def __init__(self, path: Path) -> None:
+        """Open it on this rank. Not collective: one rank may fail alone."""
+
+    def join(self, comm: MPI.Intracomm) -> None:
+        """What all ranks must do together before the first write, once each has opened it. Collective over ``comm``.
+
+        ``comm`` is borrowed.
+        """
+        return
 
     @abstractmethod
     def write(self, dataset: Dataset, start: int, data: Array) -> None:
@@ -57,11 +64,15 @@ class Writer(ABC):
 class MpioWriter(Writer):
     """h5py's ``mpio`` driver: collective MPI-IO."""
 
-    def __init__(self, path: Path, comm: MPI.Intracomm) -> None:
+    def __init__(self, path: Path) -> None:
         """See ``Writer``."""
+        self._path = path
         self._descriptor = os.open(path, os.O_RDONLY)  # of this node's cache of the file
+
+    def join(self, comm: MPI.Intracomm) -> None:
+        """See ``Writer``."""
         # Never closed after an error: HDF5 would call MPI-IO collectively, which hangs or crashes.
-        self._file = h5py.File(path, "r+", driver="mpio", comm=comm, libver=("v110", "v110"))
+        self._file = h5py.File(self._path, "r+", driver="mpio", comm=comm, libver=("v110", "v110"))
         self._transfer = h5py.h5p.create(h5py.h5p.DATASET_XFER)
         self._transfer.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
 
@@ -101,7 +112,7 @@ class PosixWriter(Writer):
     past the kernel's cache where the file system lets them (docs/performance.md has what that is worth).
     """
 
-    def __init__(self, path: Path, comm: MPI.Intracomm) -> None:
+    def __init__(self, path: Path) -> None:
         """See ``Writer``."""
         self._descriptor = os.open(path, os.O_RDWR)
         self._direct = open_direct(path)

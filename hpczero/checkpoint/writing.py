@@ -30,7 +30,7 @@ from hpczero.checkpoint.format import STATE_FILE, Dataset, Manifest, digest
 from hpczero.checkpoint.lines import strangers
 from hpczero.checkpoint.rawfile import rest_digest
 from hpczero.checkpoint.snapshot import Part, Snapshot
-from hpczero.errors import CheckpointError, CheckpointNotWritten
+from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError
 from hpczero.topology import Topology
 
 Milestone = Callable[[str], None]
@@ -139,10 +139,14 @@ def _write_parts(
     at: Milestone,
 ) -> list[Dataset]:
     """Returns the datasets with their digests, complete on rank 0."""
-    with topology.watchdog.watch("checkpoint: opening the file"), _stage(topology, "open the file"):
-        writer = kind(path, topology.world)
+    writer: writers.Writer | None = None
     mine: list[list[str]] = []
     try:
+        # Two stages: a rank that cannot open it must not leave the others waiting in MPI-IO.
+        with _stage(topology, "open the file"):
+            writer = kind(path)
+        with topology.watchdog.watch("checkpoint: opening the file"), _stage(topology, "join in"):
+            writer.join(topology.world)
         for part in parts:
             dataset = part.dataset
             with _stage(topology, f"read {dataset.name} out of the model"):
@@ -167,8 +171,9 @@ def _write_parts(
             writer.close()
         at("closed")
     except BaseException:
-        with contextlib.suppress(OSError):
-            writer.abandon()
+        if writer is not None:
+            with contextlib.suppress(OSError):
+                writer.abandon()
         raise
     with topology.watchdog.watch("checkpoint: collecting digests"):
         everybody = topology.world.gather(mine)
@@ -186,7 +191,11 @@ def _stage(topology: Topology, what: str):  # type: ignore[no-untyped-def]  # as
     with topology.agreed(what):
         try:
             yield
-        except (OSError, RuntimeError) as error:
+        except (
+            OSError,
+            RuntimeError,
+            ConfigError,
+        ) as error:  # the last: of a folder that cannot be read
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointNotWritten(

@@ -47,15 +47,20 @@ class Document:
         """The bytes in pieces of about 4 MiB; each but the last ends after a line.
 
         Raises:
-            DataError: The file cannot be read, or has changed in size since it was hashed.
+            DataError: The file cannot be read, or has changed since it was hashed; told after the last piece.
         """
-        nbytes = 0
+        digest, nbytes = hashlib.sha256(), 0
         for block in _blocks(self.path):
+            digest.update(block)
             nbytes += len(block)
             yield block
         if nbytes != self.nbytes:
             raise DataError(
                 f"{self.path}: has {nbytes} bytes, had {self.nbytes} a moment ago; prepare a file at rest"
+            )
+        if digest.digest() != self.digest:
+            raise DataError(
+                f"{self.path}: holds another text than a moment ago; prepare a file at rest"
             )
 
 

@@ -27,6 +27,8 @@ READ_NUMEL = 2**20
 class OldSplit:
     """One split in an open file; reads as ``Slabs`` does."""
 
+    fingerprint = b""  # nothing tells of its tokens but their number
+
     def __init__(self, path: Path, tokens: h5py.Dataset, vocab_size: int) -> None:
         self._what = f"{path}: {tokens.name}"
         self._tokens = tokens

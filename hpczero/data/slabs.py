@@ -39,6 +39,7 @@ class Slabs:
         self._descriptor = descriptor
         self._part = part
         self._places, self._digests = table[:, 0], table[:, 1]
+        self.fingerprint = self._digests.tobytes()
         self._vocab_size = vocab_size
         self._sound = bytearray(part.num_slabs)
         self.dtype: np.dtype[np.unsignedinteger[Any]] = np.dtype(part.dtype).newbyteorder("<")

@@ -14,6 +14,7 @@ there, and whoever has the old one open goes on reading that. So no lock is need
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable
@@ -38,10 +39,15 @@ logger = logging.getLogger("hpczero.data")
 
 
 class Source(Protocol):
-    """Where a split's tokens come from."""
+    """Where a split's tokens come from.
+
+    Attributes:
+        fingerprint: equal for equal tokens, as far as the file tells without reading them.
+    """
 
     dtype: np.dtype[np.unsignedinteger[Any]]
     numel: int
+    fingerprint: bytes
 
     def read(self, start: int, stop: int) -> TokenArray:
         """(stop - start,) tokens, checked."""
@@ -87,6 +93,12 @@ class Split:
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
         """uint8, uint16 or uint32."""
         return self._source.dtype
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for splits of equal tokens, as far as their files tell without reading them."""
+        said = f"{len(self)} {self.dtype.itemsize} {self.documents} {self.text_nbytes}"
+        return f"{said} {hashlib.sha256(self._source.fingerprint).hexdigest()}"
 
     @property
     def bytes_per_token(self) -> float:
@@ -200,6 +212,13 @@ class TokenFile:
     def vocab_size(self) -> int:
         """Number of token ids, the separator included."""
         return self.tokenizer.vocab_size
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for files that mean the same, wherever they lie; of version 1, tokens may differ all the same."""
+        tokenizer = hashlib.sha256(self.tokenizer.to_json().encode()).hexdigest()
+        splits = f"{self.train.fingerprint} {self.validation.fingerprint}"
+        return f"{self.version} {self.source_sha256} {tokenizer} {splits}"
 
     def close(self) -> None:
         """Close the file; the splits cannot be read any more."""

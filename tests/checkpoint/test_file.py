@@ -108,7 +108,7 @@ def test_names_of_any_length_and_alphabet_are_in_the_manifest(tmp_path: Path) ->
 def test_a_writer_lets_go_of_its_file_once(tmp_path: Path) -> None:
     """Where one rank fails to close, the others give up after they have closed: the number may be in use again."""
     (tmp_path / "file").write_bytes(b"")
-    writer = PosixWriter(tmp_path / "file", None)  # type: ignore[arg-type]  # it needs no communicator
+    writer = PosixWriter(tmp_path / "file")
     writer.close()
     with (tmp_path / "file").open("rb") as other:  # gets the same number
         writer.abandon()

@@ -11,8 +11,9 @@ import pytest
 
 from hpczero.checkpoint.folder import Folder, read_manifest
 from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Manifest, Table, step_folder
+from hpczero.config import RunConfig, RunOptions
 from hpczero.durable import sync
-from hpczero.errors import CheckpointError, CorruptCheckpoint
+from hpczero.errors import CheckpointError, ConfigError, CorruptCheckpoint
 from hpczero.runfolder import RunFolder
 from tests.checkpoint.test_signed import put
 from tests.test_regularfile import at_once
@@ -182,6 +183,14 @@ def test_checkpoint_whose_name_may_not_be_on_the_disk_is_there_and_is_returned(
     assert steps(folder) == [2, 1]
     assert (tmp_path / "LATEST").read_text() == f"{path.name}\n"
     assert f"{path}: is there, but may be lost" in caplog.text
+    # Nothing goes for its sake, until one is known to be on the disk.
+    folder.retain(1, path)
+    commit(folder, 2)
+    folder.retain(1, path)
+    assert steps(folder) == [2, 2, 1]
+    monkeypatch.setattr("hpczero.checkpoint.folder.sync", real)
+    folder.retain(1, commit(folder, 3))
+    assert steps(folder) == [3]
 
 
 def test_what_kills_have_left_of_small_files_goes_once_it_is_old(tmp_path: Path) -> None:
@@ -209,3 +218,42 @@ def test_what_kills_have_left_in_a_run_folder_goes_once_it_is_old(tmp_path: Path
     os.utime(old, (1e9, 1e9))
     run.sweep()
     assert sorted(tmp_path.iterdir()) == sorted([young, run.config])
+
+
+def test_links_among_checkpoints_go_without_what_they_lead_to(tmp_path: Path) -> None:
+    config = RunConfig(run=RunOptions(folder=str(tmp_path), name="r", overwrite=True))
+    run = RunFolder.of(config.run)
+    elsewhere = commit(Folder(tmp_path / "elsewhere"), 1)
+    folder = Folder(run.checkpoints)
+    commit(folder, 2)
+    (run.checkpoints / step_folder(1)).symlink_to(elsewhere)
+    run.create(config)
+    assert run.config.exists()
+    assert not list(run.checkpoints.iterdir())
+    (run.checkpoints / step_folder(1)).symlink_to(elsewhere)
+    folder.retain(1, commit(folder, 2))
+    assert steps(folder) == [2]
+    assert not list(run.checkpoints.glob(".trash-*"))
+    assert steps(Folder(elsewhere.parent)) == [1]
+
+
+def test_what_the_system_says_without_a_number_is_told(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match="as a run folder: no number;"),
+        RunFolder(tmp_path).writing(),
+    ):
+        raise OSError("no number")
+
+
+def test_name_of_a_new_run_is_on_the_disk_when_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, fsync = set(), os.fsync
+
+    def fsync_and_note(descriptor: int) -> None:
+        synced.add(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync_and_note)
+    RunFolder(tmp_path / "runs" / "r").create(RunConfig())
+    assert {tmp_path, tmp_path / "runs", tmp_path / "runs" / "r"} <= synced

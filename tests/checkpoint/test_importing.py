@@ -312,6 +312,32 @@ def test_other_heads_are_refused_though_shapes_fit(comm: MPI.Intracomm, folder: 
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_weights_that_are_not_the_same_on_all_ranks_are_refused(
+    comm: MPI.Intracomm, folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the path is on a disk of each node's own."""
+    (folder / str(comm.rank)).mkdir()
+    state = other_state()
+    if comm.rank == 1:
+        state["blocks.1.0.weight"] = state["blocks.1.0.weight"] + 1
+    path = write(folder / str(comm.rank), state, kind)
+    monkeypatch.chdir(folder / str(comm.rank))
+    with first_ranks(comm, comm.size) as topology:
+        assert topology is not None
+        program = Program(topology, stage=3)
+        raises_on_all(
+            comm,
+            CheckpointMismatch,
+            r"on rank\(s\) 1, could not compare .*: other weights",
+            lambda: hpczero.checkpoint.import_weights(path.name, program.model),
+        )
+        program.close()
+    monkeypatch.undo()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
 @pytest.mark.filterwarnings("ignore")  # theirs
 def test_logits_are_those_of_transformers(comm: MPI.Intracomm, folder: Path) -> None:
     """Tolerance: fp32 sums of 18 to 72 products in another order."""

@@ -14,7 +14,9 @@ import pytest
 
 from hpczero.checkpoint import lines
 from hpczero.checkpoint.folder import LATEST, Folder
-from hpczero.errors import CorruptCheckpoint
+from hpczero.checkpoint.format import MANIFEST_FILE
+from hpczero.errors import CheckpointNotWritten, ConfigError, CorruptCheckpoint
+from hpczero.regularfile import read_bytes
 from tests.checkpoint.folders import OLD, commit, kept, latest_is_there, old_line, there
 from tests.helpers.mpirun import ROOT, run_command
 
@@ -95,6 +97,31 @@ def test_note_that_cannot_be_read_is_named_and_nothing_is_guessed(
         folder.candidates()
     (folder.path / ".setting-aside").unlink()
     assert list(there(folder.path)) == [30, 20, 10, 5]
+
+
+def test_decision_stands_while_what_decides_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = old_line(tmp_path / "ckpt")
+    saved = commit(folder, 12, "new")
+    text = (saved / MANIFEST_FILE).read_text()
+    place = lines.new_aside(folder.path)
+    note = lines.note_text(place, folder.candidates()[:2], target=saved.name, manifest=text)
+    (folder.path / lines.NOTE).write_text(note)
+    assert list(there(folder.path)) == [12, 10, 5]
+
+    def fails(path: Path, *limit: int) -> bytes:
+        if path == saved / MANIFEST_FILE:
+            raise OSError(5, "Input/output error", str(path))
+        return read_bytes(path, *limit)
+
+    monkeypatch.setattr(lines, "read_bytes", fails)
+    with pytest.raises(ConfigError, match=r"ckpt: cannot be read \(Input/output error\)"):
+        folder.candidates()
+    with pytest.raises(CheckpointNotWritten, match=r"cannot be moved .*Input/output error"):
+        folder.sweep()
+    monkeypatch.undo()
+    assert list(there(folder.path)) == [12, 10, 5]
 
 
 def test_note_with_any_letter_changed_is_not_believed(tmp_path: Path) -> None:

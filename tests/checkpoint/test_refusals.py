@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import h5py
 import pytest
 import torch
 from torch import nn
@@ -15,7 +18,7 @@ from torch import nn
 import hpczero
 from hpczero.checkpoint import Checkpoints
 from hpczero.checkpoint.folder import read_manifest
-from hpczero.checkpoint.format import MANIFEST_FILE
+from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE
 from hpczero.errors import (
     EXIT_MISCONFIGURED,
     CheckpointBusy,
@@ -309,6 +312,39 @@ def test_a_second_job_is_refused_on_all_ranks(
     comm.Barrier()
     left = sorted(entry.name for entry in folder.iterdir())
     parallel_assert(comm, [name for name in left if name.startswith(".")] == [], str(left))
+    program.close()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("writer", ["mpio", "posix"])
+def test_a_rank_that_cannot_open_the_file_ends_the_save_on_all(
+    comm: MPI.Intracomm,
+    topology: hpczero.Topology,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    writer: str,
+) -> None:
+    """It must not leave the others waiting in MPI-IO."""
+    if writer == "mpio" and not h5py.get_config().mpi:
+        pytest.skip("h5py was built without MPI")
+    program, real = Program(topology), os.open
+
+    def fails(path: str | os.PathLike[str], *rest: Any, **named: Any) -> int:
+        if comm.rank == 1 and os.fspath(path).endswith(STATE_FILE):
+            raise OSError(errno.ESTALE, "Stale file handle", os.fspath(path))
+        return real(path, *rest, **named)
+
+    monkeypatch.setattr(os, "open", fails)
+    raises_on_all(
+        comm,
+        hpczero.errors.CheckpointNotWritten,
+        r"on rank\(s\) 1, could not open the file: .*Stale file handle",
+        lambda: program.save(folder, writer=writer),
+    )
+    monkeypatch.undo()
+    program.save(folder, writer=writer)
+    parallel_assert(comm, len(list(folder.glob("step-*"))) == 1)
+    parallel_assert(comm, not list(folder.glob(".tmp-*")))
     program.close()
 
 

@@ -108,6 +108,15 @@ def test_failing_file_system_is_reported_by_name(
         Corpus.of_paths([path])
 
 
+def test_file_whose_text_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    """Its tokens would be kept under the digest of another text."""
+    path = write(tmp_path / "log", b"line\n")
+    (document,) = Corpus.of_paths([path]).documents
+    write(path, b"LINE\n")
+    with pytest.raises(DataError, match="log: holds another text than a moment ago"):
+        list(document.blocks())
+
+
 def test_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "log", b"line\n")
     (document,) = Corpus.of_paths([path]).documents
