@@ -1,6 +1,7 @@
-"""``optimizer.state_dict()`` of a zeroified model: whose it is, told when it is taken, checked when it is loaded.
+"""The optimizer's state of a zeroified model: whose it is.
 
-Owns: the mark in the dictionary. Must not know: units, checkpoints.
+Owns: the refusal of the model's parameters as its keys; the mark in ``optimizer.state_dict()``, told when that is taken
+and checked when it is loaded. Must not know: units, checkpoints.
 
 The state is this rank's shards. Loaded on another rank, or cut another way, it has the right shapes and the wrong
 numbers.
@@ -8,6 +9,7 @@ numbers.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 from torch import Tensor
@@ -16,10 +18,46 @@ from torch.utils.hooks import RemovableHandle
 
 from hpczero.advice import Advice
 from hpczero.errors import StepError
+from hpczero.parameter import is_guarded
 from hpczero.plan import Plan
 from hpczero.topology import Topology
 
 MARK = "hpczero"
+
+
+class ShardStates(defaultdict[Any, Any]):
+    """``optimizer.state`` by shards; the model's own parameters, which plain torch has there, are refused."""
+
+    def __missing__(self, key: Any) -> Any:
+        _refuse_model_parameter(key)
+        return super().__missing__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _refuse_model_parameter(key)
+        super().__setitem__(key, value)
+
+    def __contains__(self, key: object) -> bool:
+        _refuse_model_parameter(key)
+        return super().__contains__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of any dictionary."""
+        _refuse_model_parameter(key)
+        return super().get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """As of any dictionary."""
+        _refuse_model_parameter(key)
+        return super().pop(key, *default)
+
+
+def _refuse_model_parameter(key: object) -> None:
+    if isinstance(key, Tensor) and is_guarded(key):
+        raise StepError(
+            f"optimizer.state was asked for a parameter of the model, of shape {tuple(key.shape)}: after zeroify it "
+            "is by this rank's shards. Use the tensors of optimizer.param_groups as keys (all of them, to reset it), "
+            "or keep what you note about parameters in a dict of your own"
+        )
 
 
 class OptimizerState:
@@ -36,17 +74,26 @@ class OptimizerState:
             "units": [[unit.name, unit.layout.numel] for unit in plan.units],
         }
         self._advice = advice
+        self._optimizer = optimizer
+        self._watch(optimizer)
         self._handles: list[RemovableHandle] = [
+            optimizer.register_load_state_dict_post_hook(
+                self._watch
+            ),  # torch has made a new dictionary
             optimizer.register_state_dict_pre_hook(self._check_keys),
             optimizer.register_state_dict_post_hook(self._mark),
             optimizer.register_load_state_dict_pre_hook(self._check),
         ]
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Take the hooks away; not collective."""
+        self._optimizer.state = defaultdict(dict, self._optimizer.state)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        optimizer.state = ShardStates(dict, optimizer.state)
 
     def _check_keys(self, optimizer: Optimizer) -> None:
         """Forget what ``optimizer.state[parameter]`` has made for a parameter of the model by being looked at.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -106,13 +107,27 @@ def describe_options(optimizer: Optimizer | None) -> list[str]:
     """Class and plain options of each group, for a comparison over ranks; what has no portable text is left out."""
     if optimizer is None:
         return []
-    plain = (bool, int, float, str, tuple, torch.Tensor, type(None))
     return [type(optimizer).__name__] + [
-        f"{name}={value!r} in group {index}"
+        f"{name}={text} in group {index}"
         for index, group in enumerate(optimizer.param_groups)
         for name, value in sorted(group.items())
-        if isinstance(value, plain)
+        if name not in _OF_THIS_RANK and (text := _portable(value)) is not None
     ]
+
+
+_OF_THIS_RANK = ("params", "param_names")
+
+
+def _portable(value: Any) -> str | None:
+    """A text that is equal on two ranks where the values are; None where there is no such text."""
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        return repr(value.tolist())
+    if isinstance(value, (list, tuple)):
+        parts = [_portable(part) for part in value]
+        return None if None in parts else f"({', '.join(map(str, parts))})"
+    if isinstance(value, Mapping):
+        return _portable([part for item in value.items() for part in item])
+    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else None
 
 
 def repoint(
@@ -132,6 +147,11 @@ def repoint(
             names = {id(parameter): name for parameter, name in named}
             group["param_names"] = [names[id(parameter)] for parameter, _ in pairs]
         group["params"] = [shard for _, shard in pairs]
+        for (
+            parameter,
+            shard,
+        ) in pairs:  # attributes that an optimizer or a loop looks for: p.lr_scale, p.no_decay
+            vars(shard).update(vars(parameter))
     optimizer.state.clear()
     # Adagrad alone makes its state when it is built, not at the first step.
     if isinstance(optimizer, torch.optim.Adagrad):

@@ -179,7 +179,7 @@ def _backward_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 _guarded: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
 
 
-def is_guarded(parameter: nn.Parameter) -> bool:
+def is_guarded(parameter: Tensor) -> bool:
     """Whether ``parameter`` belongs to a zeroified model."""
     return parameter in _guarded
 

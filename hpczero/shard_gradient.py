@@ -48,12 +48,10 @@ _HARMLESS_NAMES = (
     "size dim ndimension numel nelement stride storage_offset is_contiguous element_size get_device data_ptr "
     "untyped_storage is_floating_point is_complex is_signed is_same_size is_set_to is_shared is_pinned "
     "is_inference is_conj is_neg result_type _has_compatible_shallow_copy_type requires_grad_ retain_grad "
-    "register_hook register_post_accumulate_grad_hook "
     "__hash__ __len__ __repr__ __format__ __dir__ __dlpack_device__ __reduce_ex__ __deepcopy__ "
     "view view_as reshape reshape_as flatten unflatten ravel squeeze squeeze_ unsqueeze unsqueeze_ expand "
-    "expand_as broadcast_to broadcast_tensors t transpose permute contiguous narrow select chunk split "
-    "tensor_split cat concat stack alias detach detach_ clone as_subclass resolve_conj resolve_neg "
-    "__getitem__ __setitem__ "
+    "expand_as broadcast_to broadcast_tensors t transpose permute contiguous "
+    "cat concat stack alias detach detach_ clone as_subclass resolve_conj resolve_neg "
     "zeros_like ones_like empty_like full_like rand_like randn_like randint_like "
     "new_empty new_zeros new_ones new_full new_tensor"
 )
@@ -74,9 +72,16 @@ def _refuse_rank_local(
         if isinstance(attribute, GetSetDescriptorType):  # shape, data, grad: torch's own fields
             return
         name = getattr(attribute, "__name__", "__cuda_array_interface__")
-    elif name in _HARMLESS:
-        if name != "__getitem__" or not _chooses_by_value(args[1]):
+    elif name in ("__getitem__", "__setitem__"):
+        if _takes_all(args[0], args[1], may_mask=name == "__setitem__"):
             return
+    elif name in ("register_hook", "register_post_accumulate_grad_hook"):
+        raise StepError(
+            f"{name!r} of a parameter in optimizer.param_groups: no backward comes to this rank's pieces, so it would "
+            "never be called. Register it on the model's own parameter"
+        )
+    elif name in _HARMLESS:
+        return
     else:
         in_place = name.endswith("_") and not name.endswith("__")
         operation = name.removeprefix("_foreach_").removesuffix("_" if in_place else "")
@@ -93,10 +98,16 @@ def _refuse_rank_local(
     )
 
 
-def _chooses_by_value(index: Any) -> bool:
-    """Whether the shape of what is taken may depend on elements."""
+def _takes_all(piece: Tensor, index: Any, *, may_mask: bool) -> bool:
+    """Whether ``index`` means the same of a piece as of the whole: all elements, or a mask of each for itself."""
+    if may_mask and isinstance(index, ShardPiece):
+        with torch._C.DisableTorchFunctionSubclass():
+            return index.dtype is torch.bool and index.shape == piece.shape
     parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, (Tensor, list)) for part in parts)
+    return all(
+        part is Ellipsis or part is None or (isinstance(part, slice) and part == slice(None))
+        for part in parts
+    )
 
 
 def _fit(name: str, given: Sequence[Any]) -> bool:
@@ -134,10 +145,35 @@ def _on_pieces(
         return _guarded(func(*args, **kwargs))
 
 
+def _assign_data(piece: Tensor, value: Tensor) -> None:
+    """``p.grad.data = value``: every ``p.grad`` is made for who reads it, so elements go into the gradient itself."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        if not isinstance(value, Tensor) or value.shape != piece.shape:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise StepError(
+                f".data of a gradient in optimizer.param_groups was assigned: got {got}, expected a tensor of shape "
+                f"{tuple(piece.shape)}, that of this rank's piece"
+            )
+        beside = torch._C._is_alias_of(value, piece)  # type: ignore[attr-defined]
+        if beside and value.data_ptr() != piece.data_ptr():
+            raise StepError(
+                ".data of a gradient in optimizer.param_groups was assigned that of another one; exchange copies: "
+                "p.grad.data = other.grad.clone()"
+            )
+        piece.copy_(value.detach())
+
+
 class ShardPiece(Tensor):
     """A piece of a parameter or of the mean gradient; elementwise operations work, those over all elements raise."""
 
-    data = watched_data  # see shards.[Note: Changes of values between steps]
+    data = property(lambda piece: piece.detach(), _assign_data)
+
+    def set_(self, *arguments: Any, **options: Any) -> Any:
+        """Refused: torch does not show it to ``__torch_function__``."""
+        raise StepError(
+            "'set_' of a gradient in optimizer.param_groups would give other memory to what was made for who reads "
+            "it; change it in place: p.grad.copy_(...)"
+        )
 
     @classmethod
     def __torch_function__(

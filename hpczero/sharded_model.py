@@ -30,6 +30,7 @@ from hpczero.seen_gradient import Sight, SlotGradient
 from hpczero.step import Step
 from hpczero.surroundings import Surroundings
 from hpczero.unit import Unit
+from hpczero.untraced import untraced
 
 KEY = "_hpczero_sharding"
 
@@ -267,6 +268,7 @@ class Sharding:
         self.schedule.reset()
         self.step.note_interruption()
 
+    @untraced
     def _zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; also forgets local gradients of ``no_sync`` and an interrupted backward."""
         assert self.schedule is not None, "hooks are attached"

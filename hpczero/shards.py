@@ -108,7 +108,7 @@ class Shards:
                     )
 
     def check_place(self) -> None:
-        """Raise if one was given other memory, from which nothing comes to the model.
+        """Raise if one was frozen, or was given other memory, from which nothing comes to the model.
 
         Raises:
             StepError: names the parameter.
@@ -117,6 +117,12 @@ class Shards:
             for position, shard, place in zip(
                 self.slots, self.parameters, self._places, strict=True
             ):
+                if not shard.requires_grad:
+                    raise StepError(
+                        f"requires_grad of the part of {self._layout.slots[position].name!r} in optimizer.param_groups "
+                        "is False, and was True at zeroify; freeze and unfreeze before zeroify (it decides which "
+                        "parameters have gradients and optimizer state), or set the learning rate of its group to 0"
+                    )
                 same = torch._C._is_alias_of(shard, self._master)  # type: ignore[attr-defined]
                 if (
                     not same

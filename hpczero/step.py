@@ -30,6 +30,7 @@ from hpczero.precision import LossScaler, Precision
 from hpczero.replicas import Replicas
 from hpczero.shard_gradient import guard_shards, open_shards
 from hpczero.unit import Unit
+from hpczero.untraced import untraced
 from hpczero.usage import Flags
 
 logger = logging.getLogger("hpczero.step")
@@ -187,6 +188,7 @@ class Step:
                 "that were never reduced over ranks; run the last backward before the step outside no_sync"
             )
 
+    @untraced
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("closure") is not None or any(a is not None for a in args[1:]):
             raise ConfigError(
@@ -352,8 +354,11 @@ class Step:
         error.agreed = True
         return error
 
+    @untraced
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._guard()
+        for unit in self._all_units:
+            unit.whole.check_untouched()  # an optimizer with a list of its own changes the model past the masters
         # Also after a step that was skipped: what a loop has done to the optimizer's parameters before it stands.
         for unit in self._units:
             unit.refresh()
