@@ -202,6 +202,12 @@ class Guard:
         self.show_gradient(None)
         _guarded.pop(self._parameter, None)
 
+    def swap(self, other: nn.Parameter) -> None:
+        """Exchange contents with ``other``; the object stays."""
+        del _guarded[self._parameter]  # torch swaps nothing that a weak reference leads to
+        torch.utils.swap_tensors(self._parameter, other)  # type: ignore[no-untyped-call]
+        _guarded[self._parameter] = True
+
     def close(self) -> None:
         """From now on only metadata may be read."""
         self._parameter.__class__ = self._closed_class

@@ -43,8 +43,14 @@ class Surroundings:
         """Before a call of ``module``.
 
         Raises:
-            StepError: as ``refuse_transforms``.
+            StepError: as ``refuse_transforms``; or the call is recorded by ``torch.jit.trace``.
         """
+        if torch._C._get_tracing_state() is not None:
+            raise StepError(
+                f"{type(module).__name__} of a zeroified model was called by torch.jit.trace, which would record "
+                "parameters without the hooks that gather them. Trace a plain model that has loaded "
+                "hpczero.full_state_dict(model); torch.compile works on zeroified ones"
+            )
         recomputing = torch._C._current_graph_task_id() != -1
         if not recomputing and (module is self._model or not torch.is_grad_enabled()):
             torch.clear_autocast_cache()

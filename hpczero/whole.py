@@ -110,14 +110,15 @@ class WholeParameters:
                 self.flat[self.mine].copy_(values[self.mine])
             else:
                 self.flat.copy_(values)
-        for parameter, view in zip(self.parameters, self._views(self.flat), strict=True):
+        views = self._views(self.flat)
+        for parameter, guard, view in zip(self.parameters, self.guards, views, strict=True):
             if parameter.device.type == "meta":
                 # A meta parameter cannot take CPU data; swap the tensors' contents, the object stays.
                 empty = torch.empty(0, device=self._comm.device)
                 real = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 # Keeps a version counter of its own: see device.[Note: Refilling freed parameters].
                 real.data = view
-                torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+                guard.swap(real)
             else:
                 parameter.data = view
             parameter.grad = None

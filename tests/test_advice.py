@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -133,26 +132,6 @@ def test_the_optimizers_state_is_this_ranks_own(
             optimizer.load_state_dict(other.state_dict())
     messages = [record.getMessage() for record in caplog.records]
     once_on_root(comm, messages, "holds the shards of the rank that calls it")
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_optimizer_state_that_was_looked_at_by_a_parameter_of_the_model(
-    comm: MPI.Intracomm, topology: Topology, stage: int
-) -> None:
-    model = MLP()
-    optimizer = adamw(model)
-    with zeroified(model, optimizer, stage=stage, topology=topology):
-        parameter = next(model.parameters())
-        parallel_assert(comm, optimizer.state[parameter] == {})
-        parallel_assert(comm, optimizer.state_dict()["state"] == {})
-        optimizer.state[parameter]["mine"] = 1
-        said = r"optimizer.state holds \['mine'\] for a tensor of shape \(15, 7\)"
-        error: Exception | None = None
-        try:
-            optimizer.state_dict()
-        except StepError as caught:
-            error = caught
-        parallel_assert(comm, re.search(said, str(error)) is not None, str(error))
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hpczero
+from hpczero.errors import StepError
 from hpczero.models import GPT, GPTConfig
 from tests.helpers.parallel import parallel_assert
 
@@ -23,7 +24,7 @@ def losses(
     topology: Topology,
     stage: int,
     *,
-    compiled: Literal["", "forwards", "blocks", "model", "model in place"],
+    compiled: Literal["", "forwards", "blocks", "model", "model in place", "step"],
     transport: str = "auto",
     before: bool = False,
     precision: str = "fp32",
@@ -47,22 +48,31 @@ def losses(
         for block in model.blocks:
             # Without the backend's own arithmetic, so that not a bit may differ.
             block.forward = torch.compile(block.forward, backend="aot_eager")
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if compiled == "step":
+        update = torch.compile(update, backend="aot_eager")
     generator = torch.Generator().manual_seed(topology.rank)
     found = []
     for _ in range(3):
         tokens = torch.randint(101, (2, 17), generator=generator)
         loss = called(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update()
         found.append(loss.item())
     hpczero.release(model)
     torch._dynamo.reset()  # what it keeps would stay for the tests that follow
     return found
 
 
-# Dynamo looks at the gradients of what it finds.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+# Dynamo looks at the gradients of what it finds, and imports what torch itself has deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+]
 
 
 @pytest.mark.mpi
@@ -111,3 +121,27 @@ def test_a_compiled_model_trains_the_same_in_half_precision(
     eager = losses(topology, 3, compiled="", precision=precision)
     compiled = losses(topology, 3, compiled="model", precision=precision)
     parallel_assert(comm, eager == compiled, f"{eager} {compiled}")
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_compiled_update_trains_the_same(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    eager, compiled = (losses(topology, stage, compiled=choice) for choice in ("", "step"))
+    close = all(abs(a - b) < 1e-5 * abs(a) for a, b in zip(eager, compiled, strict=True))
+    parallel_assert(comm, close, f"{eager} {compiled}")
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("transport", ["window", "flat"])
+def test_a_zeroified_model_is_not_traced(topology: Topology, stage: int, transport: str) -> None:
+    model = GPT(SIZES)
+    model.initialize_all(seed=0)
+    hpczero.zeroify(model, None, stage=stage, topology=topology, transport=transport)
+    with pytest.raises(StepError, match=r"was called by torch\.jit\.trace"):
+        torch.jit.trace(model, (torch.zeros(2, 5, dtype=torch.long),))
+    hpczero.release(model)

@@ -62,7 +62,9 @@ def _into_values(optimizer: torch.optim.Optimizer, generator: torch.Generator) -
 
 def _into_one_value(optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
     parameter = optimizer.param_groups[0]["params"][-1]
-    parameter.data[-1:].mul_(1 + torch.rand(1, generator=generator))
+    factors = torch.ones(parameter.shape)
+    factors[-1] += torch.rand((), generator=generator)
+    parameter.data.mul_(factors)
 
 
 def _into_one_momentum(optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
