@@ -194,7 +194,7 @@ class Guard:
         self._closed_class = type(
             "ShardedParameter", (ShardedParameter,), {"qualified_name": qualified_name}
         )
-        self._closed = False
+        self._closed = self._swapped = False
         _guarded[parameter] = True
 
     def leave(self) -> None:
@@ -202,13 +202,21 @@ class Guard:
         self.show_gradient(None)
         _guarded.pop(self._parameter, None)
 
+    @property
+    def is_swapped(self) -> bool:
+        """Whether ``torch.utils.swap_tensors`` took the class away, and with it every hook; stays so."""
+        shown = self._closed_class if self._closed else self._open_class
+        return self._swapped or type(self._parameter) is not shown
+
     def close(self) -> None:
         """From now on only metadata may be read."""
+        self._swapped = self.is_swapped
         self._parameter.__class__ = self._closed_class
         self._closed = True
 
     def open(self) -> None:
         """The value is there again."""
+        self._swapped = self.is_swapped
         self._parameter.__class__ = self._open_class
         self._closed = False
 
