@@ -208,6 +208,13 @@ class Guard:
         shown = self._closed_class if self._closed else self._open_class
         return self._swapped or type(self._parameter) is not shown
 
+    def fill(self, real: nn.Parameter) -> None:
+        """Give a parameter on the meta device the content of ``real``; the object stays."""
+        real.__class__ = type(self._parameter)
+        _guarded.pop(self._parameter)  # torch swaps nothing that has a weak reference
+        torch.utils.swap_tensors(self._parameter, real)  # type: ignore[no-untyped-call]
+        _guarded[self._parameter] = True
+
     def close(self) -> None:
         """From now on only metadata may be read."""
         self._swapped = self.is_swapped

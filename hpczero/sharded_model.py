@@ -207,6 +207,7 @@ class Sharding:
                 in_backward=lambda: schedule.in_backward,
                 reset=self._forget_interrupted,
                 dropped=self.step.note_drop,
+                differentiable=lambda: schedule.differentiable,
             )
             guard.show_gradient(Sight(slot))
 

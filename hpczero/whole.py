@@ -113,15 +113,15 @@ class WholeParameters:
                 self.flat[self.mine].copy_(values[self.mine])
             else:
                 self.flat.copy_(values)
-        for parameter, view in zip(self.parameters, self._views(self.flat), strict=True):
+        views = self._views(self.flat)
+        for guard, parameter, view in zip(self.guards, self.parameters, views, strict=True):
             if parameter.device.type == "meta":
                 # A meta parameter cannot take CPU data; swap the tensors' contents, the object stays.
                 empty = torch.empty(0, device=self._comm.device)
                 real = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 # Keeps a version counter of its own: see device.[Note: Refilling freed parameters].
                 real.data = view
-                real.__class__ = type(parameter)
-                torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+                guard.fill(real)
             else:
                 parameter.data = view
             parameter.grad = None
@@ -347,7 +347,7 @@ class WholeParameters:
         self.check_values()
 
     def check_values(self) -> None:
-        """Raises StepError if masters lack what the parameters show. Inside a ``hold`` changes count at its end only."""
+        """Raises StepError if masters lack what parameters show. Inside a ``hold`` changes count at its end only."""
         self.check_certain()
         if not self._holds:
             self.check_guards()

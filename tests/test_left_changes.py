@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import hpczero
 from hpczero.errors import StepError
+from hpczero.parameter import _guarded
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import (
     MLP,
@@ -112,7 +113,7 @@ def test_transposed_values_are_taken_over(
             _transposed(model)
         _transposed(plain)
         with torch.no_grad():
-            parallel_assert(comm, torch.equal(model(mlp_input(0)), plain(mlp_input(0))))
+            parallel_assert(comm, torch.allclose(model(mlp_input(0)), plain(mlp_input(0))))
         check_trains(comm, model, optimizer, MLP(sizes=SQUARE))
 
         def unannounced() -> None:
@@ -176,45 +177,6 @@ def test_columns_of_one_matrix_are_not_shared(
         check_trains(comm, model, optimizer, MLP(sizes=SQUARE))
 
 
-@contextlib.contextmanager
-def _swapping() -> Any:
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-@STAGES
-@TRANSPORTS
-@pytest.mark.parametrize("modifier_rank", [0, None])
-def test_swapped_tensors_are_refused(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    stage: int,
-    transport: str,
-    modifier_rank: int | None,
-) -> None:
-    model = MLP()
-    optimizer = adamw(model)
-    with zeroified(model, optimizer, stage=stage, transport=transport, topology=topology):
-        state = {name: value * 0.9 for name, value in MLP().state_dict().items()}
-
-        def load() -> None:
-            with _swapping(), hpczero.gathered(model, modifier_rank=modifier_rank):
-                if comm.rank == 1:
-                    model.load_state_dict(state)
-
-        said = r"torch swapped the tensor.*set_swap_module_params_on_conversion\(False\)"
-        raises_on_all(comm, StepError, said, load)
-
-        def again() -> None:
-            with hpczero.gathered(model, modifier_rank=0):
-                pass
-
-        raises_on_all(comm, StepError, said, again)  # the hooks do not come back
-
-
 @pytest.mark.parametrize("stage", [0, 2])
 def test_tensors_swapped_outside_are_refused_by_the_step(
     comm: MPI.Intracomm, topology: Topology, stage: int
@@ -224,6 +186,7 @@ def test_tensors_swapped_outside_are_refused_by_the_step(
     with zeroified(model, optimizer, stage=stage, topology=topology):
         mlp_backward(model, comm.rank)
         parameter = next(model.parameters())
+        _guarded.pop(parameter)  # torch itself refuses while there is a weak reference
         torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))  # type: ignore[no-untyped-call]
         raises_on_all(comm, StepError, "torch swapped the tensor", optimizer.step)
 
@@ -346,3 +309,18 @@ def test_buffers_that_one_rank_replaced_are_refused_by_name(
 
         said = r"rank 0: .*buffer scale \(7,\) torch\.float32.*where rank 1 has|on rank\(s\).*buffer scale"
         raises_on_all(comm, StepError, said, replace)
+
+
+# --- parameters on the meta device
+
+
+@STAGES
+def test_a_model_on_the_meta_device_is_filled(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(7, 3)
+    options: dict[str, Any] = {"initialize": lambda _, values: values.fill_(0.5)}
+    with zeroified(model, adamw(model), stage=stage, topology=topology, **options):
+        state = hpczero.full_state_dict(model)
+        parallel_assert(comm, state is None or bool((state["weight"] == 0.5).all()))
