@@ -153,7 +153,7 @@ class SeenGradient(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SeenGradient({self._slot.name!r}, shape={tuple(self.shape)}, in shards)"
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> Tensor:
         """Another stand-in for the same gradient; a tensor put here would reach no shard, and is refused."""
         return SeenGradient(self._slot, self)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
 
+WARNS = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
@@ -53,6 +54,7 @@ def test_other_contents_are_refused(
         parallel_assert(comm, abs(after - 2.0 * before) < 1e-5 * before)
 
 
+@WARNS
 @STAGES
 def test_a_penalty_on_norms_of_gradients_is_refused(
     comm: MPI.Intracomm, topology: Topology, stage: int
