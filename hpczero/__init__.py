@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpczero.access import full_gradients, gathered
     from hpczero.accumulation import accumulate
     from hpczero.comm import Collectives, Flat, Hierarchical
     from hpczero.errors import HpcZeroError
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from hpczero.topology import Topology
     from hpczero.zero import (
         clip_grad_norm_,
-        full_gradients,
-        gathered,
         no_sync,
         release,
         sharding,
@@ -46,9 +45,9 @@ _HOME = {
     "Topology": "hpczero.topology",
     "accumulate": "hpczero.accumulation",
     "clip_grad_norm_": "hpczero.zero",
-    "full_gradients": "hpczero.zero",
+    "full_gradients": "hpczero.access",
     "full_state_dict": "hpczero.fullstate",
-    "gathered": "hpczero.zero",
+    "gathered": "hpczero.access",
     "no_sync": "hpczero.zero",
     "register_forward": "hpczero.forward_methods",
     "release": "hpczero.zero",

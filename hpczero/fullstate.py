@@ -27,11 +27,13 @@ def full_state_dict(model: nn.Module) -> dict[str, Any] | None:
         The dictionary on world rank 0, None elsewhere. Tensors, but for what a module put there itself.
 
     Raises:
-        StepError: on every rank, where a parameter came after ``zeroify``, or ranks have drifted apart at stage 0.
+        StepError: on every rank, where a parameter came after ``zeroify`` or was changed outside of ``gathered``, or
+            ranks have drifted apart at stage 0.
     """
     state = sharding(model)
     with state.topology.agreed("collect the weights"):
         state.check_attachment()
+        state.check_values()
     state.step.replicas.check()
     values: dict[int, Tensor] | None = {} if state.topology.is_root else None
     for unit in state.units:

@@ -194,7 +194,7 @@ class Guard:
         self._closed_class = type(
             "ShardedParameter", (ShardedParameter,), {"qualified_name": qualified_name}
         )
-        self._closed = False
+        self._closed = self._swapped = False
         _guarded[parameter] = True
 
     def leave(self) -> None:
@@ -202,19 +202,28 @@ class Guard:
         self.show_gradient(None)
         _guarded.pop(self._parameter, None)
 
-    def swap(self, other: nn.Parameter) -> None:
-        """Exchange contents with ``other``; the object stays."""
-        del _guarded[self._parameter]  # torch swaps nothing that a weak reference leads to
-        torch.utils.swap_tensors(self._parameter, other)  # type: ignore[no-untyped-call]
+    @property
+    def is_swapped(self) -> bool:
+        """Whether ``torch.utils.swap_tensors`` took the class away, and with it every hook; stays so."""
+        shown = self._closed_class if self._closed else self._open_class
+        return self._swapped or type(self._parameter) is not shown
+
+    def fill(self, real: nn.Parameter) -> None:
+        """Give a parameter on the meta device the content of ``real``; the object stays."""
+        real.__class__ = type(self._parameter)
+        _guarded.pop(self._parameter)  # torch swaps nothing that has a weak reference
+        torch.utils.swap_tensors(self._parameter, real)  # type: ignore[no-untyped-call]
         _guarded[self._parameter] = True
 
     def close(self) -> None:
         """From now on only metadata may be read."""
+        self._swapped = self.is_swapped
         self._parameter.__class__ = self._closed_class
         self._closed = True
 
     def open(self) -> None:
         """The value is there again."""
+        self._swapped = self.is_swapped
         self._parameter.__class__ = self._open_class
         self._closed = False
 

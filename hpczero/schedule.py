@@ -40,6 +40,7 @@ class Schedule:
     Attributes:
         sync: whether backward reduces gradients; ``no_sync`` turns it off.
         kept: units that stay whole for now.
+        differentiable: whether the last backward to bring gradients kept its own graph (``create_graph=True``).
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Schedule:
             sharded: whether parameters are given back between uses.
             ahead: start to make the next unit whole while one is used.
         """
-        self.sync = True
+        self.sync, self.differentiable = True, False
         self._units = list(units)
         self._order = [unit for unit in reversed(self._units) if unit.spec.trainable]
         self._place = {unit: place for place, unit in enumerate(self._order)}
@@ -359,6 +360,8 @@ class Schedule:
         backward = self._backward
         assert backward is not None, "the callback belongs to the backward that queued it"
         self._end_pass()
+        if backward.has_gradients:
+            self.differentiable = backward.differentiable
         if not backward.differentiable:
             self.kept.backward_is_through()
         for unit in self._units:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -54,6 +54,7 @@ class SlotGradient:
         in_backward: whether a backward runs, or was interrupted.
         reset: forgets an interrupted backward, whose other gradients are incomplete.
         dropped: to be told when a gradient is gone.
+        differentiable: whether the last backward kept its own graph (``create_graph=True``).
     """
 
     unit: Unit
@@ -63,6 +64,7 @@ class SlotGradient:
     in_backward: Callable[[], bool]
     reset: Callable[[], None]
     dropped: Callable[[], None]
+    differentiable: Callable[[], bool]
 
     @property
     def name(self) -> str:
@@ -150,6 +152,21 @@ class SeenGradient(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SeenGradient({self._slot.name!r}, shape={tuple(self.shape)}, in shards)"
+
+    @property
+    def data(self) -> Tensor:
+        """Another stand-in for the same gradient; a tensor put here would reach no shard, and is refused."""
+        return SeenGradient(self._slot, self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _check_kept(self)
+        if not isinstance(value, SeenGradient) or value._slot is not self._slot:
+            raise _refusal(self, "p.grad.data = ...")
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """As ``data``."""
+        raise _refusal(self, "set_")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _refusal(self, "a copy")
@@ -253,6 +270,12 @@ def _norm(
         kwargs: of the same operation.
     """
     slot, options = seen._slot, kwargs or {}
+    if torch.is_grad_enabled() and slot.differentiable():
+        raise StepError(
+            f"the norm of parameter.grad of {slot.name!r} after backward(create_graph=True) would be a constant: "
+            "derivatives of gradients with respect to parameters are not available through p.grad; take a norm that is "
+            "only looked at under torch.no_grad()"
+        )
     keepdim = options.get("keepdim", args[2] if len(args) > 2 else False)
     value = slot.norm(slot.unit, slot.position, order)
     shape = (1,) * seen.dim() if keepdim else ()
@@ -284,5 +307,6 @@ def _refusal(seen: SeenGradient, what: str) -> StepError:
         f"parameter.grad of {seen._slot.name!r} lies in shards over the ranks, and {what!r} needs its elements. To "
         "look at it: hpczero.full_gradients(model). To change this rank's own gradient before it is reduced: "
         "parameter.register_hook. An optimizer over model.parameters() that was made after zeroify cannot step; "
-        "scaling by numbers, clamping, norms and zero_grad work"
+        "p.grad.mul_, clamp_, norm, torch.nn.utils.clip_grad_norm_ and clip_grad_value_, zero_grad work; pieces of the "
+        "gradient are at p.grad of optimizer.param_groups"
     )

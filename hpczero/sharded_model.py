@@ -208,6 +208,7 @@ class Sharding:
                 in_backward=lambda: schedule.in_backward,
                 reset=self._forget_interrupted,
                 dropped=self.step.note_drop,
+                differentiable=lambda: schedule.differentiable,
             )
             guard.show_gradient(Sight(slot))
 
@@ -236,6 +237,18 @@ class Sharding:
                     "after zeroify (add_param_group?), whose gradients nobody would reduce; make all groups before "
                     "zeroify"
                 )
+
+    def check_values(self) -> None:
+        """Refuse to read the masters where the model shows other values than they have.
+
+        Inside ``gathered`` changes count at its end only. Whether parameters are frozen for a while plays no part.
+
+        Raises:
+            StepError: names the first parameter that was changed behind hpczero's back.
+        """
+        for unit in self.units:
+            unit.check_values()
+            unit.whole.check_values()
 
     def _before_update(self) -> None:
         if self.schedule is not None and not self.schedule.in_backward:
@@ -279,15 +292,34 @@ class Sharding:
         for unit in self.units:
             unit.drop_gradients(set_to_none=set_to_none)
 
-    def share_buffers(self) -> None:
-        """Give every rank rank 0's persistent buffers (running statistics), as DDP does. Collective over world."""
+    def check_equal_buffers(self, root: int) -> None:
+        """Refuse to share buffers where ranks have not the same ones as rank ``root``. Collective over world.
+
+        Raises:
+            StepError: on every rank; names buffers.
+        """
+        mine = self._describe_buffers()
+        text = self.topology.broadcast_text("\n".join(mine), root)
+        expected = text.split("\n") if text else []
+        with self.topology.agreed("share the buffers"):
+            if mine != expected:
+                extra = "; ".join(each for each in mine if each not in expected)
+                lacking = "; ".join(each for each in expected if each not in mine)
+                raise StepError(
+                    f"rank {self.topology.rank}: the model has {extra or 'nothing'}, where rank {root} has "
+                    f"{lacking or 'nothing'}; change shapes and dtypes of buffers, add and remove them on every rank "
+                    "alike"
+                )
+
+    def share_buffers(self, root: int = 0) -> None:
+        """Give every rank ``root``'s persistent buffers (running statistics), as DDP does. Collective over world."""
         buffers = self.buffers
         if not buffers:
             return
         with torch.no_grad():
             parts = [bytes_of(buffer) for buffer in buffers]
             packed = torch.cat(parts)
-            self.collectives.broadcast(packed, root=0, name="buffers").wait()
+            self.collectives.broadcast(packed, root=root, name="buffers").wait()
             pieces = torch.split(packed, [part.numel() for part in parts])
             pairs = zip(parts, pieces, strict=True)
             differ = torch.stack([(mine != new).any() for mine, new in pairs]).tolist()

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from hpczero.comm.base import Collectives, Work
 from hpczero.device import DTYPES, Use
 from hpczero.errors import StepError
+from hpczero.layout import Slot
 from hpczero.parameter import Guard
 from hpczero.plan import Stage, UnitSpec
 from hpczero.precision import Precision
@@ -50,6 +51,7 @@ class WholeParameters:
         lasts: whether the buffer keeps its content while the parameters are sharded.
         mine: this rank's slice of the buffer.
         guards: of the parameters, in slot order.
+        doubtful: changes were cut off, and what is kept of them depends on the transport: nobody may use them.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class WholeParameters:
         self._own: Tensor | None = None  # see [Note: Shared memory]
         self._lent = False  # see [Note: Kept views]
         self._versions: list[int] = []
+        self.doubtful = False
 
     @property
     def flat(self) -> Tensor:
@@ -111,14 +114,14 @@ class WholeParameters:
             else:
                 self.flat.copy_(values)
         views = self._views(self.flat)
-        for parameter, guard, view in zip(self.parameters, self.guards, views, strict=True):
+        for guard, parameter, view in zip(self.guards, self.parameters, views, strict=True):
             if parameter.device.type == "meta":
                 # A meta parameter cannot take CPU data; swap the tensors' contents, the object stays.
                 empty = torch.empty(0, device=self._comm.device)
                 real = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 # Keeps a version counter of its own: see device.[Note: Refilling freed parameters].
                 real.data = view
-                guard.swap(real)
+                guard.fill(real)
             else:
                 parameter.data = view
             parameter.grad = None
@@ -140,6 +143,7 @@ class WholeParameters:
         Args:
             shard: (shard_numel,) the newest values of this rank's slice; may be the slice itself.
         """
+        self.check_certain()
         if self.state not in (UnitState.SHARDED, UnitState.RETAINED):
             return
         self.state = UnitState.GATHERING
@@ -230,10 +234,10 @@ class WholeParameters:
         if self._own is not None:
             self._own = None
             self._point_at(self.flat)
-            self.note_versions()
+            self._note_versions()
         elif self._sharded:
             self.lend()
-            self.note_versions()
+            self._note_versions()
         self.reshard(retain=retain)
 
     def lend(self) -> None:
@@ -249,8 +253,28 @@ class WholeParameters:
         for parameter, view in zip(self.parameters, self._views(flat), strict=True):
             parameter.data = view
 
+    def doubt(self) -> None:
+        """What was changed is lost or not; see ``doubtful``. Afterwards values can be set as ever."""
+        self.doubtful = True
+        places = zip(self.parameters, self._spec.layout.slots, strict=True)
+        if not (self._sharded or self._holds or all(_is_at(p, self.flat, s) for p, s in places)):
+            self._point_at(self.flat)
+
+    def check_certain(self) -> None:
+        """Raises StepError where the parameters are ``doubtful``."""
+        if self.doubtful:
+            raise StepError(
+                f"rank {self._comm.topology.rank}: the last `with hpczero.gathered(model)` block was left by an "
+                "exception, or refused, after parameters had been changed; load a checkpoint, or repeat the change in "
+                "a `with hpczero.gathered(model, modifier_rank=0):` that ends well"
+            )
+
     def note_versions(self) -> None:
         """What the parameters hold now is right."""
+        self.doubtful = False
+        self._note_versions()
+
+    def _note_versions(self) -> None:
         with (
             torch._C.DisableTorchFunctionSubclass()
         ):  # metadata alone: no need to ask the guard of each
@@ -258,12 +282,13 @@ class WholeParameters:
 
     def was_modified(self) -> bool:
         """Whether a parameter was changed since ``note_versions``, in place or by other memory."""
-        slots = self._spec.layout.slots
-        return any(
-            parameter._version != version
-            or (slot.numel and not _is_at(parameter, self.flat_of_user, slot.offset))
-            for parameter, slot, version in zip(self.parameters, slots, self._versions, strict=True)
-        )
+        pairs = zip(self.parameters, self._versions, strict=True)
+        return bool(self.moved()) or any(p._version != version for p, version in pairs)
+
+    def moved(self) -> list[str]:
+        """Names of parameters that lie elsewhere than the unit has put them, or in another order of elements."""
+        places = zip(self.parameters, self._spec.layout.slots, strict=True)
+        return [slot.name for p, slot in places if not _is_at(p, self.flat_of_user, slot)]
 
     def take_over(self) -> bool:
         """Values that the user put into other memory, by ``parameter.data = ...``, go where the unit looks for them.
@@ -285,7 +310,7 @@ class WholeParameters:
                     f"parameter {slot.name!r} was given {parameter.dtype} {tuple(parameter.shape)} inside gathered, "
                     f"expected {flat.dtype} {slot.shape}; build the model as it shall be before zeroify"
                 )
-        if all(_is_at(p, flat, slot.offset) for p, slot in places if slot.numel):
+        if not self.moved():
             return False
         values = [parameter.detach().clone() for parameter in self.parameters]
         if self._own is not None:
@@ -305,39 +330,68 @@ class WholeParameters:
         Raises:
             StepError: names the parameter.
         """
-        with torch._C.DisableTorchFunctionSubclass():
-            self._check_untouched()
-
-    def _check_untouched(self) -> None:
         rank, trainable = self._comm.topology.rank, self._spec.trainable
         if self._holds:
             raise StepError(
                 f"rank {rank}: optimizer.step() inside `with hpczero.gathered(model):` would leave old values in the "
                 "gathered parameters; take the step outside"
             )
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, slot in zip(self.parameters, self._spec.layout.slots, strict=True):
+                if parameter.requires_grad != trainable:
+                    raise StepError(
+                        f"rank {rank}: requires_grad of parameter {slot.name!r} is {parameter.requires_grad}, and was "
+                        f"{trainable} at zeroify; freeze and unfreeze before zeroify (it decides which parameters have "
+                        "gradients and optimizer state)"
+                    )
+        self.check_values()
+
+    def check_values(self) -> None:
+        """Raises StepError if masters lack what parameters show. Inside a ``hold`` changes count at its end only."""
+        self.check_certain()
+        if not self._holds:
+            self.check_guards()
+            with torch._C.DisableTorchFunctionSubclass():
+                self._check_values()
+
+    def check_guards(self) -> None:
+        """Raises StepError if torch has exchanged a parameter's content together with its guard and hooks."""
+        for guard, slot in zip(self.guards, self._spec.layout.slots, strict=True):
+            if guard.is_swapped:
+                raise StepError(
+                    f"rank {self._comm.topology.rank}: torch swapped the tensor of parameter {slot.name!r} for another "
+                    "one, which took hpczero's hooks along, so it would train no more; call "
+                    "torch.__future__.set_swap_module_params_on_conversion(False) and use no torch.utils.swap_tensors "
+                    "after zeroify; build and zeroify the model anew"
+                )
+
+    def _check_values(self) -> None:
+        rank = self._comm.topology.rank
         for parameter, slot, version in zip(
             self.parameters, self._spec.layout.slots, self._versions, strict=True
         ):
-            if parameter.requires_grad != trainable:
-                raise StepError(
-                    f"rank {rank}: requires_grad of parameter {slot.name!r} is {parameter.requires_grad}, and was "
-                    f"{trainable} at zeroify; freeze and unfreeze before zeroify (it decides which parameters have "
-                    "gradients and optimizer state)"
-                )
             if parameter._version != version:
                 raise StepError(
                     f"rank {rank}: parameter {slot.name!r} was changed in place since zeroify, and the optimizer's "
                     "copy was not; change parameters inside `with hpczero.gathered(model, modifier_rank=0):`"
                 )
-            if slot.numel and not _is_at(parameter, self.flat, slot.offset):
+            if not _is_at(parameter, self.flat, slot):
                 raise StepError(
-                    f"rank {rank}: parameter {slot.name!r} got new memory since zeroify (model.to(), .half(), "
-                    "load_state_dict(assign=True), parameter.data = ...?); do that before zeroify, or change values "
-                    "inside `with hpczero.gathered(model, modifier_rank=0):`"
+                    f"rank {rank}: parameter {slot.name!r} got new memory or strides since zeroify (model.to(), "
+                    ".half(), load_state_dict(assign=True), parameter.data = ...?); do that before zeroify, or change "
+                    "values inside `with hpczero.gathered(model, modifier_rank=0):`"
                 )
 
 
-def _is_at(parameter: Tensor, flat: Tensor, offset: int) -> bool:
-    """Whether ``parameter`` begins at element ``offset`` of ``flat``; also while both have no memory."""
-    same: bool = torch._C._is_alias_of(parameter, flat)  # type: ignore[attr-defined]
-    return same and parameter.storage_offset() == flat.storage_offset() + offset
+def _is_at(parameter: Tensor, flat: Tensor, slot: Slot) -> bool:
+    """Whether ``parameter`` is the view of ``flat`` that ``slot`` says; also while both have no memory."""
+    if not slot.numel:
+        return True
+    with torch._C.DisableTorchFunctionSubclass():
+        same: bool = torch._C._is_alias_of(parameter, flat)  # type: ignore[attr-defined]
+        return (
+            same
+            and parameter.storage_offset() == flat.storage_offset() + slot.offset
+            and parameter.shape == slot.shape
+            and parameter.is_contiguous()
+        )

@@ -57,7 +57,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("advice", "casting", "kept", "ways"),
     ("optimizer_state", "step"),
     ("schedule",),
-    ("accumulation", "forward_methods", "fullstate", "sharded_model", "zero"),
+    ("access", "accumulation", "forward_methods", "fullstate", "sharded_model", "zero"),
     ("checkpoint",),
     ("__init__",),
     ("data", "models"),

@@ -91,10 +91,12 @@ def take(
     Raises:
         ConfigError: ``extra`` cannot be written as JSON, or ranks disagree about ``step``; on every rank.
         CheckpointError: a state of the optimizer that cannot be kept, or ranks whose optimizers differ; on every rank.
-        StepError: ranks have drifted apart at stage 0; on every rank.
+        StepError: values were changed behind hpczero's back, or ranks have drifted apart at stage 0; on every rank.
     """
     topology = sharding.topology
     _check_step(sharding, step)
+    with topology.agreed("look at the values"):
+        sharding.check_values()
     sharding.step.replicas.check()
     with topology.agreed("take a snapshot"):
         inventory = inventory or Inventory(sharding)

@@ -1,0 +1,173 @@
+"""gathered and full_gradients: whole values of a sharded model for the program around it.
+
+Owns: what a program may read and change, and what becomes of its changes. Must not know: shards, masters, hooks, MPI.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpczero.backward import next_node_number
+from hpczero.errors import ConfigError, StepError
+from hpczero.sharded_model import Sharding
+from hpczero.zero import sharding
+
+
+@contextmanager
+def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[None]:
+    """All parameters are whole inside. Collective over world.
+
+    Args:
+        model: zeroified.
+        modifier_rank: this world rank's changes of parameters and persistent buffers are given to all ranks, and to the
+            optimizer's masters, at the end.
+
+    Raises:
+        ConfigError: there is no such rank.
+        StepError: on every rank, if parameters were changed and no ``modifier_rank`` was named, were given values of
+            another shape or dtype, or share memory; if ranks have other buffers than ``modifier_rank``; without a
+            ``modifier_rank`` also if the block before did not end well. After this, and where an exception leaves the
+            block after a change, the model refuses to be used until a block ends well or a checkpoint is loaded.
+    """
+    state = sharding(model)
+    units, schedule = state.units, state.schedule
+    assert schedule is not None, "zeroify attaches the schedule"
+    if modifier_rank is not None and modifier_rank not in range(state.topology.size):
+        raise ConfigError(
+            f"modifier_rank: got {modifier_rank!r}, expected a rank of 0 to {state.topology.size - 1}"
+        )
+    doubtful = any(unit.whole.doubtful for unit in units)
+    with torch.inference_mode(False):  # what parameters become views of lasts
+        with state.topology.agreed("make the parameters whole"):
+            for unit in units:
+                unit.check_values()
+                if modifier_rank is None:
+                    unit.whole.check_certain()
+        for unit in units:
+            unit.whole.doubtful = False
+            unit.unshard()
+        for unit in units:
+            unit.wait_for_unshard()
+            unit.whole.hold()  # a forward inside must not give back what was changed
+    first_node, ended, fine = next_node_number(), False, False
+    try:
+        yield
+        ended = True
+        changed = modifier_rank is None and any(unit.whole.was_modified() for unit in units)
+        mine = np.array([changed, *schedule.kept.graphs_since(first_node)], dtype=np.uint8)
+        found = state.collectives.agree(mine, name="gathered")
+        if modifier_rank is not None:
+            _keep_changes(state, modifier_rank)
+        elif found[0]:
+            _refuse_changes(state)
+        schedule.kept.for_graphs(found[1:])
+        if state.precision.loss_scale is not None and schedule.is_in_graph_since(first_node):
+            state.advice.about_weights()
+        fine = True
+    finally:
+        # A refusal at the end is known to all ranks; of an exception inside only this rank knows.
+        lost = not fine and (ended or doubtful or any(unit.whole.was_modified() for unit in units))
+        for unit in units:
+            unit.whole.let_go(retain=fine and unit in schedule.kept)
+            if lost:
+                unit.whole.doubt()
+        if not fine:  # what is in the parameters now is not what such a graph was made of
+            schedule.kept.clear()
+
+
+def _keep_changes(state: Sharding, modifier_rank: int) -> None:
+    """Make everybody's what ``modifier_rank`` holds. Collective over world."""
+    with state.topology.agreed("keep what was changed inside gathered"):
+        for unit in state.units:
+            unit.whole.check_guards()
+        _check_apart(state)
+    state.check_equal_buffers(modifier_rank)
+    with state.topology.agreed("keep what was changed inside gathered"):
+        for unit in state.units:
+            unit.take_over()
+    for unit in state.units:
+        unit.write_back(modifier_rank)
+    state.share_buffers(modifier_rank)
+
+
+def _refuse_changes(state: Sharding) -> NoReturn:
+    """Changes without a ``modifier_rank``. Collective over world."""
+    with state.topology.agreed("leave gathered"):
+        for unit in state.units:
+            unit.whole.check_guards()
+    error = StepError(
+        "parameters were changed inside gathered(model) without a modifier_rank, so ranks may now "
+        "differ; use gathered(model, modifier_rank=0) and change them on that rank"
+    )
+    error.agreed = True
+    raise error
+
+
+def _check_apart(state: Sharding) -> None:
+    """Refuse parameters that were given each other's memory: plain torch would tie them, and shards cannot.
+
+    Raises:
+        StepError: names two of them.
+    """
+    moved = {name for unit in state.units for name in unit.whole.moved()}
+    if not moved:
+        return
+    pairs = (zip(u.spec.layout.slots, u.parameters, strict=True) for u in state.units)
+    held = [(s.name, p.detach()) for s, p in itertools.chain.from_iterable(pairs) if p.numel()]
+    held.sort(key=lambda item: item[1].data_ptr())
+    for index, (name, value) in enumerate(held):
+        for other_name, other in itertools.islice(held, index + 1, None):
+            if other.data_ptr() > _last_address(value):
+                break
+            if moved.isdisjoint((name, other_name)) or not _overlap(value, other):
+                continue
+            raise StepError(
+                f"rank {state.topology.rank}: parameters {name!r} and {other_name!r} share memory since they were "
+                "changed inside gathered, expected memory of each one's own; tie them before zeroify, or give one a "
+                "copy: p.data = other.data.clone()"
+            )
+
+
+def _last_address(value: Tensor) -> int:
+    steps = zip(value.shape, value.stride(), strict=True)
+    last = sum((length - 1) * step for length, step in steps)
+    return value.data_ptr() + last * value.element_size()
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether they have an element in common: columns of one matrix lie between each other and have none."""
+    if one.is_contiguous() and other.is_contiguous():
+        return True  # their ranges do
+    first, second = (torch.unique(_addresses(value)) for value in (one, other))
+    return bool(torch.isin(first, second).any())
+
+
+def _addresses(value: Tensor) -> Tensor:
+    """(elements,) int64."""
+    found = torch.tensor([value.data_ptr()])
+    for length, step in zip(value.shape, value.stride(), strict=True):
+        offsets = torch.arange(length) * (step * value.element_size())
+        found = (found[:, None] + offsets).view(-1)
+    return found
+
+
+def full_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Whole fp32 mean gradients of trainable parameters by name, on every rank. Collective over world.
+
+    For inspection; parameters without a gradient since the last ``zero_grad`` are left out where the whole unit has
+    none.
+    """
+    gradients = {}
+    for unit in sharding(model).units:
+        if unit.has_gradient:
+            flat = unit.gather_gradients()
+            for slot in unit.spec.layout.slots:
+                gradients[slot.name] = flat[slot.offset : slot.stop].view(slot.shape)
+    return gradients

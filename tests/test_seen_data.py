@@ -1,0 +1,73 @@
+"""What a loop may expect of ``parameter.grad`` and does not get: other contents, derivatives. Refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+from hpczero.errors import StepError
+from tests.helpers.parallel import parallel_assert
+from tests.small_models import MLP, grad, mlp_backward, mlp_input, sgd, zeroified
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
+
+WARNS = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def _data(model: nn.Module) -> None:
+    parameter = next(model.parameters())
+    grad(parameter).data = torch.zeros(parameter.shape)
+
+
+def _set(model: nn.Module) -> None:
+    parameter = next(model.parameters())
+    grad(parameter).set_(torch.zeros(parameter.shape))
+
+
+@STAGES
+@pytest.mark.parametrize("put", [_data, _set])
+def test_other_contents_are_refused(
+    comm: MPI.Intracomm, topology: Topology, stage: int, put: Callable[[nn.Module], None]
+) -> None:
+    model = MLP()
+    with zeroified(model, sgd(model), stage=stage, topology=topology):
+        mlp_backward(model, comm.rank)
+        with pytest.raises(
+            StepError, match=r"(data = |set_).*full_gradients.*mul_, clamp_.*param_groups"
+        ):
+            put(model)
+        seen = grad(next(model.parameters()))
+        before = float(seen.norm())
+        seen.data = seen.data  # as module.to() does where nothing changes
+        seen.data.mul_(2.0)
+        after = float(grad(next(model.parameters())).norm())
+        parallel_assert(comm, abs(after - 2.0 * before) < 1e-5 * before)
+
+
+@WARNS
+@STAGES
+def test_a_penalty_on_norms_of_gradients_is_refused(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model = MLP()
+    with zeroified(model, sgd(model), stage=stage, topology=topology):
+        model(mlp_input(comm.rank)).square().mean().backward(create_graph=True)
+        parameter = next(model.parameters())
+        said = "derivatives of gradients with respect to parameters are not available"
+        with pytest.raises(StepError, match=said):
+            grad(parameter).norm()
+        with torch.no_grad():
+            first = float(grad(parameter).norm())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        mlp_backward(model, comm.rank)
+        parallel_assert(comm, float(grad(parameter).norm()) != first)
