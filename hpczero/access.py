@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hpczero.backward import next_node_number
 from hpczero.errors import ConfigError, StepError
 from hpczero.sharded_model import Sharding
+from hpczero.whole import UnitState
 from hpczero.zero import sharding
 
 
@@ -44,6 +45,8 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
             f"modifier_rank: got {modifier_rank!r}, expected a rank of 0 to {state.topology.size - 1}"
         )
     doubtful = any(unit.whole.doubtful for unit in units)
+    # By a call that this block stands in, a forward hook's say; the same on all ranks.
+    in_use = {u for u in units if u.whole.state in (UnitState.GATHERING, UnitState.WHOLE)}
     with torch.inference_mode(False):  # what parameters become views of lasts
         with state.topology.agreed("make the parameters whole"):
             for unit in units:
@@ -75,7 +78,7 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
         # A refusal at the end is known to all ranks; of an exception inside only this rank knows.
         lost = not fine and (ended or doubtful or any(unit.whole.was_modified() for unit in units))
         for unit in units:
-            unit.whole.let_go(retain=fine and unit in schedule.kept)
+            unit.whole.let_go(retain=fine and unit in schedule.kept, in_use=unit in in_use)
             if lost:
                 unit.whole.doubt()
         if not fine:  # what is in the parameters now is not what such a graph was made of

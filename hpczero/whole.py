@@ -226,8 +226,8 @@ class WholeParameters:
             self._own = self.flat.clone()
             self._point_at(self._own)
 
-    def let_go(self, *, retain: bool = False) -> None:
-        """End one ``hold``; after the last one see ``reshard``."""
+    def let_go(self, *, retain: bool = False, in_use: bool = False) -> None:
+        """End one ``hold``; after the last one see ``reshard``, unless a call that goes on has them ``in_use``."""
         self._holds -= 1
         if self._holds:
             return
@@ -238,7 +238,8 @@ class WholeParameters:
         elif self._sharded:
             self.lend()
             self._note_versions()
-        self.reshard(retain=retain)
+        if not in_use:
+            self.reshard(retain=retain)
 
     def lend(self) -> None:
         """The memory has views that outlive ``reshard``. See [Note: Kept views]."""

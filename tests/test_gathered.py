@@ -313,3 +313,33 @@ def test_gathered_in_inference_mode_leaves_a_model_that_trains(
         with torch.inference_mode(), hpczero.gathered(model, modifier_rank=0):
             next(model.parameters()).mul_(0.5)
         check_trains(comm, model, optimizer)
+
+
+@STAGES
+@pytest.mark.parametrize("transport", ["flat", "hierarchical", "window"])
+@pytest.mark.parametrize("place", ["block", "layer", "model"])
+@pytest.mark.parametrize("changes", [False, True])
+def test_gathered_inside_of_a_forward_leaves_what_is_in_use(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    stage: int,
+    transport: str,
+    place: str,
+    changes: bool,
+) -> None:
+    model = MLP()
+    seen: list[float] = []
+
+    def look(module: nn.Module, args: Any, output: Tensor) -> None:
+        with torch.no_grad(), hpczero.gathered(model, modifier_rank=0 if changes else None):
+            seen.append(float(model.get_parameter("layers.2.0.weight").sum()))
+
+    block = model.get_submodule("layers.1")
+    chosen = {"block": block, "layer": block.get_submodule("0"), "model": model}[place]
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, stage=stage, topology=topology, transport=transport):
+        chosen.register_forward_hook(look)
+        check_trains(comm, model, optimizer, MLP())
+        held = [u.spec.name for u in hpczero.sharding(model).units if u.whole.state.name == "WHOLE"]
+        parallel_assert(comm, not held or stage < 3, f"still whole: {held}")
+    parallel_assert(comm, bool(seen))
