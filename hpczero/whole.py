@@ -378,7 +378,7 @@ class WholeParameters:
                 )
             if not _is_at(parameter, self.flat, slot):
                 raise StepError(
-                    f"rank {rank}: parameter {slot.name!r} got new memory or strides since zeroify (model.to(), "
+                    f"rank {rank}: parameter {slot.name!r} got new memory since zeroify, or other strides (model.to(), "
                     ".half(), load_state_dict(assign=True), parameter.data = ...?); do that before zeroify, or change "
                     "values inside `with hpczero.gathered(model, modifier_rank=0):`"
                 )
