@@ -4,7 +4,7 @@ Owns: how they are compared, and what is said where they differ. Must not know: 
 
 At stage 0 nothing brings ranks together again after an update. Noise drawn with a seed of its own on each rank, in the
 optimizer or in what a loop adds to a gradient, would let them drift apart for ever. One pass over memory per step finds
-it: a sum of bits, which does not depend on the order of summation and is taken at the speed of a copy.
+it (see bits).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from hpczero.bits import sum_of_bits
 from hpczero.comm.base import Collectives
 from hpczero.errors import StepError
 from hpczero.unit import Unit
@@ -65,14 +65,3 @@ class Replicas:
         if not held or self._comm.topology.size == 1:
             return []
         return [int(total) for total in torch.stack([sum_of_bits(t) for t in held]).tolist()]
-
-
-def sum_of_bits(flat: Tensor) -> Tensor:
-    """() int64: the bits, 64 at a time, added up modulo 2**64, which no order of summation changes.
-
-    Args:
-        flat: fp32, contiguous, at an even place of its memory.
-    """
-    paired = flat.numel() // 2 * 2
-    total = flat[:paired].view(torch.int64).sum()
-    return total if paired == flat.numel() else total + flat[paired:].view(torch.int32).sum()

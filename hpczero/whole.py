@@ -23,6 +23,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor, nn
 
+from hpczero.bits import sum_of_bits
 from hpczero.comm.base import Collectives, Work
 from hpczero.device import DTYPES, Use
 from hpczero.errors import StepError
@@ -91,9 +92,9 @@ class WholeParameters:
         self._gathered = False  # every rank's newest slice is in the buffer
         self._holds = 0
         self._own: Tensor | None = None  # see [Note: Shared memory]
-        self._lent = False  # see [Note: Kept views]
+        self._lent = self.doubtful = False  # for the first see [Note: Kept views]
         self._versions: list[int] = []
-        self.doubtful = False
+        self._bits = torch.zeros((), dtype=torch.int64)  # of the values at the first hold
 
     @property
     def flat(self) -> Tensor:
@@ -225,6 +226,8 @@ class WholeParameters:
         if self.shared and self._own is None:
             self._own = self.flat.clone()
             self._point_at(self._own)
+        if self._holds == 1:
+            self._bits = sum_of_bits(self.flat_of_user)
 
     def let_go(self, *, retain: bool = False, in_use: bool = False) -> None:
         """End one ``hold``; after the last one see ``reshard``, unless a call that goes on has them ``in_use``."""
@@ -276,15 +279,15 @@ class WholeParameters:
         self._note_versions()
 
     def _note_versions(self) -> None:
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # metadata alone: no need to ask the guard of each
+        with torch._C.DisableTorchFunctionSubclass():  # metadata: no need to ask each guard
             self._versions = [parameter._version for parameter in self.parameters]
 
     def was_modified(self) -> bool:
-        """Whether a parameter was changed since ``note_versions``, in place or by other memory."""
+        """Whether a parameter was changed since the first ``hold``, in place (by NumPy, too) or by other memory."""
         pairs = zip(self.parameters, self._versions, strict=True)
-        return bool(self.moved()) or any(p._version != version for p, version in pairs)
+        if self.moved() or any(p._version != version for p, version in pairs):
+            return True
+        return bool(sum_of_bits(self.flat_of_user) != self._bits)
 
     def moved(self) -> list[str]:
         """Names of parameters that lie elsewhere than the unit has put them, or in another order of elements."""
@@ -389,9 +392,8 @@ def _is_at(parameter: Tensor, flat: Tensor, slot: Slot) -> bool:
     if not slot.numel:
         return True
     with torch._C.DisableTorchFunctionSubclass():
-        same: bool = torch._C._is_alias_of(parameter, flat)  # type: ignore[attr-defined]
         return (
-            same
+            torch._C._is_alias_of(parameter, flat)  # type: ignore[attr-defined]
             and parameter.storage_offset() == flat.storage_offset() + slot.offset
             and parameter.shape == slot.shape
             and parameter.is_contiguous()

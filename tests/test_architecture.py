@@ -38,7 +38,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "slurm",
         "watchdog",
     ),
-    ("accelerator", "deadline", "device", "heap", "kernels", "norm", "rootwork", "topology"),
+    (
+        "accelerator",
+        "bits",
+        "deadline",
+        "device",
+        "heap",
+        "kernels",
+        "norm",
+        "rootwork",
+        "topology",
+    ),
     ("comm",),
     (
         "optimizers",

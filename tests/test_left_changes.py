@@ -324,3 +324,36 @@ def test_a_model_on_the_meta_device_is_filled(
     with zeroified(model, adamw(model), stage=stage, topology=topology, **options):
         state = hpczero.full_state_dict(model)
         parallel_assert(comm, state is None or bool((state["weight"] == 0.5).all()))
+
+
+@STAGES
+@TRANSPORTS
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_numpy_or_a_pointer_writes_in_gathered_is_seen(
+    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str, precision: str
+) -> None:
+    model = MLP()
+    optimizer = adamw(model)
+    options: dict[str, Any] = {"stage": stage, "transport": transport, "precision": precision}
+
+    def write() -> None:
+        value = model.get_parameter("layers.1.0.weight").detach()
+        value.view(torch.int16).numpy()[0, 0] ^= 1  # no version counter sees it
+
+    def unannounced() -> None:
+        with hpczero.gathered(model):
+            if comm.rank == comm.size - 1:
+                write()
+
+    with zeroified(model, optimizer, topology=topology, **options):
+        with hpczero.gathered(model):
+            pass
+        raises_on_all(comm, StepError, "changed inside gathered", unannounced)
+        with hpczero.gathered(model, modifier_rank=0):
+            if comm.rank == 0:
+                write()
+        with hpczero.gathered(model):
+            values = [parameter.detach().clone() for parameter in model.parameters()]
+        first = comm.bcast(values)
+        same = all(torch.equal(a, b) for a, b in zip(values, first, strict=True))
+        parallel_assert(comm, same, "ranks differ")

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import hpczero
+from hpczero.bits import sum_of_bits
 from hpczero.errors import StepError
-from hpczero.replicas import sum_of_bits
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import MLP, grad, mlp_input, raises_on_all, zeroified
 
@@ -176,7 +176,7 @@ def test_noise_of_each_ranks_own_is_right_where_the_optimizer_is_sharded(
 def test_sums_of_bits_are_those_of_numpy_in_any_order(numel: int) -> None:
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     words = values.numpy()[: numel // 2 * 2].view(np.int64)
-    tail = values.numpy()[numel // 2 * 2 :].view(np.int32)
+    tail = values.numpy()[numel // 2 * 2 :].view(np.uint8)
     expected = (sum(words.tolist()) + sum(tail.tolist()) + 2**63) % 2**64 - 2**63
     assert int(sum_of_bits(values)) == expected
 
