@@ -7,6 +7,7 @@ Names are those of the model's own ``state_dict()``, so what its modules and hoo
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,9 +62,17 @@ def _named(model: nn.Module, values: dict[int, Tensor]) -> dict[str, Any]:
 
     with _parameters_shown(model, values, shown):
         result.update((id(shown[key]), values[key]) for key in shown)
-        found = model.state_dict(keep_vars=True)
+        found = _state_dict(model)
         with torch.no_grad():
             return {name: whole(value) for name, value in found.items()}
+
+
+def _state_dict(model: nn.Module) -> dict[str, Any]:
+    """``model.state_dict()``, with the parameters themselves where the model's own method can tell them."""
+    parameters = inspect.signature(model.state_dict).parameters.values()
+    tells = any(p.name == "keep_vars" or p.kind is p.VAR_KEYWORD for p in parameters)
+    found: dict[str, Any] = model.state_dict(keep_vars=True) if tells else model.state_dict()
+    return found
 
 
 @contextmanager

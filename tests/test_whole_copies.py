@@ -140,3 +140,23 @@ def test_a_whole_copy_of_what_every_rank_has_is_made_once(
     parallel_assert(comm, made.count == 1 and copy.dtype is torch.float32)
     copy.zero_()
     parallel_assert(comm, bool(values.all()), "not a copy")
+
+
+class OwnState(MLP):
+    """Its ``state_dict`` takes no arguments, and renames."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {f"mine.{name}": value for name, value in super().state_dict().items()}
+
+
+@STAGES
+def test_full_state_dict_of_a_model_whose_own_takes_no_arguments(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model = OwnState()
+    with zeroified(model, adamw(model), stage=stage, topology=topology):
+        state = hpczero.full_state_dict(model)
+    plain = OwnState().state_dict()
+    fine = state is None or list(state) == list(plain)
+    fine = fine and (state is None or all(torch.equal(state[k], plain[k]) for k in plain))
+    parallel_assert(comm, fine)
