@@ -291,8 +291,9 @@ class WholeParameters:
 
     def moved(self) -> list[str]:
         """Names of parameters that lie elsewhere than the unit has put them, or in another order of elements."""
-        places = zip(self.parameters, self._spec.layout.slots, strict=True)
-        return [slot.name for p, slot in places if not _is_at(p, self.flat_of_user, slot)]
+        places, flat = zip(self.parameters, self._spec.layout.slots, strict=True), self.flat_of_user
+        with torch._C.DisableTorchFunctionSubclass():
+            return [slot.name for p, slot in places if not _is_at(p, flat, slot)]
 
     def take_over(self) -> bool:
         """Values that the user put into other memory, by ``parameter.data = ...``, go where the unit looks for them.
@@ -391,10 +392,6 @@ def _is_at(parameter: Tensor, flat: Tensor, slot: Slot) -> bool:
     """Whether ``parameter`` is the view of ``flat`` that ``slot`` says; also while both have no memory."""
     if not slot.numel:
         return True
-    with torch._C.DisableTorchFunctionSubclass():
-        return (
-            torch._C._is_alias_of(parameter, flat)  # type: ignore[attr-defined]
-            and parameter.storage_offset() == flat.storage_offset() + slot.offset
-            and parameter.shape == slot.shape
-            and parameter.is_contiguous()
-        )
+    same: bool = torch._C._is_alias_of(parameter, flat)  # type: ignore[attr-defined]
+    begins = same and parameter.storage_offset() == flat.storage_offset() + slot.offset
+    return begins and parameter.shape == slot.shape and parameter.is_contiguous()
