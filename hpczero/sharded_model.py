@@ -30,6 +30,7 @@ from hpczero.seen_gradient import Sight, SlotGradient
 from hpczero.step import Step
 from hpczero.surroundings import Surroundings
 from hpczero.unit import Unit
+from hpczero.unlike import unlike
 from hpczero.untraced import untraced
 
 KEY = "_hpczero_sharding"
@@ -116,12 +117,11 @@ class Sharding:
     @property
     def buffers(self) -> list[Tensor]:
         """The model's persistent buffers as they are now: a forward may replace them (``self.mean = ...``)."""
-        return persistent_buffers(self.model)
+        return list(persistent_buffers(self.model).values())
 
     def _describe_buffers(self) -> list[str]:
-        known = {id(buffer) for buffer in self.buffers}
-        named = self.model.named_buffers()
-        return [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in named if id(b) in known]
+        named = persistent_buffers(self.model).items()
+        return [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in named]
 
     def _replaced_buffers(self) -> list[str]:
         """Buffers that came, changed shape or dtype, or are gone since ``zeroify``; ranks must have them alike."""
@@ -298,17 +298,12 @@ class Sharding:
         Raises:
             StepError: on every rank; names buffers.
         """
-        mine = self._describe_buffers()
-        text = self.topology.broadcast_text("\n".join(mine), root)
-        expected = text.split("\n") if text else []
+        differs = unlike(self.topology, self._describe_buffers(), root)
         with self.topology.agreed("share the buffers"):
-            if mine != expected:
-                extra = "; ".join(each for each in mine if each not in expected)
-                lacking = "; ".join(each for each in expected if each not in mine)
+            if differs:
                 raise StepError(
-                    f"rank {self.topology.rank}: the model has {extra or 'nothing'}, where rank {root} has "
-                    f"{lacking or 'nothing'}; change shapes and dtypes of buffers, add and remove them on every rank "
-                    "alike"
+                    f"rank {self.topology.rank}: the model has {differs[0]}, where rank {root} has {differs[1]}; "
+                    "change shapes and dtypes of buffers, add and remove them on every rank alike"
                 )
 
     def share_buffers(self, root: int = 0) -> None:
@@ -365,14 +360,17 @@ class Sharding:
             self.optimizer.__dict__.pop("zero_grad", None)
 
 
-def persistent_buffers(model: nn.Module) -> list[Tensor]:
-    """Buffers that state_dict would save, each once."""
-    found: dict[int, Tensor] = {}
-    for module in model.modules():
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that state_dict would save, each once, under its first name."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[id(buffer)] = buffer
-    return list(found.values())
+            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            found[f"{path}.{name}" if path else name] = buffer
+    return found
 
 
 def bytes_of(buffer: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from hpczero.precision import LossScaler, Precision
 from hpczero.replicas import Replicas
 from hpczero.shard_gradient import guard_shards, open_shards
 from hpczero.unit import Unit
+from hpczero.unlike import unlike
 from hpczero.untraced import untraced
 from hpczero.usage import Flags
 
@@ -293,14 +294,12 @@ class Step:
     def _refuse_unequal(self, options: Sequence[str]) -> None:
         """Raise on every rank; those whose options differ from rank 0's say in what. Collective."""
         topology = self._comm.topology
-        expected = topology.broadcast_text("\n".join(options)).split("\n")
+        differs = unlike(topology, options)
         with topology.agreed("take the step"):
-            if list(options) != expected:
-                mine = "; ".join(option for option in options if option not in expected)
-                others = "; ".join(option for option in expected if option not in options)
+            if differs:
                 raise StepError(
-                    f"rank {topology.rank}: the optimizer has {mine or 'nothing'}, where rank 0 has "
-                    f"{others or 'nothing'}. Give schedulers that look at a loss the mean over ranks "
+                    f"rank {topology.rank}: the optimizer has {differs[0]}, where rank 0 has {differs[1]}. Give "
+                    "schedulers that look at a loss the mean over ranks "
                     "(sum(topology.gather(loss.item())) / topology.size), and every rank the same numbers"
                 )
 

@@ -234,7 +234,7 @@ def _check_fresh(
             f"{len(buffers)} buffer(s) are on the meta device, first {buffers[0]!r}; create buffers on the CPU "
             "(build the module outside torch.device('meta'), or compute the table in forward)"
         )
-    kept_by_id = {id(buffer) for buffer in persistent_buffers(model)}
+    kept_by_id = {id(buffer) for buffer in persistent_buffers(model).values()}
     for name, buffer in model.named_buffers():
         odd = buffer.layout is not torch.strided or buffer.is_quantized
         if odd and id(buffer) in kept_by_id:
@@ -269,7 +269,7 @@ def _check_equal_plans(
     plan: Plan, model: nn.Module, optimizer: Optimizer | None, topology: Topology
 ) -> None:
     """All ranks must have built the same, or later collectives would mix up buffers and masters would drift apart."""
-    buffers = [(tuple(buffer.shape), buffer.dtype) for buffer in persistent_buffers(model)]
+    buffers = [(tuple(buffer.shape), buffer.dtype) for buffer in persistent_buffers(model).values()]
     decisions = (plan.stage, plan.precision, plan.units, buffers, describe_options(optimizer))
     mine = zlib.crc32(repr(decisions).encode())
     plans = topology.gather(float(mine))

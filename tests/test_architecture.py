@@ -58,6 +58,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "shard_gradient",
         "shards",
         "tensors",
+        "unlike",
         "untraced",
         "usage",
         "wholecopy",

@@ -149,6 +149,40 @@ def test_undoing_puts_no_default_in_the_place_of_what_was_taken_out() -> None:
     assert not batch
 
 
+class Once(MutableMapping[str, Any]):
+    """Raises an error of its own when it is read after it was closed."""
+
+    def __init__(self, **held: Any) -> None:
+        self.held, self.closed = held, False
+
+    def __getitem__(self, key: str) -> Any:
+        if self.closed:
+            raise OSError("the file is closed")
+        return self.held[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.held[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.held[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+
+def test_a_container_that_the_model_closed_keeps_the_rest_from_nothing() -> None:
+    closing, batch = Once(a=torch.ones(1)), {"x": torch.ones(1)}
+    walk = Replacement(lambda tensor: tensor + 1)
+    walk.of([batch, closing])
+    assert closing["a"] == 2
+    closing.closed = True
+    walk.undo()
+    assert batch["x"] == 1
+
+
 def search(tree: Any) -> None:
     list(tensors_in(tree))
 

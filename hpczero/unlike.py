@@ -1,0 +1,27 @@
+"""What ranks have that rank ``root`` has not, line by line.
+
+Owns: the comparison. Must not know: what the lines say, what is told of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpczero.topology import Topology
+
+
+def unlike(topology: Topology, mine: Sequence[str], root: int = 0) -> tuple[str, str] | None:
+    """What this rank has and ``root`` has not, and the other way round; None where both have the same. Collective.
+
+    Args:
+        topology: compared over its world.
+        mine: lines of this rank, in an order that counts.
+        root: world rank whose lines are expected.
+    """
+    text = topology.broadcast_text("\n".join(mine), root)
+    expected = text.split("\n") if text else []
+    if list(mine) == expected:
+        return None
+    more = "; ".join(line for line in mine if line not in expected)
+    less = "; ".join(line for line in expected if line not in mine)
+    return more or "nothing", less or "nothing"
