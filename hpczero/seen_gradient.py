@@ -11,6 +11,7 @@ parameters of a zeroified model. Whatever else is asked raises.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -137,16 +138,18 @@ class Sight:
 
 
 class SeenGradient(Tensor):
-    """Stand-in for a parameter's gradient: shape, dtype and device, and no elements. See the module."""
+    """Stand-in for a parameter's gradient: shape, dtype and device, and no elements. See the module.
+
+    Its memory is one NaN, seen at every place: what gets at it past all refusals finds no number, and does not crash.
+    """
 
     _slot: SlotGradient
     _drops: int
 
     @staticmethod
     def __new__(cls, slot: SlotGradient, parameter: Tensor) -> SeenGradient:  # noqa: D102  (see the class)
-        made: SeenGradient = Tensor._make_wrapper_subclass(
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
-        )
+        nothing = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
+        made: SeenGradient = Tensor._make_subclass(cls, nothing.expand(parameter.shape))
         made._slot, made._drops = slot, slot.drops
         return made
 
@@ -167,6 +170,36 @@ class SeenGradient(Tensor):
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
         """As ``data``."""
         raise _refusal(self, "set_")
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refused, as whatever follows: torch shows it to nobody."""
+        raise _refusal(self, "numpy")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _refusal(self, "numpy.asarray")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _refusal(self, "__dlpack__")
+
+    def tolist(self) -> NoReturn:
+        """Refused."""
+        raise _refusal(self, "tolist")
+
+    def data_ptr(self) -> NoReturn:
+        """Refused."""
+        raise _refusal(self, "data_ptr")
+
+    def untyped_storage(self) -> NoReturn:
+        """Refused."""
+        raise _refusal(self, "untyped_storage")
+
+    def storage(self) -> NoReturn:
+        """Refused."""
+        raise _refusal(self, "storage")
+
+    def share_memory_(self) -> NoReturn:
+        """Refused."""
+        raise _refusal(self, "share_memory_")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _refusal(self, "a copy")

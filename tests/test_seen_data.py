@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hpczero.errors import StepError
 from tests.helpers.parallel import parallel_assert
@@ -52,6 +53,48 @@ def test_other_contents_are_refused(
         seen.data.mul_(2.0)
         after = float(grad(next(model.parameters())).norm())
         parallel_assert(comm, abs(after - 2.0 * before) < 1e-5 * before)
+
+
+def _of_numpy(gradient: Tensor) -> object:
+    array: object = np.from_dlpack(gradient)
+    return array
+
+
+READERS: dict[str, Callable[[Tensor], object]] = {
+    "numpy": lambda gradient: gradient.numpy(),
+    "np.asarray": np.asarray,
+    "np.from_dlpack": _of_numpy,
+    "tolist": lambda gradient: gradient.tolist(),
+    "share_memory_": lambda gradient: gradient.share_memory_(),
+    "untyped_storage": lambda gradient: gradient.untyped_storage(),
+    "data_ptr": lambda gradient: gradient.data_ptr(),
+    "storage": lambda gradient: gradient.storage(),
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_memory_of_a_gradient_that_has_none_here_is_refused(
+    comm: MPI.Intracomm, topology: Topology, read: Callable[[Tensor], object]
+) -> None:
+    model = MLP()
+    with zeroified(model, sgd(model), stage=3, topology=topology):
+        mlp_backward(model, comm.rank)
+        with pytest.raises(StepError, match="needs its elements"):
+            read(grad(next(model.parameters())))
+
+
+def test_what_gets_at_its_memory_all_the_same_finds_no_number(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model = MLP()
+    with zeroified(model, sgd(model), stage=3, topology=topology):
+        mlp_backward(model, comm.rank)
+        gradient = grad(next(model.parameters()))
+        kept = torch.zeros(gradient.shape)
+        kept.data = gradient  # torch asks nobody
+        parallel_assert(comm, bool(kept.isnan().all()))
+        capsule = torch.utils.dlpack.to_dlpack(gradient)  # type: ignore[attr-defined]
+        parallel_assert(comm, bool(torch.utils.dlpack.from_dlpack(capsule).isnan().all()))
 
 
 @WARNS
