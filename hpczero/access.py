@@ -68,6 +68,7 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
         found = state.collectives.agree(mine, name="gathered")
         if modifier_rank is not None:
             _keep_changes(state, modifier_rank)
+            schedule.parameters_changed()
         elif found[0]:
             _refuse_changes(state)
         schedule.kept.for_graphs(found[1:])

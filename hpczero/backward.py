@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from hpczero.errors import StepError
 from hpczero.unit import Unit
 
 
@@ -60,6 +61,21 @@ class Gradients:
     def to_come(self) -> int:
         """How many of them the running backward runs. See [Note: When a gradient is whole]."""
         return sum(node is not None and _will_run(node) for node in self._nodes)
+
+    def renew(self) -> None:
+        """Parameters were changed, which may have given them other nodes (``parameter.set_()``)."""
+        for position, parameter in enumerate(self._parameters):
+            if parameter.requires_grad:
+                self._nodes[position] = _gradient_node(parameter)
+
+    def check_known(self, position: int, name: str) -> None:
+        """Raises StepError if the node that adds this gradient up is another one than at ``zeroify``."""
+        if self._nodes[position] is not _gradient_node(self._parameters[position]):
+            raise StepError(
+                f"parameter {name!r} adds its gradients up elsewhere than before (parameter.set_()? "
+                "register_parametrization after zeroify?), so hpczero cannot know when they are complete; do that "
+                "before zeroify, or inside `with hpczero.gathered(model, modifier_rank=0):`"
+            )
 
     def are_in_a_graph(self) -> bool:
         """Whether a living autograd graph leads to one of the parameters: its node then outlives our reference."""

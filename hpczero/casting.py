@@ -14,6 +14,8 @@ runs, and put back after it. What the model adds to it stays there, in fp32.
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -141,6 +143,7 @@ class Casting:
         if cast is None:
             return output
         cast.undo()
+        self._explain(sys.exc_info()[1])
         cast.check_unchanged()
         values = (*args, *kwargs.values())
         if self._scales and any(cast.has_changed(v) for v in values if isinstance(v, Tensor)):
@@ -176,6 +179,12 @@ class Casting:
             raise StepError(_TOO_MANY) from None
         return output
 
+    def _explain(self, error: BaseException | None) -> None:
+        """Say beside torch's own message why two dtypes have met."""
+        text = str(error)
+        if isinstance(error, RuntimeError) and _TWO_DTYPES.search(text) and _WHY not in text:
+            error.args = (f"{text}\n{_WHY}",)
+
     def _scaled_output(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
@@ -201,6 +210,14 @@ _TOO_MANY = (
 _IN_PLACE = (
     "the model changed a tensor among its arguments in place. In half precision it is given cast copies, so the change "
     "would be lost, or its gradient would miss the loss scale; return the result, or train in fp32"
+)
+
+
+_TWO_DTYPES = re.compile("(?=.*type)(?=.*(bfloat16|half))", re.IGNORECASE | re.DOTALL)
+_WHY = (
+    "The model was zeroified with a half precision, so its parameters and arguments are half precision; a tensor that "
+    "its forward makes or keeps (torch.zeros, a floating point buffer, .float()) is not: give it x.dtype. Or train in "
+    "fp32 inside torch.autocast, which casts at every operation"
 )
 
 

@@ -10,6 +10,7 @@ numbers.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -40,6 +41,24 @@ class ShardStates(defaultdict[Any, Any]):
         _refuse_model_parameter(key)
         return super().__contains__(key)
 
+    def __delitem__(self, key: Any) -> None:
+        _refuse_model_parameter(key)
+        super().__delitem__(key)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """As of any dictionary."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> ShardStates:  # type: ignore[override, misc]
+        self.update(other)
+        return self
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """As of any dictionary."""
+        _refuse_model_parameter(key)
+        return super().setdefault(key, default)
+
     def get(self, key: Any, default: Any = None) -> Any:
         """As of any dictionary."""
         _refuse_model_parameter(key)
@@ -51,8 +70,12 @@ class ShardStates(defaultdict[Any, Any]):
         return super().pop(key, *default)
 
 
-def _refuse_model_parameter(key: object) -> None:
-    if isinstance(key, Tensor) and is_guarded(key):
+def _is_of_the_model(key: object) -> bool:
+    return isinstance(key, Tensor) and is_guarded(key)
+
+
+def _refuse_model_parameter(key: Any) -> None:
+    if _is_of_the_model(key):
         raise StepError(
             f"optimizer.state was asked for a parameter of the model, of shape {tuple(key.shape)}: after zeroify it "
             "is by this rank's shards. Use the tensors of optimizer.param_groups as keys (all of them, to reset it), "
@@ -95,23 +118,34 @@ class OptimizerState:
     def _watch(self, optimizer: Optimizer) -> None:
         optimizer.state = ShardStates(dict, optimizer.state)
 
-    def _check_keys(self, optimizer: Optimizer) -> None:
-        """Forget what ``optimizer.state[parameter]`` has made for a parameter of the model by being looked at.
+    def check(self) -> None:
+        """At a step: watch the dictionary that is there now, a user's say, and refuse what it holds by parameters.
 
         Raises:
-            StepError: something was put there, which torch has no place for.
+            StepError: state was put there for a parameter of the model, which the optimizer would not look at.
         """
+        if type(self._optimizer.state) is not ShardStates:
+            self._watch(self._optimizer)
+        self._refuse(key for key in self._optimizer.state if _is_of_the_model(key))
+
+    def _check_keys(self, optimizer: Optimizer) -> None:
+        """Before ``state_dict``: refuse all that torch has no place for, too."""
         known = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
-        foreign = [k for k in optimizer.state if isinstance(k, Tensor) and id(k) not in known]
-        for key in foreign:
-            if optimizer.state[key]:
+        self._refuse(k for k in optimizer.state if isinstance(k, Tensor) and id(k) not in known)
+
+    def _refuse(self, foreign: Iterable[Tensor]) -> None:
+        """Forget what ``optimizer.state[parameter]`` has made by being looked at; raise if something was put there."""
+        held = self._optimizer.state
+        for key in list(foreign):
+            state = dict.__getitem__(held, key)
+            if state:
                 raise StepError(
-                    f"rank {self._mine['rank']}: optimizer.state holds {sorted(optimizer.state[key])} for a tensor of "
+                    f"rank {self._mine['rank']}: optimizer.state holds {sorted(state)} for a tensor of "
                     f"shape {tuple(key.shape)} that is not in optimizer.param_groups, expected state of this rank's "
                     "shards alone: after zeroify optimizer.state is by shards, not by the model's parameters; use the "
                     "tensors of optimizer.param_groups, or keep what you note about parameters in a dict of your own"
                 )
-            del optimizer.state[key]
+            dict.__delitem__(held, key)
 
     def _mark(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         self._advice.about_optimizer_state()

@@ -104,6 +104,11 @@ class Schedule:
         for unit in self.kept.clear():
             unit.reshard()
 
+    def parameters_changed(self) -> None:
+        """A program had access to the parameters themselves."""
+        for gradients in self._gradients.values():
+            gradients.renew()
+
     def is_in_graph_since(self, number: int) -> bool:
         """Whether parameters are in a graph, and any was made since node ``number``; this rank's own."""
         graphs = (gradients.are_in_a_graph() for gradients in self._gradients.values())
@@ -177,11 +182,7 @@ class Schedule:
         return hook
 
     def _post_forward(
-        self,
-        units: Sequence[Unit],
-        attributes: Attributes,
-        *,
-        is_root: bool,
+        self, units: Sequence[Unit], attributes: Attributes, *, is_root: bool
     ) -> Callable[..., None]:
         @untraced
         def hook(
@@ -198,9 +199,7 @@ class Schedule:
                 results = (output, args, kwargs, attributes.values())
                 if not self._is_watched(call, results) and self._sharded:
                     self.kept.for_backward(units)
-                    if (
-                        sys.exc_info()[1] is None
-                    ):  # otherwise it is the call's end that left no results
+                    if sys.exc_info()[1] is None:  # else it is the call's end that left no results
                         self.kept.tell(units)
             if self._sharded:
                 self._lend(units, output)
@@ -318,6 +317,7 @@ class Schedule:
                     "it in its arguments or attributes"
                 )
             if self._place[unit] < backward.next:
+                self._gradients[unit].check_known(position, name)
                 raise StepError(
                     f"the gradient of {name!r} arrived after its unit {unit.spec.name!r} was reduced: a module outside "
                     "the unit uses the parameter. Make the module that uses it the unit (rule=...), or leave the "

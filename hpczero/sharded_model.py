@@ -237,6 +237,8 @@ class Sharding:
                     "after zeroify (add_param_group?), whose gradients nobody would reduce; make all groups before "
                     "zeroify"
                 )
+        if self._optimizer_state is not None:
+            self._optimizer_state.check()
 
     def check_values(self) -> None:
         """Refuse to read the masters where the model shows other values than they have.

@@ -298,3 +298,30 @@ def test_a_call_in_inference_mode_is_one_without_grad(
         parallel_assert(comm, torch.equal(found, expected) and found.dtype is torch.float32)
         model(mlp_input(comm.rank)).square().sum().backward()
         optimizer.step()
+
+
+class WithPositions(MLP):
+    """Adds what it keeps in fp32, as sinusoidal positions are kept."""
+
+    positions: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.linspace(0, 1, 7), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.positions)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_where_two_dtypes_meet_torchs_error_says_why(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model = WithPositions()
+    with zeroified(model, adamw(model), stage=stage, precision="bf16", topology=topology):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"(?s)BFloat16.*give it x.dtype.*autocast"):
+                model(mlp_input(comm.rank))
+        model.positions = model.positions.bfloat16()
+        model(mlp_input(comm.rank)).sum().backward()
+        parallel_assert(comm, hpczero.clip_grad_norm_(model, 1e9) > 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -156,6 +157,10 @@ STATES: dict[str, Callable[[torch.optim.Optimizer, nn.Parameter], object]] = {
     "pop": lambda o, p: o.state.pop(p, None),
     "get": lambda o, p: o.state.get(p),
     "in": lambda o, p: p in o.state,
+    "update": lambda o, p: o.state.update({p: {}}),
+    "|=": lambda o, p: o.state.__ior__({p: {}}),
+    "setdefault": lambda o, p: o.state.setdefault(p, {}),
+    "del": lambda o, p: o.state.__delitem__(p),
 }
 
 
@@ -179,6 +184,25 @@ def test_state_of_a_parameter_of_the_model_is_refused(
             optimizer.state[shard] = {}
         model(mlp_input(comm.rank)).sum().backward()
         optimizer.step()
+
+
+@STAGES
+def test_a_state_of_the_users_own_is_watched_from_the_next_step_on(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model = MLP()
+    optimizer = _momentum(model.parameters())
+    parameter = next(model.parameters())
+    with zeroified(model, optimizer, stage=stage, topology=topology):
+        optimizer.state = defaultdict(dict)
+        assert optimizer.state[parameter] == {}  # as plain torch's own, where it is looked for
+        model(mlp_input(comm.rank)).sum().backward()
+        optimizer.step()
+        with pytest.raises(StepError, match="a parameter of the model, of shape"):
+            optimizer.state[parameter] = {}
+        moments = {"momentum_buffer": torch.ones(parameter.shape)}
+        optimizer.state = defaultdict(dict, {parameter: moments})
+        raises_on_all(comm, StepError, "optimizer.state holds", optimizer.step)
 
 
 class WithItsOwnList(torch.optim.SGD):
