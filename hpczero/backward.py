@@ -64,9 +64,10 @@ class Gradients:
 
     def renew(self) -> None:
         """Parameters were changed, which may have given them other nodes (``parameter.set_()``)."""
-        for position, parameter in enumerate(self._parameters):
-            if parameter.requires_grad:
-                self._nodes[position] = _gradient_node(parameter)
+        with torch.inference_mode(False):
+            for position, parameter in enumerate(self._parameters):
+                if parameter.requires_grad:
+                    self._nodes[position] = _gradient_node(parameter)
 
     def check_known(self, position: int, name: str) -> None:
         """Raises StepError if the node that adds this gradient up is another one than at ``zeroify``."""
