@@ -50,7 +50,7 @@ class ShardStates(defaultdict[Any, Any]):
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
-    def __ior__(self, other: Any) -> ShardStates:  # type: ignore[override, misc]
+    def __ior__(self, other: Any) -> ShardStates:  # type: ignore[misc]
         self.update(other)
         return self
 
