@@ -16,11 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hpczero.checkpoint.folder import Folder
-from hpczero.checkpoint.format import SLAB_NBYTES
+from hpczero.checkpoint.format import SLAB_NBYTES, step_folder
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.lines import strangers
 from hpczero.checkpoint.lock import Lock
 from hpczero.checkpoint.reading import Loaded, load_newest
+from hpczero.checkpoint.replacing import check_replaced
 from hpczero.checkpoint.snapshot import Snapshot, take
 from hpczero.checkpoint.writing import Milestone, write
 from hpczero.comm.queue import can_run_in_background
@@ -52,7 +53,7 @@ def save(
         optimizer: the one it was zeroified with; None takes that one too.
         step: optimizer steps done.
         extra: numbers, texts, lists and dictionaries that ``load`` gives back, e.g. ``scheduler.state_dict()`` and the
-            place in the data.
+            place in the data. Keys may be numbers, None and texts; tuples come back as lists.
         keep: newest checkpoints that stay, counted among those of the model's line; None takes none away.
         writer: ``mpio`` (parallel HDF5), ``posix`` (the same file without MPI-IO), or ``auto``: ``mpio``
             on parallel file systems where it is safe.
@@ -61,7 +62,8 @@ def save(
         The folder of the checkpoint.
 
     Raises:
-        ConfigError: a bad ``step`` or ``extra``.
+        ConfigError: a bad ``step`` or ``extra``; or the model has no optimizer, and the checkpoint of this step that is
+            there holds the state of one.
         CheckpointBusy: another job writes to ``directory``.
         CheckpointError: it could not be written; on every rank, and older checkpoints are as they were.
     """
@@ -163,6 +165,9 @@ class Checkpoints:
             slab_nbytes=self._slab_nbytes,
             inventory=self._inventory,
         )
+        with topology.agreed("see which checkpoint it takes the place of"):
+            if topology.is_root:
+                check_replaced(self._folder.path / step_folder(step), snapshot)
         if self._background is None:
             return self._writing(snapshot, self._writer)(topology)
         with topology.agreed("copy the shards"):
