@@ -25,9 +25,10 @@ from hpczero.checkpoint.format import BUFFERS, MASTER, RNG, SLAB_NBYTES, STATE, 
 from hpczero.checkpoint.groupoptions import options_of
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.jsonkeys import Unfit, extra_fields
+from hpczero.checkpoint.manifestform import MOST, is_text
 from hpczero.environment import Environment
 from hpczero.errors import CheckpointError, ConfigError
-from hpczero.regularfile import parse_json
+from hpczero.regularfile import parse_json, shown
 from hpczero.sharded_model import Sharding, bytes_of
 
 Run = tuple[int, int]
@@ -103,6 +104,7 @@ def take(
     with topology.agreed("take a snapshot"):
         inventory = inventory or Inventory(sharding)
         kinds = inventory.state_kinds()
+        _check_names(sharding, inventory.table, kinds)
         text = _extra_fields(extra)
     with topology.watchdog.watch("checkpoint: what the optimizers of all ranks keep"):
         found = topology.world.allgather(kinds)
@@ -155,8 +157,8 @@ def take(
 
 def _check_step(sharding: Sharding, step: int) -> None:
     with sharding.topology.agreed("look at the step"):
-        if type(step) is not int or step < 0:
-            raise ConfigError(f"save: got step {step!r}, expected a whole number, 0 or above")
+        if type(step) is not int or not 0 <= step <= MOST:
+            raise ConfigError(f"save: got step {shown(step)}, expected a whole number, 0 to {MOST}")
     steps = sharding.topology.gather(float(step))
     odd = [rank for rank, other in enumerate(steps) if other != steps[0]]
     with sharding.topology.agreed("agree on the step"):
@@ -164,6 +166,19 @@ def _check_step(sharding: Sharding, step: int) -> None:
             raise ConfigError(
                 f"save: ranks {odd[:8]} are at another step than rank 0 ({steps[odd[0]]:.0f} and {steps[0]:.0f}); "
                 "every rank must save at the same step"
+            )
+
+
+def _check_names(sharding: Sharding, table: Table, kinds: Mapping[str, str]) -> None:
+    """Refuse names that no file can have."""
+    names = [("parameter", row.name) for row in table.rows]
+    names += [("buffer", name) for name, _ in _named_buffers(sharding)]
+    names += [("optimizer state", key) for key in kinds]
+    for what, name in names:
+        if type(name) is not str or not is_text(name):
+            raise CheckpointError(
+                f"save: the {what} {shown(name)} has a name that is no text or holds half a character (a lone "
+                "surrogate), which no file can keep; give it another name"
             )
 
 
