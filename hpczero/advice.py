@@ -119,6 +119,21 @@ class Advice:
             "number of ranks and this stage; hpczero.checkpoint.save keeps the optimizer for any number of ranks"
         )
 
+    def about_option(self, name: str, kind: str, group: int) -> None:
+        """A checkpoint leaves out an option of the optimizer."""
+        self._tell(
+            f"option {name!r} of group {group} of the optimizer is a {kind}, which a checkpoint does not hold: after a "
+            "load it is what the program gives to its optimizer then"
+        )
+
+    def about_fresh_state(self, path: object) -> None:
+        """A checkpoint without optimizer state was loaded by a model that has an optimizer."""
+        self._tell(
+            f"{path}: holds no optimizer state (imported weights, or a model saved without its optimizer), so the "
+            "optimizer keeps its own: at the start of a job it begins anew, with averages of zero and the learning "
+            "rate that it was built with. Fine for imported weights; to go on with a run, load one of its checkpoints"
+        )
+
     def _look_for_statistics(self) -> None:
         found = [
             name

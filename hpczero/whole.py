@@ -52,6 +52,7 @@ class WholeParameters:
         lasts: whether the buffer keeps its content while the parameters are sharded.
         mine: this rank's slice of the buffer.
         guards: of the parameters, in slot order.
+        holds: how many ``gathered`` blocks are open.
         doubtful: changes were cut off, and what is kept of them depends on the transport: nobody may use them.
     """
 
@@ -90,7 +91,7 @@ class WholeParameters:
         ]
         self._work: Work | None = None
         self._gathered = False  # every rank's newest slice is in the buffer
-        self._holds = 0
+        self.holds = 0
         self._own: Tensor | None = None  # see [Note: Shared memory]
         self._lent = self.doubtful = False  # for the first see [Note: Kept views]
         self._versions: list[int] = []
@@ -170,7 +171,7 @@ class WholeParameters:
             retain: this rank goes on using them. The next ``unshard`` is collective all the same, since other ranks may
                 have no reason to: it brings the same values again.
         """
-        if not self._sharded or self.state is UnitState.SHARDED or self._holds:
+        if not self._sharded or self.state is UnitState.SHARDED or self.holds:
             return
         self.wait_for_unshard()
         if retain:
@@ -222,17 +223,17 @@ class WholeParameters:
 
     def hold(self) -> None:
         """Keep the parameters whole, whatever runs, until as many calls of ``let_go``; the user may write to them."""
-        self._holds += 1
+        self.holds += 1
         if self.shared and self._own is None:
             self._own = self.flat.clone()
             self._point_at(self._own)
-        if self._holds == 1:
+        if self.holds == 1:
             self._bits = sum_of_bits(self.flat_of_user)
 
     def let_go(self, *, retain: bool = False, in_use: bool = False) -> None:
         """End one ``hold``; after the last one see ``reshard``, unless a call that goes on has them ``in_use``."""
-        self._holds -= 1
-        if self._holds:
+        self.holds -= 1
+        if self.holds:
             return
         if self._own is not None:
             self._own = None
@@ -261,7 +262,7 @@ class WholeParameters:
         """What was changed is lost or not; see ``doubtful``. Afterwards values can be set as ever."""
         self.doubtful = True
         places = zip(self.parameters, self._spec.layout.slots, strict=True)
-        if not (self._sharded or self._holds or all(_is_at(p, self.flat, s) for p, s in places)):
+        if not (self._sharded or self.holds or all(_is_at(p, self.flat, s) for p, s in places)):
             self._point_at(self.flat)
 
     def check_certain(self) -> None:
@@ -336,7 +337,7 @@ class WholeParameters:
             StepError: names the parameter.
         """
         rank, trainable = self._comm.topology.rank, self._spec.trainable
-        if self._holds:
+        if self.holds:
             raise StepError(
                 f"rank {rank}: optimizer.step() inside `with hpczero.gathered(model):` would leave old values in the "
                 "gathered parameters; take the step outside"
@@ -354,7 +355,7 @@ class WholeParameters:
     def check_values(self) -> None:
         """Raises StepError if masters lack what parameters show. Inside a ``hold`` changes count at its end only."""
         self.check_certain()
-        if not self._holds:
+        if not self.holds:
             self.check_guards()
             with torch._C.DisableTorchFunctionSubclass():
                 self._check_values()

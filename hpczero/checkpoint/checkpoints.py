@@ -5,9 +5,7 @@ Owns: who holds the lock, and what is in flight. Must not know: files, datasets.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,16 +13,19 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from hpczero.checkpoint.background import Background, wait_for_left
 from hpczero.checkpoint.folder import Folder
-from hpczero.checkpoint.format import SLAB_NBYTES
+from hpczero.checkpoint.format import SLAB_NBYTES, step_folder
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.lines import strangers
 from hpczero.checkpoint.lock import Lock
 from hpczero.checkpoint.reading import Loaded, load_newest
+from hpczero.checkpoint.replacing import check_replaced
 from hpczero.checkpoint.snapshot import Snapshot, take
 from hpczero.checkpoint.writing import Milestone, write
 from hpczero.comm.queue import can_run_in_background
-from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError
+from hpczero.errors import CheckpointNotWritten, ConfigError, StepError
+from hpczero.regularfile import shown
 from hpczero.sharded_model import Sharding
 from hpczero.topology import Topology
 from hpczero.zero import sharding as sharding_of
@@ -52,7 +53,7 @@ def save(
         optimizer: the one it was zeroified with; None takes that one too.
         step: optimizer steps done.
         extra: numbers, texts, lists and dictionaries that ``load`` gives back, e.g. ``scheduler.state_dict()`` and the
-            place in the data.
+            place in the data. Keys may be numbers, None and texts; tuples come back as lists.
         keep: newest checkpoints that stay, counted among those of the model's line; None takes none away.
         writer: ``mpio`` (parallel HDF5), ``posix`` (the same file without MPI-IO), or ``auto``: ``mpio``
             on parallel file systems where it is safe.
@@ -61,7 +62,8 @@ def save(
         The folder of the checkpoint.
 
     Raises:
-        ConfigError: a bad ``step`` or ``extra``.
+        ConfigError: a bad ``step`` or ``extra``; or the model has no optimizer, and the checkpoint of this step that is
+            there holds the state of one.
         CheckpointBusy: another job writes to ``directory``.
         CheckpointError: it could not be written; on every rank, and older checkpoints are as they were.
     """
@@ -83,11 +85,12 @@ def load(directory: str | Path, model: nn.Module, optimizer: Optimizer | None = 
 
     Raises:
         ConfigError: there is no checkpoint.
+        StepError: inside ``gathered``, whose end would write the values of before over the loaded ones.
         CorruptCheckpoint: none is sound; says what is wrong with the newest.
         CheckpointMismatch: of another model or optimizer, or of a later version; lists the differences.
     """
     state = _sharding(model, optimizer)
-    found = load_newest(Path(directory), state)
+    found = _load(_path(directory), state)
     if found is None:
         error = ConfigError(f"{directory}: no checkpoint there; give a folder that holds step-...")
         error.agreed = True
@@ -131,20 +134,22 @@ class Checkpoints:
         """
         if writer not in ("auto", "mpio", "posix"):
             raise ConfigError(f"writer: got {writer!r}, expected auto, mpio or posix")
-        if keep is not None and keep < 1:
-            raise ConfigError(f"keep: got {keep}, expected at least 1")
-        self._folder = Folder(Path(directory))
+        if keep is not None and not (type(keep) is int and keep >= 1):
+            raise ConfigError(
+                f"keep: got {shown(keep)}, expected a whole number, at least 1, or None"
+            )
+        self._folder = Folder(_path(directory))
         self._sharding = _sharding(model, optimizer)
         self._keep = keep
         self._writer = writer
         self._slab_nbytes = slab_nbytes
         self._at = at
         self._inventory: Inventory | None = None  # the same for every save
-        self._lock = lock or Lock(Path(directory))
+        self._lock = lock or Lock(self._folder.path)
         self._lent = lock is not None
         self._locked = False
         self._background = (
-            _Background(self._sharding.topology) if background and can_run_in_background() else None
+            Background(self._sharding.topology) if background and can_run_in_background() else None
         )
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> Path:
@@ -163,6 +168,9 @@ class Checkpoints:
             slab_nbytes=self._slab_nbytes,
             inventory=self._inventory,
         )
+        with topology.agreed("see which checkpoint it takes the place of"):
+            if topology.is_root:
+                check_replaced(self._folder.path / step_folder(step), snapshot)
         if self._background is None:
             return self._writing(snapshot, self._writer)(topology)
         with topology.agreed("copy the shards"):
@@ -175,6 +183,7 @@ class Checkpoints:
         if self._locked:
             return
         topology = self._sharding.topology
+        wait_for_left()  # or their lock would keep us out
         with topology.agreed("lock the folder of checkpoints"):
             if topology.is_root:
                 if not self._lent:
@@ -237,11 +246,14 @@ class Checkpoints:
     def load(self, path: str | Path | None = None) -> Loaded | None:
         """The newest sound checkpoint, or None if there is none at all; as ``hpczero.checkpoint.load``.
 
+        A save that is still being written is waited for, and its error raised.
+
         Args:
             path: another one, also of another folder. What is newer in this folder is then not of this run's line any
                 more: the next save sets it aside, and says so.
         """
-        return load_newest(self._folder.path if path is None else Path(path), self._sharding)
+        self.wait()
+        return _load(self._folder.path if path is None else _path(path), self._sharding)
 
     def set_others_aside(
         self,
@@ -314,69 +326,14 @@ class Checkpoints:
     ) -> None:
         if error is None or getattr(error, "agreed", False):
             self.close()
-        elif self.busy:
-            self._lock.stay()  # the job ends, and so does the lock; until then it is being written
-        elif self._locked:
-            self._let_go()  # the job ends; peers may not come to a collective any more
-
-
-class _Background:
-    """One write on a thread, over a communicator of its own."""
-
-    def __init__(self, topology: Topology) -> None:
-        self._topology = topology
-        self._own: Topology | None = None
-        self._thread: threading.Thread | None = None
-        self._path: Path | None = None
-        self._error: BaseException | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether a write has been started and not been finished."""
-        return self._thread is not None
-
-    @property
-    def done(self) -> bool:
-        """Whether there is nothing left to wait for on this rank."""
-        return self._thread is not None and not self._thread.is_alive()
-
-    def start(self, work: Any) -> None:
-        """Collective over world the first time."""
-        if self._own is None:
-            self._own = replace(self._topology, world=self._topology.world.Dup())
-        own = self._own
-
-        def run() -> None:
-            try:
-                self._path = work(own)
-            except BaseException as error:
-                self._error = error
-
-        # Not a daemon: a program that ends without ``close`` still ends with a whole checkpoint.
-        self._thread = threading.Thread(target=run, name="hpczero-checkpoint")
-        self._thread.start()
-
-    def finish(self) -> Path | None:
-        """Wait for the thread of this rank. Not collective, but the thread's work is.
-
-        Raises:
-            CheckpointError: what it raised.
-        """
-        assert self._thread is not None, "busy"
-        self._thread.join()
-        self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            if isinstance(error, CheckpointError):
-                raise type(error)(str(error)) from error
-            raise error
-        return self._path
-
-    def close(self) -> None:
-        """Collective over world."""
-        if self._own is not None:
-            self._own.world.Free()
-            self._own = None
+            return
+        # Peers may not come to a collective any more. If this exception ends the job, the lock ends with it.
+        if self._background is not None and self._background.busy:
+            self._lock.stay()
+            self._background.leave(self._lock.leave)
+        if self._locked:
+            self._let_go()
+        self._locked = False
 
 
 def _sharding(model: nn.Module, optimizer: Optimizer | None) -> Sharding:
@@ -386,3 +343,23 @@ def _sharding(model: nn.Module, optimizer: Optimizer | None) -> Sharding:
             "the optimizer is not the one this model was zeroified with; give that one, or leave it out"
         )
     return state
+
+
+def _load(path: Path, sharding: Sharding) -> Loaded | None:
+    """``load_newest``, where loaded values stay."""
+    with sharding.topology.agreed("begin a load"):
+        if any(unit.whole.holds for unit in sharding.units):
+            raise StepError(
+                f"rank {sharding.topology.rank}: a load inside `with hpczero.gathered(model):` would be overwritten at "
+                "its end by the values gathered before; load outside of the block"
+            )
+    wait_for_left()  # it may be what is asked for
+    return load_newest(path, sharding)
+
+
+def _path(directory: str | Path) -> Path:
+    if "\0" in str(directory):
+        raise ConfigError(
+            f"directory: got {shown(str(directory))}, which has a null character in its name; no system has such a path"
+        )
+    return Path(directory)

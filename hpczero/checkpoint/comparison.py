@@ -6,15 +6,11 @@ Owns: what must be equal, and the message that lists what is not. Must not know:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from hpczero.checkpoint import streams
 from hpczero.checkpoint.format import NAMED, Manifest, Table
-from hpczero.checkpoint.manifestform import MOST
+from hpczero.checkpoint.groupoptions import fits
 from hpczero.errors import CheckpointMismatch
 from hpczero.regularfile import shown
 from hpczero.sharded_model import Sharding
@@ -100,11 +96,12 @@ def match_optimizer(manifest: Manifest, sharding: Sharding, path: Path) -> dict[
             f"{path}: has {len(saved['groups'])} groups of parameters, and the optimizer "
             f"{len(optimizer.param_groups)}; make the same groups"
         )
+    _match_groups(manifest, sharding, path)
     for place, (group, options) in enumerate(
         zip(optimizer.param_groups, saved["groups"], strict=True)
     ):
         for name, value in options.items():
-            if not _fits(value, group.get(name)):
+            if not fits(value, group.get(name)):
                 raise CheckpointMismatch(
                     f"{path}: {name} of group {place} is {shown(value)} in the checkpoint and {shown(group[name])} in "
                     "the optimizer; use the one it was saved from"
@@ -112,27 +109,18 @@ def match_optimizer(manifest: Manifest, sharding: Sharding, path: Path) -> dict[
     return dict(saved["kinds"])
 
 
-def _fits(saved: object, current: object) -> bool:
-    """Whether an option can take the place of another: what is a number stays one."""
-    if isinstance(current, tuple):
-        return (
-            isinstance(saved, list)
-            and len(saved) == len(current)
-            and all(map(_fits, saved, current))
-        )
-    if isinstance(current, Tensor):
-        return type(saved) in (int, float) and _holds(current, saved)
-    if type(current) in (int, float):
-        # Infinity and NaN are options, too: of a limit that nobody has set.
-        return type(saved) is float or (type(saved) is int and -MOST <= saved <= MOST)
-    return True
-
-
-def _holds(tensor: Tensor, value: object) -> bool:
-    with suppress(RuntimeError, OverflowError):  # beyond the range of its dtype
-        torch.full_like(tensor, value)  # type: ignore[arg-type]  # a number
-        return True
-    return False
+def _match_groups(manifest: Manifest, sharding: Sharding, path: Path) -> None:
+    """Refuse parameters in groups of other places: they would get each other's options."""
+    theirs = manifest.table.named()
+    for unit in sharding.units:
+        for slot, group in zip(unit.spec.layout.slots, unit.spec.groups, strict=True):
+            row = theirs[slot.name]
+            if group >= 0 and row.group != group:
+                raise CheckpointMismatch(
+                    f"{path}: {slot.name} is in group {row.group} of the optimizer in the checkpoint and in group "
+                    f"{group} here, so it would get the options of other parameters; make the same groups in the same "
+                    "order"
+                )
 
 
 def match_streams(manifest: Manifest, path: Path) -> None:

@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from hpczero.checkpoint import gpt2, safefile
 from hpczero.checkpoint.format import BUFFERS, MASTER, Row
+from hpczero.checkpoint.jsonkeys import extra_of
 from hpczero.checkpoint.safefile import DTYPES, Entry
 from hpczero.checkpoint.stored import Stored, checkpoints_at
 from hpczero.durable import sync
@@ -200,7 +201,7 @@ class _Names:
         self._manifest, self._layout = manifest, form.layout
         rows = manifest.table.rows
         self.tied = {row.name: rows[row.tied_to].name for row in rows if row.tied_to is not None}
-        extra = manifest.meta.get("extra", {}).get("model")
+        extra = extra_of(manifest.meta).get("model")
         self._model: dict[str, Any] = extra if isinstance(extra, dict) else {}
         self.config: dict[str, Any] | None = None
         if form.layout == "gpt2":

@@ -54,7 +54,8 @@ class Lock:
         self._thread: threading.Thread | None = None
         self._beaten = 0.0  # when last, by _CLOCK
         self._silence_s = 0.0  # the longest between two beats
-        self._stays = False
+        self._stays = self._asked = False  # to stay; meanwhile, to be released
+        self._guard = threading.Lock()
         self._holder: Claim | None = None  # who was in the way at the last attempt
 
     @property
@@ -162,7 +163,11 @@ class Lock:
 
     def release(self) -> None:
         """Let others in; nothing if it is not held."""
-        if self._thread is None or self._stays:
+        with self._guard:
+            self._asked = self._stays and self.held
+            if self._stays:
+                return
+        if self._thread is None:
             return
         self._stop.set()
         self._thread.join()
@@ -172,8 +177,17 @@ class Lock:
         self._unmake()
 
     def stay(self) -> None:
-        """Hold it as long as this process lives, whoever releases it: something may still be writing."""
-        self._stays = True
+        """Hold it, whoever releases it, until ``leave``: something is still being written."""
+        with self._guard:
+            self._stays = True
+
+    def leave(self) -> None:
+        """The end of ``stay``: release it, if somebody has asked for that meanwhile. From any thread."""
+        with self._guard:
+            self._stays, asked = False, self._asked
+            self._asked = False
+        if asked:
+            self.release()
 
     def follow(self, folder: Path) -> None:
         """After a rename of what our file lies in: hold it in a new folder at the old path, and not there any more.

@@ -6,12 +6,13 @@ Owns: which datasets and which fields of ``meta`` belong together. Must not know
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from hpczero.checkpoint.format import BUFFERS, MASTER, RNG, STATE, Manifest
+from hpczero.checkpoint.jsonkeys import extra_of, unmarked
 from hpczero.checkpoint.manifestform import MOST, is_text, of_type, refuse, shape_of, whole
 from hpczero.errors import CorruptCheckpoint
 from hpczero.regularfile import shown
@@ -61,6 +62,7 @@ def _check(manifest: Manifest) -> None:
             )
     whole(meta, "skipped_steps", "meta.")
     of_type(meta, "extra", dict, "meta.")
+    _check_marks("meta.extra", lambda: extra_of(meta))
     scale = of_type(meta, "loss_scale", dict, "meta.")
     if type(scale.get("scaled", True)) is not bool:
         raise refuse("meta.loss_scale.scaled", scale["scaled"], "true or false")
@@ -81,6 +83,7 @@ def _states(manifest: Manifest) -> dict[str, tuple[str, int]]:
     for group in of_type(optimizer, "groups", list, where):
         if type(group) is not dict:
             raise refuse(f"{where}groups", group, "objects")
+        _check_marks(f"{where}groups", lambda group=group: unmarked(group))  # type: ignore[misc]
     kinds = of_type(optimizer, "kinds", dict, where)
     present = of_type(optimizer, "present", dict, where)
     if kinds.keys() != present.keys():
@@ -97,6 +100,13 @@ def _states(manifest: Manifest) -> dict[str, tuple[str, int]]:
                 raise refuse(f"{where}present.{key}.{name}", value, f"what {kind} has")
     numel = manifest.table.trainable_numel
     return {STATE + key: ("<f4", numel) for key, kind in kinds.items() if kind == ELEMENTS}
+
+
+def _check_marks(field: str, read: Callable[[], object]) -> None:
+    try:
+        read()
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"manifest.json cannot be: {field} {error}") from error
 
 
 def _is_tensor(kind: object) -> bool:

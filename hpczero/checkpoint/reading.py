@@ -36,7 +36,9 @@ from hpczero.checkpoint.format import (
     Manifest,
     Table,
 )
+from hpczero.checkpoint.groupoptions import restored
 from hpczero.checkpoint.inventory import Inventory
+from hpczero.checkpoint.jsonkeys import extra_of
 from hpczero.checkpoint.manifestcontent import check_content
 from hpczero.checkpoint.slabreader import SlabReader
 from hpczero.checkpoint.snapshot import expand
@@ -152,13 +154,15 @@ def load_one(path: Path, sharding: Sharding) -> Loaded:
         }
         inventory.set_optimizer(elements, keys, present)
         _set_options(sharding, manifest.meta["optimizer"]["groups"])
+    elif sharding.optimizer is not None:
+        sharding.advice.about_fresh_state(path)
     _set_buffers(sharding, manifest, buffers)
     _set_streams(topology, manifest, rng)
     sharding.scaler.restore(manifest.meta["loss_scale"])
     sharding.step.counts.skipped = int(manifest.meta["skipped_steps"])
     sharding.lineage = {path.resolve().parent: manifest.step}
     topology.barrier()
-    return Loaded(path, manifest.step, manifest.meta["extra"], manifest.world_size)
+    return Loaded(path, manifest.step, extra_of(manifest.meta), manifest.world_size)
 
 
 def _manifest(path: Path, topology: Topology) -> Manifest:
@@ -201,7 +205,7 @@ def _set_options(sharding: Sharding, groups: Sequence[Mapping[str, Any]]) -> Non
                 with torch.no_grad():
                     current.fill_(value)
             else:
-                group[name] = tuple(value) if isinstance(current, tuple) else value
+                group[name] = restored(value, current)
 
 
 def _set_buffers(sharding: Sharding, manifest: Manifest, data: Tensor) -> None:

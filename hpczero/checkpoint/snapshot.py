@@ -22,10 +22,13 @@ from torch import Tensor
 
 from hpczero.checkpoint import streams
 from hpczero.checkpoint.format import BUFFERS, MASTER, RNG, SLAB_NBYTES, STATE, Dataset, Table
+from hpczero.checkpoint.groupoptions import options_of
 from hpczero.checkpoint.inventory import Inventory
+from hpczero.checkpoint.jsonkeys import Unfit, extra_fields
+from hpczero.checkpoint.manifestform import MOST, is_text
 from hpczero.environment import Environment
 from hpczero.errors import CheckpointError, ConfigError
-from hpczero.regularfile import parse_json
+from hpczero.regularfile import parse_json, shown
 from hpczero.sharded_model import Sharding, bytes_of
 
 Run = tuple[int, int]
@@ -101,7 +104,8 @@ def take(
     with topology.agreed("take a snapshot"):
         inventory = inventory or Inventory(sharding)
         kinds = inventory.state_kinds()
-        text = _plain(extra)
+        _check_names(sharding, inventory.table, kinds)
+        text = _extra_fields(extra)
     with topology.watchdog.watch("checkpoint: what the optimizers of all ranks keep"):
         found = topology.world.allgather(kinds)
     kinds = _merge_kinds(found)
@@ -144,7 +148,7 @@ def take(
                 "skipped_steps": sharding.skipped_steps,
                 "stage": int(sharding.plan.stage),
                 "precision": sharding.precision.param,
-                "extra": json.loads(text),
+                **json.loads(text),
                 "provenance": _provenance(),
             }
         )
@@ -153,8 +157,8 @@ def take(
 
 def _check_step(sharding: Sharding, step: int) -> None:
     with sharding.topology.agreed("look at the step"):
-        if type(step) is not int or step < 0:
-            raise ConfigError(f"save: got step {step!r}, expected a whole number, 0 or above")
+        if type(step) is not int or not 0 <= step <= MOST:
+            raise ConfigError(f"save: got step {shown(step)}, expected a whole number, 0 to {MOST}")
     steps = sharding.topology.gather(float(step))
     odd = [rank for rank, other in enumerate(steps) if other != steps[0]]
     with sharding.topology.agreed("agree on the step"):
@@ -165,15 +169,32 @@ def _check_step(sharding: Sharding, step: int) -> None:
             )
 
 
-def _plain(extra: Mapping[str, Any]) -> str:
+def _check_names(sharding: Sharding, table: Table, kinds: Mapping[str, str]) -> None:
+    """Refuse names that no file can have."""
+    names = [("parameter", row.name) for row in table.rows]
+    names += [("buffer", name) for name, _ in _named_buffers(sharding)]
+    names += [("optimizer state", key) for key in kinds]
+    for what, name in names:
+        if type(name) is not str or not is_text(name):
+            raise CheckpointError(
+                f"save: the {what} {shown(name)} has a name that is no text or holds half a character (a lone "
+                "surrogate), which no file can keep; give it another name"
+            )
+
+
+def _extra_fields(extra: Mapping[str, Any]) -> str:
+    """JSON of what the manifest says of ``extra``."""
+    advice = "give numbers, texts, lists and dictionaries of them"
     try:
-        text = json.dumps(dict(extra))
-        parse_json(text)  # 1 and "1" are one key in JSON
+        text = json.dumps(extra_fields(extra))
+        parse_json(text)  # nothing that could not be read again
         return text
-    except (TypeError, ValueError, RecursionError) as error:
+    except Unfit as error:
         raise ConfigError(
-            f"save: extra cannot be written as JSON ({error}); give numbers, texts, lists and dictionaries of them"
+            f"save: extra cannot be written as JSON: extra{error.where} {error.what}; {advice}"
         ) from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"save: extra cannot be written as JSON ({error}); {advice}") from error
 
 
 def _merge_kinds(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
@@ -207,25 +228,18 @@ def _optimizer(
                         f"rank {rank}: optimizer state {key!r} of {name!r} is {value!r}, where another rank has "
                         f"{present[key][name]!r}; ranks have made different steps"
                     )
+    groups = []
+    for place, group in enumerate(optimizer.param_groups):
+        kept, left = options_of(group, place)
+        groups.append(kept)
+        for name, kind in left.items():
+            sharding.advice.about_option(name, kind, place)
     return {
         "class": type(optimizer).__name__,
-        "groups": [options_of(group) for group in optimizer.param_groups],
+        "groups": groups,
         "kinds": dict(kinds),
         "present": {key: compact(values, table) for key, values in present.items()},
     }
-
-
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of an optimizer's group that JSON can hold; not the names of its parameters, of which ranks differ."""
-    found: dict[str, Any] = {}
-    for name, value in group.items():
-        if isinstance(value, Tensor) and value.numel() == 1:
-            found[name] = value.item()
-        elif isinstance(value, bool | int | float | str | list | tuple | None):
-            found[name] = value
-    for key in ("params", "param_names"):
-        found.pop(key, None)
-    return found
 
 
 def compact(values: Mapping[str, Any], table: Table) -> dict[str, Any]:

@@ -1,0 +1,163 @@
+"""Dictionaries whose keys are no texts, in JSON and back.
+
+Owns: what JSON holds of a program's values, and the marks for what it would change. Must not know: files, MPI, torch.
+
+[Note: Pairs]
+JSON has texts for keys: of ``{3: 1}`` it makes ``{"3": 1}`` without a word, and a scheduler's milestones are never met
+again. Such a dictionary is written as ``{"__pairs__": [[3, 1]]}``, a Counter as ``{"__counter__": [[3, 1]]}``. So
+is one that holds such a mark itself: every mark is ours.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from hpczero.regularfile import shown
+
+PAIRS, COUNTER = "__pairs__", "__counter__"
+FORM = "extra_form"  # of ``meta``: what ``extra`` is written as; absent: as it is
+
+_MARKS = {PAIRS, COUNTER}
+
+T = TypeVar("T")
+
+
+class Unfit(TypeError):
+    """A value that JSON cannot hold; says which, and where."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = ""
+
+    def inside(self, key: object) -> Unfit:
+        """The same, one level further up."""
+        self.where = f"[{shown(key)}]{self.where}"
+        return self
+
+
+def within(key: object, act: Callable[[Any], T], part: Any) -> T:
+    """``act(part)``, whose ``Unfit`` says that the part is at ``key``."""
+    try:
+        return act(part)
+    except Unfit as error:
+        raise error.inside(key) from None
+
+
+def extra_fields(extra: Mapping[Any, Any]) -> dict[str, Any]:
+    """Fields of ``meta`` that hold ``extra``.
+
+    Raises:
+        Unfit: JSON cannot hold a part of it.
+    """
+    plain = dict(extra)
+    if not _has_other_keys(plain):
+        return {"extra": plain}
+    return {"extra": marked(plain), FORM: "pairs"}
+
+
+def extra_of(meta: Mapping[str, Any]) -> dict[Any, Any]:
+    """The reverse.
+
+    Raises:
+        ValueError: it is of no form that this version knows, or no pairs are behind a mark.
+    """
+    extra, form = meta["extra"], meta.get(FORM)
+    if form is not None:
+        if form != "pairs":
+            raise ValueError(f"is written as {shown(form)}, expected pairs")
+        extra = unmarked(extra)
+    if not isinstance(extra, dict):
+        raise ValueError(f"is {shown(extra)}, expected a dictionary")
+    return extra
+
+
+def _has_other_keys(value: Any) -> bool:
+    """Whether JSON would change a key anywhere in it, or a Counter.
+
+    Raises:
+        Unfit: it holds what JSON cannot hold.
+    """
+    parts: Iterable[tuple[Any, Any]]
+    if isinstance(value, dict):
+        _check_keys(value)
+        others = isinstance(value, Counter) or not all(isinstance(key, str) for key in value)
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        others, parts = False, enumerate(value)
+    else:
+        _check_scalar(value)
+        return False
+    for key, part in parts:
+        others |= within(key, _has_other_keys, part)
+    return others
+
+
+def marked(value: Any) -> Any:
+    """With marks. See [Note: Pairs].
+
+    Raises:
+        Unfit: it holds what JSON cannot hold.
+    """
+    if isinstance(value, list | tuple):
+        return [within(index, marked, part) for index, part in enumerate(value)]
+    if not isinstance(value, dict):
+        _check_scalar(value)
+        return value
+    _check_keys(value)
+    pairs = [[key, within(key, marked, part)] for key, part in value.items()]
+    if isinstance(value, Counter):
+        return {COUNTER: pairs}
+    if all(isinstance(key, str) for key in value) and _MARKS.isdisjoint(value):
+        return dict(pairs)
+    return {PAIRS: pairs}
+
+
+def unmarked(value: Any) -> Any:
+    """The reverse.
+
+    Raises:
+        ValueError: no pairs are behind a mark.
+    """
+    if isinstance(value, list):
+        return [unmarked(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    mark = next(iter(value)) if len(value) == 1 else None
+    if mark not in _MARKS:
+        return {key: unmarked(part) for key, part in value.items()}
+    pairs = value[mark]
+    if not (isinstance(pairs, list) and all(map(_is_pair, pairs))):
+        raise ValueError(f"has {shown(pairs)} behind {mark}, expected pairs of key and value")
+    found = {key: unmarked(part) for key, part in pairs}
+    if len(found) < len(pairs):
+        raise ValueError(f"has a key twice behind {mark}: {shown(pairs)}")
+    return found if mark == PAIRS else Counter(found)
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and _is_key(pair[0])
+
+
+def _is_key(key: Any) -> bool:
+    return key is None or isinstance(key, bool | int | float | str)
+
+
+def _check_keys(value: Mapping[Any, Any]) -> None:
+    for key in value:
+        if not _is_key(key):
+            raise Unfit(f"has the key {shown(key)}, a {type(key).__name__}")
+
+
+def _check_scalar(value: Any) -> None:
+    if value is not None and not isinstance(value, bool | int | float | str):
+        raise Unfit(f"is a {type(value).__name__}")
+    if (
+        isinstance(value, int) and abs(value) > 2**4096
+    ):  # Python may refuse to write that many digits
+        try:
+            int.__repr__(value)
+        except ValueError:
+            raise Unfit("is a number of very many digits") from None

@@ -1,0 +1,30 @@
+"""What a save may take the place of.
+
+Owns: the refusal to lose more than is saved. Must not know: MPI, models.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from hpczero.checkpoint.folder import read_manifest
+from hpczero.checkpoint.snapshot import Snapshot
+from hpczero.errors import CheckpointMismatch, ConfigError, CorruptCheckpoint
+
+
+def check_replaced(path: Path, snapshot: Snapshot) -> None:
+    """Refuse that weights alone take the place of the checkpoint ``path``, if there is one with optimizer state.
+
+    Raises:
+        ConfigError: it holds the state of an optimizer.
+    """
+    if snapshot.meta["optimizer"] is not None:
+        return
+    with suppress(CorruptCheckpoint, CheckpointMismatch):  # which nobody can go on from, or none
+        saved = read_manifest(path).meta.get("optimizer")
+        if saved is not None:
+            raise ConfigError(
+                f"{path}: holds the state of {saved['class']}, and this model was zeroified without an optimizer: a "
+                "checkpoint of weights alone would take its place; save to another directory or another step"
+            )

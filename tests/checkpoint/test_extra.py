@@ -1,0 +1,128 @@
+"""What ``save`` is told to remember comes back as it was given, or is refused by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ChainedScheduler, MultiStepLR, SequentialLR
+
+import hpczero
+from hpczero.checkpoint.folder import read_manifest
+from hpczero.errors import ConfigError, CorruptCheckpoint
+from tests.checkpoint.damage import resigned
+from tests.helpers.parallel import parallel_assert
+from tests.small_models import MLP, raises_on_all, sgd, zeroified
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
+
+SCHEDULERS: dict[str, Any] = {
+    "MultiStepLR": lambda o: MultiStepLR(o, [2, 3, 3, 5], gamma=0.5),
+    "ChainedScheduler": lambda o: ChainedScheduler([MultiStepLR(o, [3, 5], gamma=0.5)]),
+    "SequentialLR": lambda o: SequentialLR(
+        o, [MultiStepLR(o, [1], gamma=0.5), MultiStepLR(o, [2, 4], gamma=0.5)], milestones=[2]
+    ),
+}
+
+
+def rates(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    found = []
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step()
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_scheduler_with_milestones_goes_on_after_a_load(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, kind: str
+) -> None:
+    found = []
+    for load in (False, True):
+        model = MLP()
+        optimizer = sgd(model)
+        with zeroified(model, optimizer, topology=topology):
+            scheduler = SCHEDULERS[kind](optimizer)
+            if load:
+                extra = hpczero.checkpoint.load(folder, model).extra
+                scheduler.load_state_dict(extra)
+            else:
+                rates(scheduler, optimizer, 2)
+                hpczero.checkpoint.save(folder, model, step=2, extra=scheduler.state_dict())
+            found.append(rates(scheduler, optimizer, 6))
+    parallel_assert(comm, found[0] == found[1], str(found))
+
+
+GIVEN: dict[str, dict[Any, Any]] = {
+    "numbers": {"a": {1: 2, -3: {0.5: "x"}}},
+    "none and truth": {"a": {None: 1, True: 2, False: 3}},
+    "a number and its text": {"a": {1: "a", "1": "b"}},
+    "at the top": {1: "a", None: {"b": [{2: 3}]}},
+    "the mark itself": {"__pairs__": [[1, 2]], "b": {"__counter__": 1}},
+    "the mark itself beside numbers": {"a": {"__pairs__": [[1, 2]]}, "b": {3: 4}},
+    "both in one": {"__counter__": 1, 7: {"__pairs__": 2, "c": 3}},
+    "a counter": {"a": Counter({3: 2, "b": 1})},
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_keys_that_are_no_texts_come_back(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, given: str
+) -> None:
+    extra = GIVEN[given]
+    with zeroified(MLP(), None, topology=topology) as sharding:
+        hpczero.checkpoint.save(folder, sharding.model, step=1, extra=extra)
+        found = hpczero.checkpoint.load(folder, sharding.model).extra
+    parallel_assert(comm, repr(found) == repr(extra), repr(found))
+
+
+def test_extra_of_text_keys_is_stored_as_it_is(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    """What an older hpczero has saved reads so, and so does the mark in it."""
+    extra = {"a": {"__pairs__": [["1", 2]]}, "b": [1, None]}
+    with zeroified(MLP(), None, topology=topology) as sharding:
+        path = hpczero.checkpoint.save(folder, sharding.model, step=1, extra=extra)
+        found = hpczero.checkpoint.load(folder, sharding.model).extra
+    parallel_assert(comm, read_manifest(path).meta["extra"] == extra)
+    parallel_assert(comm, found == extra, repr(found))
+
+
+@pytest.mark.parametrize(
+    ("extra", "pattern"),
+    [
+        ({"a": [{"b": {1, 2}}]}, r"extra\['a'\]\[0\]\['b'\] is a set"),
+        ({"a": {(1, 2): 3}}, r"extra\['a'\] has the key \(1, 2\), a tuple"),
+        ({"a": {1: {"b": 2j}}}, r"extra\['a'\]\[1\]\['b'\] is a complex"),
+        ({"a": 10**5000}, r"extra\['a'\] is a number of very many digits"),
+        ({"a": torch.zeros(1)}, r"extra\['a'\] is a Tensor"),
+    ],
+)
+def test_what_json_cannot_hold_is_refused_by_its_key(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, extra: Any, pattern: str
+) -> None:
+    with zeroified(MLP(), None, topology=topology) as sharding:
+        save = partial(hpczero.checkpoint.save, folder, sharding.model, step=1, extra=extra)
+        raises_on_all(comm, ConfigError, pattern, save)
+
+
+@pytest.mark.parametrize("pairs", [7, [[1]], [[[], 1]], [[1, 2], [1, 3]], None])
+def test_pairs_that_are_none_are_refused_before_anything_changes(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, pairs: Any
+) -> None:
+    with zeroified(MLP(), None, topology=topology) as sharding:
+        path = hpczero.checkpoint.save(folder, sharding.model, step=1, extra={"a": {1: 2}})
+        if comm.rank == 0:
+            resigned(path, lambda body: body["meta"]["extra"]["a"].update(__pairs__=pairs))
+        comm.Barrier()
+        load = partial(hpczero.checkpoint.load, path, sharding.model)
+        raises_on_all(comm, CorruptCheckpoint, "meta.extra", load)

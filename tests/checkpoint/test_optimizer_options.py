@@ -1,0 +1,221 @@
+"""Options and groups of the optimizer: each parameter has after a load what it had, or load and save refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hpczero
+from hpczero.checkpoint import Checkpoints
+from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
+from tests.helpers.parallel import parallel_assert
+from tests.small_models import MLP, adamw, mlp_backward, raises_on_all, zeroified
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
+
+Groups = list[list[nn.Parameter]]
+
+GROUPS: dict[str, Callable[[MLP], Groups]] = {
+    "weights, biases": lambda m: [
+        [p for p in m.parameters() if p.dim() > 1],
+        [p for p in m.parameters() if p.dim() <= 1],
+    ],
+    "biases, weights": lambda m: GROUPS["weights, biases"](m)[::-1],
+    "first, rest": lambda m: [list(m.layers[0].parameters()), list(m.layers[1:].parameters())],
+}
+
+
+def grouped(model: MLP, way: str) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": group} for group in GROUPS[way](model)], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("way", "pattern"),
+    [
+        ("biases, weights", r"layers.0.0.weight is in group 0 .* checkpoint and in group 1 here"),
+        ("first, rest", r"layers.0.0.bias is in group 1 .* checkpoint and in group 0 here"),
+    ],
+)
+def test_groups_of_other_members_are_refused(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, way: str, pattern: str
+) -> None:
+    model = MLP()
+    with zeroified(model, grouped(model, "weights, biases"), topology=topology):
+        hpczero.checkpoint.save(folder, model, step=1)
+    model = MLP()
+    with zeroified(model, grouped(model, way), topology=topology):
+        load = partial(hpczero.checkpoint.load, folder, model)
+        raises_on_all(comm, CheckpointMismatch, pattern, load)
+
+
+class Tied(nn.Module):
+    """One weight under two names, the first of which depends on the order; and a layer that may be frozen."""
+
+    def __init__(self, first: str, second: str, *, frozen: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        weight = nn.Parameter(torch.randn(5, 3, generator=generator))
+        for name in (first, second):
+            self.add_module(name, nn.Linear(3, 5, bias=False))
+            self.get_submodule(name).weight = weight
+        self.last = nn.Linear(3, 5)
+        self.last.requires_grad_(not frozen)
+
+
+def test_groups_are_those_of_tied_parameters_by_either_name_and_not_of_frozen_ones(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    for names, frozen in ((("a", "b"), False), (("b", "a"), True)):
+        model = Tied(*names, frozen=frozen)
+        last = [p for p in model.last.parameters() if p.requires_grad]
+        groups = [{"params": last}, {"params": [model.get_parameter(f"{names[0]}.weight")]}]
+        with zeroified(model, torch.optim.AdamW(groups, lr=0.1), topology=topology):
+            if frozen:
+                step = hpczero.checkpoint.load(folder, model).step
+                parallel_assert(comm, step == 1)
+            else:
+                hpczero.checkpoint.save(folder, model, step=1)
+
+
+NUMBERS: dict[str, tuple[str, Any, Any]] = {
+    "a float of NumPy": ("lr", np.float32(0.3), 0.1),
+    "the same there": ("lr", np.float32(0.3), np.float32(0.1)),
+    "a double of NumPy": ("lr", np.float64(0.3), 0.1),
+    "an array of no dimension": ("lr", np.array(0.3), 0.1),
+    "the same array there": ("lr", np.array(0.3), np.array(0.1)),
+    "a truth of NumPy": ("flag", np.bool_(True), False),
+    "a number of NumPy": ("count", np.int64(7), 0),
+    "a pair of NumPy": ("betas", (np.float32(0.5), 0.25), (0.9, 0.999)),
+    "the same pair there": ("betas", (np.float32(0.5), 0.25), (np.float32(0.9), 0.999)),
+    "a pair of tensors": ("betas", (torch.tensor(0.5), torch.tensor(0.25)), (0.9, 0.999)),
+    "the same tensors there": (
+        "betas",
+        (torch.tensor(0.5), torch.tensor(0.25)),
+        (torch.tensor(0.9), torch.tensor(0.999)),
+    ),
+    "nested": ("own", ((1, (np.float32(0.5),)), "a"), ((2, (0.25,)), "b")),
+    "a dictionary": ("own", {"a": 1, 2: (np.float32(0.5),)}, {"a": 3, 2: (0.25,)}),
+}
+
+
+@pytest.mark.parametrize("case", NUMBERS)
+@pytest.mark.parametrize("background", [False, True])
+def test_numbers_of_numpy_and_torch_come_back_as_what_the_optimizer_has(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, case: str, background: bool
+) -> None:
+    name, given, there = NUMBERS[case]
+    model = MLP()
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, topology=topology):
+        optimizer.param_groups[0][name] = given
+        with Checkpoints(folder, model, background=background) as checkpoints:
+            checkpoints.save(1)
+        optimizer.param_groups[0][name] = there
+        hpczero.checkpoint.load(folder, model)
+        found = optimizer.param_groups[0][name]
+    parallel_assert(comm, found == given, repr(found))
+    parallel_assert(comm, type(found) is type(there), repr(found))
+    if isinstance(there, tuple):
+        kinds = [(type(a), type(b)) for a, b in zip(found, there, strict=True)]
+        parallel_assert(comm, all(a is b for a, b in kinds), repr(found))
+
+
+DATA: dict[str, tuple[Any, str]] = {
+    "complex": (1 + 2j, "complex"),
+    "in a pair": ((0.5, 1 + 2j), "complex"),
+    "a tensor of elements": (torch.zeros(3), r"Tensor of shape \(3,\)"),
+    "an array of elements": (np.zeros((2, 3)), r"ndarray of shape \(2, 3\)"),
+    "a set": ({1, 2}, "set"),
+    "a key that is a tuple": ({(1, 2): 3}, r"key \(1, 2\)"),
+    "many digits": (10**5000, "very many digits"),
+    "more than 64 bits": (2**63, "9223372036854775808"),
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+@pytest.mark.parametrize("background", [False, True])
+def test_option_that_cannot_be_kept_is_refused_with_its_group(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, case: str, background: bool
+) -> None:
+    value, got = DATA[case]
+    model = MLP()
+    optimizer = grouped(model, "weights, biases")
+    with zeroified(model, optimizer, topology=topology):
+        optimizer.param_groups[1]["own"] = value
+        checkpoints = Checkpoints(folder, model, background=background)
+        pattern = rf"option 'own' of group 1 of the optimizer.*{got}"
+        raises_on_all(comm, CheckpointError, pattern, lambda: checkpoints.save(1))
+        comm.Barrier()
+        parallel_assert(comm, not list(folder.glob("step-*")))
+        checkpoints.close()
+
+
+def test_functions_among_the_options_are_told_of_once(
+    comm: MPI.Intracomm,
+    topology: hpczero.Topology,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = MLP()
+    optimizer = grouped(model, "weights, biases")
+    with zeroified(model, optimizer, topology=topology):
+        optimizer.param_groups[1]["own"] = keep = lambda x: x
+        for step in (1, 2):
+            hpczero.checkpoint.save(folder, model, step=step)
+        hpczero.checkpoint.load(folder, model)
+        parallel_assert(comm, optimizer.param_groups[1]["own"] is keep)
+    told = [r.getMessage() for r in caplog.records if "option 'own'" in r.getMessage()]
+    parallel_assert(comm, len(told) == (1 if comm.rank == 0 else 0), str(told))
+    parallel_assert(comm, comm.rank != 0 or "function" in told[0], str(told))
+
+
+def test_checkpoint_without_optimizer_state_is_told_of_by_whoever_has_an_optimizer(
+    comm: MPI.Intracomm,
+    topology: hpczero.Topology,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = MLP()
+    with zeroified(model, None, topology=topology):
+        path = hpczero.checkpoint.save(folder, model, step=1)
+        hpczero.checkpoint.load(folder, model)
+    parallel_assert(comm, not caplog.records, caplog.text)
+    model = MLP()
+    with zeroified(model, adamw(model), topology=topology):
+        for _ in range(2):
+            hpczero.checkpoint.load(folder, model)
+    told = [r.getMessage() for r in caplog.records if "no optimizer state" in r.getMessage()]
+    parallel_assert(comm, len(told) == (1 if comm.rank == 0 else 0), str(told))
+    parallel_assert(comm, comm.rank != 0 or str(path) in told[0], str(told))
+
+
+def test_weights_alone_do_not_take_the_place_of_a_checkpoint_with_optimizer_state(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    model = MLP()
+    with zeroified(model, adamw(model), topology=topology) as sharding:
+        mlp_backward(model, comm.rank)
+        sharding.optimizer.step()  # type: ignore[union-attr]
+        path = hpczero.checkpoint.save(folder, model, step=5)
+    before = (path / "manifest.json").read_text()
+    model = MLP()
+    with zeroified(model, None, topology=topology):
+        hpczero.checkpoint.load(folder, model)
+        for background in (False, True):
+            with Checkpoints(folder, model, background=background) as checkpoints:
+                pattern = rf"{path}: holds the state of AdamW.* another directory or another step"
+                raises_on_all(comm, ConfigError, pattern, partial(checkpoints.save, 5))
+        comm.Barrier()
+        parallel_assert(comm, (path / "manifest.json").read_text() == before)
+        for step in (6, 6):
+            hpczero.checkpoint.save(folder, model, step=step)
