@@ -122,10 +122,13 @@ def test_token_file_of_any_version_and_a_damaged_one_are_replaced(
 
 def test_file_that_somebody_puts_there_meanwhile_stays(tmp_path: Path, text: Path) -> None:
     out = tmp_path / "out.h5"
-    put = iter([lambda: out.write_text("mine")])
     corpus = Corpus.of_paths([text])
+
+    def put() -> None:
+        out.write_text("mine")
+
     with pytest.raises(DataError, match="is no token file"):
-        prepare(corpus, out, tick=lambda: next(put, lambda: 0)())
+        prepare(corpus, out, tick=put)
     assert out.read_text() == "mine"
     assert sorted(tmp_path.iterdir()) == sorted([out, text])
 
