@@ -73,7 +73,7 @@ def choose(config: RunConfig, folder: RunFolder) -> Path | None:
         if not folder.holds_results or trying_out:
             return None
         raise ConfigError(
-            f"{folder.path}: has checkpoints or a model, and no config.toml, so nobody knows whose they are. "
+            f"{folder.path}: has checkpoints, a model or metrics, and no config.toml, so nobody knows whose they are. "
             f"{_way_out(folder)}"
         )
     try:
