@@ -98,7 +98,7 @@ class Attempts:
         """``config``, made to go on where the series is: only its first start begins where the options say.
 
         Raises:
-            ConfigError: nobody can read where it began, and it has saved nothing since.
+            ConfigError: nobody can read where it began, and it has saved nothing since; or what it has saved is gone.
         """
         if not any(event["event"] == "begin" for event in self._earlier):
             return config
@@ -109,6 +109,14 @@ class Attempts:
         else:
             # The folder is ours: what is in it without a checkpoint is what the start before has left.
             origin = self._origin()
+            lost = self._saved_since(origin)
+            if lost:
+                record = self._folder.attempts
+                raise ConfigError(
+                    f"{self._folder.checkpoints}: earlier starts of this series had saved step {lost}, as "
+                    f"{record} says, and nothing is there now. Mount it or move it back, and submit the same "
+                    f"command anew; to begin without it, move {record} away and give --run.overwrite true"
+                )
             overwrite = not origin
             resume = ResumeOptions(from_=origin) if origin else config.resume
         run = dataclasses.replace(config.run, overwrite=overwrite)
@@ -124,6 +132,22 @@ class Attempts:
             return ""
         source = load_toml(self._folder.config, RunConfig).resume.from_
         return "" if source in ("auto", "never") else source
+
+    def _saved_since(self, origin: str) -> int:
+        """Step of the newest save that the record tells of since a start has begun anew or elsewhere; 0: of none.
+
+        Args:
+            origin: where the last one began, if elsewhere.
+        """
+        steps = [0]
+        for event in self._earlier:
+            if event["event"] == "begin":  # at a checkpoint of its own, or with an empty folder
+                steps = [0 if origin else event["step"]]
+            elif event["event"] == "start":
+                steps.append(event["committed"])
+            elif event["code"] in (0, EXIT_REQUEUE):
+                steps.append(event["step"])
+        return max(steps)
 
     def begin(self, step: int) -> None:
         """Record that the run folder is ready, with ``step`` steps done."""

@@ -1,7 +1,7 @@
 """What a training step is measured by.
 
-Owns: the record of a step, its JSON line, the time of phases and the arithmetic of rates. Must not know: torch, MPI,
-models, how numbers are shown.
+Owns: the record of a step, its JSON line and the reading of many, the time of phases and the arithmetic of rates. Must
+not know: torch, MPI, models, how numbers are shown.
 """
 
 from __future__ import annotations
@@ -10,18 +10,15 @@ import dataclasses
 import json
 import logging
 import math
-import os
 import resource
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hpczero.durable import keep_as, sync, write_text
 from hpczero.errors import DataError
 from hpczero.regularfile import read_bytes
 
@@ -128,83 +125,6 @@ class StepMetrics:
             raise ValueError(str(error)) from error
 
 
-class MetricsFile:
-    """``metrics.jsonl``: one line per step, there before the step is saved and before the next one starts."""
-
-    def __init__(self, path: Path, *, start: int = 0) -> None:
-        """Lines of steps after ``start``, of a run that was taken up again, are gone, and half a line with them.
-
-        Lines that cannot be read do not stop a run: they are named, and the file is kept as it was beside the new one.
-        """
-        found: dict[int, StepMetrics] = {}
-        if start and path.exists():
-            records, damage = _read(path)
-            found = {record.step: record for record in records if record.step <= start}
-            if damage:
-                date = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-                old = path.with_name(f"{path.name}.damaged-{date}")
-                keep_as(path, old)  # and not a rename: until the new file is there, this is it
-                logger.warning("%s: %s; left out here, and kept in %s", path, damage, old.name)
-            if found and len(found) <= start - min(found):
-                steps = [
-                    *sorted(found),
-                    start + 1,
-                ]  # from what a line says nobody counts: it may say anything
-                lost = [[a + 1, b - 1] for a, b in pairwise(steps) if b > a + 1]
-                logger.warning("%s: has no lines of steps %s", path, _shown(lost))
-        if start and not found:
-            logger.warning("%s: has no line of the %d steps before; it begins anew", path, start)
-        text = "".join(f"{found[step].to_json()}\n" for step in sorted(found))
-        write_text(path, text)
-        sync(path.parent)
-        self._path = path
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        self._final = len(text.encode())  # bytes that never change again
-        self._tail: list[
-            tuple[int, bytes]
-        ] = []  # what follows: the last line, and what the disk refused
-        self._told = False
-
-    def write(self, metrics: StepMetrics, *, durable: bool = False) -> None:
-        """Append a line and hand it to the operating system; of the same step as the last one, replace that.
-
-        What cannot be written is warned of, and tried again with the next line.
-
-        Args:
-            metrics: of a step.
-            durable: have it on the disk before this returns.
-        """
-        line = metrics.to_json().encode()
-        if self._tail and self._tail[-1][0] == metrics.step:
-            # In place, by one write, so that the line is there whenever this process is killed.
-            line = line.ljust(len(self._tail.pop()[1]) - 1)
-        elif not self._told:
-            self._final += sum(len(old) for _, old in self._tail)
-            self._tail.clear()
-        self._tail.append((metrics.step, line + b"\n"))
-        try:
-            data, offset = b"".join(line for _, line in self._tail), self._final
-            while data:
-                done = os.pwrite(self._descriptor, data, offset)
-                data, offset = data[done:], offset + done
-            if durable:
-                os.fsync(self._descriptor)
-            self._told = False
-        except OSError as error:
-            if not self._told:
-                logger.warning(
-                    "%s: cannot be written (%s); trying again", self._path, error.strerror
-                )
-            self._told = True
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._descriptor)
-        if self._told:
-            steps = _spans([step for step, _ in self._tail])
-            logger.warning("%s: lines of steps %s could not be written", self._path, steps)
-
-
 def read_metrics(path: Path) -> list[StepMetrics]:
     """Every complete line of a metrics file; the last line of a killed run may be missing its end and is left out.
 
@@ -214,13 +134,13 @@ def read_metrics(path: Path) -> list[StepMetrics]:
         FileNotFoundError: there is no file.
         DataError: it is no file, or cannot be read.
     """
-    records, damage = _read(path)
+    records, damage = read_records(path)
     if damage:
         logger.warning("%s: %s; left out", path, damage)
     return records
 
 
-def _read(path: Path) -> tuple[list[StepMetrics], str]:
+def read_records(path: Path) -> tuple[list[StepMetrics], str]:
     """Records, and what is wrong with the others."""
     records, wrong, reason = [], [], ""
     try:
@@ -236,25 +156,25 @@ def _read(path: Path) -> tuple[list[StepMetrics], str]:
         except ValueError as error:
             wrong.append(number)
             reason = reason or str(error)
-    return records, f"line(s) {_spans(wrong)} cannot be read ({reason})" if wrong else ""
+    return records, f"line(s) {spans(wrong)} cannot be read ({reason})" if wrong else ""
 
 
-def _spans(numbers: Iterable[int]) -> str:
+def spans(numbers: Iterable[int]) -> str:
     """The first few runs of rising numbers, as ``1-3, 7``."""
-    spans: list[list[int]] = []
+    found: list[list[int]] = []
     for number in numbers:
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1][1:] = [number]
+        if found and number == found[-1][-1] + 1:
+            found[-1][1:] = [number]
         else:
-            spans.append([number, number])
-    return _shown(spans)
+            found.append([number, number])
+    return shown_spans(found)
 
 
-def _shown(spans: Sequence[Sequence[int]]) -> str:
-    """Firsts and lasts, as ``_spans``."""
-    named = spans[:NAMED_SPANS]
+def shown_spans(found: Sequence[Sequence[int]]) -> str:
+    """Firsts and lasts, as ``spans``."""
+    named = found[:NAMED_SPANS]
     text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in named)
-    return text if len(spans) <= NAMED_SPANS else f"{text} and others"
+    return text if len(found) <= NAMED_SPANS else f"{text} and others"
 
 
 def device_fields(usage: Mapping[str, int], exposed_s: float) -> dict[str, Any]:

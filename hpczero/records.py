@@ -9,12 +9,17 @@ import dataclasses
 import threading
 from contextlib import ExitStack, nullcontext, suppress
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from hpczero.config import LogOptions
 from hpczero.errors import EXHAUSTED
-from hpczero.metrics import MetricsFile, StepMetrics
+from hpczero.metrics import StepMetrics
+from hpczero.metricsfile import MetricsFile
 from hpczero.progress import progress_for
 from hpczero.runfolder import RunFolder
+
+if TYPE_CHECKING:
+    from hpczero.scalars import ScalarWriter
 
 
 class Records:
@@ -35,19 +40,20 @@ class Records:
         )
         self._folder = folder
         self._file = MetricsFile(folder.metrics, start=start if own else 0)
-        self._tensorboard = None
-        if options.tensorboard:
-            # Here and not at the top: a fifth of a second and 20 MB that only rank 0 should pay.
-            from hpczero.scalars import ScalarWriter
-
-            self._tensorboard = ScalarWriter(folder.tensorboard)
+        self._wants_tensorboard = options.tensorboard
+        self._tensorboard: ScalarWriter | None = None
         self._open = ExitStack()
 
     def __enter__(self) -> Records:
         self._open.callback(self._file.close)
-        if self._tensorboard is not None:
+        if self._wants_tensorboard:
+            # Here and not at the top: a fifth of a second and 20 MB that only rank 0 should pay.
+            from hpczero.scalars import ScalarWriter
+
+            # First: the writer's thread starts at once, and may fail at once.
             self._open.callback(setattr, threading, "excepthook", threading.excepthook)
             threading.excepthook = _in_one_line
+            self._tensorboard = ScalarWriter(self._folder.tensorboard)
             self._open.callback(self._tensorboard.close)
         self._open.enter_context(self._progress)
         return self

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hpczero.config import DEFAULT_RUN, RunConfig
 from hpczero.errors import ConfigError
 from hpczero.options import load_toml
-from hpczero.regularfile import is_there, kind_of, reason
+from hpczero.regularfile import is_there, kind_of, reason, shown
 from hpczero.runfolder import RunFolder
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ FIXED = {
     "model": ("preset", "layers", "hidden", "heads", "context", "positions"),
     "train": ("global_batch",),
 }
+# Of a checkpoint's model: another one gives the same numbers.
+NOT_OF_THE_MODEL = ("checkpoint_activations",)
 # A different one of these gives different losses from here on, which may be what is wanted.
 TELLING = {
     "train": (
@@ -71,7 +73,7 @@ def choose(config: RunConfig, folder: RunFolder) -> Path | None:
         if not folder.holds_results or trying_out:
             return None
         raise ConfigError(
-            f"{folder.path}: has checkpoints or a model, and no config.toml, so nobody knows whose they are. "
+            f"{folder.path}: has checkpoints, a model or metrics, and no config.toml, so nobody knows whose they are. "
             f"{_way_out(folder)}"
         )
     try:
@@ -200,8 +202,15 @@ def check(found: Loaded, identity: Mapping[str, Any], steps: int, *, own: bool) 
             results, which is then what is left to do.
 
     Raises:
-        ConfigError: other data, batch or seed: the next sample would not be the next; or nothing is left to do.
+        ConfigError: another model, of which shapes do not always tell; other data, batch or seed: the next sample would
+            not be the next; or nothing is left to do.
     """
+    changed = _model_differences(found.extra.get("model"), identity.get("model"))
+    if changed:
+        raise ConfigError(
+            f"{found.path}: belongs to a run of another model: {'; '.join(changed)}. Give the options of that run to "
+            "go on from it, or start anew with another --run.name"
+        )
     problems = [
         f"{name} was {found.extra.get(name)!r} and is {now!r}"
         for name, now in identity.items()
@@ -216,6 +225,17 @@ def check(found: Loaded, identity: Mapping[str, Any], steps: int, *, own: bool) 
         raise ConfigError(
             f"{found.path}: has {found.step} steps behind it, and train.steps is {steps}; ask for more"
         )
+
+
+def _model_differences(earlier: object, now: object) -> list[str]:
+    """As ``differences``, of what two checkpoints say of their model; of what one does not say nothing is known."""
+    if not isinstance(earlier, Mapping) or not isinstance(now, Mapping):
+        return []  # weights of another program say nothing
+    return [
+        f"model.{name} was {shown(earlier[name])} and is {shown(value)}"
+        for name, value in now.items()
+        if name in earlier and name not in NOT_OF_THE_MODEL and earlier[name] != value
+    ]
 
 
 def tell_changes(folder: RunFolder, config: RunConfig) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 import hpczero
 from hpczero import resume
 from hpczero.checkpoint import Checkpoints, load
+from hpczero.checkpoint.lines import homes
 from hpczero.checkpoint.lock import Lock
 from hpczero.config import ResumeOptions, RunConfig
 from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError
@@ -117,7 +118,11 @@ class RunCheckpoints:
         if not source:
             return Start(0, self._config, resumed=False)
         found = load(source, self._model)
-        own = found.path.resolve().parent == folder.checkpoints.resolve()
+        said = ""
+        with topology.agreed("look whose checkpoint it is"):
+            if topology.is_root:
+                said = "own" if folder.checkpoints.resolve() in homes(found.path) else ""
+        own = bool(topology.broadcast_text(said))
         with topology.agreed("compare the checkpoint with the run"):
             resume.check(found, identity, self._config.train.steps, own=own)
         self._tell(

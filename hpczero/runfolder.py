@@ -74,10 +74,18 @@ class RunFolder:
 
     @property
     def holds_results(self) -> bool:
-        """Whether there is something that took a run to make: checkpoints, or final weights."""
+        """Whether there is something that took a run to make: checkpoints, final weights, or metrics."""
+        return self._holds_saves or self._holds_metrics
+
+    @property
+    def _holds_saves(self) -> bool:
         return (
             self.weights.exists() or self.has_checkpoints or any(self.checkpoints.glob("aside-*"))
         )
+
+    @property
+    def _holds_metrics(self) -> bool:
+        return self.metrics.is_file() and self.metrics.stat().st_size > 0
 
     @property
     def attempts(self) -> Path:
@@ -139,7 +147,7 @@ class RunFolder:
             what = (
                 "an earlier run"
                 if self.config.exists()
-                else "checkpoints or a model, and no config.toml"
+                else "checkpoints, a model or metrics, and no config.toml"
             )
             raise ConfigError(
                 f"{self.path}: holds {what}; choose another --run.name, or replace it with --run.overwrite true"
@@ -152,6 +160,15 @@ class RunFolder:
         with self.writing():
             # First: without it, what a kill leaves here is taken for nobody's, and not gone on with.
             self.config.unlink(missing_ok=True)
+            if self._holds_metrics and not self._holds_saves:
+                # Nobody asked for that: a job that was killed before its first save is begun anew by itself.
+                kept = _free_name(self.path, f"{self.metrics.name}.unsaved-{_date()}")
+                self.metrics.rename(kept)
+                logger.warning(
+                    "%s: of an earlier start that saved nothing; kept in %s",
+                    self.metrics,
+                    kept.name,
+                )
             # Only what a run writes: the user may keep other things here.
             for file in (self.metrics, self.plot, self.weights):
                 file.unlink(missing_ok=True)
@@ -170,13 +187,9 @@ class RunFolder:
         Raises:
             ConfigError: it cannot be renamed.
         """
-        date = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-        name, number = f"{self.path.name}-{date}", 1
-        while os.path.lexists(self.path.with_name(name)):
-            number += 1
-            name = f"{self.path.name}-{date}-{number}"
+        name = _free_name(self.path.parent, f"{self.path.name}-{_date()}")
         with self.writing():
-            return RunFolder(self.path.rename(self.path.with_name(name)))
+            return RunFolder(self.path.rename(name))
 
     def inherit_attempts(self, old: RunFolder) -> None:
         """Know of the starts that led here, although they lie in a folder that was moved. On one rank only.
@@ -215,3 +228,16 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path}: cannot be written as a run folder: {reason(error)}; choose another --run.folder"
             ) from error
+
+
+def _date() -> str:
+    return time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+
+
+def _free_name(folder: Path, name: str) -> Path:
+    """A name in ``folder`` that nothing has: ``name``, or that with a number."""
+    found, number = folder / name, 1
+    while os.path.lexists(found):
+        number += 1
+        found = folder / f"{name}-{number}"
+    return found

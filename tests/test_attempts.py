@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -200,3 +202,78 @@ def test_damaged_line_costs_that_line_alone_and_is_told(
     assert told is bool(damage.strip(b"\0"))
     commit(folder, 1)
     assert attempts.settle(RunConfig(run=RunOptions(overwrite=True))).run.overwrite is False
+
+
+# --- what was committed and is gone
+
+
+def stopped(folder: RunFolder) -> None:
+    """The first start was asked to stop after step 7."""
+    first = start(folder)
+    first.begin(0)
+    first.end(7, 75)
+
+
+def killed_after_a_save(folder: RunFolder) -> None:
+    start(folder).begin(0)
+    commit(folder, 7)
+    start(folder).begin(7)
+    shutil.rmtree(folder.checkpoints)
+
+
+def killed_after_a_save_and_refused_since(folder: RunFolder) -> None:
+    start(folder).begin(0)
+    commit(folder, 7)
+    start(folder)
+    shutil.rmtree(folder.checkpoints)
+
+
+def taken_up_from_its_own(folder: RunFolder) -> None:
+    commit(folder, 7)
+    start(folder).begin(7)
+    folder.go_on(RunConfig())
+    shutil.rmtree(folder.checkpoints)
+
+
+def begun_elsewhere_and_stopped(folder: RunFolder) -> None:
+    first = start(folder)
+    first.begin(3)
+    folder.go_on(RunConfig(resume=ResumeOptions(from_="elsewhere")))
+    first.end(7, 75)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        stopped,
+        killed_after_a_save,
+        killed_after_a_save_and_refused_since,
+        taken_up_from_its_own,
+        begun_elsewhere_and_stopped,
+    ],
+)
+def test_restart_whose_checkpoints_are_gone_is_refused_and_changes_nothing(
+    tmp_path: Path, before: Callable[[RunFolder], None]
+) -> None:
+    folder = RunFolder(tmp_path / "r")
+    before(folder)
+    folder.metrics.write_text("{}\n")
+    again = start(folder)
+    said = rf"{folder.checkpoints}: .*step 7, .*nothing is there.*{folder.attempts}"
+    with pytest.raises(ConfigError, match=said):
+        again.settle(RunConfig(run=RunOptions(overwrite=True)))
+    assert folder.metrics.read_text() == "{}\n"
+    start(folder, Environment(series="another")).settle(RunConfig())
+    commit(folder, 7)  # mounted again
+    assert start(folder).settle(RunConfig()).resume.from_ == "auto"
+
+
+def test_series_that_has_committed_nothing_of_its_own_may_begin_anew(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    commit(folder, 9)  # of an earlier run, which was overwritten
+    start(folder).begin(0)
+    shutil.rmtree(folder.checkpoints)
+    first = start(folder)
+    first.begin(0)
+    first.end(2, 1)  # ended by an error
+    assert start(folder).settle(RunConfig()).run.overwrite

@@ -20,7 +20,6 @@ from hpczero.config import LogOptions, RunConfig, RunOptions, TrainOptions
 from hpczero.errors import ConfigError
 from hpczero.metrics import (
     Interval,
-    MetricsFile,
     StepMetrics,
     StepSplit,
     Stopwatch,
@@ -28,6 +27,7 @@ from hpczero.metrics import (
     process_peak_nbytes,
     read_metrics,
 )
+from hpczero.metricsfile import MetricsFile
 from hpczero.plot import plot_losses
 from hpczero.progress import progress_for
 from hpczero.records import Records

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from hpczero.checkpoint import gpt2, safefile
 from hpczero.checkpoint.format import BUFFERS, MASTER, Row
 from hpczero.checkpoint.jsonkeys import extra_of
+from hpczero.checkpoint.room import in_one_unit
 from hpczero.checkpoint.safefile import DTYPES, Entry
 from hpczero.checkpoint.stored import Stored, checkpoints_at
 from hpczero.durable import sync
@@ -181,9 +182,10 @@ def _check_room(folder: Path, nbytes: int) -> None:
     system = os.statvfs(folder)
     free = system.f_bavail * system.f_frsize
     if free < nbytes:
+        there, wanted = in_one_unit(free, nbytes)
         raise CheckpointNotWritten(
-            f"{folder}: {free / 2**20:,.0f} MiB are free and the weights need {nbytes / 2**20:,.0f}; free some, export "
-            "to another folder, or with --dtype bf16"
+            f"{folder}: {there} are free and the weights need {wanted}; free some, export to another folder, or with "
+            "--dtype bf16"
         )
 
 

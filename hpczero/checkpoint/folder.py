@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpczero import durable
-from hpczero.checkpoint import lines
+from hpczero.checkpoint import lines, room
 from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Manifest, step_folder
 from hpczero.checkpoint.lines import REPLACED, TEMPORARY, step_of
 from hpczero.checkpoint.rawfile import opened
@@ -37,7 +37,6 @@ from hpczero.errors import (
 from hpczero.regularfile import is_there, kind_of, read_text, reason
 
 LATEST = "LATEST"
-SPARE_NBYTES = 64 * 2**20
 STALE_S = 3600.0  # before what another job has left unfinished is taken away
 
 _LEFT = re.compile(r"\.probe-[0-9a-f]{8}|\.aside\.lock-[0-9a-f]{16}")
@@ -82,7 +81,9 @@ class Folder:
         """Checkpoints whose manifest and file size are right, newest first; their data is not read."""
         for path in self.candidates():
             with suppress(CorruptCheckpoint, CheckpointMismatch):
-                yield path, read_manifest(path)
+                manifest = read_manifest(path)
+                if not misnamed(path, manifest):
+                    yield path, manifest
 
     # --- one comes in
 
@@ -92,26 +93,7 @@ class Folder:
         Raises:
             CheckpointNotWritten: the folder cannot be written, or has no room for ``nbytes``.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".probe-{secrets.token_hex(4)}"
-            probe.touch(exist_ok=False)
-            probe.unlink()
-            system = os.statvfs(self.path)
-        except OSError as error:
-            raise CheckpointNotWritten(
-                f"{self.path}: cannot be written ({os.strerror(error.errno or 0)}); check the path, its permissions "
-                "and the quota"
-            ) from error
-        free, needed = (
-            system.f_bavail * system.f_frsize,
-            int(nbytes * 1.05) + min(nbytes, SPARE_NBYTES),
-        )
-        if free < needed:
-            raise CheckpointNotWritten(
-                f"{self.path}: {free / 2**20:,.0f} MiB are free and the checkpoint needs {needed / 2**20:,.0f}; free "
-                "some, keep fewer (--checkpoint.keep), or use another folder"
-            )
+        room.check_room(self.path, nbytes)
 
     def begin(self, step: int) -> Path:
         """A new hidden folder for ``step``."""
@@ -349,9 +331,13 @@ def _order(path: Path) -> tuple[int, bool]:
 
 
 def _is_valid(path: Path) -> bool | None:
-    """Whether manifest and file size are right; None where nobody knows, today or with this version."""
+    """Whether manifest and file size are right; None where nobody knows, today or with this version.
+
+    Nobody knows, either, what a checkpoint is that somebody has given another step's name.
+    """
     try:
-        read_manifest(path)
+        if misnamed(path, read_manifest(path)):
+            return None
     except CheckpointMismatch:
         return None
     except CorruptCheckpoint as error:
@@ -367,6 +353,17 @@ def _age_s(path: Path) -> float:
     for entry in path.iterdir():
         newest = max(newest, entry.stat().st_mtime)
     return time.time() - newest
+
+
+def misnamed(path: Path, manifest: Manifest) -> str:
+    """What is wrong with the name of a checkpoint, which says another step than its manifest; empty if nothing is."""
+    step = step_of(path.name)
+    if step is None or step == manifest.step:
+        return ""
+    return (
+        f"{path}: is named after step {step} and holds step {manifest.step}, so it was copied or renamed; "
+        f"call it {step_folder(manifest.step)} if it belongs here, or move it away"
+    )
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -192,10 +192,28 @@ def finish(path: Path) -> Path | None:
     if decided:
         place.mkdir(exist_ok=True)
         for name, new in note.names.items():
-            if (path / name).is_dir():
+            if (path / name).is_symlink():
+                _move_link(path / name, place / new, note.names)
+            elif (path / name).is_dir():
                 (path / name).rename(place / new)
         sync(place)
         sync(path)
     (path / NOTE).unlink()
     sync(path)
     return place if decided else None
+
+
+def _move_link(link: Path, to: Path, moved: Mapping[str, str]) -> None:
+    """Move a link to a checkpoint, so that it leads to the same one, also where that is one of ``moved`` itself."""
+    target = link.parent.resolve() / link.readlink()
+    beside = target.parent.resolve() == link.parent.resolve() and target.name in moved
+    if to.is_symlink():  # a job was killed before it had taken the old one away
+        to.unlink()
+    to.symlink_to(moved[target.name] if beside else target)
+    os.unlink(link)
+
+
+def homes(path: Path) -> frozenset[Path]:
+    """Folders of whose line the checkpoint ``path`` is one: where its name is, and, through links, its data."""
+    data = path.resolve().parent
+    return frozenset((data, path.parent.resolve()) if step_of(path.name) is not None else (data,))

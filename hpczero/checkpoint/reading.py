@@ -27,7 +27,7 @@ from hpczero.checkpoint.comparison import (
     match_streams,
     renamed,
 )
-from hpczero.checkpoint.folder import Folder, is_checkpoint, read_manifest
+from hpczero.checkpoint.folder import Folder, is_checkpoint, misnamed, read_manifest
 from hpczero.checkpoint.format import (
     BUFFERS,
     MASTER,
@@ -39,6 +39,7 @@ from hpczero.checkpoint.format import (
 from hpczero.checkpoint.groupoptions import restored
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.jsonkeys import extra_of
+from hpczero.checkpoint.lines import homes
 from hpczero.checkpoint.manifestcontent import check_content
 from hpczero.checkpoint.slabreader import SlabReader
 from hpczero.checkpoint.snapshot import expand
@@ -90,7 +91,7 @@ def load_newest(path: Path, sharding: Sharding) -> Loaded | None:
     failed: list[str] = []
     for candidate in candidates:
         try:
-            found = load_one(candidate, sharding)
+            found = load_one(candidate, sharding, asked_for=is_one)
         except CorruptCheckpoint as error:
             if topology.is_root:
                 logger.warning("%s", error)
@@ -114,15 +115,20 @@ def load_newest(path: Path, sharding: Sharding) -> Loaded | None:
     return None
 
 
-def load_one(path: Path, sharding: Sharding) -> Loaded:
+def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
     """Load this very checkpoint. Collective over world.
 
+    Args:
+        path: of the checkpoint.
+        sharding: of the model.
+        asked_for: by its path, so it need not be of the step that its name says.
+
     Raises:
-        CorruptCheckpoint: names dataset, parameters and range; the model is as it was.
+        CorruptCheckpoint: names dataset, parameters and range, or another step than the name; the model is as it was.
         CheckpointMismatch: lists the differences; the model is as it was.
     """
     topology = sharding.topology
-    manifest = _manifest(path, topology)
+    manifest = _manifest(path, topology, asked_for=asked_for)
     with topology.agreed("compare the checkpoint with the model"):
         check_content(manifest, path)
         inventory = Inventory(sharding)
@@ -160,16 +166,22 @@ def load_one(path: Path, sharding: Sharding) -> Loaded:
     _set_streams(topology, manifest, rng)
     sharding.scaler.restore(manifest.meta["loss_scale"])
     sharding.step.counts.skipped = int(manifest.meta["skipped_steps"])
-    sharding.lineage = {path.resolve().parent: manifest.step}
+    sharding.lineage = dict.fromkeys(homes(path), manifest.step)
     topology.barrier()
     return Loaded(path, manifest.step, extra_of(manifest.meta), manifest.world_size)
 
 
-def _manifest(path: Path, topology: Topology) -> Manifest:
+def _manifest(path: Path, topology: Topology, *, asked_for: bool) -> Manifest:
     text = ""
     with topology.agreed("read the manifest"):
         if topology.is_root:
-            text = read_manifest(path).to_json()
+            manifest = read_manifest(path)
+            wrong = misnamed(path, manifest)
+            if wrong and not asked_for:
+                raise CorruptCheckpoint(wrong)
+            if wrong:
+                logger.warning("%s; loaded all the same, because it was asked for", wrong)
+            text = manifest.to_json()
     return Manifest.from_json(topology.broadcast_text(text))
 
 

@@ -14,6 +14,7 @@ import tyro
 
 from hpczero.data.corpus import Corpus
 from hpczero.data.prepare import VALIDATION_FRACTION, TokenizerName, prepare, seal
+from hpczero.data.targets import check_target
 from hpczero.data.tokens import VERSION, TokenFile
 from hpczero.errors import run
 from hpczero.options import parse_command_line
@@ -28,7 +29,7 @@ class Prepare:
     texts: tyro.conf.Positional[tuple[Path, ...]] = ()
     """Text files, and folders taken with all they hold; none means the source text of Python's standard library."""
     out: Path = Path("tokens.h5")
-    """The file to write; it appears whole or not at all."""
+    """The file to write; it appears whole or not at all. Only a token file that is there already is replaced."""
     tokenizer: TokenizerName = "bytes"
     """bytes: one token per byte. bpe: byte pairs learned from the training split."""
     vocab_size: int | None = None
@@ -38,6 +39,7 @@ class Prepare:
 
     def __call__(self) -> None:
         """Write the file and say what it holds."""
+        check_target(self.out, self.texts)  # now: reading the texts may take hours
         corpus = Corpus.of_paths(self.texts) if self.texts else Corpus.standard_library()
         prepare(
             corpus,
@@ -85,7 +87,7 @@ class Seal:
     file: tyro.conf.Positional[Path]
     """The token file; replaced, once the new one is whole."""
     out: Path | None = None
-    """Where to write the new one instead."""
+    """Where to write the new one instead; only a token file that is there already is replaced."""
 
     def __call__(self) -> None:
         """Write it, and say what it holds."""

@@ -12,11 +12,13 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from hpczero.config import DataOptions
 from hpczero.data.corpus import Corpus
+from hpczero.data.targets import check_target
 from hpczero.data.tokenize import BPETokenizer, ByteTokenizer, Tokenizer
 from hpczero.data.tokens import VERSION, TokenFile
 from hpczero.data.tokenwriter import create
@@ -42,7 +44,7 @@ def prepare(
 
     Args:
         corpus: The text.
-        out: Replaced if it exists.
+        out: Replaced if it is a token file, and none of the texts; whatever else is there is refused.
         tokenizer: "bytes", or "bpe" trained on the training split.
         vocab_size: Of BPE, the separator included; None means 8192.
         validation_fraction: Share of the bytes to hold out, between 0 and 1.
@@ -50,8 +52,14 @@ def prepare(
 
     Raises:
         ConfigError: The fraction or the vocabulary size is out of range, or bytes are given another vocabulary.
-        DataError: The corpus cannot be read, is too small to split, or the file cannot be written.
+        DataError: The corpus cannot be read, is too small to split, ``out`` is something else than a token file, or
+            cannot be written.
     """
+
+    def check() -> None:
+        check_target(out, (document.path for document in corpus.documents))
+
+    check()  # now: the training of a tokenizer may take hours
     if not 0 < validation_fraction < 1:
         raise ConfigError(
             f"got a validation fraction of {validation_fraction}, expected 0 < fraction < 1"
@@ -70,7 +78,7 @@ def prepare(
     if tokenizer == "bpe":
         training_text = (piece.text for piece in _pieces(corpus, cut, tick) if not piece.held_out)
         chosen = BPETokenizer.train(training_text, BPE_VOCAB if vocab_size is None else vocab_size)
-    with create(out, chosen, corpus.digest) as writers:
+    with create(out, chosen, corpus.digest, check) as writers:
         for piece in _pieces(corpus, cut, tick):
             writer = writers[piece.held_out]
             writer.append_text(piece.text)
@@ -83,7 +91,8 @@ def seal(path: Path, out: Path | None = None) -> None:
 
     Args:
         path: Believed as it is: nobody can tell whether its tokens are those that were written.
-        out: Replaced if it exists; None replaces ``path`` itself, once the new file is whole.
+        out: Replaced if it is a token file, refused if it is something else; None replaces ``path`` itself, once the
+            new file is whole.
 
     Raises:
         ConfigError: It has digests.
@@ -94,7 +103,8 @@ def seal(path: Path, out: Path | None = None) -> None:
             raise ConfigError(
                 f"{path}: has digests already; `python -m hpczero.data verify` checks them"
             )
-        with create(out or path, old.tokenizer, old.source_sha256) as writers:
+        check = partial(check_target, out) if out is not None else lambda: None
+        with create(out or path, old.tokenizer, old.source_sha256, check) as writers:
             for split, writer in zip((old.train, old.validation), writers, strict=True):
                 for start in range(0, len(split), SEAL_NUMEL):
                     writer.append_ids(split[start : start + SEAL_NUMEL])

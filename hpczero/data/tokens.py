@@ -32,7 +32,7 @@ from hpczero.regularfile import open_regular, reason
 
 VERSION = appendix.VERSION
 
-_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _NEW_SUPERBLOCK = 3  # which version 1 never had: what has it has an appendix, or had one
 
 logger = logging.getLogger("hpczero.data")
@@ -189,8 +189,8 @@ class TokenFile:
 
     @classmethod
     def _open_old(cls, path: Path, descriptor: int) -> TokenFile:
-        head = os.pread(descriptor, len(_SIGNATURE) + 1, 0)
-        if head[:-1] != _SIGNATURE:
+        head = os.pread(descriptor, len(SIGNATURE) + 1, 0)
+        if head[:-1] != SIGNATURE:
             raise ValueError("it is not HDF5")
         if head[-1] == _NEW_SUPERBLOCK:
             raise ValueError("its end is not there: cut short, or changed by another program")

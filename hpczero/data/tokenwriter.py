@@ -18,7 +18,7 @@ import io
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -204,7 +204,10 @@ class SplitWriter:
 
 @contextmanager
 def create(
-    path: Path, tokenizer: Tokenizer, source_sha256: str
+    path: Path,
+    tokenizer: Tokenizer,
+    source_sha256: str,
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[SplitWriter, SplitWriter]]:
     """Write a token file: yields the writers of the training and the validation split.
 
@@ -212,9 +215,16 @@ def create(
     nothing is left, and what a killed process has left goes an hour later. Several processes may write the same path at
     once: the last whole file stays.
 
+    Args:
+        path: Of the file.
+        tokenizer: Of its tokens.
+        source_sha256: Of the text.
+        check: Raises where ``path`` may not be replaced; called before anything is written, and before the rename.
+
     Raises:
         DataError: The folder cannot be written, or a split has no token.
     """
+    check()
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     descriptor = None
     try:
@@ -241,6 +251,7 @@ def create(
         disk.write(appendix.to_bytes(disk.tell(), description, tables))
         disk.check()
         os.fsync(descriptor)  # first: a rename may reach the disk before the contents do
+        check()  # again: writing may have taken hours
         temporary.replace(path)
     except OSError as error:
         raise DataError(

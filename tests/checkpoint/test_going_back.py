@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,3 +108,44 @@ def test_a_folder_that_nobody_keeps_small_may_hold_checkpoints_of_several_models
         program.close()
     parallel_assert(comm, [m.step for _, m in Folder(folder).valid()] == [3, 2, 1])
     parallel_assert(comm, len(list(folder.glob("aside-*/step-000000003"))) == 1)
+
+
+@pytest.mark.ranks(2)
+def test_copy_named_after_a_later_step_is_passed_over_unless_it_is_asked_for(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = Program(topology)
+    for step in (5, 8):
+        program.step = step
+        program.save(folder)
+    copy = folder / "step-000000020"
+    if comm.rank == 0:
+        shutil.copytree(folder / "step-000000005", copy)
+    comm.Barrier()
+    parallel_assert(comm, program.load(folder).step == 8)
+    parallel_assert(comm, program.load(copy).step == 5)
+    told = "named after step 20 and holds step 5" in caplog.text
+    parallel_assert(comm, told is (comm.rank == 0), caplog.text)
+    program.close()
+
+
+@pytest.mark.ranks(2)
+def test_model_that_comes_from_a_link_in_a_folder_is_of_that_folders_line(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    program = Program(topology)
+    for step in (5, 8):
+        program.step = step
+        program.save(folder)
+    if comm.rank == 0:
+        (folder / "elsewhere").mkdir()
+        (folder / "step-000000008").rename(folder / "elsewhere" / "step-000000008")
+        (folder / "step-000000008").symlink_to("elsewhere/step-000000008")
+    comm.Barrier()
+    program.load(folder)
+    program.step = 9
+    program.save(folder, keep=3)
+    steps = [manifest.step for _, manifest in Folder(folder).valid()]
+    parallel_assert(comm, steps == [9, 8, 5], str(steps))
+    parallel_assert(comm, not list(folder.glob("aside-*")))
+    program.close()

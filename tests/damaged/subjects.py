@@ -34,7 +34,8 @@ from hpczero.config import EvaluationOptions, RunConfig, RunOptions, TrainOption
 from hpczero.data import ByteTokenizer, Corpus, TokenFile, prepare
 from hpczero.environment import Environment
 from hpczero.errors import CheckpointBusy
-from hpczero.metrics import MetricsFile, StepMetrics, read_metrics
+from hpczero.metrics import StepMetrics, read_metrics
+from hpczero.metricsfile import MetricsFile
 from hpczero.models import GPT, GPTConfig
 from hpczero.options import to_toml
 from hpczero.runfolder import RunFolder

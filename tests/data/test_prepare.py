@@ -214,7 +214,7 @@ def test_folder_that_cannot_be_written_is_refused(folder: Path, tmp_path: Path) 
     with pytest.raises(DataError, match="cannot be written"):
         make(folder, folder / "0.txt" / "tokens.h5")
     (tmp_path / "taken").mkdir()
-    with pytest.raises(DataError, match="taken: cannot be written"):
+    with pytest.raises(DataError, match="taken: is a directory"):
         make(folder, tmp_path / "taken")
 
 

@@ -1,0 +1,143 @@
+"""What a new token file may take the place of: a token file, and nothing else that somebody has put there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from hpczero.data import Corpus, TokenFile, prepare, seal
+from hpczero.errors import DataError
+from tests.data.test_old_tokens import old_file
+from tests.helpers.mpirun import run_command
+
+TEXT = "a line of some text\n" * 200
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def another_text(path: Path) -> None:
+    path.write_text("hours of work")
+
+
+def nothing_in_it(path: Path) -> None:
+    path.touch()
+
+
+def checkpoint(path: Path) -> None:
+    import h5py
+
+    with h5py.File(path, "w") as file:
+        file.attrs["format"] = "another"
+
+
+def text_that_tells_of_tokens(path: Path) -> None:
+    path.write_bytes(b"x" * 900 + b"hpczero tokens 2: 5 bytes".ljust(255) + b"\n")
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def link_to_nothing(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+KINDS: tuple[tuple[Callable[[Path], None], str], ...] = (
+    (another_text, "is no token file"),
+    (nothing_in_it, "is no token file"),
+    (checkpoint, "is no token file"),
+    (text_that_tells_of_tokens, "is no token file"),
+    (folder, "is a directory"),
+    (os.mkfifo, "is a FIFO"),
+    (link_to_nothing, "is a link to nothing"),
+)
+
+
+@pytest.mark.parametrize(("kind", "said"), KINDS, ids=[kind.__name__ for kind, _ in KINDS])
+@pytest.mark.parametrize("sealing", [False, True])
+def test_what_is_no_token_file_is_refused_by_name_and_stays(
+    text: Path, tmp_path: Path, kind: Callable[[Path], None], said: str, sealing: bool
+) -> None:
+    out = tmp_path / "out"
+    kind(out)
+    old = old_file(tmp_path / "old.h5")
+    before, there = os.lstat(out), sorted(tmp_path.iterdir())
+    write = partial(seal, old) if sealing else partial(prepare, Corpus.of_paths([text]))
+    with pytest.raises(DataError, match=rf"{out}: {said}.*give (one|another name)"):
+        write(out)
+    assert os.lstat(out) == before
+    assert sorted(tmp_path.iterdir()) == there
+
+
+@pytest.mark.parametrize("name", [".", "/", "..", ""])
+def test_name_that_is_a_folder_is_refused_by_name(text: Path, name: str) -> None:
+    with pytest.raises(DataError, match=r"is a directory, expected .*; give"):
+        prepare(Corpus.of_paths([text]), Path(name))
+
+
+@pytest.mark.parametrize("how", ["itself", "in a folder", "by another name"])
+def test_token_file_never_takes_the_place_of_what_it_is_made_of(
+    tmp_path: Path, text: Path, how: str
+) -> None:
+    """A token file among the texts is one of them, too."""
+    made = tmp_path / "texts" / "tokens.h5"
+    prepare(Corpus.of_paths([text]), made)
+    before, out = made.read_bytes(), made
+    if how == "by another name":
+        out = tmp_path / "link"
+        out.symlink_to(made)
+    corpus = Corpus.of_paths([made.parent if how == "in a folder" else made])
+    with pytest.raises(DataError, match="is one of the texts"):
+        prepare(corpus, out)
+    assert made.read_bytes() == before
+    assert out is made or out.is_symlink()
+
+
+def test_token_file_of_any_version_and_a_damaged_one_are_replaced(
+    tmp_path: Path, text: Path
+) -> None:
+    new, old, cut, dirty = (tmp_path / name for name in ("new", "old", "cut", "dirty"))
+    for path in (new, cut, dirty):
+        prepare(Corpus.of_paths([text]), path)
+    old_file(old)
+    os.truncate(cut, cut.stat().st_size - 100)
+    data = bytearray(dirty.read_bytes())
+    data[-200] ^= 1
+    dirty.write_bytes(data)
+    for path in (new, old, cut, dirty):
+        prepare(Corpus.of_paths([text]), path)
+        with TokenFile.open(path) as file:
+            file.train.check()
+
+
+def test_file_that_somebody_puts_there_meanwhile_stays(tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "out.h5"
+    corpus = Corpus.of_paths([text])
+
+    def put() -> None:
+        out.write_text("mine")
+
+    with pytest.raises(DataError, match="is no token file"):
+        prepare(corpus, out, tick=put)
+    assert out.read_text() == "mine"
+    assert sorted(tmp_path.iterdir()) == sorted([out, text])
+
+
+def test_command_that_would_overwrite_its_text_leaves_it(tmp_path: Path, text: Path) -> None:
+    command = [sys.executable, "-m", "hpczero.data", "prepare", str(text), "--out"]
+    for out, said in ((str(text), "is one of the texts"), (".", "is a directory")):
+        done = run_command([*command, out], timeout=60, cwd=tmp_path)
+        assert done.returncode == 78, done
+        assert f"DataError: {out}: {said}" in done.stderr, done
+        assert "Traceback" not in done.stderr, done
+    assert text.read_text() == TEXT
