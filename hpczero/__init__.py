@@ -55,6 +55,8 @@ _HOME = {
     "zeroify": "hpczero.zero",
 }
 
+_ROOMS = ("checkpoint", "plan")  # hpczero.checkpoint.save, hpczero.plan.rules.by_class
+
 __all__ = [
     "Collectives",
     "Flat",
@@ -81,12 +83,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "checkpoint":
-        return importlib.import_module("hpczero.checkpoint")
+    if name in _ROOMS:
+        return importlib.import_module(f"hpczero.{name}")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'hpczero' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "checkpoint"})
+    return sorted({*globals(), *__all__, *_ROOMS})

@@ -92,13 +92,16 @@ def group_of_parameters(optimizer: Optimizer, model: nn.Module) -> dict[str, int
     if foreign:
         raise PlanError(
             f"the optimizer holds {foreign} tensor(s) that are not parameters of this model; build it from "
-            "model.parameters() of the very model you pass, after any .to() or copy and before zeroify"
+            "model.parameters() of the very model you pass, after any .to() or copy and before zeroify. For one "
+            "optimizer over several models: zeroify(torch.nn.ModuleList([a, b]), optimizer, "
+            "rule=hpczero.plan.rules.by_class(A, B))"
         )
     missing = [n for n, p in model.named_parameters() if p.requires_grad and n not in groups]
     if missing:
         raise PlanError(
             f"{len(missing)} trainable parameter(s) are in no optimizer group, first {missing[0]!r}; "
-            "give them to the optimizer, or freeze them with requires_grad_(False)"
+            "give them to the optimizer, in a group of their own if need be, or freeze them with "
+            "requires_grad_(False). Parts with optimizers of their own are zeroified one by one"
         )
     return groups
 

@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hpczero.errors import StepError
+from hpczero.layout import Slot
 
 # ``parameter.data = value``, whoever answers for ``parameter.data``; see watched_data.
 set_own_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -62,6 +63,7 @@ class ShardedParameter(nn.Parameter):
     """A parameter while its whole value is not on this rank: metadata only, anything else raises StepError."""
 
     qualified_name = ""
+    released = False  # the model was, and nobody brings the value back
 
     @classmethod
     def __torch_function__(
@@ -93,6 +95,12 @@ class ShardedParameter(nn.Parameter):
         what = getattr(func, "__name__", str(func))
         if what in ("__get__", "__set__"):  # of a property such as data
             what = getattr(getattr(func, "__self__", None), "__name__", what)
+        if any(isinstance(a, ShardedParameter) and a.released for a in given):
+            raise StepError(
+                f"parameter {name!r} was sharded when the model was released, and {what!r} needs its value, which is "
+                "gone; hpczero.release(model, whole=True) keeps it. Values that were saved come back by "
+                "model.load_state_dict(state, assign=True)"
+            )
         raise StepError(
             f"parameter {name!r} is sharded and its memory given back (stage 3), but {what!r} needs its "
             "value. In a method other than forward (generate, encode): hpczero.register_forward(model, 'encode') once "
@@ -198,8 +206,10 @@ class Guard:
         _guarded[parameter] = True
 
     def leave(self) -> None:
-        """The parameter is no longer a zeroified model's; it stays as it is."""
+        """The parameter is no longer a zeroified model's; a closed one stays closed."""
         self.show_gradient(None)
+        if self._closed:
+            self._closed_class.released = True  # type: ignore[attr-defined]
         _guarded.pop(self._parameter, None)
 
     @property
@@ -233,18 +243,27 @@ class Guard:
         closed: dict[str, Any] = {"qualified_name": self._name}
         self._open_class = own
         if sight is not None:
-            shown = closed["grad"] = _gradient_property(sight)
+            shown = closed["grad"] = closed["_grad"] = _gradient_property(sight)
 
             def make(cls: type, *args: Any, **kwargs: Any) -> Any:
                 return own(
                     *args, **kwargs
                 )  # deepcopy and the like: a copy is an ordinary parameter
 
-            names = {"grad": shown, "data": watched_data, "__new__": make}
+            names = {"grad": shown, "_grad": shown, "data": watched_data, "__new__": make}
             names["__module__"] = own.__module__
             self._open_class = type(own.__name__, (own,), names)
         self._closed_class = type("ShardedParameter", (ShardedParameter,), closed)
         self._parameter.__class__ = self._closed_class if self._closed else self._open_class
+
+
+def is_at(parameter: Tensor, flat: Tensor, slot: Slot) -> bool:
+    """Whether ``parameter`` is the view of ``flat`` that ``slot`` says; also while both have no memory."""
+    if not slot.numel:
+        return True
+    same: bool = torch._C._is_alias_of(parameter, flat)  # type: ignore[attr-defined]
+    begins = same and parameter.storage_offset() == flat.storage_offset() + slot.offset
+    return begins and parameter.shape == slot.shape and parameter.is_contiguous()
 
 
 _descriptor: Any = torch.Tensor.grad

@@ -181,6 +181,18 @@ class SeenGradient(Tensor):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _refusal(self, "__dlpack__")
 
+    def apply_(self, *args: Any) -> NoReturn:
+        """Refused."""
+        raise _refusal(self, "apply_")
+
+    def map_(self, *args: Any) -> NoReturn:
+        """Refused."""
+        raise _refusal(self, "map_")
+
+    def map2_(self, *args: Any) -> NoReturn:
+        """Refused."""
+        raise _refusal(self, "map2_")
+
     def tolist(self) -> NoReturn:
         """Refused."""
         raise _refusal(self, "tolist")

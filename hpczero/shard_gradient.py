@@ -240,6 +240,8 @@ class _Shard(nn.Parameter):
     def grad(self) -> None:
         self.grad = None
 
+    _grad = grad  # torch's other name for it
+
 
 def guard_shards(shards: Iterable[nn.Parameter]) -> None:
     """From now on they and their gradients are guarded."""

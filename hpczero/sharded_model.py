@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpczero.advice import Advice
+from hpczero.buffers import bytes_of, persistent_buffers, set_bytes, version_of
 from hpczero.casting import Casting
 from hpczero.comm import Collectives
 from hpczero.device import DTYPES, Memory
@@ -325,20 +326,36 @@ class Sharding:
                 # is written on every rank, also where it is right, so that such a graph raises on all ranks or on none.
                 if differs or not self._is_known(buffer):
                     set_bytes(buffer, new)
-        self._known_buffers = {id(b): (weakref.ref(b), _version(b)) for b in buffers}
+        self._known_buffers = {id(b): (weakref.ref(b), version_of(b)) for b in buffers}
 
     def _is_known(self, buffer: Tensor) -> bool:
         """Whether it is one of those that were shared last, and unchanged since."""
         known = self._known_buffers.get(id(buffer))
-        return known is not None and known[0]() is buffer and known[1] == _version(buffer)
+        return known is not None and known[0]() is buffer and known[1] == version_of(buffer)
 
-    def detach(self) -> None:
-        """Undo ``attach`` and close the transport. Collective; parameters stay as they are."""
+    def detach(self, *, whole: bool = False) -> None:
+        """Undo ``attach`` and close the transport. Collective.
+
+        Args:
+            whole: gather parameters that are sharded; whole ones are this rank's own afterwards.
+
+        Raises:
+            StepError: on every rank, inside of ``gathered``.
+        """
+        with self.topology.agreed("release the model"):
+            for unit in self.units if whole else ():
+                unit.whole.check_certain()
+            if any(unit.whole.holds for unit in self.units):
+                raise StepError(
+                    f"rank {self.topology.rank}: hpczero.release(model) inside of `with hpczero.gathered(model):`; "
+                    "leave the block first (release(model, whole=True) keeps the parameters whole)"
+                )
         if self.schedule is not None:
             self.schedule.remove()
+        for unit in self.units if whole else ():
+            unit.unshard()
         for unit in self.units:
-            for guard in unit.whole.guards:
-                guard.leave()
+            unit.whole.leave()
         for part in (
             self.casting,
             self.surroundings,
@@ -360,40 +377,3 @@ class Sharding:
         self.model.__dict__.pop(KEY, None)
         if self.optimizer is not None:
             self.optimizer.__dict__.pop("zero_grad", None)
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that state_dict would save, each once, under its first name."""
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            found[f"{path}.{name}" if path else name] = buffer
-    return found
-
-
-def bytes_of(buffer: Tensor) -> Tensor:
-    """(nbytes,) uint8, of whatever strides; a view where it can be one."""
-    plain = buffer.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.view(-1).view(torch.uint8)
-
-
-def set_bytes(buffer: Tensor, new: Tensor) -> None:
-    """Give ``buffer`` what ``bytes_of`` gave."""
-    with torch.inference_mode(buffer.is_inference()), torch.no_grad():
-        values = new.clone().view(buffer.dtype).view(buffer.shape)
-        steps = zip(buffer.shape, buffer.stride(), strict=True)
-        if not any(length > 1 and not step for length, step in steps):
-            buffer.copy_(values)
-        else:  # expanded: torch cannot write to it
-            buffer.data = values
-            if not buffer.is_inference():
-                torch.autograd.graph.increment_version(buffer)
-
-
-def _version(buffer: Tensor) -> int:
-    """Another one after each change in place; torch counts none of what ``torch.inference_mode`` made."""
-    return -1 if buffer.is_inference() else buffer._version

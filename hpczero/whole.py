@@ -27,8 +27,7 @@ from hpczero.bits import sum_of_bits
 from hpczero.comm.base import Collectives, Work
 from hpczero.device import DTYPES, Use
 from hpczero.errors import StepError
-from hpczero.layout import Slot
-from hpczero.parameter import Guard
+from hpczero.parameter import Guard, is_at
 from hpczero.plan import Stage, UnitSpec
 from hpczero.precision import Precision
 
@@ -254,6 +253,14 @@ class WholeParameters:
         seen: bool = torch._C._is_alias_of(tensor, self.flat_of_user)  # type: ignore[attr-defined]
         return seen
 
+    def leave(self) -> None:
+        """The model is released: what is whole becomes memory of this rank's own."""
+        self.wait_for_unshard()
+        if self.shared and self.state in (UnitState.WHOLE, UnitState.RETAINED):
+            self._point_at(self.flat.clone())
+        for guard in self.guards:
+            guard.leave()
+
     def _point_at(self, flat: Tensor) -> None:
         for parameter, view in zip(self.parameters, self._views(flat), strict=True):
             parameter.data = view
@@ -262,7 +269,7 @@ class WholeParameters:
         """What was changed is lost or not; see ``doubtful``. Afterwards values can be set as ever."""
         self.doubtful = True
         places = zip(self.parameters, self._spec.layout.slots, strict=True)
-        if not (self._sharded or self.holds or all(_is_at(p, self.flat, s) for p, s in places)):
+        if not (self._sharded or self.holds or all(is_at(p, self.flat, s) for p, s in places)):
             self._point_at(self.flat)
 
     def check_certain(self) -> None:
@@ -294,7 +301,7 @@ class WholeParameters:
         """Names of parameters that lie elsewhere than the unit has put them, or in another order of elements."""
         places, flat = zip(self.parameters, self._spec.layout.slots, strict=True), self.flat_of_user
         with torch._C.DisableTorchFunctionSubclass():
-            return [slot.name for p, slot in places if not _is_at(p, flat, slot)]
+            return [slot.name for p, slot in places if not is_at(p, flat, slot)]
 
     def take_over(self) -> bool:
         """Values that the user put into other memory, by ``parameter.data = ...``, go where the unit looks for them.
@@ -381,18 +388,9 @@ class WholeParameters:
                     f"rank {rank}: parameter {slot.name!r} was changed in place since zeroify, and the optimizer's "
                     "copy was not; change parameters inside `with hpczero.gathered(model, modifier_rank=0):`"
                 )
-            if not _is_at(parameter, self.flat, slot):
+            if not is_at(parameter, self.flat, slot):
                 raise StepError(
                     f"rank {rank}: parameter {slot.name!r} got new memory since zeroify, or other strides (model.to(), "
                     ".half(), load_state_dict(assign=True), parameter.data = ...?); do that before zeroify, or change "
                     "values inside `with hpczero.gathered(model, modifier_rank=0):`"
                 )
-
-
-def _is_at(parameter: Tensor, flat: Tensor, slot: Slot) -> bool:
-    """Whether ``parameter`` is the view of ``flat`` that ``slot`` says; also while both have no memory."""
-    if not slot.numel:
-        return True
-    same: bool = torch._C._is_alias_of(parameter, flat)  # type: ignore[attr-defined]
-    begins = same and parameter.storage_offset() == flat.storage_offset() + slot.offset
-    return begins and parameter.shape == slot.shape and parameter.is_contiguous()

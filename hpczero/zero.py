@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hpczero.accelerator import Accelerator, accelerator_of, choose_accelerator
+from hpczero.buffers import persistent_buffers
 from hpczero.comm import Collectives, check_algorithms, check_transport_name, choose
 from hpczero.device import DTYPES
 from hpczero.environment import Environment
@@ -29,7 +30,7 @@ from hpczero.plan.plan import UnitRule
 from hpczero.plan.rules import default_rule
 from hpczero.precision import Precision
 from hpczero.refusals import check_gradients, check_modules
-from hpczero.sharded_model import KEY, Sharding, persistent_buffers
+from hpczero.sharded_model import KEY, Sharding
 from hpczero.topology import Topology
 from hpczero.unit import Unit
 
@@ -317,9 +318,19 @@ def _checksum(values: Tensor) -> int:
     return zlib.crc32((ctypes.c_ubyte * values.nbytes).from_address(values.data_ptr()))
 
 
-def release(model: nn.Module) -> None:
-    """Take hooks and communicators away from a model that is no longer needed. Collective over world.
+def release(model: nn.Module, *, whole: bool = False) -> None:
+    """Take hooks and communicators away from a model. Collective over world.
+
+    At stages 0 to 2 its parameters are whole afterwards, this rank's own and ordinary ones, in the dtype of training.
+    At stage 3 they are so with ``whole``; otherwise their values are gone, and whatever needs them raises.
 
     A topology that was passed to ``zeroify`` stays; free it with ``topology.free()``.
+
+    Args:
+        model: zeroified.
+        whole: gather parameters that are sharded.
+
+    Raises:
+        StepError: on every rank, inside of ``gathered``.
     """
-    sharding(model).detach()
+    sharding(model).detach(whole=whole)

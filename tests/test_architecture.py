@@ -42,6 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "accelerator",
         "bits",
+        "buffers",
         "deadline",
         "device",
         "heap",

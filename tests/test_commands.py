@@ -40,3 +40,9 @@ def test_script_is_the_command_of_its_name(name: str, place: str) -> None:
 def test_public_names_are_listed_and_types_are_promised() -> None:
     assert set(hpczero.__all__) <= set(dir(hpczero))
     assert (files("hpczero") / "py.typed").is_file()
+
+
+def test_rules_are_found_from_the_package_alone() -> None:
+    code = "import hpczero; print(hpczero.plan.rules.by_class.__name__)"
+    said = run_command([sys.executable, "-c", code], timeout=60)
+    assert said.stdout == "by_class\n", said

@@ -64,6 +64,8 @@ READERS: dict[str, Callable[[Tensor], object]] = {
     "numpy": lambda gradient: gradient.numpy(),
     "np.asarray": np.asarray,
     "np.from_dlpack": _of_numpy,
+    "apply_": lambda gradient: gradient.apply_(lambda value: 0.0),
+    "map_": lambda gradient: gradient.map_(gradient, lambda value, other: 0.0),
     "tolist": lambda gradient: gradient.tolist(),
     "share_memory_": lambda gradient: gradient.share_memory_(),
     "untyped_storage": lambda gradient: gradient.untyped_storage(),
@@ -81,6 +83,22 @@ def test_memory_of_a_gradient_that_has_none_here_is_refused(
         mlp_backward(model, comm.rank)
         with pytest.raises(StepError, match="needs its elements"):
             read(grad(next(model.parameters())))
+
+
+def test_grad_by_torchs_other_name(comm: MPI.Intracomm, topology: Topology) -> None:
+    model, local = MLP(), MLP()
+    mlp_backward(local, comm.rank)
+    optimizer = sgd(model)
+    with zeroified(model, optimizer, stage=3, topology=topology):
+        parameter, other = next(model.parameters()), next(local.parameters())
+        with pytest.raises(StepError, match="was assigned a tensor"):  # as asynchronous RL does
+            parameter._grad = other._grad
+        mlp_backward(model, comm.rank)
+        assert parameter._grad is not None
+        parallel_assert(comm, parameter._grad.norm() == grad(parameter).norm() > 0)
+        for piece in optimizer.param_groups[0]["params"]:
+            with pytest.raises(StepError, match="this rank's pieces"):
+                piece._grad.norm()
 
 
 def test_what_gets_at_its_memory_all_the_same_finds_no_number(

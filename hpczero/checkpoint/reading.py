@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpczero.buffers import set_bytes
 from hpczero.checkpoint import streams
 from hpczero.checkpoint.comparison import (
     match_buffers,
@@ -44,7 +45,7 @@ from hpczero.checkpoint.manifestcontent import check_content
 from hpczero.checkpoint.slabreader import SlabReader
 from hpczero.checkpoint.snapshot import expand
 from hpczero.errors import CorruptCheckpoint
-from hpczero.sharded_model import Sharding, set_bytes
+from hpczero.sharded_model import Sharding
 from hpczero.topology import Topology
 
 logger = logging.getLogger("hpczero.checkpoint")

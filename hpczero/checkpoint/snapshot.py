@@ -20,6 +20,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpczero.buffers import bytes_of
 from hpczero.checkpoint import streams
 from hpczero.checkpoint.format import BUFFERS, MASTER, RNG, SLAB_NBYTES, STATE, Dataset, Table
 from hpczero.checkpoint.groupoptions import options_of
@@ -29,7 +30,7 @@ from hpczero.checkpoint.manifestform import MOST, is_text
 from hpczero.environment import Environment
 from hpczero.errors import CheckpointError, ConfigError
 from hpczero.regularfile import parse_json, shown
-from hpczero.sharded_model import Sharding, bytes_of
+from hpczero.sharded_model import Sharding
 
 Run = tuple[int, int]
 

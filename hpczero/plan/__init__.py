@@ -1,6 +1,15 @@
 """Plan: which modules form a unit, what each rank will hold and move. Nothing here needs torch except ``rules``."""
 
+import importlib
+from typing import Any
+
 from hpczero.plan.plan import MemoryPlan, Plan, Stage, UnitSpec
 from hpczero.plan.traffic import TrafficPlan
 
 __all__ = ["MemoryPlan", "Plan", "Stage", "TrafficPlan", "UnitSpec"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "rules":  # imports torch, so only where it is asked for
+        return importlib.import_module("hpczero.plan.rules")
+    raise AttributeError(f"module 'hpczero.plan' has no attribute {name!r}")
