@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpczero.checkpoint import gpt2, safefile
+from hpczero.checkpoint.folder import misnamed
 from hpczero.checkpoint.format import BUFFERS, MASTER, Row
 from hpczero.checkpoint.jsonkeys import extra_of
 from hpczero.checkpoint.room import in_one_unit
@@ -134,6 +135,9 @@ def export(path: Path, out: Path, form: Form | None = None) -> Exported:
     for candidate in candidates:
         try:
             with Stored(candidate) as stored:
+                wrong = misnamed(candidate, stored.manifest)
+                if wrong and candidate != path:
+                    raise CorruptCheckpoint(wrong)
                 found = _write(stored, out, form)
         except CorruptCheckpoint as error:
             logger.warning("%s", error)

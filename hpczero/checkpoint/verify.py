@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from hpczero.checkpoint.folder import read_manifest
+from hpczero.checkpoint.folder import misnamed, read_manifest
 from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Manifest, digest
 from hpczero.checkpoint.manifestcontent import check_content
 from hpczero.checkpoint.rawfile import opened, read_at, rest_digest
@@ -66,7 +66,8 @@ def verify(path: Path, *, deep: bool = True) -> Report:
         return Report(path, Verdict.UNSUPPORTED, (str(error),))
     except CorruptCheckpoint as error:
         return Report(path, Verdict.CORRUPT, (str(error),))
-    problems: list[str] = []
+    wrong = misnamed(path, manifest)
+    problems = [wrong] if wrong else []
     try:
         problems += _damaged_slabs(path, manifest) if deep else []
         if rest_digest(path / STATE_FILE, manifest.datasets) != manifest.rest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -17,7 +18,8 @@ from safetensors.torch import save_file
 import hpczero
 from hpczero.checkpoint.exporting import Exported, Form, cast, export
 from hpczero.checkpoint.folder import read_manifest
-from hpczero.checkpoint.format import STATE_FILE
+from hpczero.checkpoint.format import STATE_FILE, step_folder
+from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.errors import ConfigError, CorruptCheckpoint
 from tests.checkpoint.foreign import checkpoint, gpt_checkpoint, on_root, read_all, same, state
 from tests.checkpoint.programs import Program, first_ranks
@@ -140,6 +142,20 @@ def test_newest_sound_one_is_exported(tmp_path: Path) -> None:
     damage(tmp_path / "run" / "step-000000003")
     with pytest.raises(CorruptCheckpoint, match=r"step-000000004.*1 older ones are not sound"):
         export(tmp_path / "run", tmp_path / "none")
+
+
+def test_copy_under_another_steps_name_is_exported_where_it_is_asked_for_alone(
+    tmp_path: Path,
+) -> None:
+    path = checkpoint(tmp_path / "run", state())
+    copied = path.with_name(step_folder(20))
+    shutil.copytree(path, copied)
+    assert export(tmp_path / "run", tmp_path / "newest").checkpoint == path
+    assert export(copied, tmp_path / "asked").checkpoint == copied
+    found = verify(copied)
+    assert found.verdict is Verdict.CORRUPT
+    assert "named after step 20 and holds step 3" in found.problems[0]
+    assert verify(path).verdict is Verdict.SOUND
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
