@@ -165,6 +165,12 @@ def mlp_backward(model: nn.Module, rank: int) -> None:
     model(mlp_input(rank)).square().sum().backward()
 
 
+def distance(model: nn.Module, other: nn.Module) -> float:
+    """Largest difference between elements of their parameters, which are whole."""
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
 def check_trains(
     comm: MPI.Intracomm, model: nn.Module, optimizer: Any, plain: nn.Module | None = None
 ) -> None:
@@ -184,6 +190,5 @@ def check_trains(
     optimizer.step()
     optimizer.zero_grad()
     with hpczero.gathered(model):
-        pairs = zip(model.parameters(), plain.parameters(), strict=True)
-        worst = max(float((a - b).detach().abs().max()) for a, b in pairs)
+        worst = distance(model, plain)
     parallel_assert(comm, worst < 1e-5, f"differs by {worst} from one process")

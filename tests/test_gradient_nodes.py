@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import register_parametrization
 import hpczero
 from hpczero.errors import StepError
 from tests.helpers.parallel import parallel_assert
-from tests.small_models import MLP, mlp_backward, mlp_input, sgd, zeroified
+from tests.small_models import MLP, distance, mlp_backward, mlp_input, sgd, zeroified
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -78,8 +78,7 @@ def test_inside_gathered_it_trains_as_plain_torch(
             optimizer.step()
             optimizer.zero_grad()
         with hpczero.gathered(model):
-            pairs = zip(model.parameters(), plain.parameters(), strict=True)
-            worst = max(float((a - b).detach().abs().max()) for a, b in pairs)
+            worst = distance(model, plain)
         parallel_assert(comm, worst < 1e-6, f"differs by {worst} from one process")
 
 

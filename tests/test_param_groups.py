@@ -14,7 +14,7 @@ from torch import nn
 import hpczero
 from hpczero.errors import StepError
 from tests.helpers.parallel import parallel_assert
-from tests.small_models import MLP, grad, mlp_input, raises_on_all, zeroified
+from tests.small_models import MLP, distance, grad, mlp_input, raises_on_all, zeroified
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -96,8 +96,7 @@ def test_gradients_are_changed_and_attributes_found_as_in_plain_torch(
             optimizer.step()
             optimizer.zero_grad()
         with hpczero.gathered(model):
-            pairs = zip(model.parameters(), plain.parameters(), strict=True)
-            worst = max(float((a - b).detach().abs().max()) for a, b in pairs)
+            worst = distance(model, plain)
     parallel_assert(comm, worst < 2e-6, f"differs by {worst} from one process")
 
 

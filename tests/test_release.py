@@ -11,7 +11,7 @@ import torch
 import hpczero
 from hpczero.errors import StepError
 from tests.helpers.parallel import parallel_assert
-from tests.small_models import MLP, mlp_backward, mlp_input, raises_on_all, sgd
+from tests.small_models import MLP, distance, mlp_backward, mlp_input, raises_on_all, sgd
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -34,11 +34,6 @@ def _trained(comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
     return model
 
 
-def _distance(model: MLP, other: MLP) -> float:
-    pairs = zip(model.parameters(), other.parameters(), strict=True)
-    return max(float((a - b).detach().abs().max()) for a, b in pairs)
-
-
 @STAGES
 @TRANSPORTS
 def test_a_released_model_is_each_ranks_own(
@@ -49,13 +44,13 @@ def test_a_released_model_is_each_ranks_own(
     with hpczero.gathered(model):
         kept.load_state_dict(model.state_dict())
     hpczero.release(model, whole=True)
-    assert _distance(model, kept) == 0.0
+    assert distance(model, kept) == 0.0
     comm.Barrier()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0 + comm.rank)
     comm.Barrier()
-    found = _distance(model, kept)
+    found = distance(model, kept)
     parallel_assert(comm, abs(found - 1.0 - comm.rank) < 1e-5, f"changed by {found}")
 
 
@@ -75,7 +70,7 @@ def test_a_released_model_is_zeroified_again(
     mlp_backward(model, comm.rank)
     optimizer.step()
     with hpczero.gathered(model):
-        worst = _distance(model, plain)
+        worst = distance(model, plain)
     hpczero.release(model)
     parallel_assert(comm, worst < 1e-6, f"differs by {worst} from one process")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,15 +53,21 @@ def test_load_inside_gathered_is_refused(
         checkpoints.close()
 
 
-def test_load_waits_for_the_save_in_flight(
-    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
-) -> None:
+def held_save() -> tuple[threading.Event, Callable[[str], None]]:
+    """An event, and what keeps a save from being written until it is set."""
     go_on = threading.Event()
 
     def at(name: str) -> None:
         if name == "created":
             assert go_on.wait(60)
 
+    return go_on, at
+
+
+def test_load_waits_for_the_save_in_flight(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    go_on, at = held_save()
     model = MLP()
     with (
         zeroified(model, adamw(model), topology=topology),
@@ -139,12 +146,7 @@ def save_and_raise(checkpoints: Checkpoints, step: int) -> None:
 def test_loop_that_catches_an_exception_with_a_save_in_flight_goes_on_saving(
     comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
 ) -> None:
-    go_on = threading.Event()
-
-    def at(name: str) -> None:
-        if name == "created":
-            assert go_on.wait(60)
-
+    go_on, at = held_save()
     model = MLP()
     with zeroified(model, adamw(model), topology=topology):
         with pytest.raises(RuntimeError, match="of the user's"):
@@ -162,12 +164,7 @@ def test_loop_that_catches_an_exception_with_a_save_in_flight_goes_on_saving(
 def test_lock_of_the_caller_outlasts_what_is_still_written_and_goes_with_it(
     comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
 ) -> None:
-    go_on = threading.Event()
-
-    def at(name: str) -> None:
-        if name == "created":
-            assert go_on.wait(60)
-
+    go_on, at = held_save()
     model, lock = MLP(), Lock(folder)
     with zeroified(model, adamw(model), topology=topology):
         if comm.rank == 0:
