@@ -1,15 +1,17 @@
 # make train   set up and train on the text of the standard library, then write some text: RANKS=2 ARGS="--section.key value"
+# make picture set up, train the same and put its loss plot at docs/loss.png: ARGS as above
 # make test    set up and run every test: ARGS="-k zero" goes to pytest, HPCZERO_TEST_RANKS="2 3" narrows the MPI runs
 # make lint    set up, ruff and mypy
+# make docs    set up and write the pages of the public interface to build/docs; warnings are errors
 # make setup   the set-up alone: install/setup.sh says what can be chosen
 SHELL := /bin/bash
 RANKS ?= 2
 RUN ?= runs/default
 ARGS ?=
 PYTHON := .venv/bin/python
-SOURCES := $(sort $(dir $(wildcard hpczero/*.py tests/*.py scaling/*.py examples/*.py)))
+SOURCES := $(sort $(dir $(wildcard hpczero/*.py tests/*.py scaling/*.py examples/*.py docs/*.py)))
 
-.PHONY: setup train test lint
+.PHONY: setup train picture test lint docs
 .NOTPARALLEL:
 
 setup:
@@ -19,6 +21,10 @@ train: setup
 	install/launch.sh $(RANKS) $(PYTHON) -m hpczero.train $(ARGS)
 	install/launch.sh $(RANKS) $(PYTHON) -m hpczero.sample $(RUN) --prompt "def "
 
+picture: setup
+	install/launch.sh $(RANKS) $(PYTHON) -m hpczero.train --run.name picture --run.overwrite true $(ARGS)
+	cp runs/picture/loss.png docs/loss.png
+
 test: setup
 	@$(PYTHON) tests/run.py $(ARGS)
 
@@ -26,3 +32,6 @@ lint: setup
 	$(PYTHON) -m ruff check $(SOURCES)
 	$(PYTHON) -m ruff format --check $(SOURCES)
 	$(PYTHON) -m mypy $(SOURCES)
+
+docs: setup
+	$(PYTHON) docs/api.py build/docs

@@ -61,20 +61,21 @@ class Attempts:
             return
         committed = self._folder.newest_step()
         restarts = self._starts()[1:]
+        short = _at_end(restarts, _stopped_at_once)
+        if short >= FRUITLESS_RESTARTS:
+            raise ConfigError(
+                f"too little time: {short} restarts in a row were asked to stop before they had done {FEW_STEPS} steps "
+                f"({self._folder.attempts}). Ask for more time (TIME=... or sbatch --time=...), and for the warning "
+                "less early (SIGNAL_S=... or sbatch --signal=B:USR1@...); large text is tokenized beforehand by "
+                "`python -m hpczero.data prepare`. Then submit it anew; it goes on from step "
+                f"{committed}"
+            )
         fruitless = _at_end(restarts, lambda events: events[0]["committed"] == committed)
         if fruitless >= FRUITLESS_RESTARTS:
             raise ConfigError(
                 f"crash loop: {fruitless} restarts in a row committed no checkpoint after step {committed} "
                 f"({self._folder.attempts}). Look for the cause in the job's log; save more often "
                 "(--checkpoint.every) if the job's time is too short for it. Then submit it anew"
-            )
-        short = _at_end(restarts, _stopped_at_once)
-        if short >= FRUITLESS_RESTARTS:
-            raise ConfigError(
-                f"too little time: {short} restarts in a row were asked to stop before they had done {FEW_STEPS} steps "
-                f"({self._folder.attempts}). Ask for more time (TIME=... or sbatch --time=...), and for the warning "
-                "less early (SIGNAL_S=... or sbatch --signal=B:USR1@...). Then submit it anew; it goes on from step "
-                f"{committed}"
             )
         self._write("start", committed=committed, ranks=ranks, host=host)
 
@@ -194,14 +195,16 @@ def _at_end(
 
 
 def _stopped_at_once(events: list[dict[str, Any]]) -> bool:
-    """Whether this start was asked to stop, and saved, before it had come anywhere."""
+    """Whether this start was asked to stop, and did so in order, before it had come anywhere."""
     begun = [event["step"] for event in events if event["event"] == "begin"]
     ended = [
         event["step"]
         for event in events
         if event["event"] == "end" and event["code"] == EXIT_REQUEUE
     ]
-    return bool(begun and ended) and ended[-1] - begun[-1] < FEW_STEPS
+    if not begun:  # it had to tokenize its text, or to wait for it
+        return bool(ended)
+    return bool(ended) and ended[-1] - begun[-1] < FEW_STEPS
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

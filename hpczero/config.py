@@ -11,6 +11,7 @@ import math
 import re
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -60,7 +61,8 @@ class RunOptions:
         name: of the run; its files lie in <folder>/<name>.
         folder: parent of all run folders.
         seed: of initial weights and order of samples; results depend on it alone, not on the number of ranks.
-        overwrite: delete an earlier run of this name; one called "default" is otherwise moved to a name with the date.
+        overwrite: delete an earlier run of this name, but what it had set aside; with resume.from PATH it is set aside
+            itself. One called "default" is otherwise moved to a name with the date.
     """
 
     name: str = DEFAULT_RUN
@@ -78,6 +80,11 @@ class RunOptions:
         _require_path("run.name", self.name)
         _require_path("run.folder", self.folder)
         require(0 <= self.seed <= MOST, "run.seed", self.seed, f"0 to {MOST}")
+
+    @property
+    def path(self) -> Path:
+        """The folder of the run; it need not exist."""
+        return Path(self.folder, self.name)
 
 
 @dataclass(frozen=True)
@@ -253,7 +260,7 @@ class CheckpointOptions:
         required: end the run where a checkpoint cannot be written; otherwise it is a warning.
     """
 
-    every: int = 500
+    every: int = 100
     keep: int = 3
     background: bool = False
     writer: Literal["auto", "mpio", "posix"] = "auto"

@@ -33,6 +33,10 @@ LOCAL_RANK_VARIABLES = (
 # Innermost launcher first: mpirun in a batch script starts its ranks through a step of its own. SLURM_NTASKS is not
 # among them: it is the job's, and a step may be smaller.
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+# By which each of these tells a process its rank.
+RANK_VARIABLES = dict(
+    zip(SIZE_VARIABLES, ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"), strict=True)
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Environment:
         series: HPCZERO_SERIES: jobs that go on with one another's run; see ``attempts``.
         launched_by: the variable by which the innermost launcher says how many ranks it has started; may be empty.
         launched_ranks: its value; None where there is no launcher.
+        launched_rank: which of them this process is, as the same launcher says; None where it does not, or cannot be.
         tasks_per_node: what SLURM says of each node: of the step (``2(x3),1``), or under mpirun SLURM_NTASKS_PER_NODE.
         cache: folder for what is worth remembering between jobs: XDG_CACHE_HOME/hpczero, else ~/.cache/hpczero.
     """
@@ -84,6 +89,7 @@ class Environment:
     launched_by: str = ""
     launched_ranks: int | None = None
     tasks_per_node: str = ""
+    launched_rank: int | None = None
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -136,7 +142,15 @@ class Environment:
             launched_by,
             digits(values[launched_by]) if launched_by else None,
             values.get(tasks, ""),
+            _launched_rank(values, launched_by),
         )
+
+
+def _launched_rank(values: Mapping[str, str], launched_by: str) -> int | None:
+    if not launched_by:
+        return None
+    rank, size = digits(values.get(RANK_VARIABLES[launched_by], "")), digits(values[launched_by])
+    return rank if rank is not None and size is not None and rank < size else None
 
 
 def _local_rank(values: Mapping[str, str]) -> int | None:

@@ -10,11 +10,14 @@ import errno
 import os
 import select
 import sys
+import time
 import traceback
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 EXIT_FAILURE = 1
 EXIT_CORRUPT_CHECKPOINT = 65
@@ -22,6 +25,8 @@ EXIT_REQUEUE = 75
 EXIT_MISCONFIGURED = 78
 EXIT_HANG = 86
 EXIT_READER_LEFT = 141
+
+TOLD_S = 10.0  # how long a rank waits for the others to agree who tells an error
 
 EXHAUSTED = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
@@ -67,6 +72,10 @@ class StepError(HpcZeroError, RuntimeError):
     """A step that must not go on: non-finite or unreduced gradients, parameters touched while sharded."""
 
 
+class OutOfMemory(HpcZeroError, MemoryError):
+    """Memory ran out; says what the plan needs beside what the allocator said."""
+
+
 class CheckpointError(HpcZeroError, RuntimeError):
     """A checkpoint that cannot be written or read."""
 
@@ -89,6 +98,12 @@ class CheckpointMismatch(CheckpointError, ValueError):
     exit_code = EXIT_MISCONFIGURED
 
 
+class StoppedEarly(HpcZeroError):
+    """A run that was asked to stop before its first step; the same command begins again."""
+
+    exit_code = EXIT_REQUEUE
+
+
 class CheckpointBusy(CheckpointError):
     """Another job writes to the same folder."""
 
@@ -104,15 +119,17 @@ def launcher_rank() -> int:
     return 0
 
 
+def _running_mpi() -> Any:
+    """mpi4py's module, where it is up and has several ranks; else None."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    up = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
+    return mpi if mpi is not None and up and mpi.COMM_WORLD.size > 1 else None
+
+
 def abort_job(code: int) -> None:
     """End every rank of the job if MPI is up in this process; return otherwise."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    if (
-        mpi is not None
-        and mpi.Is_initialized()
-        and not mpi.Is_finalized()
-        and mpi.COMM_WORLD.size > 1
-    ):
+    mpi = _running_mpi()
+    if mpi is not None:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):  # a log on a full disk must not keep the other ranks waiting
                 stream.flush()
@@ -124,15 +141,71 @@ def report(error: BaseException) -> int:
 
     Our own errors, and the machine's, print as one line; anything else with its traceback.
     """
-    code = error.exit_code if isinstance(error, HpcZeroError) else EXIT_FAILURE
-    text = f"{type(error).__name__}: {error}"
-    if not isinstance(error, HpcZeroError):
-        text = _of_the_machine(error) or "".join(traceback.format_exception(error))
+    _say(_text_of(error))
+    return _code_of(error)
+
+
+def report_once(error: BaseException) -> int:
+    """As ``report``, of an error that all ranks raise together: one of those that have the same text says it.
+
+    Collective over MPI's world, where MPI is up. A rank that has waited for the others too long speaks for itself
+    and ends the job.
+    """
+    text, mpi = _text_of(error), _running_mpi()
+    if mpi is None:
+        _say(text)
+        return _code_of(error)
+    world = mpi.COMM_WORLD
+    mine = bytearray(zlib.crc32(text.encode("utf-8", "replace")).to_bytes(4, "little"))
+    found = bytearray(4 * world.size)
+    met = _waits(world.Iallgather(mine, found))
+    first = (
+        next(rank for rank in range(world.size) if found[4 * rank : 4 * rank + 4] == mine)
+        if met
+        else world.rank
+    )
+    if first == world.rank:
+        _say(text)
+    # A launcher may end the job as soon as one rank has exited, before another has spoken.
+    if not (met and _waits(world.Ibarrier())):
+        abort_job(_code_of(error))
+    return _code_of(error)
+
+
+def _waits(request: Any) -> bool:
+    """Whether ``request`` of MPI is done within TOLD_S."""
+    deadline = time.monotonic() + TOLD_S
+    while not request.Test():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def _code_of(error: BaseException) -> int:
+    return error.exit_code if isinstance(error, HpcZeroError) else EXIT_FAILURE
+
+
+def _text_of(error: BaseException) -> str:
+    if isinstance(error, HpcZeroError):
+        return f"{type(error).__name__}: {error}"
+    return _of_the_machine(error) or "".join(traceback.format_exception(error))
+
+
+def _say(text: str) -> None:
     rank = launcher_rank()
     with suppress(OSError):  # the disk may be full that stderr is on
         sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.rstrip().splitlines()))
         sys.stderr.flush()
-    return code
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on the host or on a device; torch has no class for the host's."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+    )
 
 
 def _of_the_machine(error: BaseException) -> str | None:
@@ -150,18 +223,35 @@ def _of_the_machine(error: BaseException) -> str | None:
             f"OSError: {what}: {os.strerror(error.errno)}{where}. Make room or raise the limit, and start again; what "
             "was saved before stays"
         )
-    out_of_memory = (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or "can't allocate memory" in str(error)
-    )
-    if out_of_memory:
+    if is_out_of_memory(error):
         first = next(iter(str(error).splitlines()), "")
         return (
             f"{type(error).__name__}: {first}{where}. Out of memory: take a smaller model or micro-batch, or more "
             "ranks on more nodes; `python -m hpczero.plan` says what fits"
         )
     return None
+
+
+def explain_exhaustion(text: str) -> None:
+    """Have an uncaught error of a failed allocation begin with ``text``, in programs that are not our commands.
+
+    A later call takes the place of an earlier one.
+    """
+    previous = sys.excepthook
+    if hasattr(previous, "explains"):
+        previous.explains = text
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if is_out_of_memory(error):
+            with suppress(OSError):
+                sys.stderr.write(f"[rank {launcher_rank()}] out of memory: {hook.explains}\n")  # type: ignore[attr-defined]
+                sys.stderr.flush()
+        previous(kind, error, trace)  # which may end the job
+
+    hook.explains = text  # type: ignore[attr-defined]
+    hook.ends_the_job = getattr(previous, "ends_the_job", False)  # type: ignore[attr-defined]
+    sys.excepthook = hook
 
 
 def install_abort_hook() -> None:
@@ -202,10 +292,11 @@ def run(main: Callable[[], int | None]) -> None:
     except BaseException as error:  # the last frame of a command: reported, never swallowed
         # As a C program that is piped into head: nobody is there to tell.
         left = isinstance(error, BrokenPipeError) and _reader_left()
-        code = EXIT_READER_LEFT if left else report(error)
+        agreed = getattr(error, "agreed", False)
+        code = EXIT_READER_LEFT if left else (report_once if agreed else report)(error)
         if isinstance(error, OSError) and error.errno in EXHAUSTED:
             _drop_output()
-        if not getattr(error, "agreed", False):
+        if not agreed:
             abort_job(code)
     sys.exit(code)
 

@@ -1,7 +1,7 @@
 """Text from a sharded model.
 
-Owns: the way from a weights file and a prompt to text on the screen. Must not know: how tokens are chosen (the model's
-``generate``) or how weights are sharded.
+Owns: the way from weights and a prompt to text on the screen. Must not know: how tokens are chosen (the model's
+``generate``), which weights a path means (``sources.py``) or how they are sharded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import hpczero
 from hpczero.launch import start_topology, use_own_cores
 from hpczero.models import GPT, generate
-from hpczero.weights import Weights
+from hpczero.sources import open_source
 
 
 def sample(
@@ -27,6 +27,7 @@ def sample(
     top_k: int | None,
     seed: int,
     stage: int,
+    token_file: str = "",
 ) -> None:
     """Continue the prompt on all ranks together; rank 0 writes the text. Collective over MPI's world.
 
@@ -34,29 +35,34 @@ def sample(
     are sharded.
 
     Args:
-        path: weights file or run folder.
+        path: run folder, folder of checkpoints, checkpoint or weights file.
         prompt: text to continue; empty: the start of a document.
         num_tokens: how many to add.
         temperature: 0 takes the most likely token.
         top_k: choose among the k most likely tokens; None: among all.
         seed: of the choices.
         stage: ZeRO stage, 0 to 3.
+        token_file: what the run was trained on, for checkpoints of earlier versions; empty: the weights say it.
 
     Raises:
-        ConfigError: there are no such weights.
+        ConfigError: there are no such weights, or nobody knows their tokenizer.
         CheckpointError: the weights are damaged; on every rank.
     """
     topology = start_topology(None)
     use_own_cores(topology)
-    with topology.agreed("open the weights"):
-        weights = Weights(Path(path))
-        tokenizer = weights.tokenizer
+    weights = open_source(Path(path), topology, token_file=Path(token_file) if token_file else None)
+    tokenizer = weights.tokenizer
+    if topology.is_root:  # not on stdout, which is the text's
+        sys.stderr.write(f"weights of step {weights.step:,}: {weights.path}\n")
+        sys.stderr.flush()
+    with topology.agreed("read the prompt"):
         # surrogateescape: the very bytes of the command line, were they UTF-8 or not
         ids = tokenizer.encode(prompt.encode(errors="surrogateescape"))
         prompt_T = torch.from_numpy(ids if len(ids) else np.array([tokenizer.separator]))
     with torch.device("meta"):
         model = GPT(weights.model)
     hpczero.zeroify(model, None, stage=stage, topology=topology, initialize=weights.read_into)
+    weights.close()
     model.eval()
     tokens = generate(
         model,

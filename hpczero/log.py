@@ -10,6 +10,8 @@ from __future__ import annotations
 import errno
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 _LOGGER = logging.getLogger("hpczero")
@@ -26,6 +28,17 @@ def configure(*, rank: int, node_index: int, level: Literal["info", "debug"]) ->
     _LOGGER.handlers[:] = [handler]
     _LOGGER.setLevel(logging.DEBUG if level == "debug" else logging.INFO)
     _LOGGER.propagate = False
+
+
+@contextmanager
+def muted() -> Iterator[None]:
+    """Inside, nothing is shown: what is looked at there is looked at again, and told then."""
+    level = _LOGGER.level
+    _LOGGER.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        _LOGGER.setLevel(level)
 
 
 def info(message: str, *args: object) -> None:

@@ -13,7 +13,6 @@ import time
 import zlib
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +25,11 @@ from hpczero import log, resume
 from hpczero.accelerator import Accelerator
 from hpczero.attempts import Attempts
 from hpczero.batch import Batch
-from hpczero.config import DataOptions, RunConfig, TrainOptions
-from hpczero.data import Batches, HeldOut, TokenFile
-from hpczero.data.prepare import token_file
+from hpczero.config import RunConfig, TrainOptions
+from hpczero.data import Batches, HeldOut
 from hpczero.deadline import Deadline
 from hpczero.environment import Environment
-from hpczero.errors import EXIT_REQUEUE, ConfigError, DataError
+from hpczero.errors import EXIT_REQUEUE, ConfigError, StoppedEarly
 from hpczero.header import tell_header
 from hpczero.launch import start_topology, use_own_cores
 from hpczero.metrics import (
@@ -44,9 +42,9 @@ from hpczero.metrics import (
 )
 from hpczero.models import GPT, GPTConfig, flops_per_token
 from hpczero.options import to_toml
+from hpczero.owntext import open_tokens
 from hpczero.records import Records
-from hpczero.roomcheck import check_room
-from hpczero.rootwork import done_by_root
+from hpczero.roomcheck import RoomCheck, run_of
 from hpczero.run_checkpoints import RunCheckpoints
 from hpczero.runfolder import RunFolder
 from hpczero.runlock import RunLock
@@ -79,14 +77,21 @@ def train(
     log.configure(rank=topology.rank, node_index=topology.node_index, level=config.log.level)
     use_own_cores(topology)
     check_same_options(config, topology)
-    with RunLock(RunFolder.of(config.run), topology) as lock:
-        code = train_in(lock, config, model_config, accelerator, signals, topology)
+    room = RoomCheck(
+        topology,
+        accelerator,
+        title=config.model.preset,
+        overridden=[*config.model.overrides()],
+    )
+    with RunLock(RunFolder.of(config.run), topology) as lock, room:
+        code = train_in(lock, room, config, model_config, accelerator, signals, topology)
     topology.free()
     return code
 
 
 def train_in(
     lock: RunLock,
+    room: RoomCheck,
     config: RunConfig,
     model_config: GPTConfig,
     accelerator: Accelerator,
@@ -106,13 +111,23 @@ def train_in(
     if any(topology.gather(float(nothing_left))):
         log.info("nothing left to do: an earlier start has done all %d steps", config.train.steps)
         return 0
+    with topology.agreed("hold the ranks against the batch of this run"):
+        if topology.is_root:
+            resume.check_ranks(config, RunFolder.of(config.run), topology.size)
     with topology.agreed("spread the batch over the ranks"):
         batch = Batch.resolve(config.train, topology.size)
-    tokens = open_tokens(config.data, topology)
+    style = config.log.progress
+    try:
+        tokens = open_tokens(config.data, topology, progress=style, signals=signals)
+    except StoppedEarly:
+        attempts.end(0, EXIT_REQUEUE)
+        raise
     model_config = dataclasses.replace(model_config, vocab_size=tokens.vocab_size)
+    with topology.agreed("plan the run"):
+        run = run_of(config, model_config, batch, topology, is_host=accelerator.is_host)
+    room.check(run)
     seq_len = model_config.context
     with topology.agreed("lay out the samples"):
-        check_room(model_config, batch, topology, accelerator.device.type)
         batches = Batches(tokens.train, seq_len, batch.global_batch, config.run.seed)
         held_out = None
         if config.evaluation.batches:
@@ -286,7 +301,8 @@ def train_in(
             held_out_loss,
             held_out_loss / tokens.validation.bytes_per_token,
         )
-    log.info("done: python -m hpczero.sample %s --prompt 'def ' shows what it learnt", folder.path)
+    prompt = "" if config.data.path else " --prompt 'def '"  # the default text is Python
+    log.info("done: python -m hpczero.sample %s%s shows what it learnt", folder.path, prompt)
     hpczero.release(model)
     tokens.close()
     return 0
@@ -313,26 +329,6 @@ def check_same_options(config: RunConfig, topology: Topology) -> None:
             raise ConfigError(
                 "got other options than rank 0; give every rank the same command line and file"
             )
-
-
-def open_tokens(options: DataOptions, topology: Topology) -> TokenFile:
-    """The token file, made from text first if need be. Collective: rank 0 makes it, every rank opens it.
-
-    Raises:
-        DataError: text or file is missing, empty or malformed, or not the same on all ranks; on every rank.
-    """
-    # Of a large text it takes longer than any collective may.
-    path = done_by_root(
-        topology, "prepare the token file", lambda tick: str(token_file(options, tick))
-    )
-    with topology.agreed("open the token file"):
-        tokens = TokenFile.open(Path(path))
-    # Of one path: nodes may have folders of their own there.
-    first = topology.broadcast_text(tokens.fingerprint)
-    with topology.agreed("compare the token file with that of rank 0"):
-        if tokens.fingerprint != first:
-            raise DataError(f"{path}: another file; bring the same one to every node")
-    return tokens
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

@@ -36,6 +36,7 @@ else:
 
 T = TypeVar("T")
 
+BYTE_ORDER_MARK = "\ufeff"  # some editors begin a file with it
 TOML_NBYTES = 2**20
 SCRIPTS = frozenset(
     f"hpczero-{name}"
@@ -119,7 +120,7 @@ def load_toml(path: Path, cls: type[T]) -> T:
         ConfigError: a file that cannot be read, an unknown name, a wrong type, or a value that ``cls`` refuses.
     """
     try:
-        tables = tomllib.loads(read_text(path, TOML_NBYTES))
+        tables = tomllib.loads(read_text(path, TOML_NBYTES).removeprefix(BYTE_ORDER_MARK))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read as options: {reason(error)}") from error
     except RecursionError as error:

@@ -103,10 +103,10 @@ class ShardedParameter(nn.Parameter):
             )
         raise StepError(
             f"parameter {name!r} is sharded and its memory given back (stage 3), but {what!r} needs its "
-            "value. In a method other than forward (generate, encode): hpczero.register_forward(model, 'encode') once "
-            "makes it work. Outside of the model: use it inside `with hpczero.gathered(model):`, or use "
-            "hpczero.full_state_dict(model). Inside forward: a module other than its own uses it; make the module "
-            "that uses it the unit (rule=...) or call through that module"
+            "value. Outside of the model (state_dict, printing): hpczero.full_state_dict(model), or use it inside "
+            "`with hpczero.gathered(model):`. In a method other than forward (generate, encode): "
+            "hpczero.register_forward(model, 'encode') once makes it work. Inside forward: a module other than its own "
+            "uses it; make the module that uses it the unit (rule=...) or call through that module"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

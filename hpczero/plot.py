@@ -14,11 +14,13 @@ from pathlib import Path
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from hpczero.metrics import StepMetrics
 
 SPANS = 40  # a curve is smoothed over one part in so many
+TOKEN_TICKS = 5  # at most so many: 1,000,000,000 is wide
+LEAST_SPAN = 0.01  # nats on the vertical axis
 TRAINING, HELD_OUT = "tab:blue", "tab:red"
 
 
@@ -51,14 +53,20 @@ def plot_losses(steps: Sequence[StepMetrics], path: Path, *, title: str) -> None
         )
     axes.set_title(title, fontsize="medium")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.ticklabel_format(axis="y", useOffset=False)
     axes.grid(alpha=0.3)
     axes.legend()
+    low, high = axes.get_ylim()
+    if high - low < LEAST_SPAN:  # rounding is not worth a curve
+        axes.set_ylim((low + high - LEAST_SPAN) / 2, (low + high + LEAST_SPAN) / 2)
     if steps:
         per_step = steps[-1].tokens / steps[-1].step
         to_tokens, to_steps = partial(np.multiply, per_step), partial(np.multiply, 1 / per_step)
         above = axes.secondary_xaxis("top", functions=(to_tokens, to_steps))
         above.set_xlabel("tokens")
+        above.xaxis.set_major_locator(MaxNLocator(nbins=TOKEN_TICKS, integer=True))
         above.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     figure.savefig(path)
 

@@ -9,10 +9,7 @@ import os
 import sys
 import time
 from types import TracebackType
-from typing import Literal
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import Literal, TextIO
 
 from hpczero import log
 from hpczero.metrics import Interval, StepMetrics
@@ -71,7 +68,17 @@ class Bar:
         self._every = every
         self._interval = Interval()
         # The launcher's pseudo-terminal hides the width of the real one.
-        width = _terminal_columns() or 100
+        width = terminal_columns() or 100
+        # Here and not at the top: what only wants to know about terminals must not wait for it.
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -114,7 +121,7 @@ def progress_for(
     ``auto`` is a bar only on a terminal that has a width: Open MPI gives its ranks a pseudo-terminal of width 0 even
     where its own output goes to a file.
     """
-    bar = style == "bar" or (style == "auto" and _terminal_columns() > 0)
+    bar = style == "bar" or (style == "auto" and terminal_columns() > 0)
     return (Bar if bar else Lines)(num_steps=num_steps, every=every, start=start)
 
 
@@ -146,9 +153,10 @@ def _short(interval: Interval) -> str:
     return f"loss {interval.mean('loss'):.3f}  {interval.mean('tokens_per_s'):,.0f} tok/s"
 
 
-def _terminal_columns() -> int:
-    """Width of standard output; 0 where it is no terminal or tells none."""
+def terminal_columns(stream: TextIO | None = None) -> int:
+    """Width of ``stream``, None: standard output; 0 where it is no terminal or tells none."""
+    stream = sys.stdout if stream is None else stream
     try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0
+        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
     except OSError:
         return 0

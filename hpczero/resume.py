@@ -12,13 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpczero.batch import Batch
+from hpczero.checkpoint.folder import is_checkpoint
+from hpczero.checkpoint.places import GIVE, folder_at, holds_imports_alone
 from hpczero.config import DEFAULT_RUN, RunConfig
-from hpczero.errors import ConfigError
+from hpczero.data import same_tokenizer, tokenizer_name
+from hpczero.errors import CheckpointError, ConfigError
 from hpczero.options import load_toml
 from hpczero.regularfile import is_there, kind_of, reason, shown
 from hpczero.runfolder import RunFolder
@@ -36,8 +41,14 @@ FIXED = {
     "model": ("preset", "layers", "hidden", "heads", "context", "positions"),
     "train": ("global_batch",),
 }
+# Compared each in its own way; of what an earlier version did not save nothing is known.
+MODEL, TOKENIZER = "model", "tokenizer"
+DATA = "data"
 # Of a checkpoint's model: another one gives the same numbers.
 NOT_OF_THE_MODEL = ("checkpoint_activations",)
+# Of imported weights: how they were trained does not bind who trains them on.
+NOT_OF_THE_WEIGHTS = (*NOT_OF_THE_MODEL, "dropout")
+MOST_RANKS = 8  # numbers of them in a message
 # A different one of these gives different losses from here on, which may be what is wanted.
 TELLING = {
     "train": (
@@ -70,6 +81,8 @@ def choose(config: RunConfig, folder: RunFolder) -> Path | None:
         return _checkpoints_of(source)
     trying_out = config.run.name == DEFAULT_RUN  # this name: what cannot be gone on with makes room
     if not folder.config.exists():
+        if not folder.holds_other_results and holds_imports_alone(folder.checkpoints):
+            return folder.checkpoints
         if not folder.holds_results or trying_out:
             return None
         raise ConfigError(
@@ -104,6 +117,68 @@ def choose(config: RunConfig, folder: RunFolder) -> Path | None:
     return folder.checkpoints
 
 
+def check_ranks(config: RunConfig, folder: RunFolder, ranks: int) -> None:
+    """Refuse ranks that cannot share the global batch of the run in ``folder``. On one rank only.
+
+    Other batches would be a wrong way out: the run does not go on with them.
+
+    Args:
+        config: as given.
+        folder: of this run.
+        ranks: that shall go on with it.
+
+    Raises:
+        ConfigError: names the numbers of ranks that can.
+    """
+    whole = _global_batch_of(config, folder)
+    if whole is None:
+        return
+    with suppress(ConfigError):
+        now = Batch.resolve(config.train, ranks).global_batch
+        if now == whole or config.run.name == DEFAULT_RUN:  # that one makes room for another batch
+            return
+    fitting = [count for count in _divisors(whole) if _spreads(config, whole, count)]
+    if ranks in fitting:
+        return
+    near = sorted(sorted(fitting, key=lambda count: abs(count - ranks))[:MOST_RANKS])
+    *most, last = map(str, near or [0])
+    named = f"{', '.join(most)} or {last} ranks" if most else f"{last} rank(s)"
+    way = (
+        f"goes on with {named}"
+        if fitting
+        else "goes on with the train.micro_batch and train.accumulation it had"
+    )
+    raise ConfigError(
+        f"train.global_batch: the run in {folder.path} has a global batch of {whole}, which {ranks} rank(s) cannot "
+        f"share; it {way}. For another batch choose another --run.name"
+    )
+
+
+def _global_batch_of(config: RunConfig, folder: RunFolder) -> int | None:
+    """Of the run that ``config`` may go on with; None where it goes on with none."""
+    if config.resume.from_ != "auto" or config.run.overwrite or not folder.has_checkpoints:
+        return None
+    try:
+        whole = load_toml(folder.config, RunConfig).train.global_batch
+    except ConfigError:  # whoever chooses where to begin says so
+        return None
+    other = config.train.global_batch not in (None, whole)
+    return None if other and config.run.name == DEFAULT_RUN else whole
+
+
+def _divisors(whole: int) -> list[int]:
+    below = [count for count in range(1, math.isqrt(whole) + 1) if whole % count == 0]
+    return sorted({*below, *(whole // count for count in below)})
+
+
+def _spreads(config: RunConfig, whole: int, ranks: int) -> bool:
+    try:
+        Batch.resolve(dataclasses.replace(config.train, global_batch=whole), ranks)
+    except ConfigError:
+        return False
+    return True
+
+
 def _begun_elsewhere(earlier: RunConfig) -> bool:
     """Whether a run began at a checkpoint that is there.
 
@@ -117,10 +192,8 @@ def _begun_elsewhere(earlier: RunConfig) -> bool:
 def _checkpoints_of(source: str) -> Path:
     path = Path(source)
     if not _kind_of(path):
-        raise ConfigError(
-            f"resume.from: {source} does not exist; give a checkpoint, a folder of them, auto or never"
-        )
-    return path / "checkpoints" if _kind_of(path / "checkpoints") == "a directory" else path
+        raise ConfigError(f"resume.from: {source} does not exist; {GIVE}; or auto or never")
+    return path if is_checkpoint(path) else folder_at(path)
 
 
 def _kind_of(path: Path) -> str:
@@ -136,14 +209,14 @@ def _kind_of(path: Path) -> str:
 
 def _way_out(folder: RunFolder) -> str:
     return (
-        f"Put the right one back, go on with --resume.from {folder.checkpoints} and the options of that run, choose "
-        "another --run.name, or delete them with --run.overwrite true"
+        f"Begin at them with --resume.from {folder.checkpoints} and another --run.name, with the options of that run; "
+        "or put the right config.toml back, choose another --run.name, or delete them with --run.overwrite true"
     )
 
 
 def began_at(source: Path, folder: RunFolder) -> bool:
     """Whether the run in ``folder`` began at ``source``, and has not saved anything since. On one rank only."""
-    with suppress(ConfigError):
+    with suppress(ConfigError, CheckpointError):
         if folder.config.exists() and not folder.has_checkpoints:
             earlier = load_toml(folder.config, RunConfig).resume.from_
             return earlier not in ("auto", "never") and _checkpoints_of(earlier) == source
@@ -181,13 +254,19 @@ def differences(
     return found
 
 
+def data_of(tokens: TokenFile) -> str:
+    """The same for token files of which a run sees the same samples."""
+    return f"{tokens.source_sha256} {len(tokens.train)} tokens of {tokens.vocab_size}"
+
+
 def identity(config: RunConfig, tokens: TokenFile, model: GPTConfig) -> dict[str, Any]:
     """What a checkpoint of the training command says beside the model, for ``check`` and for readers."""
     return {
-        "data": f"{tokens.source_sha256} {len(tokens.train)} tokens of {tokens.vocab_size}",
+        DATA: data_of(tokens),
         "global_batch": config.train.global_batch,
         "seed": config.run.seed,
-        "model": dataclasses.asdict(model),
+        MODEL: dataclasses.asdict(model),
+        TOKENIZER: tokens.tokenizer.to_json(),
     }
 
 
@@ -202,10 +281,12 @@ def check(found: Loaded, identity: Mapping[str, Any], steps: int, *, own: bool) 
             results, which is then what is left to do.
 
     Raises:
-        ConfigError: another model, of which shapes do not always tell; other data, batch or seed: the next sample would
-            not be the next; or nothing is left to do.
+        ConfigError: another model, of which shapes do not always tell; other data, tokenizer, batch or seed: the next
+            sample would not be the next; or nothing is left to do. Imported weights need not say what they have seen:
+            they are begun with.
     """
-    changed = _model_differences(found.extra.get("model"), identity.get("model"))
+    skipped = NOT_OF_THE_WEIGHTS if found.imported else NOT_OF_THE_MODEL
+    changed = _model_differences(found.extra.get(MODEL), identity.get(MODEL), skipped)
     if changed:
         raise ConfigError(
             f"{found.path}: belongs to a run of another model: {'; '.join(changed)}. Give the options of that run to "
@@ -214,27 +295,34 @@ def check(found: Loaded, identity: Mapping[str, Any], steps: int, *, own: bool) 
     problems = [
         f"{name} was {found.extra.get(name)!r} and is {now!r}"
         for name, now in identity.items()
-        if name != "model" and found.extra.get(name) != now
+        if name not in (MODEL, TOKENIZER)
+        and not (found.imported and name not in found.extra)
+        and found.extra.get(name) != now
     ]
+    earlier, tokenizer = found.extra.get(TOKENIZER), identity.get(TOKENIZER)
+    if earlier is not None and tokenizer is not None and not same_tokenizer(earlier, tokenizer):
+        problems.append(
+            f"tokenizer was {tokenizer_name(earlier)} and is {tokenizer_name(tokenizer)}"
+        )
     if problems:
         raise ConfigError(
             f"{found.path}: belongs to a run that saw other samples: {'; '.join(problems)}. Use the data and options "
             "of that run, or start anew with another --run.name"
         )
-    if found.step > steps or (found.step == steps and not own):
+    if found.step > steps or (found.step == steps and (found.imported or not own)):
         raise ConfigError(
             f"{found.path}: has {found.step} steps behind it, and train.steps is {steps}; ask for more"
         )
 
 
-def _model_differences(earlier: object, now: object) -> list[str]:
+def _model_differences(earlier: object, now: object, skipped: tuple[str, ...]) -> list[str]:
     """As ``differences``, of what two checkpoints say of their model; of what one does not say nothing is known."""
     if not isinstance(earlier, Mapping) or not isinstance(now, Mapping):
         return []  # weights of another program say nothing
     return [
         f"model.{name} was {shown(earlier[name])} and is {shown(value)}"
         for name, value in now.items()
-        if name in earlier and name not in NOT_OF_THE_MODEL and earlier[name] != value
+        if name in earlier and name not in skipped and earlier[name] != value
     ]
 
 

@@ -1,51 +1,374 @@
-"""Sizes that cannot be in this machine's memory, refused before anything is allocated.
+"""The plan of a run held against what its nodes have, before anything is allocated.
 
-Owns: the least that a model and a batch take, held against what the node has. Must not know: MPI, torch, what a run
-really takes (``plan`` does). A number typed with three zeros too many would otherwise end in the kernel's killer.
+Owns: the decision, which all ranks make together, and its words. Must not know: how a run's bytes are counted
+(``plan.peak``), how a machine tells what it has (``limits``), MPI. Refused is only what a low estimate rules out; what
+a high one does not is a warning.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import logging
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from socket import gethostname
+from types import TracebackType
 
+from hpczero.accelerator import Accelerator
 from hpczero.batch import Batch
-from hpczero.errors import ConfigError
-from hpczero.models import GPTConfig, parameter_count
+from hpczero.config import RunConfig
+from hpczero.environment import Environment
+from hpczero.errors import ConfigError, OutOfMemory, is_out_of_memory
+from hpczero.limits import Room, Usage, rooms, usage
+from hpczero.models import PRESETS, GPTConfig, parameter_count, parameter_shapes
+from hpczero.plan.alternatives import alternatives, on_these_ranks
+from hpczero.plan.commandline import command_line
+from hpczero.plan.peak import Network, Run
+from hpczero.plan.plan import FP32_BYTES
+from hpczero.topology import Topology
+from hpczero.transports import fastest_transport
 
-if TYPE_CHECKING:
-    from hpczero.topology import Topology
+logger = logging.getLogger("hpczero.room")
 
-STATE_NBYTES = 12  # of a parameter, at any stage and precision: fp32 value and two moments
-TOKEN_NBYTES = 16  # input and target
-PAGED = 2  # nobody trains out of more swap than there is memory
+# What Python, torch and MPI take after this check at most: threads, stacks, heaps, workspaces of kernels, modules not
+# yet imported; in bytes, measured (docs/running.md, Memory before a run). At least they take nothing that counts.
+GROWTH = {"resident": 450e6, "mapped": 700e6, "private": 500e6, "shared": 10e6, "device": 1500e6}
+SIZES = ("layers", "hidden", "heads", "context", "positions")  # a preset gives all of them
+# Freed blocks that no other tensor fits into, as a share of the activations.
+FRAGMENTED = 0.2
 
 
-def check_room(config: GPTConfig, batch: Batch, topology: Topology, device: str) -> None:
-    """Refuse what cannot be. Not collective.
+@dataclass(frozen=True)
+class Bound:
+    """A room with the ranks that have it together.
 
-    Args:
-        config: the model.
-        batch: of the run.
-        topology: of the job; its numbers of ranks are looked at.
-        device: type of torch device; the state of the model is in the memory of the host where it is ``cpu``.
+    Attributes:
+        room: of this rank.
+        members: ranks in it.
+        has_root: whether world rank 0 is one of them.
+        own: what the members hold already.
+    """
+
+    room: Room
+    members: int
+    has_root: bool
+    own: float
+
+    def least(self, run: Run) -> float:
+        """Low estimate of what the members hold at the peak of ``run``."""
+        return self.own + self._least_of_run(run)
+
+    def most(self, run: Run, *, members: int | None = None) -> float:
+        """High estimate; with other ``members``, as if each were like these."""
+        now, many = self.members, members or self.members
+        spread = GROWTH[self.room.kind] + FRAGMENTED * run.activations
+        return self.own * many / now + many * spread + self._most_of_run(run, many)
+
+    def free(self, *, strictly: bool) -> float:
+        """What the members may have together.
+
+        Args:
+            strictly: count what others might give back as theirs.
+        """
+        others = max(self.room.used - self.own, 0.0)
+        return self.room.nbytes - (others if strictly or not self.room.yields else 0.0)
+
+    def _least_of_run(self, run: Run) -> float:
+        kind, many = self.room.kind, self.members
+        if kind == "shared":
+            return many * run.least_shared
+        if kind == "mapped":
+            return run.least_mapped
+        mine, root = run.moments(is_root=False), run.moments(is_root=self.has_root)
+        if kind == "private":
+            return max(mine.loss, mine.step, root.end) - run.shared
+        if kind == "device":
+            return many * max(mine.loss, mine.step)
+        return max(many * mine.loss, many * mine.step, (many - 1) * mine.end + root.end)
+
+    def _most_of_run(self, run: Run, many: int) -> float:
+        kind = self.room.kind
+        if kind == "shared":
+            return many * run.shared
+        ends = run.most_at_end(is_root=self.has_root)
+        if kind == "mapped":
+            return max(run.mapped, run.mapped - run.most + ends)
+        if kind == "private":
+            return max(run.most, ends) - run.shared
+        if kind == "device":
+            return many * run.most
+        return max(many * run.most, (many - 1) * run.most_at_end(is_root=False) + ends)
+
+
+def run_of(
+    config: RunConfig,
+    model: GPTConfig,
+    batch: Batch,
+    topology: Topology,
+    *,
+    is_host: bool,
+) -> Run:
+    """What is about to be trained, as the plan counts it. Not collective.
 
     Raises:
-        ConfigError: names the options.
+        ConfigError: a bad HPCZERO_TRANSPORT.
     """
-    most = PAGED * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    count = parameter_count(config)
-    state = STATE_NBYTES * count // topology.size * topology.local_size
-    if device == "cpu" and state > most:
-        raise ConfigError(
-            f"model.preset, model.layers, model.hidden, model.context: {count:,} parameters and their optimizer state "
-            f"take {state / 1e9:,.0f} GB of this node at least, which has {most / PAGED / 1e9:,.0f}; choose a smaller "
-            "model or more nodes: `python -m hpczero.plan` says what fits"
+    transport = config.parallel.transport
+    if transport == "auto":
+        transport = Environment.read().transport
+    if transport == "auto":
+        transport = fastest_transport(
+            topology.local_size,
+            topology.num_nodes,
+            on_host=is_host,
+            rectangular=topology.is_rectangular,
         )
-    samples = TOKEN_NBYTES * batch.micro_batch * config.context * topology.local_size
-    if samples > most:
-        raise ConfigError(
-            f"train.global_batch, train.micro_batch, model.context: {batch.micro_batch:,} sequences of "
-            f"{config.context:,} tokens per rank take {samples / 1e9:,.0f} GB of this node before any computation, "
-            f"which has {most / PAGED / 1e9:,.0f}; choose a smaller micro-batch and a larger train.accumulation"
+    return Run(
+        network=Network(model, tuple(parameter_shapes(model))),
+        ranks=topology.size,
+        local_size=topology.local_size,
+        transport=transport,
+        stage=config.parallel.stage,
+        precision=config.parallel.precision,
+        sequence=model.context,
+        micro_batch=batch.micro_batch,
+        accumulation=batch.accumulation,
+        checkpointing=model.checkpoint_activations,
+        copies=config.checkpoint.background,
+        laid_out=config.parallel.nodes is not None or Environment.read().fake_nodes is not None,
+    )
+
+
+class RoomCheck:
+    """Context manager around a run: first it is held against the memory there is; memory that runs out is explained.
+
+    Attributes:
+        run: what was checked; None before.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        accelerator: Accelerator,
+        *,
+        title: str,
+        overridden: Sequence[str] = (),
+    ) -> None:
+        """Not collective.
+
+        Args:
+            topology: of the job; borrowed.
+            accelerator: of this rank.
+            title: what the model is called: a preset.
+            overridden: options of the model that were given beside it, such as ``hidden``.
+        """
+        self.run: Run | None = None
+        self._overridden = [name for name in overridden if name in SIZES]
+        self._for_each: int | None = None
+        self._topology = topology
+        self._accelerator = accelerator
+        self._title = title
+
+    def check(self, run: Run, found: list[Room] | None = None) -> None:
+        """Refuse what cannot be in the memory of its nodes; warn of what may not. Collective over world.
+
+        Args:
+            run: what is to be trained.
+            found: the limits of this rank; None reads them.
+
+        Raises:
+            ConfigError: on every rank: what is needed, which limit there is, and what would fit.
+        """
+        topology, is_host = self._topology, self._accelerator.is_host
+        if found is None:
+            found = found_rooms(self._accelerator)
+        bounds = gather_bounds(found, usage(), topology)
+        bounds = [bound for bound in bounds if concerns(bound.room, run, is_host)]
+        with topology.agreed("hold the plan against the memory"):
+            short = [b for b in bounds if b.least(run) > b.free(strictly=False)]
+            if short:
+                worst = max(short, key=lambda b: b.least(run) / max(b.free(strictly=False), 1.0))
+                raise ConfigError(refusal(run, worst, bounds, self._title, self._overridden))
+        self.run = run
+        self._for_each = min(map(_for_each, bounds), default=None)
+        tight = [b for b in bounds if b.most(run) > b.free(strictly=True)]
+        warned = topology.gather(float(bool(tight)))
+        if tight and topology.rank == warned.index(1.0):
+            self._warn(run, tight[0])
+
+    def _warn(self, run: Run, bound: Bound) -> None:
+        logger.warning(
+            "memory is tight: this run may need up to %s %s, and %s leaves %s; `%s` says what fits",
+            _gb(bound.most(run)),
+            _whose(bound),
+            bound.room.name,
+            _gb(bound.free(strictly=True)),
+            command_line(run, self._title, memory_nbytes=_for_each(bound)),
         )
+
+    def __enter__(self) -> RoomCheck:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Raises OutOfMemory beside what torch or Python said; the job ends as after other errors of one rank."""
+        run = self.run
+        if run is None or not isinstance(error, Exception) or not is_out_of_memory(error):
+            return
+        first = "".join(f": {line}" for line in str(error).splitlines()[:1])
+        explained = OutOfMemory(
+            f"{type(error).__name__}{first}. Memory ran out: stage {run.stage} on {run.ranks} rank(s) needs up to "
+            f"{_gb(run.most)} per rank beside Python, torch and MPI, of which {_gb(run.memory.states)} are parameters, "
+            f"gradients and optimizer state, {_gb(run.activations)} activations; "
+            f"`{command_line(run, self._title, memory_nbytes=self._for_each)}` says what fits"
+        )
+        explained.agreed = getattr(error, "agreed", False)
+        raise explained from error
+
+
+def found_rooms(accelerator: Accelerator) -> list[Room]:
+    """Of this rank: of its host and process, and of its device if it has one. Not collective."""
+    found = rooms()
+    device = accelerator.usage()
+    if not accelerator.is_host and device.get("total"):
+        scope = f"device {accelerator.identity}"
+        name = f"the memory of {accelerator.device}"
+        found.append(Room(name, scope, "device", device["total"], 0))
+    return found
+
+
+def concerns(room: Room, run: Run, is_host: bool) -> bool:
+    """Whether what the run holds counts against ``room``: with a device, the host holds nothing of it."""
+    if room.kind == "device":
+        return not is_host
+    return is_host and (room.kind != "shared" or run.transport == "window")
+
+
+def gather_bounds(found: list[Room], own: Usage, topology: Topology) -> list[Bound]:
+    """Which ranks have each room together, and what they hold in it already. Collective over world.
+
+    Ranks may have different rooms: one of them alone may be under ``ulimit``, or nodes may differ.
+    """
+    held = {room.scope: own.of(room.kind) for room in found if room.scope}
+    said = [json.loads(text) for text in topology.gather_text(json.dumps([gethostname(), held]))]
+    bounds = []
+    for room in found:
+        if not room.scope:  # of this process alone
+            bounds.append(Bound(room, 1, topology.is_root, own.of(room.kind)))
+            continue
+        members = {
+            rank: nbytes[room.scope]
+            for rank, (host, nbytes) in enumerate(said)
+            if host == gethostname() and room.scope in nbytes
+        }
+        bounds.append(Bound(room, len(members), 0 in members, sum(members.values())))
+    return bounds
+
+
+def refusal(
+    run: Run, bound: Bound, bounds: list[Bound], title: str, overridden: Sequence[str]
+) -> str:
+    """One paragraph: what is needed, what is there, what binds, what would fit."""
+    there, needed = bound.free(strictly=False), bound.least(run)
+    numel = run.plan.numel
+    states = run.memory.states + run.accumulated
+    by = "states" if states > run.activations else "activations"
+    where = f"{run.ranks} rank{'s' * (run.ranks > 1)}"
+    others = bound.room.nbytes - there
+    taken = f", {_gb(others)} of {_gb(bound.room.nbytes)} being others'" if others > 0 else ""
+    options = (
+        "model.preset, model.layers, model.hidden"
+        if by == "states"
+        else "train.micro_batch, model.context"
+    )
+    fitting = what_fits(run, bounds)
+    remedy = f"; {fitting} would fit" if fitting else ""
+    if not fitting:
+        why = ""
+        if FP32_BYTES * numel > there / 2 and any(cannot_collect(run, other) for other in bounds):
+            why = f": rank 0 collects the whole weights at the end, {_gb(FP32_BYTES * numel)}"
+        smaller = smaller_model(run, bounds, overridden)
+        choose = f"{smaller} would fit" if smaller else "choose a smaller model"
+        remedy = f"; no stage, micro-batch or number of such nodes makes it fit{why}; {choose}"
+    return (
+        f"{options}: {title} ({numel:,} parameters) at stage {run.stage} on {where} with micro-batch "
+        f"{run.micro_batch} needs {_gb(needed)} {_whose(bound)}, which has {_gb(there)} ({bound.room.name}{taken})"
+        f"{remedy}. Most of it are {by}: each rank needs {_gb(run.memory.states)} for parameters, gradients and "
+        f"optimizer state, {_gb(run.memory.unsharded + run.memory.exchange + run.accumulated)} for buffers, "
+        f"{_gb(run.activations)} for activations. More: {command_line(run, title, memory_nbytes=_for_each(bound))}"
+    )
+
+
+def what_fits(run: Run, bounds: list[Bound]) -> str:
+    """Alternatives that even a high estimate lets fit, in words; empty where there is none."""
+    if any(cannot_collect(run, bound) for bound in bounds):
+        return ""  # told at once: there are hundreds of alternatives
+    cores = os.cpu_count() or 1
+    found = alternatives(run, lambda other: is_roomy(other, run, bounds), cores=cores)
+    return ", or ".join(alternative.words for alternative in found)
+
+
+def cannot_collect(run: Run, bound: Bound) -> bool:
+    """Whether the whole weights, which rank 0 collects at the end, are too much, however the run is sharded."""
+    if not bound.has_root or bound.room.kind not in ("resident", "mapped"):
+        return False
+    beside = bound.own + GROWTH[bound.room.kind]
+    return FP32_BYTES * run.plan.numel + beside > bound.free(strictly=True)
+
+
+def smaller_model(run: Run, bounds: list[Bound], overridden: Sequence[str]) -> str:
+    """The largest preset that fits on the same ranks, in words; empty where none does."""
+    vocab_size, most = run.network.model.vocab_size, run.plan.numel
+    models = {
+        name: dataclasses.replace(preset, vocab_size=vocab_size) for name, preset in PRESETS.items()
+    }
+    for name in sorted(models, key=lambda name: parameter_count(models[name]), reverse=True):
+        model = models[name]
+        if parameter_count(model) >= most:
+            continue
+        network = Network(model, tuple(parameter_shapes(model)))
+        other = dataclasses.replace(run, network=network, sequence=model.context)
+        hit = on_these_ranks(other, lambda other: is_roomy(other, run, bounds))
+        if hit is not None:
+            how = f" with {hit.words}" if hit.words else ""
+            options = ", ".join(f"--model.{option}" for option in overridden)
+            without = f" without {options}" if options else ""
+            numel = f"{parameter_count(model):,} parameters"
+            return f"{name} ({numel}, --model.preset {name}{without}){how}"
+    return ""
+
+
+def is_roomy(other: Run, run: Run, bounds: list[Bound]) -> bool:
+    """Whether even a high estimate of ``other`` is within the bounds that were found for ``run``."""
+    grown = other.local_size / run.local_size
+    return all(
+        bound.most(other, members=round(bound.members * grown) if bound.room.scope else 1)
+        <= bound.free(strictly=True)
+        for bound in bounds
+        if bound.room.kind != "shared" or other.transport == "window"
+    )
+
+
+def _whose(bound: Bound) -> str:
+    if not bound.room.scope:
+        return "in this process"
+    if bound.room.kind == "device":
+        return "on this device"
+    return "on this host"
+
+
+def _for_each(bound: Bound) -> int:
+    """What one rank may have of the bound beside what it holds already."""
+    growth = bound.members * GROWTH[bound.room.kind]
+    left = bound.free(strictly=True) - bound.own - growth
+    return max(int(left / bound.members), 1)
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.0f} MB"

@@ -1,47 +1,84 @@
 """Work that rank 0 does alone while the others wait, for longer than a collective may take.
 
 Owns: that no rank is taken for hung as long as the work gets on, and is if it does not; that its result, or its error,
-is that of all ranks. Must not know: what the work is.
+is that of all ranks; that it has the cores of those who wait. Must not know: what the work is, how it is shown.
 
 [Note: Meetings] The work is on a thread of rank 0. Meanwhile all ranks meet again and again, and rank 0 comes to a
-meeting once the work has got on since the last one. So every wait is short while it does; where it has not for
-HPCZERO_TIMEOUT, the watchdog ends the job as it ends any other hang.
+meeting once the work has got on since the last one (what that means: longwork.py). So every wait is short while it
+does; where it has not for HPCZERO_TIMEOUT, the watchdog ends the job as it ends any other hang.
+
+[Note: Sleeping] In a collective MPI asks for messages without a pause, at the price of a core. Here ranks start it, and
+sleep between looks whether it is complete. So the work gets the cores of all ranks of its node.
 """
 
 from __future__ import annotations
 
-import threading
+import os
+import time
 from collections.abc import Callable
 
 import numpy as np
 
+from hpczero.errors import StoppedEarly
+from hpczero.longwork import LOOK_S, LongWork, Moment, Progress
 from hpczero.topology import Topology
 
-SHORTEST_S, LONGEST_S = 0.05, 5.0  # between two meetings
+SHORTEST_S, LONGEST_S = 0.05, 0.5  # between two meetings
+GRACE_S = 1.0  # who is asked to stop that early does short work all the same: the run then has something to save
+LEAST_SLEEP_S, MOST_SLEEP_S = 0.0005, 0.02  # between two looks
 
-Tick = Callable[[], None]  # the work got on; of any thread, and cheap
 
-
-def done_by_root(topology: Topology, what: str, work: Callable[[Tick], str]) -> str:
+def done_by_root(
+    topology: Topology,
+    what: str,
+    work: Callable[[Progress], str],
+    *,
+    show: Callable[[Moment], None] = lambda moment: None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> str:
     """What ``work`` returns on rank 0, on every rank. Collective over world.
 
     Args:
-        topology: its watchdog says how long the work may go without a tick.
+        topology: its watchdog says how long the work may go without a sign of life.
         what: names the work in messages, e.g. ``"prepare the token file"``.
-        work: called on rank 0 alone, on a thread; calls its argument whenever it has got on. It must not communicate.
+        work: called on rank 0 alone, on a thread that may run on the cores of all ranks of its node; says to its
+            argument whenever it has got on. It must not communicate.
+        show: called on rank 0, several times a second.
+        is_stopped: whether this process was asked to stop. Asked on every rank, after the first second; one is enough.
 
     Raises:
+        StoppedEarly: some rank was asked to stop; on every rank.
         HpcZeroError: as ``Topology.agreed``, where ``work`` raised.
     """
-    task = _Task(work) if topology.is_root else None
+    with topology.watchdog.watch(f"waiting for all ranks to {what}"):
+        cores = topology.node.allgather(os.sched_getaffinity(0))
+    task = LongWork(work, frozenset().union(*cores)) if topology.is_root else None
     limit_s = topology.watchdog.timeout_s
     period_s = min(max(limit_s / 10, SHORTEST_S), LONGEST_S) if limit_s else LONGEST_S
-    finished = np.zeros(1, dtype=np.int64)
-    while not finished[0]:
-        with topology.watchdog.watch(f"waiting for rank 0 to {what}"):
-            if task is not None:
-                finished[0] = task.has_finished(period_s)
-            topology.world.Bcast(finished, root=0)
+    has_finished = stops = False
+    begun = time.monotonic()
+
+    def stops_here() -> bool:
+        return time.monotonic() - begun > GRACE_S and is_stopped()
+
+    try:
+        while not (has_finished or stops):
+            with topology.watchdog.watch(f"waiting for rank 0 to {what}"):
+                if task is not None:
+                    has_finished = _finished(task, period_s, show, stops_here)
+                has_finished, stops = _anywhere(topology, has_finished, stops_here())
+    except (
+        BaseException
+    ):  # a signal of the user's: the other ranks end by it too, or by the end of this one
+        if task is not None:
+            task.end()
+        raise
+    if not has_finished:
+        if task is not None:
+            task.end()
+        error = StoppedEarly(f"asked to stop before there was anything to save; did not {what}")
+        error.agreed = True
+        raise error
     text = ""
     with topology.agreed(what):
         if task is not None:
@@ -49,38 +86,32 @@ def done_by_root(topology: Topology, what: str, work: Callable[[Tick], str]) -> 
     return topology.broadcast_text(text)
 
 
-class _Task:
-    """One call on a thread."""
+def _finished(
+    task: LongWork[str],
+    period_s: float,
+    show: Callable[[Moment], None],
+    is_stopped: Callable[[], bool],
+) -> bool:
+    """Returns after ``period_s``, or when it has got on if that is later; at once when it has finished or shall end."""
+    until = time.monotonic() + period_s
+    has_got_on = False
+    while not task.wait(min(LOOK_S, period_s)):
+        show(task.progress.now())
+        if is_stopped():
+            task.progress.end()  # now: whoever sent the signal may not wait long
+            return False
+        has_got_on = has_got_on or task.has_got_on()
+        if has_got_on and time.monotonic() >= until:
+            return False
+    return True
 
-    def __init__(self, work: Callable[[Tick], str]) -> None:
-        self._work = work
-        self._text = ""
-        self._error: BaseException | None = None
-        self._got_on = threading.Event()
-        self._finished = threading.Event()
-        # A daemon: where the job ends for another reason, nothing waits for it.
-        self._thread = threading.Thread(target=self._run, name="hpczero-root", daemon=True)
-        self._thread.start()
 
-    def _run(self) -> None:
-        try:
-            self._text = self._work(self._got_on.set)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._finished.set()
-            self._got_on.set()
-
-    def has_finished(self, period_s: float) -> bool:
-        """Returns after ``period_s``, or when it has got on if that is later; at once when it has finished."""
-        self._finished.wait(period_s)
-        self._got_on.wait()
-        self._got_on.clear()
-        return self._finished.is_set()
-
-    def result(self) -> str:
-        """What the call returned; raises what it raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._text
+def _anywhere(topology: Topology, *mine: bool) -> tuple[bool, ...]:
+    """Whether each holds on any rank. Collective over world. See [Note: Sleeping]."""
+    found = np.empty(len(mine), dtype=np.int64)
+    request = topology.world.Iallreduce(np.array(mine, dtype=np.int64), found)  # a sum
+    sleep_s = LEAST_SLEEP_S
+    while not request.Test():
+        time.sleep(sleep_s)
+        sleep_s = min(2 * sleep_s, MOST_SLEEP_S)
+    return tuple(bool(count) for count in found)

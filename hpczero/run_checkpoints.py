@@ -22,7 +22,6 @@ from hpczero.checkpoint.lines import homes
 from hpczero.checkpoint.lock import Lock
 from hpczero.config import ResumeOptions, RunConfig
 from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError
-from hpczero.roomcheck import STATE_NBYTES
 from hpczero.runfolder import RunFolder
 from hpczero.stops import Wish
 from hpczero.weights import Weights
@@ -30,6 +29,7 @@ from hpczero.weights import Weights
 logger = logging.getLogger("hpczero.checkpoints")
 
 ASSUMED_NBYTES_PER_S = 1e9  # of a file system on which this job has not saved yet
+STATE_NBYTES = 12  # of a parameter, at any stage and precision: fp32 value and two moments
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,12 @@ class RunCheckpoints:
         own = bool(topology.broadcast_text(said))
         with topology.agreed("compare the checkpoint with the run"):
             resume.check(found, identity, self._config.train.steps, own=own)
-        self._tell(
-            f"going on from {found.path}: step {found.step}, saved by {found.world_size} rank(s)"
-        )
+        if found.imported:
+            self._tell(f"beginning at step {found.step} with the imported weights of {found.path}")
+        else:
+            self._tell(
+                f"going on from {found.path}: step {found.step}, saved by {found.world_size} rank(s)"
+            )
         results, records = (folder.weights, folder.plot), (folder.metrics, folder.config)
         if own:
             # Of steps that no checkpoint has, the model is all that is left.

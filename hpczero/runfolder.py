@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hpczero.checkpoint.folder import STALE_S, Folder
 from hpczero.checkpoint.format import step_of_folder
+from hpczero.checkpoint.places import CHECKPOINTS
 from hpczero.config import DEFAULT_RUN, RunConfig, RunOptions
 from hpczero.durable import remove, remove_left_over, sync, write_text
 from hpczero.errors import ConfigError
@@ -35,7 +36,7 @@ class RunFolder:
     @classmethod
     def of(cls, options: RunOptions) -> RunFolder:
         """The folder that a run writes to; it need not exist."""
-        return cls(Path(options.folder, options.name))
+        return cls(options.path)
 
     @property
     def config(self) -> Path:
@@ -65,7 +66,7 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         """Folder of checkpoints."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def has_checkpoints(self) -> bool:
@@ -76,6 +77,12 @@ class RunFolder:
     def holds_results(self) -> bool:
         """Whether there is something that took a run to make: checkpoints, final weights, or metrics."""
         return self._holds_saves or self._holds_metrics
+
+    @property
+    def holds_other_results(self) -> bool:
+        """Whether there is something that took a run to make, and is no checkpoint that counts."""
+        aside = any(self.checkpoints.glob("aside-*"))
+        return aside or self.weights.exists() or self._holds_metrics
 
     @property
     def _holds_saves(self) -> bool:
@@ -103,8 +110,11 @@ class RunFolder:
     def check(self) -> None:
         """Refuse a folder in which something else is where we read and write: a FIFO makes its reader wait for ever.
 
+        So is one with checkpoints in itself and no run: the run would not see them, and begin with random weights.
+
         Raises:
             ConfigError: says what is there.
+            CorruptCheckpoint: as ``Folder.candidates``.
         """
         files = (self.config, self.metrics, self.attempts, self.weights, self.plot)
         folders = (self.path, self.checkpoints, self.tensorboard)
@@ -115,6 +125,13 @@ class RunFolder:
                     raise ConfigError(
                         f"{path}: is {kind}, expected {expected}; move it away, or choose another --run.name"
                     )
+            beside = Folder(self.path).candidates()
+            if beside and not self._holds_saves:
+                raise ConfigError(
+                    f"{self.path}: holds {beside[0].name} itself, as an import or a program of your own has put it "
+                    f"there, and a run looks in {self.checkpoints} alone. To begin with it, give --resume.from "
+                    f"{beside[0]} and another --run.name; to begin without it, another --run.name"
+                )
 
     def go_on(self, config: RunConfig) -> None:
         """Write ``config`` into the folder of a run that is taken up again. On one rank only.
@@ -140,23 +157,9 @@ class RunFolder:
         Raises:
             ConfigError: an older run is there that may not be replaced, or the folder cannot be written.
         """
-        options = config.run
         with self.writing():
             self._make()
-        if self.holds_results and not options.overwrite:
-            what = (
-                "an earlier run"
-                if self.config.exists()
-                else "checkpoints, a model or metrics, and no config.toml"
-            )
-            raise ConfigError(
-                f"{self.path}: holds {what}; choose another --run.name, or replace it with --run.overwrite true"
-            )
-        if self.config.exists() and not (options.overwrite or options.name == DEFAULT_RUN):
-            raise ConfigError(
-                f"{self.path}: holds an earlier run; choose another --run.name, or replace it with "
-                "--run.overwrite true"
-            )
+        self.refuse_older(config.run)
         with self.writing():
             # First: without it, what a kill leaves here is taken for nobody's, and not gone on with.
             self.config.unlink(missing_ok=True)
@@ -180,6 +183,27 @@ class RunFolder:
             for entry in found:
                 remove(entry)
             self.write_config(config)
+
+    def refuse_older(self, options: RunOptions) -> None:
+        """Refuse to begin a run anew where an older one is that was not said to be replaced; nothing is changed.
+
+        Raises:
+            ConfigError: says what is there.
+        """
+        if self.holds_results and not options.overwrite:
+            what = (
+                "an earlier run"
+                if self.config.exists()
+                else "checkpoints, a model or metrics, and no config.toml"
+            )
+            raise ConfigError(
+                f"{self.path}: holds {what}; choose another --run.name, or replace it with --run.overwrite true"
+            )
+        if self.config.exists() and not (options.overwrite or options.name == DEFAULT_RUN):
+            raise ConfigError(
+                f"{self.path}: holds an earlier run; choose another --run.name, or replace it with "
+                "--run.overwrite true"
+            )
 
     def move_aside(self) -> RunFolder:
         """Give the folder, with all that is in it, a name with the date; returns it. On one rank only.

@@ -14,6 +14,7 @@ import tyro
 
 from hpczero.errors import ConfigError, run
 from hpczero.options import parse_command_line
+from hpczero.start import tell_start_aside
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,15 @@ class SampleOptions:
     """What to write, and from which weights.
 
     Attributes:
-        weights: folder of a run, or its model.safetensors.
+        weights: folder of a run, also of one that is not done or is running: its final weights or its newest sound
+            checkpoint; a folder of checkpoints; one of them; or a model.safetensors.
         prompt: text to continue; empty: the start of a document.
         tokens: how many tokens to add.
         temperature: 0: always the most likely token; 1: as the model says.
         top_k: choose among the k most likely tokens; 0: among all.
         seed: of the choices.
         stage: ZeRO stage; at 3 every rank holds its shard of the weights only.
+        token_file: token file that the run was trained on; needed where an earlier version saved the checkpoint.
     """
 
     weights: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
@@ -37,6 +40,7 @@ class SampleOptions:
     top_k: int = 50
     seed: int = 0
     stage: Literal[0, 1, 2, 3] = 3
+    token_file: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "temperature", "top_k", "seed"):
@@ -51,8 +55,9 @@ def main() -> int:
         SampleOptions,
         sys.argv[1:],
         prog="python -m hpczero.sample",
-        description="Generate text from the final weights of a training run, on any number of ranks.",
+        description="Generate text from the weights of a training run, on any number of ranks.",
     )
+    tell_start_aside("hpczero.sample")
     # Here and not at the top: this import starts torch and MPI, which --help and bad options must not do.
     from hpczero.generation import sample
 
@@ -64,6 +69,7 @@ def main() -> int:
         top_k=options.top_k or None,
         seed=options.seed,
         stage=options.stage,
+        token_file=options.token_file,
     )
     return 0
 

@@ -2,15 +2,20 @@
 
 Owns: which signals those are, and that they are noted. Must not know: MPI, torch, and what follows (``stops.py``).
 
-A handler sets a flag and nothing else: a signal comes in the middle of anything. Batch systems send SIGTERM before they
-kill, and SIGUSR1 where asked to (``sbatch --signal``), also while a rank still imports torch: unnoted, SIGUSR1 ends it.
+A handler sets a flag, and rank 0 says so with one system call: a signal comes in the middle of anything. Batch systems
+send SIGTERM before they kill, and SIGUSR1 where asked to (``sbatch --signal``), also while a rank still imports torch:
+unnoted, SIGUSR1 ends it.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
+
+from hpczero.errors import launcher_rank
 
 
 class Signals:
@@ -44,4 +49,8 @@ class Signals:
         return self._came
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self._came and launcher_rank() == 0:
+            text = f"[rank 0] asked to stop ({signal.Signals(number).name}): after this step\n"
+            with suppress(OSError):
+                os.write(2, text.encode())
         self._came = True

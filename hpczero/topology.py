@@ -111,7 +111,7 @@ class Topology:
         Raises:
             TopologyError: the ranks that were started do not see each other; and as ``create``.
         """
-        _check_launch(MPI.COMM_WORLD.size, Environment.read())
+        check_launch(MPI.COMM_WORLD.size, Environment.read())
         return cls.create(MPI.COMM_WORLD, nodes)
 
     @classmethod
@@ -229,7 +229,7 @@ class Topology:
             error = caught
         failed = np.array([error is not None], dtype=np.int64)
         is_foreign = not isinstance(error, HpcZeroError)
-        mine = None if error is None else (is_foreign, type(error).__name__, str(error))
+        mine = None if error is None else (is_foreign, _told_as(error), str(error))
         with self.watchdog.watch(f"the agreement of all ranks after {what!r}"):
             self.world.Allreduce(MPI.IN_PLACE, failed, op=MPI.MAX)
             if not failed[0]:
@@ -259,10 +259,14 @@ class Topology:
             self.world.Allgather(mine, found)
         return [float(v) for v in found]
 
+    def gather_text(self, text: str) -> list[str]:
+        """``text`` of every rank in rank order, on every rank. Collective over world."""
+        with self.watchdog.watch("Topology.gather_text"):
+            return [str(found) for found in self.world.allgather(text)]
+
     def hosts(self) -> list[str]:
         """Name of the host of every rank in rank order, on every rank. Collective over world."""
-        with self.watchdog.watch("Topology.hosts"):
-            return [str(name) for name in self.world.allgather(socket.gethostname())]
+        return self.gather_text(socket.gethostname())
 
     def broadcast_text(self, text: str, root: int = 0) -> str:
         """``text`` of rank ``root`` on every rank. Collective over world."""
@@ -281,8 +285,28 @@ class Topology:
         raise SystemExit(code)
 
 
-def _check_launch(size: int, environment: Environment) -> None:
+def _told_as(error: Exception) -> str:
+    """The name of its class; of one of ours that ``errors`` has not, that of the next above it which it has."""
+    for kind in type(error).__mro__:
+        if issubclass(kind, HpcZeroError) and getattr(errors, kind.__name__, None) is kind:
+            return str(kind.__name__)
+    return type(error).__name__
+
+
+def started_ranks() -> int:
+    """Ranks that MPI sees. Not collective."""
+    return MPI.COMM_WORLD.size
+
+
+def check_launch(size: int, environment: Environment) -> None:
     """Refuse ranks that each think they are alone: N equal runs would overwrite one another. Not collective.
+
+    Args:
+        size: ranks that MPI sees.
+        environment: of this process.
+
+    Raises:
+        TopologyError: the launcher says another number.
 
     Source: open-mpi/ompi#13523, mpi4py#155: srun with the wrong plugin starts N worlds of one rank, without a word.
     """

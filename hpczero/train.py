@@ -1,55 +1,53 @@
 """The training command: ``[mpirun -n 4] python -m hpczero.train [run.toml] [--section.key value ...]``.
 
-Owns: what can be refused before MPI and torch start. Must not know: the loop itself, which is ``loop.py``.
+Owns: the order of things until torch and MPI have started. Must not know: the loop itself, which is ``loop.py``; what
+is refused before it (``precheck.py``), and how a job ends then (``start.py``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import faulthandler
 import sys
 
 from hpczero.config import ModelOptions
 from hpczero.environment import Environment
-from hpczero.errors import ConfigError, run
+from hpczero.errors import ConfigError, launcher_rank, run
 from hpczero.models import PRESETS, GPTConfig
 from hpczero.options import read_run_config
 from hpczero.regularfile import shown
 from hpczero.signals import Signals
+from hpczero.start import end_before_mpi, meet_the_other_ranks_in_mpi_init, tell_start
 
 
 def main() -> int:
     """Train as the command line says. Collective over the world."""
     config = read_run_config(sys.argv[1:])
     model = model_config(config.model)
+    environment = Environment.read()
     with (
         Signals() as signals
     ):  # now: the imports below take seconds, in which SIGUSR1 would end the process
-        # Here and not at the top: these imports start torch and MPI, which --help and bad options must not do.
-        from hpczero.accelerator import choose_accelerator
+        path, level = config.run.path, config.log.level
+        tell_start("hpczero.train", environment.launched_ranks, results=path, level=level)
+        # Here and not at the top: the line above must not wait for NumPy, which this takes, nor the other ranks.
+        if launcher_rank() == 0:
+            from hpczero.precheck import mistake_of
 
+            mistake = mistake_of(config, model, environment)
+            code = None if mistake is None else end_before_mpi(mistake, environment)
+            if code is not None:
+                return code
+        # These start torch and MPI, which --help and bad options must not do.
+        from hpczero.accelerator import choose_accelerator
+        from hpczero.uncompiled import leave_out_compiler
+
+        leave_out_compiler()
         accelerator = choose_accelerator(config.parallel.device)  # before MPI binds to a device
-        meet_the_other_ranks_in_mpi_init(Environment.read().timeout_s)
+        meet_the_other_ranks_in_mpi_init(environment.timeout_s)
         from hpczero.loop import train
 
         return train(config, model, accelerator, signals)
-
-
-def meet_the_other_ranks_in_mpi_init(timeout_s: float) -> None:
-    """Start MPI. Where a rank never does, the others end here with their stacks, and so the job, instead of waiting.
-
-    The name is what a user reads in that stack: MPI_Init keeps the interpreter's lock, so only faulthandler's own timer
-    can still act, and it says nothing but the stack.
-
-    Args:
-        timeout_s: HPCZERO_TIMEOUT; 0 waits for ever.
-    """
-    if timeout_s:
-        faulthandler.dump_traceback_later(timeout_s, exit=True)
-    import hpczero.topology  # noqa: F401  (its import starts MPI)
-
-    faulthandler.cancel_dump_traceback_later()
 
 
 def model_config(options: ModelOptions) -> GPTConfig:
@@ -60,7 +58,9 @@ def model_config(options: ModelOptions) -> GPTConfig:
     """
     preset = PRESETS.get(options.preset)
     if preset is None:
-        close = difflib.get_close_matches(options.preset, PRESETS, n=3) or list(PRESETS)
+        begins = [name for name in PRESETS if options.preset.startswith(name)]
+        alike = difflib.get_close_matches(options.preset, PRESETS, n=3)
+        close = list(dict.fromkeys(begins + alike)) or list(PRESETS)
         raise ConfigError(
             f"model.preset: got {shown(options.preset)}, did you mean {', '.join(close)}?"
         )

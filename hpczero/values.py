@@ -1,6 +1,7 @@
 """What options and environment variables of ours have in common: values they may take, and how wrong ones are refused.
 
-Owns: the names of transports, the form of GxL, the text of a refusal. Must not know: options, variables, MPI, torch.
+Owns: the names of transports and algorithms, the form of GxL, the text of a refusal. Must not know: options, variables,
+MPI, torch.
 A program that only calls ``zeroify`` comes here and never loads the command line's library.
 """
 
@@ -13,6 +14,11 @@ from hpczero.errors import ConfigError
 from hpczero.regularfile import shown
 
 Transport = Literal["auto", "flat", "hierarchical", "window", "ipc"]
+# Of comm.algorithms, which needs torch; a test holds them against its classes.
+ALGORITHMS = {
+    "all_gather": ("library", "ring", "doubling", "pairwise"),
+    "reduce_scatter": ("library", "pairwise"),
+}
 
 
 def digits(text: str) -> int | None:
@@ -28,6 +34,34 @@ def require(satisfied: bool, option: str, got: object, expected: str) -> None:
     """
     if not satisfied:
         raise ConfigError(f"{option}: got {shown(got)}, expected {expected}")
+
+
+def check_algorithms(text: str) -> None:
+    """Refuse what says nothing about the algorithms between nodes.
+
+    Raises:
+        ConfigError: with what can be said.
+    """
+    if text not in ("auto", "measure", "default"):
+        named_algorithms(text)
+
+
+def named_algorithms(text: str) -> dict[str, str]:
+    """Algorithm by operation, of ``all_gather=ring,reduce_scatter=pairwise``; either may be left out.
+
+    Raises:
+        ConfigError: an operation or an algorithm that does not exist.
+    """
+    named = {}
+    for part in text.replace(",", " ").split():
+        operation, _, algorithm = part.partition("=")
+        if algorithm not in ALGORITHMS.get(operation, ()):
+            known = "; ".join(f"{op}={'|'.join(names)}" for op, names in ALGORITHMS.items())
+            raise ConfigError(
+                f"algorithms: got {part!r}, expected auto, measure, default, or some of {known}"
+            )
+        named[operation] = algorithm
+    return named
 
 
 def parse_nodes(text: str, world_size: int) -> list[int]:

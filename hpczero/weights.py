@@ -1,18 +1,20 @@
 """The final weights of a run: one safetensors file that says by itself which model and tokenizer it belongs to.
 
-Owns: the file. Must not know: MPI, shards; one rank writes whole tensors, any rank reads them one at a time, so that no
-reader needs memory for more than one parameter. (Sharded checkpoints, with optimizer state, are another thing.)
+Owns: the file, and what sampling asks of any weights (``WeightSource``). Must not know: MPI, shards; one rank writes
+whole tensors, any rank reads them one at a time, so that no reader needs memory for more than one parameter. (Sharded
+checkpoints, with optimizer state, are another thing: ``checkpointweights.py``.)
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,7 +30,47 @@ from hpczero.regularfile import check_regular, parse_json, reason
 
 logger = logging.getLogger("hpczero.weights")
 
+WEIGHTS_FILE = "model.safetensors"  # in the folder of a run
+
 _KEY = "hpczero"
+
+
+class WeightSource(Protocol):
+    """Weights of a GPT, read tensor by tensor. Not collective: each rank opens its own.
+
+    Attributes:
+        path: where they are.
+        model: sizes of the GPT.
+        tokenizer: text to tokens and back.
+        step: optimizer steps done.
+        fingerprint: another one for other weights, as far as is known without reading them.
+    """
+
+    path: Path
+    model: GPTConfig
+    tokenizer: Tokenizer
+    step: int
+    fingerprint: str
+
+    def check(self, part: int, parts: int) -> None:
+        """Hold one of ``parts`` parts of the values against their digests, where they have any.
+
+        Raises:
+            CheckpointError: they are damaged.
+        """
+        ...
+
+    def read_into(self, name: str, tensor: Tensor) -> None:
+        """Fill one whole parameter in place, checked; what ``zeroify(initialize=...)`` calls.
+
+        Raises:
+            CheckpointError: the parameter is not there, has another shape, or is damaged.
+        """
+        ...
+
+    def close(self) -> None:
+        """Nothing can be read any more."""
+        ...
 
 
 def write_weights(
@@ -94,13 +136,32 @@ def _open(path: Path) -> Any:  # Any: the library ships no types
     return safe_open(path, framework="pt", device="cpu")
 
 
+def step_of_weights(path: Path) -> int | None:
+    """Of the weights file ``path``; None where nobody can tell."""
+    try:
+        check_regular(path)
+        return int(parse_json(_open(path).metadata()[_KEY])["step"])
+    except (
+        OSError,
+        SafetensorError,
+        LookupError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        MemoryError,
+    ):
+        return None
+
+
 class Weights:
     """A weights file open for reading, tensor by tensor. Not collective: each rank opens its own.
 
     Attributes:
+        path: of the file.
         model: sizes of the GPT.
         tokenizer: text to tokens and back.
         step: optimizer steps done.
+        fingerprint: as in ``WeightSource``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -110,7 +171,7 @@ class Weights:
             ConfigError: there is no such file.
             CheckpointError: it is damaged, or not one of ours.
         """
-        self.path = path / "model.safetensors" if os.path.isdir(path) else path
+        self.path = path / WEIGHTS_FILE if os.path.isdir(path) else path
         try:
             check_regular(self.path)
         except FileNotFoundError as error:
@@ -124,6 +185,7 @@ class Weights:
             metadata = self._file.metadata() or {}
             self._digests = Digests.of(metadata, self._file.keys())
             card = parse_json(metadata[_KEY])
+            self.fingerprint = hashlib.sha256(repr(sorted(metadata.items())).encode()).hexdigest()
             self.model = GPTConfig(**card["model"])
             self.tokenizer = from_json(card["tokenizer"])
             self.step = int(card["step"])
@@ -148,14 +210,27 @@ class Weights:
                 self.path,
             )
 
-    def read_into(self, name: str, tensor: Tensor) -> None:
-        """Fill one whole parameter in place; what ``zeroify(initialize=...)`` calls.
+    def check(self, part: int, parts: int) -> None:
+        """As ``WeightSource``."""
+        for name in sorted(self._file.keys())[part::parts]:
+            self._read(name)
 
-        Raises:
-            CheckpointError: the parameter is not there, has another shape, or is damaged.
-        """
+    def close(self) -> None:
+        """As ``WeightSource``."""
+        self._file = None
+
+    def read_into(self, name: str, tensor: Tensor) -> None:
+        """As ``WeightSource``."""
+        found = self._read(name)
+        if found.shape != tensor.shape:
+            raise CheckpointError(
+                f"{self.path}: parameter {name!r} is {tuple(found.shape)}, expected {tuple(tensor.shape)}"
+            )
+        tensor.copy_(found)
+
+    def _read(self, name: str) -> Tensor:
         try:
-            found = self._file.get_tensor(name)
+            found: Tensor = self._file.get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(
                 f"{self.path}: parameter {name!r} cannot be read: {error}"
@@ -165,8 +240,4 @@ class Weights:
                 self._digests.check(name, _digest(found))
             except ValueError as error:
                 raise CheckpointError(f"{self.path}: damaged: {error}") from error
-        if found.shape != tensor.shape:
-            raise CheckpointError(
-                f"{self.path}: parameter {name!r} is {tuple(found.shape)}, expected {tuple(tensor.shape)}"
-            )
-        tensor.copy_(found)
+        return found

@@ -19,20 +19,21 @@ from torch.optim import Optimizer
 
 from hpczero.accelerator import Accelerator, accelerator_of, choose_accelerator
 from hpczero.buffers import persistent_buffers
-from hpczero.comm import Collectives, check_algorithms, check_transport_name, choose
+from hpczero.comm import Collectives, check_transport_name, choose
 from hpczero.device import DTYPES
 from hpczero.environment import Environment
-from hpczero.errors import PlanError
+from hpczero.errors import PlanError, explain_exhaustion
 from hpczero.heap import keep_freed_memory
 from hpczero.optimizers import check_optimizer, describe_options, group_of_parameters
 from hpczero.plan import Plan, Stage
-from hpczero.plan.plan import UnitRule
+from hpczero.plan.plan import ADAM_STATE_BYTES, UnitRule
 from hpczero.plan.rules import default_rule
 from hpczero.precision import Precision
 from hpczero.refusals import check_gradients, check_modules
 from hpczero.sharded_model import KEY, Sharding
 from hpczero.topology import Topology
 from hpczero.unit import Unit
+from hpczero.values import check_algorithms
 
 Initializer = Callable[[str, Tensor], None]
 
@@ -82,7 +83,7 @@ def zeroify(
 
     Raises:
         ConfigError: unknown stage or precision.
-        PlanError: the model or the optimizer cannot be sharded; the same on every rank.
+        PlanError: the model or the optimizer cannot be sharded, or is none; the same on every rank.
 
     Source: Rajbhandari et al., ZeRO, SC20, sec. 5.
     """
@@ -90,6 +91,7 @@ def zeroify(
     owns_topology = topology is None and given is None
     topology = topology or (given.topology if given else Topology.of_world())
     with topology.agreed("plan the model"):
+        _check_arguments(model, optimizer)
         environment = Environment.read()
         precision = Precision.of(precision)
         stage = Stage.of(stage)
@@ -118,6 +120,7 @@ def zeroify(
             groups=groups,
         )
     _check_equal_plans(plan, model, optimizer, topology)
+    explain_exhaustion(_need(plan, topology, trains=optimizer is not None))
     collectives = given or choose(
         topology,
         environment.transport if name == "auto" else name,
@@ -192,6 +195,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 # --- setting up ------------------------------------------------------------------------------------------------------
 
 
+def _check_arguments(model: object, optimizer: object) -> None:
+    """Refuse what is no model and no optimizer; exchanged, they are told as that."""
+    found = f"zeroify(model, optimizer): got {type(model).__name__} and {type(optimizer).__name__}"
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"{found}, expected a torch.nn.Module and a torch optimizer, in this order")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise PlanError(
+            f"{found}, expected a torch.optim.Optimizer, or None for a model that is not trained"
+        )
+
+
 def _accelerator(model: nn.Module, device: str | Accelerator | None) -> Accelerator:
     if isinstance(device, Accelerator):
         return device
@@ -252,6 +266,19 @@ def _check_fresh(
             f"parameter {name!r} is on {found}, expected the CPU or {accelerator.device}; move the whole model to one "
             "device first"
         )
+
+
+def _need(plan: Plan, topology: Topology, *, trains: bool) -> str:
+    """What the plan takes, for a program whose memory runs out; without what its transport lets ranks share."""
+    memory = plan.memory(optimizer_bytes=ADAM_STATE_BYTES if trains else 0)
+    held, buffers = memory.states / 1e9, (memory.unsharded + memory.exchange) / 1e9
+    return (
+        f"{plan.numel:,} parameters at stage {int(plan.stage)} on {topology.size} rank(s) take {held:,.2f} GB per rank "
+        f"with Adam, {buffers:,.2f} GB of buffers in a step, and the activations of the model; take a higher stage, "
+        "more ranks on more nodes or smaller batches: `python -m hpczero.plan --memory GB_OF_A_RANK --ranks "
+        f"{topology.size} --ranks-per-node {topology.local_size} --precision {plan.precision.param} --layers ... "
+        "--hidden ...` says what fits"
+    )
 
 
 def _check_transport(collectives: Collectives, topology: Topology, precision: Precision) -> None:

@@ -29,7 +29,7 @@ from hpczero.options import parse_command_line
 from scaling.checkpoint_report import draw, text
 from scaling.contenders import find_entry
 from scaling.crew import Crew
-from scaling.record import ROOT, Recorder, Row, circumstances, machine_name
+from scaling.record import HOME, Recorder, Row, circumstances, machine_name
 from scaling.workload import WORKLOADS, Workload
 
 BYTES_PER_PARAMETER = 12  # fp32 master and both moments of Adam
@@ -87,7 +87,7 @@ def main() -> int:
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # through the crews' ends
-    folder = ROOT / (options.results or "scaling/results") / machine_name()
+    folder = HOME / (options.results or "scaling/results") / machine_name()
     path = folder / f"checkpoint-{options.what.name}.jsonl"
     with Recorder(path) as recorder:
         for row in measure(options):
@@ -162,7 +162,7 @@ class Disk:
     """Where the files go; nothing of them stays."""
 
     def __init__(self, stack: contextlib.ExitStack, options: Options) -> None:
-        parent = ROOT / (options.folder or "runs")
+        parent = HOME / (options.folder or "runs")
         parent.mkdir(parents=True, exist_ok=True)
         made = tempfile.TemporaryDirectory(prefix="checkpoint-speed-", dir=parent)
         self._path = Path(stack.enter_context(made))

@@ -155,7 +155,8 @@ def draw(rows: list[Row], path: Path) -> None:
         {axis: _lines(lines) for axis, lines in panels.items()},
         path,
         title=f"{head['placement']}{label}, {head['mpi']}\n{where_and_when(head)}",
-        x="bytes of one rank's shard",
+        x="one rank's shard",
+        show_x=lambda nbytes: _size(round(nbytes)),
         y="ms, median",
     )
 
@@ -163,10 +164,13 @@ def draw(rows: list[Row], path: Path) -> None:
 def _lines(points: Mapping[str, Mapping[float, float]]) -> list[Line]:
     def style(name: str) -> str:
         if name == "bound":
-            return "k:"
+            return ":"
         return {"flat": "--", "wind": "-", "hier": "-."}.get(name[:4], ":")
 
-    return [Line(name, dict(values), style(name)) for name, values in points.items()]
+    return [
+        Line(name, dict(values), style(name), reference=name == "bound")
+        for name, values in points.items()
+    ]
 
 
 def _size(nbytes: int) -> str:

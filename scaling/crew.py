@@ -22,7 +22,7 @@ from typing import Any
 
 from hpczero.errors import ConfigError, HpcZeroError
 from scaling.contenders import Entry
-from scaling.record import ROOT
+from scaling.record import LAUNCH, ROOT
 from scaling.workload import Workload
 
 PEERS_PYTHON = ROOT / ".venv" / "peers" / "bin" / "python"
@@ -110,7 +110,7 @@ class Crew:
         command = ["-m", self._program, json.dumps(order)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if self.entry.start == "mpi":
-            launcher = [str(ROOT / "install" / "launch.sh"), str(self._size)]
+            launcher = [str(LAUNCH), str(self._size)]
             self._spawn([*launcher, sys.executable, *command], environment)
             return
         environment |= {

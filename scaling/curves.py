@@ -84,7 +84,7 @@ class Measured:
 
     @cached_property
     def predicted_ms(self) -> float | None:
-        """By `scaling.model`, from what the ranks themselves measured and for the transport they ran over.
+        """By `hpczero.predict.model`, from what the ranks themselves measured and for the transport they ran over.
 
         None where they measured no links (several nodes), no such kernels (a device, other precisions than fp32), or
         the model knows no such transport.

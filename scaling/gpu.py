@@ -25,7 +25,17 @@ import tyro
 from hpczero.errors import ConfigError, run
 from hpczero.options import parse_command_line
 from scaling.gpu_goals import report
-from scaling.record import LEFT, ROOT, Recorder, Row, circumstances, machine_name, slug
+from scaling.record import (
+    HOME,
+    LAUNCH,
+    LEFT,
+    ROOT,
+    Recorder,
+    Row,
+    circumstances,
+    machine_name,
+    slug,
+)
 
 ALL_S = 450.0
 GRACE_S = 5.0
@@ -87,7 +97,7 @@ def main() -> int:
         default=Options(),
     )
     name = "gpu-twin" if options.twin else "gpu"
-    path = ROOT / (options.results or "scaling/results") / _machine(options) / f"{name}.jsonl"
+    path = HOME / (options.results or "scaling/results") / _machine(options) / f"{name}.jsonl"
     with Recorder(path) as recorder:
         recorder.write("run", {**circumstances(), "twin": bool(options.twin)})
         for kind, row in results(options):
@@ -143,7 +153,7 @@ def launcher(ranks: int) -> list[str]:
     """What comes before a command to start it on ``ranks`` ranks: nothing for one, which is a world by itself."""
     if ranks == 1 and not os.environ.get("HPCZERO_LAUNCH"):
         return []
-    return ["bash", str(ROOT / "install" / "launch.sh"), str(ranks)]
+    return ["bash", str(LAUNCH), str(ranks)]
 
 
 def job(

@@ -1,4 +1,4 @@
-"""This host as a machine of `scaling.model`, from what it measured of itself.
+"""This host as a machine of `hpczero.predict.model`, from what it measured of itself.
 
 Owns: which measurement stands for which number of a machine. Must not know: how anything was measured, torch, MPI.
 """
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 from hpczero.models.config import GPTConfig
-from scaling.machine import Machine
-from scaling.model import Prediction, predict
+from hpczero.predict.machine import Machine
+from hpczero.predict.model import Prediction, predict
+from hpczero.predict.work import Job
 from scaling.probe import Measured
 from scaling.record import cores, machine_name
-from scaling.work import Job
 
 Known = Literal["flat", "hierarchical", "window"]
 # How ``Collectives.describe`` begins on one node, and which transport of the model that is.

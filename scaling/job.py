@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hpczero.topology import Topology
-from scaling.record import ROOT, Recorder, Row, machine_name
+from scaling.record import HOME, Recorder, Row, machine_name
 
 
 def seconds(topology: Topology, call: Callable[[], object]) -> float:
@@ -60,7 +60,7 @@ def record(
         for _ in rows:
             pass
         return
-    path = ROOT / (results or "scaling/results") / machine_name() / f"{name}.jsonl"
+    path = HOME / (results or "scaling/results") / machine_name() / f"{name}.jsonl"
     with Recorder(path) as recorder:
         for row in rows:
             recorder.write(row.pop("kind"), row)

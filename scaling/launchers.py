@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpczero.errors import ConfigError, HpcZeroError
-from scaling.record import ROOT
+from scaling.record import HOME, LAUNCH, ROOT, SCRIPTS
 
-POINT_SCRIPT = ROOT / "slurm" / "point.sh"
+POINT_SCRIPT = SCRIPTS / "slurm" / "point.sh"
 TAIL_LINES = 15
 
 
@@ -52,7 +52,7 @@ class Local:
             environment["OMP_NUM_THREADS"] = str(threads)
         if nodes > 1:
             environment["HPCZERO_FAKE_NODES"] = f"{nodes}x{ranks // nodes}"
-        launch = [str(ROOT / "install" / "launch.sh"), str(ranks), sys.executable]
+        launch = [str(LAUNCH), str(ranks), sys.executable]
         with tempfile.TemporaryFile("w+") as said:
             process = subprocess.Popen(
                 [*launch, *arguments],
@@ -128,7 +128,7 @@ class Slurm:
             command.append(f"--dependency=afterany:{':'.join(after)}")
         command += [*self.options, str(POINT_SCRIPT), "python", *arguments]
         self.logs.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=HOME, capture_output=True, text=True, check=False)
         number = re.match(r"\d+", done.stdout.strip())
         if done.returncode != 0 or number is None:
             raise HpcZeroError(

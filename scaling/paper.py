@@ -1,7 +1,7 @@
 """The runs of the ZeRO paper as this model sees them: why 60 B scale better than linearly from 64 to 400 GPUs.
 
 Owns: the published configurations and figures, the one calibration, the comparison. Must not know: any formula of time
-(`scaling.model`) or of memory (`hpczero.plan.sizing`).
+(`hpczero.predict.model`) or of memory (`hpczero.plan.sizing`).
 
 More ranks hold less state each (sec. 5), so a larger batch fits, and what a step costs whatever the batch (gathering
 parameters, reducing gradients, the update) is spread over more samples. The batch follows from the paper's own memory
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from hpczero.models.config import GPTConfig, parameter_count
 from hpczero.models.presets import PRESETS
 from hpczero.plan.sizing import ideal_activation_numel, ideal_state_nbytes
-from scaling.machine import Machine, load_machine
-from scaling.model import Prediction, predict
-from scaling.work import Job
+from hpczero.predict.machine import Machine, load_machine
+from hpczero.predict.model import Prediction, predict
+from hpczero.predict.work import Job
 
 MACHINE = "dgx-2-v100"
 STAGE = 2
@@ -65,7 +65,7 @@ class Run:
         return self.ranks // self.model_parallel
 
     def job(self, machine: Machine) -> Job:
-        """For `scaling.model`."""
+        """For `hpczero.predict.model`."""
         return Job(
             model=self.model,
             machine=machine,

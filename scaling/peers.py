@@ -31,7 +31,7 @@ from scaling.crew import PEERS_PYTHON, Crew
 from scaling.groups import make_groups
 from scaling.memory import available_nbytes
 from scaling.peers_report import draw, text
-from scaling.record import ROOT, Recorder, Row, circumstances, machine_name
+from scaling.record import HOME, Recorder, Row, circumstances, machine_name
 from scaling.workload import WORKLOADS, Workload
 
 ANCHORS = (FLOOR, "hpczero-3", "ddp", "fsdp2")
@@ -99,7 +99,7 @@ class Options:
     def folder(self) -> Path:
         """Where this machine's results go."""
         parent = self.results or ("runs/scaling" if self.quick else "scaling/results")
-        return ROOT / parent / machine_name()
+        return HOME / parent / machine_name()
 
 
 def main() -> int:

@@ -1,16 +1,34 @@
 """Plots of measurements, written without a display.
 
-Owns: how bars and lines look. Must not know: what was measured.
+Owns: how bars and lines look. Must not know: what was measured. matplotlib takes a second to import, which only a
+program that draws should pay: not one that is asked for ``--help``, nor one that measures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+# Okabe and Ito: told apart by everybody; black is for what is no result.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f4f24")
+MARKERS = "os^Dvp*"
+
+
+def new_figure(width: float, height: float, *, dpi: int = 120) -> Figure:
+    """An empty figure of so many inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 @dataclass(frozen=True)
@@ -47,8 +65,7 @@ def draw_bars(
         wanted: where bars should end: the least, the best and the most; drawn as a band with a line.
     """
     most = max(len(bars) for bars in panels.values())
-    figure = Figure(figsize=(6 * len(panels), 1.5 + 0.35 * most), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(6 * len(panels), 1.5 + 0.35 * most)
     figure.suptitle(title, fontsize="medium")
     for place, (axis, bars) in enumerate(panels.items()):
         axes = figure.add_subplot(1, len(panels), place + 1)
@@ -75,16 +92,18 @@ class Line:
     """One line.
 
     Attributes:
-        label: in the legend.
+        label: in the legend; lines of one label look alike in every panel.
         points: y by x, both above 0.
-        style: as matplotlib writes it, such as ``k:``.
+        style: dashes as matplotlib writes them, such as ``:``.
         joined: whether there is a line between the points.
+        reference: a bound or an ideal, no result: black, without markers.
     """
 
     label: str
     points: Mapping[float, float]
     style: str = "-"
     joined: bool = True
+    reference: bool = False
 
 
 def draw_lines(
@@ -94,6 +113,8 @@ def draw_lines(
     title: str,
     x: str,
     y: str | Mapping[str, str],
+    from_zero: Collection[str] = (),
+    show_x: Callable[[float], str] = "{:,.0f}".format,
 ) -> None:
     """Lines over logarithmic axes, one panel beside the other, to ``path`` (PNG or SVG).
 
@@ -103,23 +124,59 @@ def draw_lines(
         title: above all.
         x: name and unit of the horizontal axes.
         y: of the vertical ones; of each panel, if they differ.
+        from_zero: panels whose vertical axis is linear and begins at 0.
+        show_x: how a value of x is written below its axis.
     """
-    figure = Figure(figsize=(7 * len(panels), 5.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    from matplotlib.ticker import (
+        FixedLocator,
+        FuncFormatter,
+        LogLocator,
+        NullFormatter,
+        NullLocator,
+    )
+
+    figure = new_figure(7 * len(panels), 6)
     figure.suptitle(title, fontsize="medium")
+    results = [line.label for lines in panels.values() for line in lines if not line.reference]
+    looks = dict(zip(dict.fromkeys(results), distinct(), strict=False))
+    shown: dict[str, Line2D] = {}
     for place, (name, lines) in enumerate(panels.items()):
         axes = figure.add_subplot(1, len(panels), place + 1)
         for line in lines:
             xs = sorted(line.points)
             ys = [line.points[x] for x in xs]
-            (drawn,) = axes.plot(xs, ys, line.style, marker=".", label=line.label)
-            if not line.joined:
-                drawn.set_linestyle("none")
+            colour, marker = ("black", "") if line.reference else looks[line.label]
+            style = line.style if line.joined else ""
+            (drawn,) = axes.plot(xs, ys, markersize=6, color=colour, marker=marker, linestyle=style)
+            shown.setdefault(line.label, drawn)
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        axes.xaxis.set_major_locator(
+            FixedLocator(sorted({x for line in lines for x in line.points}))
+        )
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_x(value)))
+        if name in from_zero:
+            axes.set_ylim(bottom=0.0, top=1.1 * axes.get_ylim()[1])
+        else:
+            axes.set_yscale("log")
+            few = (
+                axes.get_ylim()[1] < 20 * axes.get_ylim()[0]
+            )  # powers of ten alone would be too few
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axes.set_title(name, fontsize="medium")
         axes.set_xlabel(x)
         axes.set_ylabel(y if isinstance(y, str) else y[name])
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+    figure.legend(
+        shown.values(), shown.keys(), loc="outside lower center", ncols=4, fontsize="small"
+    )
     figure.savefig(path)
+
+
+def distinct() -> Iterator[tuple[str, str]]:
+    """Pairs of colour and marker without end, no two alike before all are used; neighbours differ in both."""
+    for turn in itertools.count():
+        for number, colour in enumerate(COLOURS):
+            yield colour, MARKERS[(number + turn) % len(MARKERS)]

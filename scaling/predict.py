@@ -22,11 +22,11 @@ import tyro
 
 from hpczero.errors import ConfigError, run
 from hpczero.options import parse_command_line
-from scaling.machine import Machine, load_machine, machine_names
-from scaling.model import Prediction, largest_micro_batch, predict
-from scaling.record import ROOT, Recorder, cores, machine_name
+from hpczero.predict.machine import Machine, load_machine, machine_names
+from hpczero.predict.model import Prediction, largest_micro_batch, predict
+from hpczero.predict.work import Job
+from scaling.record import HOME, Recorder, cores, machine_name
 from scaling.study import find_model
-from scaling.work import Job
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Options:
     """What to predict.
 
     Attributes:
-        machine: a file in scaling/machines, a path to one like it, or host, which is measured first.
+        machine: a file in hpczero/predict/machines, a path to one like it, or host, which is measured first.
         model: a preset such as gpt-60b, or a workload such as gpt-8x512.
         ranks: numbers of ranks; efficiency is relative to the first.
         stage: of ZeRO.
@@ -118,7 +118,7 @@ def main() -> int:
     batch = "fixed global batch" if options.global_batch else "fixed batch per rank or the largest"
     sys.stdout.write(
         f"{options.model} on {job.machine.title}, {job.precision}, {job.transport}; {batch}. A prediction, "
-        f"nothing was run; assumptions: scaling/model.py.\n\n{forecast_table(found)}"
+        f"nothing was run; assumptions: hpczero/predict/model.py.\n\n{forecast_table(found)}"
     )
     if options.sources:
         lines = (f"- {name}: {source}\n" for name, source in job.machine.sources.items())
@@ -184,7 +184,7 @@ def job_of(options: Options, ranks: int) -> Job:
         machine = host_machine(kernels, ranks)
         transport = "window" if ranks > 1 else "flat"  # what ``auto`` takes on one node
     else:
-        machine = load_machine(options.machine)
+        machine = load_machine(options.machine, others=["host"])
     return Job(
         model=find_model(options.model),
         machine=machine,
@@ -221,7 +221,7 @@ def check(options: Options) -> int:
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # through the crews' ends
     ranks = [size for size in (1, 2) if size <= cores()]
-    path = ROOT / (options.results or "runs/scaling") / machine_name() / "predict-host.jsonl"
+    path = HOME / (options.results or "runs/scaling") / machine_name() / "predict-host.jsonl"
     with Recorder(path) as recorder:
         found = measure(
             options.workloads, ranks, (0, 3), rounds=options.rounds, steps=options.steps

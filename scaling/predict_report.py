@@ -6,13 +6,14 @@ Owns: tables and plots. Must not know: how anything was predicted or measured. R
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 
+from hpczero.predict.model import Prediction
 from scaling.curves import BUSY_SHARE
-from scaling.model import Prediction
 from scaling.paper import ANCHOR_TFLOPS, FIGURE_3, Comparison
 from scaling.plot import Bar, Line, draw_bars, draw_lines
-from scaling.record import Row, of_kind, where_and_when
+from scaling.record import Row, commit, of_kind, where_and_when
 from scaling.spread import Spread
 from scaling.table import table, with_spread
 
@@ -58,10 +59,21 @@ def draw_forecast(found: Sequence[tuple[Prediction, int, bool]], path: Path, *, 
     ideal = {float(n): first.tflops * n for n in ranks}
     panels = {
         "of one rank": [Line("predicted", {float(n): p.tflops for n, p in ranks.items()})],
-        "of all ranks": [Line("predicted", whole), Line("ideal", ideal, "k:")],
+        "of all ranks": [Line("predicted", whole), Line("ideal", ideal, ":", reference=True)],
     }
-    said = f"PREDICTION, nothing was run. {title}"
-    draw_lines(panels, path, title=said, x="ranks", y="model TFLOP/s")
+    draw_lines(
+        panels,
+        path,
+        title=f"PREDICTION, nothing was run. {title}\n{_by_what()}",
+        x="ranks",
+        y="model TFLOP/s",
+        from_zero=["of one rank"],
+    )
+
+
+def _by_what() -> str:
+    """Whose prediction it is: the model's of this day."""
+    return f"model of commit {commit()}, {date.today()}"
 
 
 def draw_paper(curve: Sequence[Comparison], path: Path) -> None:
@@ -73,16 +85,17 @@ def draw_paper(curve: Sequence[Comparison], path: Path) -> None:
         float(c.run.ranks): c.prediction.tokens_per_s / base.prediction.tokens_per_s for c in curve
     }
     ideal = {float(c.run.ranks): c.run.ranks / base.run.ranks for c in curve}
+    ours = "predicted; calibrated at 400"
     panels = {
         "each GPU": [
-            Line("predicted; calibrated at 400", predicted),
-            Line("read off figure 3: unverified", published, "C1", joined=False),
+            Line(ours, predicted),
+            Line("read off figure 3: unverified", published, joined=False),
         ],
-        "all GPUs": [Line("predicted", speed_up), Line("linear", ideal, "k:")],
+        "all GPUs": [Line(ours, speed_up), Line("linear", ideal, ":", reference=True)],
     }
     names = {"each GPU": "model TFLOP/s of one GPU", "all GPUs": "speed-up over 64 GPUs"}
-    title = "60 B of the ZeRO paper on 64 to 400 V100: predicted"
-    draw_lines(panels, path, title=title, x="GPUs", y=names)
+    title = f"60 B of the ZeRO paper on 64 to 400 V100: PREDICTION, nothing was run\n{_by_what()}"
+    draw_lines(panels, path, title=title, x="GPUs", y=names, from_zero=["each GPU"])
 
 
 def paper_text(curve: Sequence[Comparison], others: Sequence[Comparison], efficiency: float) -> str:

@@ -1,4 +1,4 @@
-"""What this host computes and moves per second, measured in a few seconds: kernels for `scaling.model`.
+"""What this host computes and moves per second, measured in a few seconds: kernels for `hpczero.predict.model`.
 
 Owns: the pieces of work, and how their times are turned into those of others. Must not know: the models that are
 predicted; the sizes here are the same for all. All ranks of a job probe at once, as they will compute at once: cores

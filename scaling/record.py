@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import subprocess
+import sysconfig
 from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime, timezone
 from importlib import metadata
@@ -17,7 +18,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]  # of the code: a checkout, or where pip has put it
+IS_CHECKOUT = (ROOT / "install" / "launch.sh").is_file()
+HOME = ROOT if IS_CHECKOUT else Path.cwd()  # relative names of results begin here
+SCRIPTS = ROOT if IS_CHECKOUT else Path(sysconfig.get_path("data"), "share", "hpczero")
+LAUNCH = SCRIPTS / "install" / "launch.sh"
 CHANGED, UNKNOWN = "+changes", "unknown"  # see `commit`
 
 Row = dict[str, Any]  # Any: JSON; each kind of row has its own names
@@ -129,6 +134,8 @@ def cores() -> int:
 
 def commit() -> str:
     """Commit of the working tree, with ``+changes`` if it differs; ``unknown`` outside a checkout."""
+    if not IS_CHECKOUT:  # git would answer for whatever repository the environment may lie in
+        return UNKNOWN
 
     def git(*args: str) -> str:
         command = ["git", *args]

@@ -20,12 +20,13 @@ from scaling import (
     gpu_goals,
     peers_report,
     predict_report,
+    start_report,
     sweep_plots,
     sweep_report,
     transports_report,
 )
 from scaling.page import Report, page
-from scaling.record import ROOT, Row, commit, of_kind, parse_rows
+from scaling.record import HOME, Row, commit, of_kind, parse_rows
 from scaling.rows import is_sound
 
 
@@ -50,6 +51,7 @@ TEXT: dict[str, Callable[[list[Row]], str]] = {
     "gpu": gpu_text,
     "peers": peers_report.text,
     "predict": predict_report.text,
+    "start": start_report.text,
     "sweep": sweep_report.text,
     "transports": transports_report.text,
 }
@@ -59,6 +61,7 @@ DRAW: dict[str, Callable[[list[Row], Path], None]] = {
     "gpu": draw_nothing,
     "peers": peers_report.draw,
     "predict": predict_report.draw,
+    "start": draw_nothing,
     "sweep": sweep_plots.draw,
     "transports": transports_report.draw,
 }
@@ -103,7 +106,7 @@ def main() -> int:
             found.update(dict.fromkeys(results_in(Path(name))))
         except ConfigError as error:  # what else was given is still worth showing
             problems.append(error)
-    for path in found if options.files else sorted((ROOT / "scaling/results").rglob("*.jsonl")):
+    for path in found if options.files else sorted((HOME / "scaling/results").rglob("*.jsonl")):
         try:
             reports.append(show(path))
         except ConfigError as error:
@@ -134,8 +137,9 @@ def results_in(path: Path) -> list[Path]:
     found = sorted(file for file in path.rglob("*.jsonl") if file.stem.split("-")[0] in TEXT)
     if not found:
         raise ConfigError(
-            f"{path}: holds no results, expected files such as sweep-weak.jsonl; a study that has not been collected "
-            "yet is, by its own command with --collect"
+            f"{path}: holds no results of the measuring commands (python -m scaling....), expected files such as "
+            "sweep-weak.jsonl; give the folder that such a command wrote. Points of a study by sbatch are there once "
+            "its command has been typed again with --collect"
         )
     return found
 

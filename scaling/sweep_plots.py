@@ -8,12 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+from typing import TYPE_CHECKING, Any
 
 from scaling.curves import (
     PARTS,
@@ -27,20 +22,15 @@ from scaling.curves import (
     parity_groups,
 )
 from scaling.jobs import Ratio
+from scaling.plot import COLOURS, distinct, new_figure
 from scaling.record import Row, of_kind
 from scaling.study import Point
 from scaling.sweep_report import CHECKPOINT, MIB, bars_are_intervals
 
-COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-    "#000000",
-)  # Okabe and Ito
-MARKERS = "os^Dvp*"
+if TYPE_CHECKING:  # see scaling.plot
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -61,10 +51,10 @@ def scaling_figure(rows: list[Row]) -> Figure:
         name = "ideal" if len(bases) == 1 else f"ideal, N0 = {base}"
         up.plot(beyond, [r / base for r in beyond], color=shade, linestyle="--", label=name)
     efficiency.axhline(100.0, color="0.5", linestyle="--", label="ideal")
-    for number, curve in enumerate(found):
+    for number, (curve, (colour, marker)) in enumerate(zip(found, distinct(), strict=False)):
         style: dict[str, Any] = {  # Any: keywords of matplotlib
-            "color": COLOURS[number % len(COLOURS)],
-            "marker": MARKERS[number % len(MARKERS)],
+            "color": colour,
+            "marker": marker,
             "label": f"{curve.name}, N0 = {curve.base_ranks}",
         }
         shift = 2 ** (0.03 * (number - (len(found) - 1) / 2))  # so that bars do not hide each other
@@ -82,7 +72,7 @@ def scaling_figure(rows: list[Row]) -> Figure:
         axes.set_xscale("log", base=2)
         axes.set_xlabel("ranks")
         _plain_ticks(axes, ranks)
-    up.yaxis.set_major_formatter(ScalarFormatter())
+    _plain_numbers(up.yaxis)
     handles, names = up.get_legend_handles_labels()
     said = "95 % intervals" if bars_are_intervals(rows) else "ranges, where too few jobs for 95 %"
     legend = {"title": f"bars: {said}", "title_fontsize": "small", "fontsize": "small"}
@@ -135,18 +125,18 @@ def memory_figure(rows: list[Row]) -> Figure:
 def losses_figure(rows: list[Row]) -> Figure:
     """Losses of all points, and how far those on the same samples are apart."""
     figure, (losses, apart) = _figure(rows, 2, width=12, height=4.8)
-    number = 0
+    looks = distinct()
     for members in parity_groups(rows).values():
         for row in members:
             point = Point.of_json(row["point"])
-            colour = COLOURS[number % len(COLOURS)]
+            colour, marker = next(looks)
             label = f"{point.model}, stage {point.stage}, {point.ranks} rank(s), global batch {point.global_batch}"
-            steps = range(1, len(row["losses"]) + 1)
-            losses.plot(steps, row["losses"], label=label, color=colour, linewidth=1.2)
+            style: dict[str, Any] = {"color": colour, "marker": marker, "linewidth": 1.2}
+            style |= {"markersize": 4, "markevery": max(1, len(row["losses"]) // 10)}
+            losses.plot(range(1, len(row["losses"]) + 1), row["losses"], label=label, **style)
             if row is not members[0]:
                 found = [max(x, 1e-9) for x in loss_difference(row, members[0])]
-                apart.plot(range(1, len(found) + 1), found, color=colour, linewidth=1.2)
-            number += 1
+                apart.plot(range(1, len(found) + 1), found, **style)
     losses.set_xlabel("step")
     losses.set_ylabel("loss, nats per token")
     apart.set_xlabel("step")
@@ -177,8 +167,7 @@ FIGURES: dict[str, Callable[[list[Row]], Figure]] = {
 def _figure(
     rows: list[Row], panels: int, *, width: float, height: float
 ) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(width, height, dpi=110)
     head, points = next(of_kind(rows, "run")), list(of_kind(rows, "point"))
     devices = " | ".join(sorted({computes_on(row) for row in points}))
     where = f"{devices}, commit {commits(rows)}, {max(row['date'] for row in points)[:10]}"
@@ -233,6 +222,14 @@ def _prediction(up: Axes, efficiency: Axes, curve: Curve, colour: str) -> None:
 
 def _plain_ticks(axes: Axes, ranks: Sequence[int]) -> None:
     """The numbers of ranks there are, as they are."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
     axes.xaxis.set_major_locator(FixedLocator(list(ranks)))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(ScalarFormatter())
+    _plain_numbers(axes.xaxis)
+
+
+def _plain_numbers(axis: Axis) -> None:
+    from matplotlib.ticker import ScalarFormatter
+
+    axis.set_major_formatter(ScalarFormatter())

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # MPI starts on import, and torch is slow to load: only tests
 
     from hpczero import Topology
 
-pytest_plugins = ["tests.helpers.plugin"]
+pytest_plugins = ["tests.helpers.plugin", "tests.helpers.lanes"]
 
 # The same examples on every rank and every machine, or ranks would make different collective calls.
 hypothesis.settings.register_profile(

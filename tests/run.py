@@ -24,8 +24,9 @@ from tests.helpers.processes import end_family, launch_environment  # noqa: E402
 from tests.helpers.records import Record, read_records  # noqa: E402
 
 RANKS = "1 2 3 4 5"
-PHASE_LIMIT_S = 2700.0
+PHASE_LIMIT_S = 3300.0
 MAX_LAUNCHES = 6  # of one phase: a machine on which everything hangs must not take all day
+LANES = 2  # of the tests of one process, which mostly wait for jobs of theirs
 EXIT_HANG, EXIT_PHASE_LIMIT = 86, 124
 WHY = {EXIT_HANG: "it hung", EXIT_PHASE_LIMIT: "the time of its phase was up"}
 EXIT_TERMINATED = 128 + signal.SIGTERM
@@ -40,6 +41,16 @@ class Phase:
 
     def __str__(self) -> str:
         return {0: "one process", 1: "1 rank"}.get(self.ranks, f"{self.ranks} ranks")
+
+    @property
+    def lanes(self) -> bool:
+        """Whether its tests are divided among several pytests that run side by side."""
+        return self.ranks == 0 and LANES > 1
+
+    @property
+    def names(self) -> list[str]:
+        """Of its lanes; the first speaks as it goes."""
+        return [str(number) for number in range(1, LANES + 1)] if self.lanes else ["1"]
 
     def command(self, arguments: list[str], expression: str) -> list[str]:
         """The command line; ``expression`` is what the user said with ``-m``."""
@@ -66,6 +77,7 @@ class Tally:
     failed: list[tuple[str, str]] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
     elsewhere: set[str] = field(default_factory=set)
+    ended: list[Record] = field(default_factory=list)
 
     def add(self, records: list[Record], exit_code: int) -> bool:
         """Count one launch; True if a test took the job down, so that others may not have run."""
@@ -75,6 +87,8 @@ class Tally:
                 self.elsewhere.add(record.test)
                 continue
             open_test = record.test if record.outcome == "started" else ""
+            if record.outcome != "started":
+                self.ended.append(record)
             if record.outcome == "passed":
                 self.passed.append(record.test)
             elif record.outcome == "failed":
@@ -95,50 +109,157 @@ class Tally:
             self.failed.append(("(no test)", f"pytest ended with exit code {exit_code}"))
         return bool(open_test)
 
+    def join(self, other: Tally) -> None:
+        """Add what another has counted."""
+        self.passed += other.passed
+        self.failed += [
+            new for new in other.failed if new not in self.failed
+        ]  # files that no lane could read
+        self.skipped += other.skipped
+        self.ended += other.ended
+        self.elsewhere |= other.elsewhere
+
     def __str__(self) -> str:
         return f"{len(self.passed)} passed, {len(self.failed)} failed, {len(self.skipped)} skipped"
 
 
-def launch(command: list[str], limit_s: float) -> int:
-    """Run ``command`` with our output; past the limit its processes are ended and the code is EXIT_PHASE_LIMIT."""
-    environment = launch_environment(
-        OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"), PYTHONPATH=os.fspath(ROOT)
+def costliest(records: list[Record], many: int = 20) -> list[str]:
+    """A line for each of the files whose tests took longest: seconds, those spent in jobs, jobs."""
+    files: dict[str, list[Record]] = {}
+    for record in records:
+        files.setdefault(record.test.partition("::")[0], []).append(record)
+    sums = [
+        (
+            sum(r.seconds for r in of),
+            sum(r.job_seconds for r in of),
+            sum(r.jobs for r in of),
+            name,
+        )
+        for name, of in files.items()
+    ]
+    lines = [
+        f"  {seconds:7.1f} s, {waited:6.1f} s in {jobs:3} job(s): {name}"
+        for seconds, waited, jobs, name in sorted(sums, reverse=True)[:many]
+    ]
+    whole = (
+        f"costliest of {len(files)} files, {sum(s[0] for s in sums):.0f} s in all, "
+        f"{sum(s[1] for s in sums):.0f} s of them in {sum(s[2] for s in sums)} job(s):"
     )
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        return process.wait(max(limit_s, 1.0))
-    except subprocess.TimeoutExpired:
-        print(f"{limit_s:.0f} s are over: ending {' '.join(command)}", file=sys.stderr)
-        return EXIT_PHASE_LIMIT
-    finally:
-        end_family(process.pid)
-        process.wait()
+    return [whole, *lines]
+
+
+class Lane:
+    """The launches of one pytest, one after the other where a test takes it down, and what became of its tests."""
+
+    def __init__(
+        self, phase: Phase, name: str, arguments: list[str], expression: str, folder: Path
+    ):
+        """
+        Args:
+            phase: whose tests it runs.
+            name: of the lane; the tests of a phase are divided among its lanes as they come to them.
+            arguments: for pytest.
+            expression: what the user said with ``-m``.
+            folder: for records; the same for all lanes of all phases.
+        """
+        self.tally = Tally()
+        self.ended = False
+        self._phase, self._name, self._expression = phase, name, expression
+        self._records = folder / f"{phase.ranks}.{name}.records"
+        self._done = folder / f"{phase.ranks}.{name}.done"
+        self._done.touch()
+        claims = folder / f"{phase.ranks}.claims"
+        claims.mkdir(exist_ok=True)
+        self._arguments = [*arguments, f"--records={self._records}", f"--done={self._done}"]
+        if phase.lanes:
+            self._arguments += [f"--lane={name}", f"--claims={claims}"]
+        # One lane speaks as it goes, the others when they have ended.
+        self._output = (
+            None if name == phase.names[0] else (folder / f"{phase.ranks}.{name}.out").open("w+")
+        )
+        self._launches = 0
+        self._process = self._launch()
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        self._launches += 1
+        self._records.unlink(missing_ok=True)
+        environment = launch_environment(
+            OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"), PYTHONPATH=os.fspath(ROOT)
+        )
+        return subprocess.Popen(
+            self._phase.command(self._arguments, self._expression),
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output and subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def look(self) -> None:
+        """Whether the launch has ended, and if so what comes next."""
+        code = self._process.poll()
+        if code is None or self.ended:
+            return
+        self.stop()
+        records = read_records(self._records)
+        if not self.tally.add(records, code):
+            self.ended = True
+        elif self._launches == MAX_LAUNCHES:
+            self._give_up(f"{MAX_LAUNCHES} launches")
+        else:
+            for record in records:
+                if record.outcome != "elsewhere":
+                    record.append_to(self._done)
+            self._process = self._launch()
+
+    def out_of_time(self) -> None:
+        """The phase is over."""
+        if not self.ended:
+            print(f"{PHASE_LIMIT_S:.0f} s are over: ending {self._phase}", file=sys.stderr)
+            self.stop()
+            self.tally.add(read_records(self._records), EXIT_PHASE_LIMIT)
+            self._give_up(f"{PHASE_LIMIT_S:g} s")
+
+    def _give_up(self, used: str) -> None:
+        self.tally.failed.append(("(the rest)", f"not run: {used} used up"))
+        self.ended = True
+
+    def stop(self) -> None:
+        """End what runs."""
+        end_family(self._process.pid)
+        self._process.wait()
+
+    def show(self) -> None:
+        """What was not shown as it went."""
+        if self._output is not None:
+            self._output.seek(0)
+            print(self._output.read(), flush=True)
+            self._output.close()
 
 
 def run_phase(phase: Phase, arguments: list[str], expression: str, folder: Path) -> Tally:
-    """All tests of ``phase``, in as many launches as it takes."""
-    tally = Tally()
+    """All tests of ``phase``: those of its lanes side by side, then those that must be alone."""
+    whole = Tally()
     deadline = time.monotonic() + PHASE_LIMIT_S
-    done = folder / f"{phase.ranks}.done"
-    done.touch()
-    for attempt in range(MAX_LAUNCHES):
-        path = folder / f"{phase.ranks}.{attempt}.records"
-        command = phase.command([*arguments, f"--records={path}", f"--done={done}"], expression)
-        code = launch(command, deadline - time.monotonic())
-        records = read_records(path)
-        if not tally.add(records, code):
-            return tally
-        for record in records:
-            if record.outcome != "elsewhere":
-                record.append_to(done)
-        if code == EXIT_PHASE_LIMIT:
-            break
-    tally.failed.append(
-        ("(the rest)", f"not run: {attempt + 1} launches or {PHASE_LIMIT_S:g} s used up")
-    )
-    return tally
+    for names in (phase.names, ["alone"]):
+        if names == ["alone"] and not (folder / f"{phase.ranks}.claims" / "alone").exists():
+            break  # no lane has left anything to it
+        lanes = [Lane(phase, name, arguments, expression, folder) for name in names]
+        try:
+            while not all(lane.ended for lane in lanes):
+                time.sleep(0.1)
+                for lane in lanes:
+                    if time.monotonic() > deadline:
+                        lane.out_of_time()
+                    lane.look()
+        finally:
+            for lane in lanes:
+                lane.stop()
+        for lane in lanes:
+            lane.show()
+            whole.join(lane.tally)
+    return whole
 
 
 def main() -> int:
@@ -170,12 +291,14 @@ def main() -> int:
             total.failed += [(f"{test} [{phase}]", why) for test, why in tally.failed]
             total.skipped += [(f"{test} [{phase}]", why) for test, why in tally.skipped]
             total.elsewhere |= tally.elsewhere
+            total.ended += tally.ended
             ran |= {*tally.passed, *(test for test, _ in tally.failed + tally.skipped)}
     total.skipped += [
         (test, "needs another number of ranks") for test in sorted(total.elsewhere - ran)
     ]
 
     print("\n".join(["", *(f"SKIPPED {test}: {why}" for test, why in total.skipped), *lines]))
+    print("\n".join(costliest(total.ended)))
     print("\n".join(f"FAILED {test}: {why}" for test, why in total.failed))
     if not total.passed and not total.failed:
         print("no test ran")

@@ -13,12 +13,10 @@ import hpczero.checkpoint.__main__ as checkpoint_command
 import hpczero.data.__main__ as data_command
 import hpczero.plan.__main__ as plan_command
 from hpczero.batch import Batch
-from hpczero.config import RunConfig, TrainOptions
+from hpczero.config import RunConfig
 from hpczero.environment import Environment
 from hpczero.errors import ConfigError, HpcZeroError, launcher_rank
-from hpczero.models import GPTConfig
 from hpczero.options import load_toml, read_run_config, to_toml
-from hpczero.roomcheck import check_room
 from hpczero.train import model_config
 from tests.test_regularfile import at_once
 
@@ -128,22 +126,3 @@ def test_digits_of_other_scripts_in_the_environment_are_none(
     assert (found.launched_ranks, found.local_rank, found.job_end) == (None, None, None)
     with pytest.raises(ConfigError, match="HPCZERO_FAKE_NODES"):
         Environment.read({"HPCZERO_FAKE_NODES": f"2x{value or 'y'}"})
-
-
-class Topology:
-    size = local_size = 2
-
-
-def test_sizes_that_no_memory_has_are_refused_before_anything_is_allocated() -> None:
-    small = GPTConfig(vocab_size=257, context=64, layers=1, hidden=8, heads=1)
-    large = dataclasses.replace(small, layers=90_000, hidden=65_536)
-    one, many = (
-        Batch.resolve(TrainOptions(micro_batch=n, global_batch=2 * n), 2) for n in (1, 2**29)
-    )
-    check_room(small, one, Topology(), "cpu")  # type: ignore[arg-type]
-    check_room(large, one, Topology(), "cuda")  # type: ignore[arg-type]  # is in the device's memory
-    with pytest.raises(ConfigError, match=r"model.layers.* parameters and their optimizer state"):
-        check_room(large, one, Topology(), "cpu")  # type: ignore[arg-type]
-    for device in ("cpu", "cuda"):
-        with pytest.raises(ConfigError, match=r"train.micro_batch.* sequences of 64 tokens"):
-            check_room(small, many, Topology(), device)  # type: ignore[arg-type]

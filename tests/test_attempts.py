@@ -72,6 +72,16 @@ def test_series_whose_starts_are_all_stopped_at_once_ends_after_three_restarts(
     start(folder, Environment(series="another", job="8"))
 
 
+def test_series_that_is_always_stopped_while_it_tokenizes_is_told_that_time_is_short(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path / "r")
+    for _ in range(4):
+        start(folder).end(0, 75)
+    with pytest.raises(ConfigError, match=r"too little time: 3 restarts .*hpczero.data prepare"):
+        start(folder)
+
+
 def test_start_that_is_killed_is_none_that_was_stopped_at_once(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
     for step in range(1, 9):  # each saves, and then crashes

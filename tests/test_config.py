@@ -73,6 +73,12 @@ def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
         assert len(explained) >= 5, explained  # name, type, explanation, "(default:", value
 
 
+def test_byte_order_mark_before_toml_is_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nsteps = 7\n", encoding="utf-8-sig")
+    assert read_run_config([str(file)]).train.steps == 7
+
+
 def test_command_line_overrides_toml_and_toml_overrides_defaults(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[train]\nsteps = 7\nclip = 2\n[parallel]\nstage = 1\n")

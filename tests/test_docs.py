@@ -55,6 +55,7 @@ MEASURING = {
 }
 NOT_OURS = {
     "--oversubscribe",
+    "--allow-run-as-root",
     "--section.key",
     "--signal",
     "--exclude",
@@ -97,18 +98,18 @@ def rows(document: Path, beginning: str) -> Iterator[list[str]]:
 # --- the code of the first screen
 
 
-def ten_lines() -> str:
+def first_example() -> str:
     block = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert block is not None
     return block[1]
 
 
-def test_readme_shows_ten_lines() -> None:
-    assert len(ten_lines().splitlines()) == 10
+def test_readmes_first_example_fits_a_screen() -> None:
+    assert len(first_example().splitlines()) <= 15
 
 
 @pytest.mark.slow
-def test_readmes_ten_lines_train_on_two_ranks(tmp_path: Path) -> None:
+def test_readmes_first_example_trains_on_two_ranks(tmp_path: Path) -> None:
     watched = """\
         import sys, torch
         losses, backward = [], torch.Tensor.backward
@@ -122,7 +123,7 @@ def test_readmes_ten_lines_train_on_two_ranks(tmp_path: Path) -> None:
         """
     program, block = tmp_path / "watched.py", tmp_path / "block.py"
     program.write_text(textwrap.dedent(watched))
-    block.write_text(ten_lines())
+    block.write_text(first_example())
     finished = run_ranks(2, [program, block], timeout=90)
     assert finished.returncode == 0, finished
     found = re.findall(r"ranks 2 first ([\d.]+) last ([\d.]+)", finished.stdout)
@@ -181,6 +182,7 @@ def test_every_link_leads_somewhere(document: Path) -> None:
 def test_every_file_that_is_named_exists(document: Path) -> None:
     text = LINK.sub(r" \1 ", document.read_text())
     names = re.findall(r"(?<![\w./-])[\w./-]+\.(?:py|md|sh|cfg|txt)\b", text)
+    names = [name for name in names if name not in ("first.py", "my.txt")]  # the reader's own
     homes = (ROOT, document.parent, ROOT / "hpczero", ROOT / "slurm")
     assert names
     assert [name for name in names if not any((home / name).is_file() for home in homes)] == []
@@ -240,7 +242,9 @@ def test_every_option_that_is_named_exists(document: Path) -> None:
         commands = re.findall(r" -m ((?:hpczero|scaling|tests)[\w.]*)", line) or sorted(COMMANDS)
         helps = [help_of("-m", command) for command in commands]
         helps += [help_of("-m", "hpczero.data", "prepare"), help_of("examples/resume_later.py")]
-        helps += [help_of("-m", "hpczero.checkpoint", verb) for verb in ("verify", "export")]
+        helps += [
+            help_of("-m", "hpczero.checkpoint", verb) for verb in ("verify", "export", "import")
+        ]
         for option in re.findall(r"(?<![\w-])--[a-z][\w.-]*", line):
             name = option.replace("-", "_").replace("__", "--", 1)
             spellings = {option, name}  # argparse has hyphens
@@ -294,6 +298,8 @@ def test_environment_variables_that_are_named_are_those_that_are_read() -> None:
         *(ROOT / "hpczero").rglob("*.py"),
         *(ROOT / "install").iterdir(),
         ROOT / "tests/run.py",
+        ROOT / "tests/helpers/forkserver.py",
+        ROOT / "tests/compat/conftest.py",
     ]
     pattern = r"\bHPCZERO_[A-Z0-9_]+\b"
     assert named(pattern, [RUNNING]) == named(pattern, sources)

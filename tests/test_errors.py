@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.helpers.mpirun import run_ranks
+
 
 @pytest.mark.parametrize("lines", [1, 100_000])  # fits into the pipe's buffers; does not
 def test_command_piped_into_a_reader_that_leaves_says_nothing(lines: int) -> None:
@@ -88,3 +90,44 @@ def test_log_on_a_full_disk_does_not_end_a_run() -> None:
             [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, timeout=60
         )
     assert (command.returncode, command.stderr) == (0, b"alive")
+
+
+AGREED = """
+import sys
+from hpczero.errors import ConfigError, run
+
+def main():
+    from mpi4py import MPI
+    rank = MPI.COMM_WORLD.rank
+    how = sys.argv[1]
+    if how == "one is elsewhere" and rank == 1:
+        MPI.COMM_WORLD.Split(0).Barrier()  # which nobody else comes to
+    error = ValueError("its own") if how == "one has another" and rank == 1 else ConfigError("told")
+    error.agreed = True
+    raise error
+
+run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("all", ["[rank 0] ConfigError: told"]),
+        ("one has another", ["[rank 0] ConfigError: told", "[rank 1] ValueError: its own"]),
+    ],
+)
+def test_error_of_all_ranks_is_told_once_and_another_beside_it(how: str, told: list[str]) -> None:
+    done = run_ranks(3, ["-c", AGREED, how], timeout=60)
+    said = [line for line in done.stderr.splitlines() if "told" in line or "its own" in line]
+    assert sorted(line for line in said if "Error: " in line) == told, done
+    assert done.returncode in (1, 78), done
+
+
+def test_ranks_that_wait_in_vain_for_another_speak_for_themselves() -> None:
+    program = AGREED.replace(
+        "run(main)", "from hpczero import errors; errors.TOLD_S = 1.0; run(main)"
+    )
+    done = run_ranks(3, ["-c", program, "one is elsewhere"], timeout=60)
+    assert "ConfigError: told" in done.stderr, done
+    assert done.returncode == 78, done

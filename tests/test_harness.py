@@ -153,8 +153,51 @@ def test_hang_in_one_process_ends_with_its_jobs_and_the_rest_still_runs(tmp_path
     finished = run_all(write_tests(tmp_path, body), "0")
     assert finished.returncode == 1, finished
     assert finished.stdout.splitlines()[-1] == "1 passed, 1 failed, 0 skipped", finished
-    assert " in test_waits" in finished.stderr, finished
+    # the second lane's errors are in its output, which is shown when it has ended
+    assert " in test_waits" in finished.stdout + finished.stderr, finished
     assert Process.read(int((tmp_path / "pid").read_text())) is None, "the test's own job lives on"
+
+
+def test_lanes_run_each_test_once_side_by_side_and_what_is_alone_after_them(tmp_path: Path) -> None:
+    body = f"""
+        import os, time
+        from pathlib import Path
+
+        FOLDER = Path({str(tmp_path)!r})
+
+        @pytest.fixture(scope="module", autouse=True)
+        def of_file():
+            (FOLDER / "{{0}}.begun").touch()
+            yield
+            (FOLDER / "{{0}}.ended").touch()
+
+        def test_meets_the_other():
+            (FOLDER / "{{0}}.here").touch()
+            deadline = time.monotonic() + 30
+            while len(list(FOLDER.glob("*.here"))) < 2 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert len(list(FOLDER.glob("*.here"))) >= 2
+
+        @pytest.mark.alone
+        def test_alone():
+            assert len(list(FOLDER.glob("*.ended"))) == 3
+            assert not (FOLDER / "in").exists()
+            (FOLDER / "in").touch()
+            time.sleep(0.2)
+            (FOLDER / "in").unlink()
+
+        def test_once():
+            (FOLDER / "{{0}}.once").touch(exist_ok=False)
+            if "{{0}}" == "b":
+                os._exit(7)
+    """
+    for name in "abc":
+        path = tmp_path / f"test_{name}.py"
+        path.write_text("import pytest\n" + textwrap.dedent(body).replace("{0}", name))
+    (tmp_path / "b.ended").touch()  # its process ends inside
+    finished = run_all(tmp_path, "0")
+    assert finished.stdout.splitlines()[-1] == "8 passed, 1 failed, 0 skipped", finished
+    assert "test_b.py::test_once [one process]: took the job down, exit code 7" in finished.stdout
 
 
 @pytest.mark.parametrize(

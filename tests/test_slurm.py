@@ -167,8 +167,15 @@ def test_run_saves_and_asks_to_be_requeued_when_its_time_is_nearly_up(tmp_path: 
 
 def test_warning_that_comes_while_a_rank_starts_is_heard(tmp_path: Path) -> None:
     options = "--run.name r --model.preset gpt-micro --model.context 16 --train.steps 1000000 "
-    options += "--evaluation.batches 0 --log.plot false --log.tensorboard false --data.cache"
-    words = [*options.split(), str(ROOT / "runs" / "tokens"), "--run.folder", str(tmp_path)]
+    options += "--evaluation.batches 0 --log.plot false --log.tensorboard false"
+    words = [
+        *options.split(),
+        "--data.path",
+        str(ROOT / "CHANGELOG.md"),
+        "--run.folder",
+        str(tmp_path),
+    ]
+    words += ["--data.cache", str(tmp_path)]
     process = subprocess.Popen(
         [ROOT / "slurm" / "bind.sh", sys.executable, "-m", "hpczero.train", *words],
         env=launch_environment(PYTHONPATH=os.fspath(ROOT), SLURM_LOCALID="0", OMP_NUM_THREADS="1"),

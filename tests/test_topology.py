@@ -253,3 +253,20 @@ def test_text_of_any_rank_reaches_all(comm: MPI.Intracomm, topology: Topology) -
     last = comm.size - 1
     text = topology.broadcast_text(f"from {comm.rank}", root=last)
     parallel_assert(comm, text == f"from {last}", text)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2, 3)
+def test_error_of_a_class_from_elsewhere_is_told_as_the_one_above_it(topology: Topology) -> None:
+    class Unreadable(DataError):
+        pass
+
+    def look() -> None:
+        with topology.agreed("look"):
+            if topology.is_root:
+                raise Unreadable("not so")
+
+    with pytest.raises(DataError, match=r"could not look: not so|^not so") as raised:
+        look()
+    assert type(raised.value) is DataError
+    assert raised.value.exit_code == 78

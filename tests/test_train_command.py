@@ -149,7 +149,9 @@ def test_final_weights_are_those_of_the_model(folder: Path) -> None:
 
 def test_header_tells_ranks_units_bytes_data_and_steps_once(on_two_ranks: Finished) -> None:
     text = on_two_ranks.stdout
+    assert text.startswith("start: hpczero.train, rank 0 on ")
     for part in (
+        ", 2 rank(s), results in ",
         "topology: 1 node(s) x 2 rank(s)",
         "plan: stage 3, fp32",
         "units of",

@@ -16,7 +16,8 @@ import tyro
 from hpczero.checkpoint.exporting import Form, export
 from hpczero.checkpoint.folder import Folder, read_manifest
 from hpczero.checkpoint.lines import asides
-from hpczero.checkpoint.stored import checkpoints_at
+from hpczero.checkpoint.places import checkpoints_at, folder_at
+from hpczero.checkpoint.traincommand import how_to_train
 from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.errors import CheckpointError, ConfigError, run
 from hpczero.options import parse_command_line
@@ -30,7 +31,7 @@ class Ls:
     """List the checkpoints in a folder, newest first, and below them those that were set aside.
 
     Attributes:
-        path: folder of checkpoints, or one of them.
+        path: folder of a run, folder of checkpoints, or one of them.
     """
 
     path: tyro.conf.Positional[Path]
@@ -43,7 +44,7 @@ class Verify:
     Exits with 0: all are sound; 2: corrupt; 3: incomplete; 4: written by a later version.
 
     Attributes:
-        path: one checkpoint, or a folder of them: then all.
+        path: one checkpoint, or a folder of them or of a run: then all.
         quick: look at manifest, size and headers only.
     """
 
@@ -56,7 +57,7 @@ class Export:
     """Write the weights of a checkpoint for other programs.
 
     Attributes:
-        checkpoint: one checkpoint, or a folder of them: then the newest sound one.
+        checkpoint: one checkpoint, or a folder of them or of a run: then the newest sound one.
         out: folder of safetensors files, or torch file, that is made; it must not be there yet.
     """
 
@@ -71,16 +72,17 @@ class Import:
 
     Attributes:
         weights: safetensors file, file of torch.save, index of several, or a folder that holds one of these.
-        out: folder of checkpoints that holds none yet.
-        layout: names and shapes: those of the model, or Hugging Face's GPT-2 for hpczero.models.GPT.
-        step: optimizer steps done.
+        out: folder of a run or folder of checkpoints that holds none yet, or in it step-... of the step.
+        layout: names and shapes: those of the model, or Hugging Face's GPT-2 for hpczero.models.GPT; None: those of the
+            model, and names of GPT-2 are refused.
+        step: optimizer steps done; 0 where the name of out says it.
         tied: further names of tied parameters, each as FURTHER=NAME, where the weights do not tell.
         buffers: patterns of names of buffers, as '*.running_mean', where the weights do not tell.
     """
 
     weights: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="WEIGHTS")]]
     out: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
-    layout: Literal["hpczero", "gpt2"] = "hpczero"
+    layout: Literal["hpczero", "gpt2"] | None = None
     step: int = 0
     tied: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
@@ -111,7 +113,7 @@ def main() -> int:
 
 def _ls(command: Ls) -> int:
     lines = [f"{'step':>12} {'MiB':>10} {'parameters':>14} {'ranks':>6}  {'saved (UTC)':<20} path"]
-    aside = asides(command.path)
+    aside = asides(folder_at(command.path))
     try:
         found = checkpoints_at(command.path)
     except ConfigError:
@@ -176,7 +178,7 @@ def _import(command: Import) -> int:
         tied=tied,
         buffers=command.buffers,
     )
-    sys.stdout.write(f"{path}: imported from {command.weights}\n")
+    sys.stdout.write(f"{path}: imported from {command.weights}\n{how_to_train(path)}\n")
     return 0
 
 

@@ -19,6 +19,7 @@ from hpczero.checkpoint.format import SLAB_NBYTES, step_folder
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.lines import strangers
 from hpczero.checkpoint.lock import Lock
+from hpczero.checkpoint.places import GIVE
 from hpczero.checkpoint.reading import Loaded, load_newest
 from hpczero.checkpoint.replacing import check_replaced
 from hpczero.checkpoint.snapshot import Snapshot, take
@@ -79,7 +80,7 @@ def load(directory: str | Path, model: nn.Module, optimizer: Optimizer | None = 
     ``extra``.
 
     Args:
-        directory: a checkpoint, or a folder of them: then the newest sound one.
+        directory: a checkpoint, or a folder of them or of a run: then the newest sound one.
         model: zeroified, of the same parameters.
         optimizer: the one it was zeroified with; None takes that one too.
 
@@ -92,7 +93,7 @@ def load(directory: str | Path, model: nn.Module, optimizer: Optimizer | None = 
     state = _sharding(model, optimizer)
     found = _load(_path(directory), state)
     if found is None:
-        error = ConfigError(f"{directory}: no checkpoint there; give a folder that holds step-...")
+        error = ConfigError(f"{directory}: no checkpoint there; {GIVE}")
         error.agreed = True
         raise error
     return found
@@ -253,7 +254,8 @@ class Checkpoints:
                 more: the next save sets it aside, and says so.
         """
         self.wait()
-        return _load(self._folder.path if path is None else _path(path), self._sharding)
+        place = self._folder.path if path is None else _path(path)
+        return _load(place, self._sharding, own=path is None)
 
     def set_others_aside(
         self,
@@ -345,7 +347,7 @@ def _sharding(model: nn.Module, optimizer: Optimizer | None) -> Sharding:
     return state
 
 
-def _load(path: Path, sharding: Sharding) -> Loaded | None:
+def _load(path: Path, sharding: Sharding, *, own: bool = False) -> Loaded | None:
     """``load_newest``, where loaded values stay."""
     with sharding.topology.agreed("begin a load"):
         if any(unit.whole.holds for unit in sharding.units):
@@ -354,7 +356,7 @@ def _load(path: Path, sharding: Sharding) -> Loaded | None:
                 "its end by the values gathered before; load outside of the block"
             )
     wait_for_left()  # it may be what is asked for
-    return load_newest(path, sharding)
+    return load_newest(path, sharding, own=own)
 
 
 def _path(directory: str | Path) -> Path:

@@ -5,11 +5,11 @@ Owns: what must be equal, and the message that lists what is not. Must not know:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpczero.checkpoint import streams
-from hpczero.checkpoint.format import NAMED, Manifest, Table
+from hpczero.checkpoint import gpt2, streams
+from hpczero.checkpoint.format import NAMED, Manifest, Row, Table
 from hpczero.checkpoint.groupoptions import fits
 from hpczero.errors import CheckpointMismatch
 from hpczero.regularfile import shown
@@ -48,10 +48,28 @@ def match_parameters(manifest: Manifest, table: Table, path: Path) -> dict[str, 
         differences = _ties(table, manifest.table)[:NAMED]
     if differences:
         raise CheckpointMismatch(
-            f"{path}: belongs to another model: {'; '.join(differences)}. Build the model it was saved from, or start "
-            "anew with another --run.name"
+            f"{path}: belongs to another model: {'; '.join(differences)}. {_way_out(theirs, ours)}, or start anew with "
+            "another --run.name"
         )
     return {name: theirs[name].offset for name in ours}
+
+
+def _way_out(theirs: Mapping[str, Row], ours: Mapping[str, Row]) -> str:
+    known = [name for name in ours if name in theirs]
+    unlike = [name for name in known if theirs[name].shape != ours[name].shape]
+    vocabulary = [
+        name
+        for name in unlike
+        if name in (gpt2.TABLE, gpt2.HEAD) and theirs[name].shape[1:] == ours[name].shape[1:]
+    ]
+    if unlike and unlike == vocabulary and theirs.keys() == ours.keys():
+        shape = theirs[unlike[0]].shape
+        return (
+            f"Its vocabulary has {shape[0]:,} ids, and that of a run is its tokens': with hpczero.train give "
+            "--data.path the token file it was trained on, or its text with the same --data.tokenizer; otherwise build "
+            "the model it was saved from"
+        )
+    return "Build the model it was saved from"
 
 
 def _ties(ours: Table, theirs: Table) -> list[str]:

@@ -8,6 +8,7 @@ It has no optimizer and no random streams: every rank that loads it starts those
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import platform
 import shutil
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hpczero.checkpoint import gpt2, h5file
+from hpczero.checkpoint import gpt2, h5file, ties
 from hpczero.checkpoint.folder import Folder
 from hpczero.checkpoint.format import (
     BUFFERS,
@@ -36,6 +37,7 @@ from hpczero.checkpoint.format import (
     digest,
 )
 from hpczero.checkpoint.lock import Lock
+from hpczero.checkpoint.places import place_for
 from hpczero.checkpoint.rawfile import rest_digest, write_at
 from hpczero.checkpoint.safefile import KEY
 from hpczero.checkpoint.weightfiles import WeightFiles
@@ -44,6 +46,8 @@ from hpczero.regularfile import parse_json
 
 RUN_KEY = "hpczero"  # of the final weights of a run
 
+logger = logging.getLogger("hpczero.checkpoint")
+
 Array = npt.NDArray[Any]
 
 
@@ -51,17 +55,19 @@ def convert(
     path: Path,
     out: Path,
     *,
-    layout: str = "hpczero",
+    layout: str | None = None,
     step: int = 0,
     tied: Mapping[str, str] | None = None,
     buffers: Sequence[str] = (),
 ) -> Path:
-    """Write ``out/step-...``: a checkpoint without an optimizer. Not collective.
+    """Write a checkpoint without an optimizer. Not collective.
 
     Args:
         path: as in ``import_weights``.
-        out: folder of checkpoints that holds none yet; made if need be.
-        layout: as in ``import_weights``.
+        out: folder of a run that is there, or a folder of checkpoints, which holds none yet and is made if need be; or
+            in it ``step-...``, which says the step.
+        layout: as in ``import_weights``. None: ``hpczero``, unless the names are those of Hugging Face's GPT-2, which
+            nobody may have meant.
         step: optimizer steps done.
         tied: further names of parameters, each with the name that the weights have; those that our own export or a
             torch file tells, and the head of GPT-2, are known.
@@ -69,45 +75,71 @@ def convert(
             export tells, are known to be buffers.
 
     Raises:
-        ConfigError: ``out`` has checkpoints, there are no weights, or ``tied`` names what is not there.
+        ConfigError: ``out`` has checkpoints or says another step, there are no weights, or ``tied`` names what is not
+            there.
         CheckpointError: the weights cannot be read.
-        CheckpointMismatch: they are not of the layout.
+        CheckpointMismatch: they are not of the layout, or it is to be said.
         CheckpointNotWritten: ``out`` cannot be written.
     """
     if step < 0:
         raise ConfigError(f"step: got {step}, expected 0 or above")
-    weights, folder = WeightFiles(path, layout=layout), Folder(out)
-    model, known_tied, known_buffers = _told(weights, layout)
-    aliases = known_tied | _same_storage(weights) | dict(tied or {})
+    weights = WeightFiles(path, layout=layout or "hpczero")
+    if layout is None and gpt2.looks_like(weights):
+        raise CheckpointMismatch(
+            f"{path}: has names of Hugging Face's GPT-2, whose matrices lie the other way round; give --layout gpt2 to "
+            "bring them into hpczero.models.GPT, which hpczero.train trains, or --layout hpczero to keep names and "
+            "shapes as they are, for a model of your own that has them"
+        )
+    place, step = place_for(out, step)
+    folder = Folder(place)
     _refuse_used(folder)
     weights.check()
+    said, known_tied, known_buffers = _told(weights, layout or "hpczero")
+    aliases = known_tied | ties.of_storage(weights) | dict(tied or {})
     patterns = (*known_buffers, *buffers)
     held = [name for name in weights if name not in aliases]
     names = [name for name in held if not _is_buffer(name, weights, patterns)]
     table = _table(weights, names, aliases)
+    ties.check(weights, aliases)
     others = [name for name in held if name not in set(names)]
     if layout == "gpt2":
         _check_gpt2(weights, table, aliases, others)
-    meta = _meta(path, model, [(name, weights[name]) for name in others])
+    meta = _meta(path, said, [(name, weights[name]) for name in others])
     nbytes = sum(weights[name].numel * weights[name].dtype.itemsize for name in others)
     datasets = [
         Dataset.of(MASTER, "<f4", table.numel),
         Dataset.of(BUFFERS, "|u1", nbytes),
         Dataset.of(RNG, "|u1", 0),
     ]
+    not_finite: list[str] = []
     content = {
-        MASTER: (
-            piece.numpy()
-            for name in names
-            for piece in weights[name].pieces(0, weights[name].numel)
-        ),
+        MASTER: (piece.numpy() for piece in _pieces(weights, names, not_finite)),
         BUFFERS: (_bytes(weights[name].whole()) for name in others),
         RNG: iter(()),
     }
     folder.check_room(sum(dataset.nbytes for dataset in datasets))
-    with Lock(out):
+    with Lock(place):
         _refuse_used(folder)  # again: another import may have come to its end since
-        return _write(folder, datasets, content, table, meta, step)
+        written = _write(folder, datasets, content, table, meta, step)
+    if not_finite:
+        logger.warning(
+            "%s: has values that are infinite or no number, in %s; a model with them trains to nothing: compare the "
+            "file with that of its source",
+            path,
+            _some(not_finite),
+        )
+    return written
+
+
+def _pieces(
+    weights: WeightFiles, names: Sequence[str], not_finite: list[str]
+) -> Iterator[torch.Tensor]:
+    """Values of the parameters ``names``; those with any that is not finite are put in ``not_finite``."""
+    for name in names:
+        for piece in weights[name].pieces(0, weights[name].numel):
+            if name not in not_finite[-1:] and not bool(piece.isfinite().all()):
+                not_finite.append(name)
+            yield piece
 
 
 def _refuse_used(folder: Folder) -> None:
@@ -185,10 +217,9 @@ def _fill(descriptor: int, dataset: Dataset, pieces: Iterator[Array]) -> Dataset
 
 
 def _told(weights: WeightFiles, layout: str) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Fields of the model's configuration, tied names and buffers, as far as the files tell."""
+    """What ``extra`` says of model and tokenizer, tied names and buffers, as far as the files tell."""
     if layout == "gpt2":
-        tied = weights.model.get("tie_embeddings", gpt2.HEAD not in weights)
-        return weights.model, {gpt2.HEAD: gpt2.TABLE} if tied else {}, []
+        return {"model": weights.model} if weights.model else {}, ties.of_gpt2(weights), []
     try:
         said = parse_json(weights.metadata.get(KEY) or weights.metadata.get(RUN_KEY, "{}"))
         model, tied = dict(said.get("model", {})), dict(said.get("tied", {}))
@@ -199,17 +230,9 @@ def _told(weights: WeightFiles, layout: str) -> tuple[dict[str, Any], dict[str, 
         return {}, {}, []
     if model.get("tie_embeddings") and gpt2.TABLE in weights and gpt2.HEAD not in weights:
         tied[gpt2.HEAD] = gpt2.TABLE
-    return model, tied, buffers
-
-
-def _same_storage(weights: WeightFiles) -> dict[str, str]:
-    """Names of tensors that are the same memory, each with the first of them."""
-    first: dict[Any, str] = {}
-    found = {}
-    for name, held in weights.items():
-        if held.storage is not None and first.setdefault(held.storage, name) != name:
-            found[name] = first[held.storage]
-    return found
+    tokenizer = said.get("tokenizer")
+    kept = {"model": model, "tokenizer": tokenizer if isinstance(tokenizer, str) else None}
+    return {name: value for name, value in kept.items() if value}, tied, buffers
 
 
 def _is_buffer(name: str, weights: WeightFiles, patterns: Sequence[str]) -> bool:
@@ -219,10 +242,17 @@ def _is_buffer(name: str, weights: WeightFiles, patterns: Sequence[str]) -> bool
 
 def _table(weights: WeightFiles, names: Sequence[str], aliases: Mapping[str, str]) -> Table:
     known = set(names)
-    lost = [f"{alias} to {name}" for alias, name in aliases.items() if name not in known]
+    lost = [(alias, name) for alias, name in aliases.items() if name not in known]
     if lost:
+        alias, name = lost[0]
+        if name in weights and not weights[name].dtype.is_floating_point:
+            raise CheckpointMismatch(
+                f"{weights.path}: cannot tie {alias} to {name}: that is {weights[name].dtype}, expected floating "
+                "point; convert it"
+            )
         raise ConfigError(
-            f"{weights.path}: cannot tie {lost[0]}: there is no such parameter; tie further names to one of the file"
+            f"{weights.path}: cannot tie {alias} to {name}: there is no such parameter; tie further names to one of "
+            "the file"
         )
     return Table.build([(name, weights[name].shape, 0) for name in names], aliases)
 
@@ -232,19 +262,45 @@ def _check_gpt2(
 ) -> None:
     shapes = {row.name: row.shape for row in table.rows}
     expected = gpt2.expected_shapes(shapes)
-    wrong = [
-        *(name for name in expected if shapes.get(name) != expected[name]),
-        *(name for name in (*shapes, *others) if name not in expected),
+    missing = [gpt2.file_name(name) for name in expected if name not in {*shapes, *others}]
+    faults = [f"there is no {_some(missing)}"] if missing else []
+    foreign = [name for name in (*shapes, *others) if name not in expected]
+    if foreign:
+        faults.append(f"GPT-2 has no {_some(foreign)}")
+    unlike = [
+        f"{gpt2.file_name(name)} is {weights[name].dtype}, expected floating point"
+        for name in others
+        if name in expected
     ]
-    if wrong:
+    unlike += [
+        f"{gpt2.file_name(name)} is {shapes[name]}, expected {shape}"
+        for name, shape in expected.items()
+        if name in shapes and shapes[name] != shape
+    ]
+    unlike += [
+        f"config.json says {name} {weights.model[name]}, and the tensors {size}"
+        for name, size in gpt2.sizes_of(expected).items()
+        if not missing and name in weights.model and weights.model[name] != size
+    ]
+    faults += unlike[:NAMED]
+    if faults and 2 * len(missing) < len(expected):
         raise CheckpointMismatch(
-            f"{weights.path}: weights of another model than GPT-2: {', '.join(wrong[:NAMED])} are missing, foreign "
-            "or of another shape; give --layout hpczero"
+            f"{weights.path}: no GPT-2 as hpczero.models.GPT computes it: {'; '.join(faults)}; bring all tensors of "
+            "one GPT-2 and no others, in floating point, or give --layout hpczero for a model of your own"
+        )
+    if faults:
+        raise CheckpointMismatch(
+            f"{weights.path}: weights of another model than GPT-2: {'; '.join(faults)}; give --layout hpczero"
         )
 
 
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
 def _meta(
-    path: Path, model: Mapping[str, Any], buffers: Sequence[tuple[str, Any]]
+    path: Path, extra: Mapping[str, Any], buffers: Sequence[tuple[str, Any]]
 ) -> dict[str, Any]:
     """As a save writes it."""
     return {
@@ -255,7 +311,7 @@ def _meta(
         "skipped_steps": 0,
         "stage": 0,
         "precision": "fp32",
-        "extra": {"model": dict(model)} if model else {},
+        "extra": dict(extra),
         "provenance": {
             "imported": str(path.resolve()),
             "host": socket.gethostname(),

@@ -30,9 +30,10 @@ from hpczero.checkpoint import gpt2, safefile
 from hpczero.checkpoint.folder import misnamed
 from hpczero.checkpoint.format import BUFFERS, MASTER, Row
 from hpczero.checkpoint.jsonkeys import extra_of
+from hpczero.checkpoint.places import checkpoints_at
 from hpczero.checkpoint.room import in_one_unit
 from hpczero.checkpoint.safefile import DTYPES, Entry
-from hpczero.checkpoint.stored import Stored, checkpoints_at
+from hpczero.checkpoint.stored import Stored
 from hpczero.durable import sync
 from hpczero.errors import CheckpointNotWritten, ConfigError, CorruptCheckpoint
 from hpczero.regularfile import kind_of, reason
@@ -110,7 +111,7 @@ def export(path: Path, out: Path, form: Form | None = None) -> Exported:
     """Write the weights of a checkpoint to ``out``. Not collective.
 
     Args:
-        path: a checkpoint, or a folder of them: then the newest sound one.
+        path: a checkpoint, or a folder of them or of a run: then the newest sound one.
         out: a folder that is made, or a torch file; it must not be there yet.
         form: what they look like.
 
@@ -207,8 +208,9 @@ class _Names:
         self._manifest, self._layout = manifest, form.layout
         rows = manifest.table.rows
         self.tied = {row.name: rows[row.tied_to].name for row in rows if row.tied_to is not None}
-        extra = extra_of(manifest.meta).get("model")
-        self._model: dict[str, Any] = extra if isinstance(extra, dict) else {}
+        extra = extra_of(manifest.meta)
+        model, self._tokenizer = extra.get("model"), extra.get("tokenizer")
+        self._model: dict[str, Any] = model if isinstance(model, dict) else {}
         self.config: dict[str, Any] | None = None
         if form.layout == "gpt2":
             shapes = {row.name: row.shape for row in rows}
@@ -223,9 +225,11 @@ class _Names:
             self.config["dtype"] = TORCH_NAMES[form.dtype]
 
     def metadata(self) -> dict[str, str]:
-        """Of the safetensors files; with it our own import knows ties and buffers again."""
+        """Of the safetensors files; with it our own import knows tokenizer, ties and buffers again."""
         said: dict[str, Any] = {"step": self._manifest.step, "model": self._model}
         if self._layout == "hpczero":
+            if isinstance(self._tokenizer, str):
+                said["tokenizer"] = self._tokenizer
             said["tied"] = self.tied
             said["buffers"] = [name for name, _, _ in self._manifest.meta["buffers"]]
         return {"format": "pt", safefile.KEY: json.dumps(said)}

@@ -321,6 +321,10 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:
+    if isinstance(error, NotADirectoryError):
+        return ConfigError(
+            f"{path}: is {kind_of(path)}, expected a folder: a run, its checkpoints, or one of them"
+        )
     return ConfigError(
         f"{path}: cannot be read ({reason(error)}); check the path and its permissions"
     )

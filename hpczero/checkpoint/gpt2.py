@@ -63,6 +63,14 @@ def their_name(name: str) -> str:
     return f"{'' if name == HEAD else PREFIX}{THEIRS[module]}.{leaf}"
 
 
+def file_name(name: str) -> str:
+    """As the file that most programs write has it; a name that is none of ours stays as it is."""
+    try:
+        return their_name(name).removeprefix(PREFIX)
+    except KeyError:
+        return name
+
+
 def our_name(key: str) -> str | None:
     """Of their tensor ``key``; None for a mask, which is no weight; a key of something else stays as it is."""
     plain = key.removeprefix(PREFIX)
@@ -77,8 +85,9 @@ def our_name(key: str) -> str | None:
 
 
 def looks_like(names: Mapping[str, Any]) -> bool:
-    """Whether keys are theirs."""
-    return any(_THEIRS.fullmatch(name.removeprefix(PREFIX)) for name in names)
+    """Whether keys are theirs; other models have blocks ``h.0`` too, but not with the same modules."""
+    found = (_THEIRS.fullmatch(name.removeprefix(PREFIX)) for name in names)
+    return any(match and "c_attn" in match[2] and match[2] in OURS_IN_BLOCK for match in found)
 
 
 def expected_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -107,6 +116,17 @@ def expected_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     modules |= {"final_norm": norm, "lm_head": {"weight": (vocab_size, hidden)}}
     return {
         f"{module}.{leaf}": s for module, leaves in modules.items() for leaf, s in leaves.items()
+    }
+
+
+def sizes_of(expected: Mapping[str, Shape]) -> dict[str, int]:
+    """Fields of ``GPTConfig`` that the shapes of a whole GPT-2 tell."""
+    vocab_size, hidden = expected[TABLE]
+    return {
+        "vocab_size": vocab_size,
+        "context": expected["wpe.weight"][0],
+        "layers": sum(name.endswith(".attention.qkv.weight") for name in expected),
+        "hidden": hidden,
     }
 
 

@@ -6,20 +6,23 @@ Every rank opens the files and reads its own elements alone, so nothing is sent;
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpczero.checkpoint import gpt2
+from hpczero.checkpoint import gpt2, ties
 from hpczero.checkpoint.format import NAMED, Table
 from hpczero.checkpoint.inventory import Inventory
-from hpczero.checkpoint.weightfiles import Held, WeightFiles, cast
+from hpczero.checkpoint.weightfiles import CHUNK_NUMEL, Held, WeightFiles, cast
 from hpczero.errors import CheckpointMismatch
 from hpczero.sharded_model import Sharding
 from hpczero.zero import sharding as sharding_of
+
+logger = logging.getLogger("hpczero.checkpoint")
 
 
 def import_weights(path: str | Path, model: nn.Module, *, layout: str = "hpczero") -> None:
@@ -57,10 +60,20 @@ def import_weights(path: str | Path, model: nn.Module, *, layout: str = "hpczero
         weights.check(topology.rank, topology.size)
         values = _read(weights, inventory)
         inventory.check_range(values, weights.path)
+        broken = _not_finite(values, inventory)
         buffers = []
         for names, buffer in _buffers(state):
             held = _first(weights, names)
             buffers.append((buffer, cast(held.whole(), buffer.dtype, held.label).clone()))
+    found = topology.gather(float(bool(broken)))
+    if broken and not any(found[: topology.rank]):  # once
+        logger.warning(
+            "%s: has values that are infinite or no number, in %s (as rank %d has read it); a model with them trains "
+            "to nothing: compare the file with that of its source",
+            path,
+            _some(broken),
+            topology.rank,
+        )
     inventory.set_values(values)
     with torch.no_grad():
         for buffer, value in buffers:
@@ -168,7 +181,8 @@ def _read(weights: WeightFiles, inventory: Inventory) -> Tensor:
             begin += len(piece)
         own = values[begin - (stop - start) : begin]
         for other in present[1:]:
-            if not _is_same(weights, present[0], other) and not _equal(weights[other], start, own):
+            same = ties.is_same_memory(weights, present[0], other)
+            if not same and not _is_equal(weights[other], start, own):
                 raise CheckpointMismatch(
                     f"{weights.path}: {present[0]} and {other} are tied in the model and differ in the file; build the "
                     "model with both, or take one out of the file"
@@ -176,14 +190,22 @@ def _read(weights: WeightFiles, inventory: Inventory) -> Tensor:
     return values
 
 
-def _is_same(weights: Mapping[str, Held], name: str, other: str) -> bool:
-    return weights[name].storage is not None and weights[name].storage == weights[other].storage
+def _not_finite(values: Tensor, inventory: Inventory) -> list[str]:
+    """Parameters of which some of ``values`` are no numbers."""
+    found: list[str] = []
+    begin = 0
+    for name, start, stop in _ranges(inventory.held, inventory.table):
+        own = values[begin : begin + stop - start]
+        begin += len(own)
+        if not all(bool(part.isfinite().all()) for part in torch.split(own, CHUNK_NUMEL)):
+            found.append(name)
+    return list(dict.fromkeys(found))
 
 
-def _equal(held: Held, start: int, values: Tensor) -> bool:
+def _is_equal(held: Held, start: int, values: Tensor) -> bool:
     begin = 0
     for piece in held.pieces(start, start + len(values)):
-        if not torch.equal(piece, values[begin : begin + len(piece)]):
+        if not ties.are_equal(piece, values[begin : begin + len(piece)]):
             return False
         begin += len(piece)
     return True

@@ -43,6 +43,16 @@ _NAME = re.compile(r"\.lock-([0-9a-f]{16})")
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while the host sleeps
 
 
+def is_claimed(folder: Path) -> bool:
+    """Whether some process, alive or not, has a file of the lock there; what the folder holds may change then."""
+    try:
+        return any(_NAME.fullmatch(name) for name in os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # nobody knows
+        return True
+
+
 class Lock:
     """Held from ``acquire`` to ``release`` by one process; a thread shows that it is alive. Use it on one rank."""
 

@@ -42,6 +42,7 @@ from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.jsonkeys import extra_of
 from hpczero.checkpoint.lines import homes
 from hpczero.checkpoint.manifestcontent import check_content
+from hpczero.checkpoint.places import folder_at, is_imported
 from hpczero.checkpoint.slabreader import SlabReader
 from hpczero.checkpoint.snapshot import expand
 from hpczero.errors import CorruptCheckpoint
@@ -60,35 +61,49 @@ class Loaded:
         step: optimizer steps done.
         extra: what was given to ``save``.
         world_size: ranks that saved it.
+        imported: it is of another program's weights, so no training stands behind it.
     """
 
     path: Path
     step: int
     extra: dict[str, Any]
     world_size: int
+    imported: bool = False
 
 
-def find(path: Path, topology: Topology) -> tuple[list[Path], bool]:
-    """Checkpoints that ``path`` may mean, best first, and whether it is one itself. Collective over world."""
+def find(path: Path, topology: Topology, *, own: bool) -> tuple[list[Path], bool]:
+    """Checkpoints that ``path`` may mean, best first, and whether it is one itself. Collective over world.
+
+    Args:
+        path: of a checkpoint, a folder of them or, unless ``own``, of a run.
+        topology: its rank 0 looks.
+        own: ``path`` is the folder that this program saves to, and nothing else.
+    """
     text = ""
     with topology.agreed("look for checkpoints"):
         if topology.is_root:
             is_one = is_checkpoint(path)
-            candidates = [path] if is_one else Folder(path).candidates()
+            folder = path if own or is_one else folder_at(path)
+            candidates = [path] if is_one else Folder(folder).candidates()
             text = json.dumps([is_one, list(map(str, candidates))])  # a path may hold any character
     is_one, names = json.loads(topology.broadcast_text(text))
     return [Path(name) for name in names], is_one
 
 
-def load_newest(path: Path, sharding: Sharding) -> Loaded | None:
+def load_newest(path: Path, sharding: Sharding, *, own: bool = False) -> Loaded | None:
     """Load ``path``, or the newest sound checkpoint in it; None if there is none at all. Collective over world.
+
+    Args:
+        path: as in ``find``.
+        sharding: of the model.
+        own: as in ``find``.
 
     Raises:
         CorruptCheckpoint: there are checkpoints, and none is sound; or ``path`` itself is one and is not.
         CheckpointMismatch: it does not belong to this model, or a later version wrote it.
     """
     topology = sharding.topology
-    candidates, is_one = find(path, topology)
+    candidates, is_one = find(path, topology, own=own)
     failed: list[str] = []
     for candidate in candidates:
         try:
@@ -169,7 +184,8 @@ def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
     sharding.step.counts.skipped = int(manifest.meta["skipped_steps"])
     sharding.lineage = dict.fromkeys(homes(path), manifest.step)
     topology.barrier()
-    return Loaded(path, manifest.step, extra_of(manifest.meta), manifest.world_size)
+    extra, imported = extra_of(manifest.meta), is_imported(manifest)
+    return Loaded(path, manifest.step, extra, manifest.world_size, imported)
 
 
 def _manifest(path: Path, topology: Topology, *, asked_for: bool) -> Manifest:

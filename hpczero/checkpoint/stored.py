@@ -1,7 +1,7 @@
 """One checkpoint as one process reads it: elements in order, every slab held against its digest.
 
-Owns: which checkpoint a path means, and reading without MPI, HDF5 or torch. Must not know: models, who wants
-the values. Two slabs at most are in memory.
+Owns: reading without MPI, HDF5 or torch. Must not know: models, who wants the values, which checkpoint a path means.
+Two slabs at most are in memory.
 """
 
 from __future__ import annotations
@@ -15,34 +15,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpczero.checkpoint.folder import Folder, is_checkpoint, read_manifest
+from hpczero.checkpoint.folder import read_manifest
 from hpczero.checkpoint.format import STATE_FILE, Dataset, digest
 from hpczero.checkpoint.manifestcontent import check_content
 from hpczero.checkpoint.rawfile import read_at
-from hpczero.errors import ConfigError, CorruptCheckpoint
+from hpczero.errors import CorruptCheckpoint
 from hpczero.regularfile import open_regular, reason
 
 Array = npt.NDArray[Any]
 
 
-def checkpoints_at(path: Path) -> list[Path]:
-    """Folders of the checkpoints that ``path`` may mean, best first: itself, or those in it.
-
-    Raises:
-        ConfigError: there is none, or nobody can look there.
-    """
-    if is_checkpoint(path):
-        return [path]
-    found = Folder(path).candidates()
-    if not found:
-        raise ConfigError(
-            f"{path}: no checkpoint there; give a folder that holds step-..., or one of those"
-        )
-    return found
-
-
 class Stored:
-    """A checkpoint, open for reading. Use it as a context manager.
+    """A checkpoint, open for reading. Use it as a context manager, or close it.
 
     Attributes:
         path: its folder.
@@ -102,6 +86,10 @@ class Stored:
         self._slab = dataset.name, index, data.view(np.dtype(dataset.dtype))
         return self._slab[2]
 
+    def close(self) -> None:
+        """Close it; nothing can be read any more."""
+        os.close(self._descriptor)
+
     def __enter__(self) -> Stored:
         return self
 
@@ -111,4 +99,4 @@ class Stored:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        os.close(self._descriptor)
+        self.close()

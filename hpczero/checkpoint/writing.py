@@ -30,7 +30,7 @@ from hpczero.checkpoint.format import STATE_FILE, Dataset, Manifest, digest
 from hpczero.checkpoint.lines import strangers
 from hpczero.checkpoint.rawfile import rest_digest
 from hpczero.checkpoint.snapshot import Part, Snapshot
-from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError
+from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError, is_out_of_memory
 from hpczero.topology import Topology
 
 Milestone = Callable[[str], None]
@@ -194,10 +194,14 @@ def _stage(topology: Topology, what: str):  # type: ignore[no-untyped-def]  # as
         except (
             OSError,
             RuntimeError,
+            MemoryError,
             ConfigError,
         ) as error:  # the last: of a folder that cannot be read
             if isinstance(error, CheckpointError):
                 raise
+            remedy = "Check space, quota and permissions"
+            if is_out_of_memory(error):
+                remedy = "Memory is short, not the disk: a save needs room for one more state of the optimizer"
             raise CheckpointNotWritten(
-                f"{error}; older checkpoints are as they were. Check space, quota and permissions"
+                f"{error}; older checkpoints are as they were. {remedy}"
             ) from error

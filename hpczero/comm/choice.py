@@ -6,6 +6,7 @@ Owns: the names users may ask for, and the choice where they do not. Must not kn
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import get_args
 
 import torch
@@ -22,7 +23,8 @@ from hpczero.comm.selection import DEFAULT, Selection
 from hpczero.comm.tuning import tune
 from hpczero.errors import CommError, ConfigError
 from hpczero.topology import Topology
-from hpczero.values import Transport
+from hpczero.transports import fastest_transport
+from hpczero.values import Transport, check_algorithms
 
 logger = logging.getLogger("hpczero.comm")
 
@@ -115,16 +117,6 @@ def check_transport_name(transport: str) -> None:
         raise ConfigError(f"transport: got {transport!r}, expected one of {', '.join(known)}")
 
 
-def check_algorithms(algorithms: str) -> None:
-    """Refuse what ``choose`` does not understand. Not collective.
-
-    Raises:
-        ConfigError: with what it understands.
-    """
-    if algorithms not in ("auto", "measure", "default"):
-        Selection.parse(algorithms)
-
-
 def _selection(topology: Topology, algorithms: str, node_dtype: torch.dtype) -> Selection:
     if algorithms not in ("auto", "measure", "default"):
         return Selection.parse(algorithms)
@@ -141,23 +133,27 @@ def _selection(topology: Topology, algorithms: str, node_dtype: torch.dtype) -> 
 
 
 def _automatic(topology: Topology, accelerator: Accelerator) -> str:
-    if not topology.is_rectangular:
-        if topology.is_root:
-            logger.info("nodes have different numbers of ranks: flat transport")
-        return "flat"
-    if topology.node.size > 1 and not accelerator.is_host:
+    if not topology.is_rectangular and topology.is_root:
+        logger.info("nodes have different numbers of ranks: flat transport")
+    best = partial(
+        fastest_transport,
+        topology.local_size,
+        topology.num_nodes,
+        on_host=accelerator.is_host,
+        rectangular=topology.is_rectangular,
+    )
+    chosen, problem = best(), ""
+    if chosen == "ipc":
         problem = _export_problem(topology, accelerator)
-        if not problem:
-            return "ipc"
-        if topology.is_root:
-            logger.warning("ranks of a node do not see each other's device memory: %s", problem)
-    elif topology.node.size > 1:
+        said = "ranks of a node do not see each other's device memory: %s"
+    elif chosen == "window":
         problem = _sharing_problem(topology)
-        if not problem:
-            return "window"
-        if topology.is_root:
-            logger.warning("ranks of a node share no memory: %s", problem)
-    return "hierarchical" if topology.num_nodes > 1 else "flat"
+        said = "ranks of a node share no memory: %s"
+    if not problem:
+        return chosen
+    if topology.is_root:
+        logger.warning(said, problem)
+    return best(shares=False)
 
 
 def _export_problem(topology: Topology, accelerator: Accelerator) -> str:

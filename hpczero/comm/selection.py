@@ -11,14 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hpczero.comm.algorithms import EXCHANGES, GATHERS
-from hpczero.errors import ConfigError
 from hpczero.layout import ROUND_BYTES
-
-NAMES = {
-    "all_gather": tuple(kind.name for kind in GATHERS),
-    "reduce_scatter": tuple(kind.name for kind in EXCHANGES),
-}
+from hpczero.values import ALGORITHMS, named_algorithms
 
 
 @dataclass(frozen=True)
@@ -89,13 +83,7 @@ class Selection:
             ConfigError: an operation or an algorithm that does not exist.
         """
         chosen = {"all_gather": DEFAULT.gathers[0], "reduce_scatter": DEFAULT.exchanges[0]}
-        for part in text.replace(",", " ").split():
-            operation, _, algorithm = part.partition("=")
-            if algorithm not in NAMES.get(operation, ()):
-                known = "; ".join(f"{op}={'|'.join(names)}" for op, names in NAMES.items())
-                raise ConfigError(
-                    f"algorithms: got {part!r}, expected auto, measure, default, or some of {known}"
-                )
+        for operation, algorithm in named_algorithms(text).items():
             chosen[operation] = Choice(algorithm)
         return cls((chosen["all_gather"],), (chosen["reduce_scatter"],), origin="given")
 
@@ -145,8 +133,8 @@ class Selection:
             gathers, exchanges = (
                 tuple(Choice(**row) for row in value[name]) for name in ("gathers", "exchanges")
             )
-            known = all(c.algorithm in NAMES["all_gather"] for c in gathers) and all(
-                c.algorithm in NAMES["reduce_scatter"] for c in exchanges
+            known = all(c.algorithm in ALGORITHMS["all_gather"] for c in gathers) and all(
+                c.algorithm in ALGORITHMS["reduce_scatter"] for c in exchanges
             )
             if not known or any(c.chunk_nbytes < 1 for c in (*gathers, *exchanges)):
                 raise ValueError("unknown algorithm or bad chunk")

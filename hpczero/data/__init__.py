@@ -11,7 +11,13 @@ from hpczero.data.batches import Batches, EvaluationBatch, HeldOut
 from hpczero.data.corpus import Corpus
 from hpczero.data.prepare import default_token_file, prepare, seal
 from hpczero.data.sampler import Sampler
-from hpczero.data.tokenize import BPETokenizer, ByteTokenizer, Tokenizer
+from hpczero.data.tokenize import (
+    BPETokenizer,
+    ByteTokenizer,
+    Tokenizer,
+    same_tokenizer,
+    tokenizer_name,
+)
 from hpczero.data.tokens import Split, TokenFile
 
 __all__ = [
@@ -27,5 +33,7 @@ __all__ = [
     "Tokenizer",
     "default_token_file",
     "prepare",
+    "same_tokenizer",
     "seal",
+    "tokenizer_name",
 ]

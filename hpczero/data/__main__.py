@@ -5,7 +5,9 @@ Owns: the command line and what it prints. Must not know: formats, splits (``pre
 
 from __future__ import annotations
 
+import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, cast
@@ -17,7 +19,9 @@ from hpczero.data.prepare import VALIDATION_FRACTION, TokenizerName, prepare, se
 from hpczero.data.targets import check_target
 from hpczero.data.tokens import VERSION, TokenFile
 from hpczero.errors import run
+from hpczero.longwork import Progress, watched
 from hpczero.options import parse_command_line
+from hpczero.phases import phases_for
 
 EXCERPT_TOKENS = 200
 
@@ -40,15 +44,22 @@ class Prepare:
     def __call__(self) -> None:
         """Write the file and say what it holds."""
         check_target(self.out, self.texts)  # now: reading the texts may take hours
-        corpus = Corpus.of_paths(self.texts) if self.texts else Corpus.standard_library()
+        # By default it would end the process before what is half written is taken away.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        with phases_for("auto", _say, to_stderr=True) as shown:
+            watched(self._make, shown.show)
+        describe(self.out)
+
+    def _make(self, progress: Progress) -> None:
+        texts = self.texts
         prepare(
-            corpus,
+            Corpus.of_paths(texts, progress) if texts else Corpus.standard_library(progress),
             self.out,
             tokenizer=self.tokenizer,
             vocab_size=self.vocab_size,
             validation_fraction=self.validation_fraction,
+            progress=progress,
         )
-        describe(self.out)
 
 
 @dataclass(frozen=True)
@@ -112,6 +123,12 @@ def describe(path: Path) -> None:
         )
         lines += ["the training text begins with", *(f"  | {line}" for line in start.splitlines())]
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # of a log on a full disk; the file may be on another
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
 def main() -> None:

@@ -9,25 +9,40 @@ of one file holds out its end. Training never sees a held-out byte, nor does the
 
 from __future__ import annotations
 
+import logging
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from hpczero.config import DataOptions
 from hpczero.data.corpus import Corpus
+from hpczero.data.dividing import LONG_WORD
 from hpczero.data.targets import check_target
-from hpczero.data.tokenize import BPETokenizer, ByteTokenizer, Tokenizer
+from hpczero.data.tokenize import TEXT_LEN, BPETokenizer, ByteTokenizer, NotUTF8, Tokenizer
 from hpczero.data.tokens import VERSION, TokenFile
 from hpczero.data.tokenwriter import create
 from hpczero.errors import ConfigError, DataError
+from hpczero.longwork import Progress, in_order
 
 VALIDATION_FRACTION = 0.05
 BPE_VOCAB = 8192
+UTF8_NBYTES = 4  # of one character, at most
 SEAL_NUMEL = 2**22  # read at a time
+BATCH_NBYTES = 2**19  # tokenized at once
+ENCODERS = 2  # one makes arrays of what the library has found for it, while the library works for the other
 
+logger = logging.getLogger("hpczero.data")
+
+T = TypeVar("T")
 TokenizerName = Literal["bytes", "bpe"]
 
 
@@ -38,7 +53,7 @@ def prepare(
     tokenizer: TokenizerName = "bytes",
     vocab_size: int | None = None,
     validation_fraction: float = VALIDATION_FRACTION,
-    tick: Callable[[], None] = lambda: None,
+    progress: Progress | None = None,
 ) -> None:
     """Tokenize a corpus into the file ``out``, which appears whole or not at all.
 
@@ -48,16 +63,22 @@ def prepare(
         tokenizer: "bytes", or "bpe" trained on the training split.
         vocab_size: Of BPE, the separator included; None means 8192.
         validation_fraction: Share of the bytes to hold out, between 0 and 1.
-        tick: Called as it gets on.
+        progress: Told as it gets on.
 
     Raises:
         ConfigError: The fraction or the vocabulary size is out of range, or bytes are given another vocabulary.
         DataError: The corpus cannot be read, is too small to split, ``out`` is something else than a token file, or
             cannot be written.
     """
+    progress = progress or Progress()
+
+    def sources() -> Iterator[Path]:
+        for document in corpus.documents:
+            progress.advance()
+            yield document.path
 
     def check() -> None:
-        check_target(out, (document.path for document in corpus.documents))
+        check_target(out, sources())
 
     check()  # now: the training of a tokenizer may take hours
     if not 0 < validation_fraction < 1:
@@ -76,14 +97,71 @@ def prepare(
         )
     chosen: Tokenizer = ByteTokenizer()
     if tokenizer == "bpe":
-        training_text = (piece.text for piece in _pieces(corpus, cut, tick) if not piece.held_out)
-        chosen = BPETokenizer.train(training_text, BPE_VOCAB if vocab_size is None else vocab_size)
-    with create(out, chosen, corpus.digest, check) as writers:
-        for piece in _pieces(corpus, cut, tick):
-            writer = writers[piece.held_out]
-            writer.append_text(piece.text)
-            if piece.ends_document:
-                writer.end_document()
+        chosen = _learnt(corpus, cut, BPE_VOCAB if vocab_size is None else vocab_size, progress)
+    progress.phase("tokenize", corpus.nbytes)
+    with (
+        create(out, chosen, corpus.digest, check) as writers,
+        ThreadPoolExecutor(ENCODERS, "hpczero-encoder") as encoders,
+    ):
+
+        def encoded(batch: list[_Piece]) -> list[npt.NDArray[np.int64]]:
+            return chosen.encode_all([piece.text for piece in batch])
+
+        batches = _batches(_parts(corpus, cut, chosen))
+        for batch, found in _waited_for(in_order(encoders, encoded, batches, ENCODERS), progress):
+            for piece, ids in zip(batch, found, strict=True):
+                writer = writers[piece.held_out]
+                writer.append_ids(ids)
+                writer.count(0, len(piece.text))
+                if piece.ends_document:
+                    writer.end_document()
+                progress.advance(len(piece.text))
+
+
+def _learnt(corpus: Corpus, cut: int, vocab_size: int, progress: Progress) -> BPETokenizer:
+    """A tokenizer of the training split."""
+    told = False
+    current = _Piece(corpus.documents[0].path, 0, b"", False, False)  # that is learned from
+
+    def tell() -> None:
+        nonlocal told
+        if not told:
+            logger.warning(
+                "%s: has a word of more than %s characters (a run of letters, of digits, of whitespace or of other "
+                "signs). The vocabulary is learned from pieces of it, as of all such words in whatever file; it is "
+                "tokenized whole",
+                current.path,
+                f"{TEXT_LEN + LONG_WORD:,}",
+            )
+        told = True
+
+    with ExitStack() as merging:
+
+        def training_text() -> Iterator[bytes]:
+            nonlocal current
+            progress.phase("count words", cut)
+            for current in takewhile(lambda piece: not piece.held_out, _pieces(corpus, cut)):
+                progress.advance(len(current.text))
+                yield current.text
+            progress.phase("learn byte pairs")
+            merging.enter_context(progress.silent())
+
+        merging.enter_context(progress.computing())  # a block may take longer than one likes
+        try:
+            return BPETokenizer.train(training_text(), vocab_size, on_long_word=tell)
+        except NotUTF8 as error:
+            raise current.named(error) from error
+
+
+def _waited_for(items: Iterator[T], progress: Progress) -> Iterator[T]:
+    """Items that others compute: while they do, processor time is a sign of life."""
+    while True:
+        with progress.computing():
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
 
 
 def seal(path: Path, out: Path | None = None) -> None:
@@ -111,7 +189,7 @@ def seal(path: Path, out: Path | None = None) -> None:
                 writer.count(split.documents, split.text_nbytes)
 
 
-def default_token_file(cache_dir: Path, tick: Callable[[], None] = lambda: None) -> Path:
+def default_token_file(cache_dir: Path, progress: Progress | None = None) -> Path:
     """Token file of the standard library's text, in bytes; made on first use, in about a second.
 
     The name holds the Python version and the hash of the text, so another Python gets another file. Not collective;
@@ -120,54 +198,94 @@ def default_token_file(cache_dir: Path, tick: Callable[[], None] = lambda: None)
     Raises:
         DataError: This Python ships no sources, or the folder cannot be written.
     """
-    corpus = Corpus.standard_library(tick)
+    corpus = Corpus.standard_library(progress)
     path = cache_dir / f"stdlib-{platform.python_version()}-v{VERSION}-{corpus.digest[:12]}.h5"
     if not path.exists():
-        prepare(corpus, path, tick=tick)
+        prepare(corpus, path, progress=progress)
     return path
 
 
-def token_file(options: DataOptions, tick: Callable[[], None]) -> Path:
+def names_token_file(options: DataOptions) -> bool:
+    """Whether ``options`` name a token file; otherwise text."""
+    return options.path is not None and options.path.endswith((".h5", ".hdf5"))
+
+
+def token_file(options: DataOptions, progress: Progress) -> Path:
     """Path of the token file that ``options`` mean; text is tokenized on first use. On one rank only.
 
     Args:
         options: of the data.
-        tick: called as it gets on.
+        progress: told as it gets on.
     """
     cache = Path(options.cache)
     if options.path is None and options.tokenizer == "bytes":
-        return default_token_file(cache, tick)
-    if options.path is not None and options.path.endswith((".h5", ".hdf5")):
-        return Path(options.path)
+        return default_token_file(cache, progress)
+    if names_token_file(options):
+        return Path(str(options.path))
     paths = [Path(options.path)] if options.path else None
-    corpus = Corpus.of_paths(paths, tick) if paths else Corpus.standard_library(tick)
+    corpus = Corpus.of_paths(paths, progress) if paths else Corpus.standard_library(progress)
     path = cache / f"{options.tokenizer}-v{VERSION}-{corpus.digest[:12]}.h5"
     if not path.exists():
-        prepare(corpus, path, tokenizer=options.tokenizer, tick=tick)
+        prepare(corpus, path, tokenizer=options.tokenizer, progress=progress)
     return path
 
 
 @dataclass(frozen=True)
 class _Piece:
+    path: Path
+    offset: int  # in the file
     text: bytes
     held_out: bool
     ends_document: bool
 
+    def named(self, error: NotUTF8) -> NotUTF8:
+        """The same with file and place."""
+        return NotUTF8(error.byte, self.offset + error.offset, f"{self.path}: ")
 
-def _pieces(corpus: Corpus, cut: int, tick: Callable[[], None]) -> Iterator[_Piece]:
+
+def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+    """Several together, where they are short: documents may be."""
+    batch: list[_Piece] = []
+    nbytes = 0
+    for piece in pieces:
+        batch.append(piece)
+        nbytes += len(piece.text)
+        if nbytes >= BATCH_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _parts(corpus: Corpus, cut: int, tokenizer: Tokenizer) -> Iterator[_Piece]:
+    """``_pieces``, as small as the tokenizer likes them."""
+    for piece in _pieces(corpus, cut):
+        try:
+            parts = list(tokenizer.parts(piece.text))
+        except NotUTF8 as error:
+            raise piece.named(error) from error
+        offset = piece.offset
+        for index, part in enumerate(parts, start=1):
+            ends_document = piece.ends_document and index == len(parts)
+            yield _Piece(piece.path, offset, part, piece.held_out, ends_document)
+            offset += len(part)
+
+
+def _pieces(corpus: Corpus, cut: int) -> Iterator[_Piece]:
     """The corpus in order, no piece across the cut. See [Note: The held-out split]."""
     position = 0
     for document in corpus.documents:
-        end = position + document.nbytes
+        path, begin, end = document.path, position, position + document.nbytes
         for block in document.blocks():
-            tick()
             head = _training_length(block, cut - position)
+            offset = position - begin
             position += len(block)
             training, held_out = block[:head], block[head:]
             if training:
-                yield _Piece(training, False, ends_document=position == end and not held_out)
+                ends_document = position == end and not held_out
+                yield _Piece(path, offset, training, False, ends_document)
             if held_out:
-                yield _Piece(held_out, True, ends_document=position == end)
+                yield _Piece(path, offset + head, held_out, True, position == end)
 
 
 def _training_length(block: bytes, at: int) -> int:
@@ -177,8 +295,8 @@ def _training_length(block: bytes, at: int) -> int:
     newline = block.find(b"\n", at, -1)
     if newline >= 0:
         return newline + 1
-    while (
-        at and block[at] & 0xC0 == 0x80
-    ):  # inside a UTF-8 character, which BPE could not read in two halves
-        at -= 1
+    # Not inside a UTF-8 character, which BPE could not read in two halves; what is none may be cut anywhere.
+    for start in range(at, max(at - UTF8_NBYTES, -1), -1):
+        if block[start] & 0xC0 != 0x80:
+            return start
     return at

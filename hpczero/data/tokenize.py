@@ -5,13 +5,15 @@ Owns: the two tokenizers and their JSON form, which travels inside the token fil
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from hpczero.data.dividing import divided, learnable
 from hpczero.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -19,6 +21,19 @@ if TYPE_CHECKING:
 
 NUM_BYTES = 256
 MOST_VOCAB = 2**24
+TEXT_LEN = 4096  # characters of one text of a batch, at least
+PART_LEN = 2**19  # of one batch: its encodings take some hundred times as much memory
+
+
+class NotUTF8(DataError):
+    """A text is not UTF-8. ``byte`` is the first one that is not, ``offset`` where it lies in the text."""
+
+    def __init__(self, byte: int, offset: int, where: str = "") -> None:
+        self.byte, self.offset = byte, offset
+        super().__init__(
+            f"{where}byte {byte:#04x} at offset {offset:,} is not UTF-8, which BPE needs; convert the text, or use the "
+            "bytes tokenizer"
+        )
 
 
 class Tokenizer(Protocol):
@@ -36,6 +51,14 @@ class Tokenizer(Protocol):
 
     def encode(self, text: bytes) -> npt.NDArray[np.int64]:
         """Ids, int64 (n,)."""
+        ...
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.int64]]:
+        """``encode`` of each, on all cores that this thread may use."""
+        ...
+
+    def parts(self, text: bytes) -> Iterator[bytes]:
+        """``text`` in pieces of a convenient size; their ids, one after another, are those of the text."""
         ...
 
     def decode(self, ids: Sequence[int]) -> bytes:
@@ -56,6 +79,14 @@ class ByteTokenizer:
     def encode(self, text: bytes) -> npt.NDArray[np.int64]:
         """Ids of the bytes, int64 (len(text),)."""
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.int64]]:
+        """``encode`` of each."""
+        return [self.encode(text) for text in texts]
+
+    def parts(self, text: bytes) -> Iterator[bytes]:
+        """The text."""
+        yield text
 
     def decode(self, ids: Sequence[int]) -> bytes:
         """The bytes, separators left out."""
@@ -80,8 +111,19 @@ class BPETokenizer:
         self.vocab_size = self.separator + 1
 
     @classmethod
-    def train(cls, texts: Iterable[bytes], vocab_size: int) -> BPETokenizer:
+    def train(
+        cls,
+        texts: Iterable[bytes],
+        vocab_size: int,
+        *,
+        on_long_word: Callable[[], None] = lambda: None,
+    ) -> BPETokenizer:
         """Learn merges from UTF-8 texts; a small corpus may yield fewer ids than asked for.
+
+        Words of some thousand characters are learned from in pieces; ``on_long_word`` is called for each, before the
+        next text is asked for. See [Note: Long words] in ``dividing``.
+
+        Threads of the library ask for the texts. Once they are at their end, nothing is heard of it until it is done.
 
         Raises:
             ConfigError: ``vocab_size`` does not even hold the bytes and the separator, or more than texts have.
@@ -107,7 +149,14 @@ class BPETokenizer:
             special_tokens=[],
             show_progress=False,
         )
-        model.train_from_iterator((_utf8(text) for text in texts), trainer)
+
+        words = model.pre_tokenizer.pre_tokenize_str
+        short_texts = (
+            short
+            for text in texts
+            for short in learnable(_utf8(text), TEXT_LEN, words, on_long_word)
+        )
+        model.train_from_iterator(short_texts, trainer)
         return cls(model)
 
     def encode(self, text: bytes) -> npt.NDArray[np.int64]:
@@ -116,7 +165,30 @@ class BPETokenizer:
         Raises:
             DataError: The text is not UTF-8.
         """
-        return np.array(self.model.encode(_utf8(text)).ids, dtype=np.int64)
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.int64]]:
+        """``encode`` of each, on the cores that the first thread had that used the library.
+
+        Raises:
+            DataError: A text is not UTF-8.
+        """
+        parts = [list(divided(_utf8(text), TEXT_LEN)) for text in texts]
+        found = iter(self.model.encode_batch_fast([short for shorts in parts for short in shorts]))
+        none = np.empty(0, dtype=np.int64)
+        return [
+            np.concatenate([none, *(np.array(next(found).ids, dtype=np.int64) for _ in shorts)])
+            for shorts in parts
+        ]
+
+    def parts(self, text: bytes) -> Iterator[bytes]:
+        """Pieces of half a MiB and a little; where a word is longer, as long as that.
+
+        Raises:
+            DataError: The text is not UTF-8.
+        """
+        for part in divided(_utf8(text), PART_LEN):
+            yield part.encode()
 
     def decode(self, ids: Sequence[int]) -> bytes:
         """The text in UTF-8, separators left out; half a character becomes a replacement character."""
@@ -151,10 +223,38 @@ def from_json(text: str) -> Tokenizer:
     )
 
 
+def same_tokenizer(one: object, other: object) -> bool:
+    """Whether two descriptions are of one tokenizer, also where other versions of a library wrote them.
+
+    What this version cannot read is no other's.
+    """
+    if one == other:
+        return True
+    try:
+        return _parsed(one).to_json() == _parsed(other).to_json()
+    except DataError:
+        return False
+
+
+def tokenizer_name(description: object) -> str:
+    """For messages: kind, number of ids and a fingerprint."""
+    try:
+        found = _parsed(description)
+    except DataError:
+        return "one that this version does not know"
+    text = found.to_json()
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{json.loads(text)['kind']} of {found.vocab_size:,} ids, {digest}"
+
+
+def _parsed(description: object) -> Tokenizer:
+    if not isinstance(description, str):
+        raise DataError("malformed tokenizer description (it is no text)")
+    return from_json(description)
+
+
 def _utf8(text: bytes) -> str:
     try:
         return text.decode()
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"byte {text[error.start]:#04x} is not UTF-8, which BPE needs; convert the text, or use the bytes tokenizer"
-        ) from error
+        raise NotUTF8(text[error.start], error.start) from error

@@ -17,7 +17,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -34,6 +35,8 @@ VERSION = appendix.VERSION
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _NEW_SUPERBLOCK = 3  # which version 1 never had: what has it has an appendix, or had one
+
+_REMEDY = "prepare it with `python -m hpczero.data prepare`"
 
 logger = logging.getLogger("hpczero.data")
 
@@ -140,27 +143,42 @@ class TokenFile:
         Raises:
             DataError: It is missing, unreadable, not a token file, of another version, or damaged.
         """
-        remedy = "prepare it with `python -m hpczero.data prepare`"
+        found = cls.open_current(path)
+        if found is None:
+            with _refusing(path):
+                found = cls._open_old(path)
+            if launcher_rank() == 0:
+                logger.warning(
+                    "%s: a token file of version %d, without digests: damage to it cannot be seen; `python -m "
+                    "hpczero.data seal %s` adds them",
+                    path,
+                    found.version,
+                    path,
+                )
+        return found
+
+    @classmethod
+    def open_current(cls, path: Path) -> TokenFile | None:
+        """As ``open``, but None where the file seems to be of version 1: that takes the library of HDF5.
+
+        Raises:
+            DataError: as ``open``.
+        """
         try:
             descriptor = open_regular(path)
         except FileNotFoundError as error:
-            raise DataError(f"{path}: no such token file; {remedy}") from error
+            raise DataError(f"{path}: no such token file; {_REMEDY}") from error
         except (OSError, ValueError) as error:
-            raise DataError(f"{path}: {reason(error)}; {remedy}") from error
+            raise DataError(f"{path}: {reason(error)}; {_REMEDY}") from error
+        found = None
         try:
-            found = cls._open_new(path, descriptor) or cls._open_old(path, descriptor)
-        except (OSError, ValueError) as error:
-            os.close(descriptor)
-            why = reason(error)
-            raise DataError(f"{path}: not a usable token file: {why}; {remedy}") from error
-        if found.version < VERSION and launcher_rank() == 0:
-            logger.warning(
-                "%s: a token file of version %d, without digests: damage to it cannot be seen; `python -m hpczero.data "
-                "seal %s` adds them",
-                path,
-                found.version,
-                path,
-            )
+            with _refusing(path):
+                found = cls._open_new(path, descriptor)
+                if found is None:
+                    _check_head(descriptor)
+        finally:
+            if found is None:
+                os.close(descriptor)
         return found
 
     @classmethod
@@ -188,12 +206,7 @@ class TokenFile:
         )
 
     @classmethod
-    def _open_old(cls, path: Path, descriptor: int) -> TokenFile:
-        head = os.pread(descriptor, len(SIGNATURE) + 1, 0)
-        if head[:-1] != SIGNATURE:
-            raise ValueError("it is not HDF5")
-        if head[-1] == _NEW_SUPERBLOCK:
-            raise ValueError("its end is not there: cut short, or changed by another program")
+    def _open_old(cls, path: Path) -> TokenFile:
         with oldtokens.opened(path) as file:
             tokenizer = from_json(str(file.attrs["tokenizer"]))
             train, validation = (
@@ -205,7 +218,6 @@ class TokenFile:
                 for name in appendix.SPLITS
             )
             sha256 = str(file.attrs["source_sha256"])
-        os.close(descriptor)
         return cls(path, oldtokens.VERSION, tokenizer, sha256, (train, validation), file.close)
 
     @property
@@ -234,3 +246,21 @@ class TokenFile:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_head(descriptor: int) -> None:
+    """Raises ValueError where not even a file of version 1 begins so."""
+    head = os.pread(descriptor, len(SIGNATURE) + 1, 0)
+    if head[:-1] != SIGNATURE:
+        raise ValueError("it is not HDF5")
+    if head[-1] == _NEW_SUPERBLOCK:
+        raise ValueError("its end is not there: cut short, or changed by another program")
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Around what reads a token file: what is wrong with it becomes a DataError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not a usable token file: {reason(error)}; {_REMEDY}") from error

@@ -118,11 +118,6 @@ class SplitWriter:
         self._documents = 0
         self._text_nbytes = 0
 
-    def append_text(self, text: bytes) -> None:
-        """Add a piece of a document."""
-        self.append_ids(self._tokenizer.encode(text))
-        self._text_nbytes += len(text)
-
     def end_document(self) -> None:
         """Add the separator."""
         self.append_ids(np.array([self._tokenizer.separator]))

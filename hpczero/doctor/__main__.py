@@ -18,6 +18,7 @@ from hpczero.doctor.finding import Finding, Status, exit_code, summary
 from hpczero.doctor.limit import TimeLimit
 from hpczero.errors import ConfigError, launcher_rank, run
 from hpczero.options import parse_command_line
+from hpczero.start import tell_start_aside
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ def main() -> int:
         "Exit code 0: usable, 78: not usable, 86: a probe hung.",
         default=Options(),
     )
+    tell_start_aside("hpczero.doctor")
     findings = []
     prints = (
         launcher_rank() == 0

@@ -172,7 +172,7 @@ def check_threads(ranks: Sequence[RankFacts]) -> Finding:
         remedy = f"export OMP_NUM_THREADS={fair} (cores divided by ranks per node)"
         unset = [facts.rank for facts in members if facts.omp_threads is None]
         if unset and len(members) > 1:
-            value = f"OMP_NUM_THREADS is not set on rank {unset[0]}: each rank would use every core"
+            value = f"OMP_NUM_THREADS is not set on rank {unset[0]}: your own programs would use every core on each"
             return Finding("threads", value, Status.WARN, remedy)
         wanted = sum(facts.omp_threads or len(facts.cores) for facts in members)
         if wanted > cores and wanted > len(members):

@@ -62,6 +62,8 @@ def record(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def commit() -> str:
     """The git commit of this checkout, with ``-dirty`` where files have changed; empty where there is none."""
+    if not (Path(__file__).parents[2] / "install" / "launch.sh").is_file():
+        return ""  # installed: git would answer for whatever repository the environment may lie in
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         asked = subprocess.run(

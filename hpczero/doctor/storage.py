@@ -99,9 +99,10 @@ def check_mpi_io(vendor: str, version: tuple[int, ...], environment: Mapping[str
     if version < fixed:
         return Finding(
             "MPI-IO",
-            f"OMPIO of Open MPI {'.'.join(map(str, version))}, which can lose data in parallel writes",
+            f"OMPIO of Open MPI {'.'.join(map(str, version))}, which can lose data in parallel writes; "
+            "checkpoints are written without it (--checkpoint.writer auto)",
             Status.WARN,
-            f"export OMPI_MCA_io=^ompio, or use Open MPI {'.'.join(map(str, fixed))} or newer",
+            f"for other programs: export OMPI_MCA_io=^ompio, or use Open MPI {'.'.join(map(str, fixed))} or newer",
         )
     return Finding("MPI-IO", "OMPIO")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-MOST_LAYERS = 10**5
+MOST_LAYERS = 10**4
 MOST_SIZE = 2**31 - 1
 
 

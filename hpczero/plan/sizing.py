@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Protocol
 
 from hpczero.layout import ShardLayout, Sharing
-from hpczero.plan.plan import MemoryPlan, Plan, Stage, UnitSpec
+from hpczero.plan.plan import FP32_BYTES, MemoryPlan, Plan, Stage, UnitSpec
 from hpczero.plan.traffic import TrafficPlan
 from hpczero.precision import Precision
 
@@ -183,6 +183,21 @@ def activation_nbytes(
     return kept + max(loss, live * model.hidden * tokens * itemsize)
 
 
+def accumulated_nbytes(plan: Plan, accumulation: int) -> int:
+    """Bytes of a rank's own whole gradients, which wait for the last forward of a step.
+
+    In half precision they are summed in fp32; in fp32 the gradient that stage 1 keeps is that sum.
+
+    Args:
+        plan: of the model.
+        accumulation: forwards of a step.
+    """
+    kept = plan.stage.keeps_local_gradients and not plan.precision.has_masters
+    if accumulation == 1 or kept:
+        return 0
+    return FP32_BYTES * sum(unit.layout.padded_numel for unit in plan.trainable_units)
+
+
 @dataclass(frozen=True)
 class Fit:
     """One stage on one machine.
@@ -190,7 +205,7 @@ class Fit:
     Attributes:
         stage: 0 to 3.
         memory: what the plan holds, activations excluded.
-        traffic: what one rank sends in a step of one micro-batch.
+        traffic: what one rank sends in a step.
         ideal_nbytes: the paper's model states for the same parameters and ranks.
         micro_batch: largest that fits; 0 if not even one sample does.
         micro_batch_checkpointed: the same with activation checkpointing.
@@ -251,6 +266,7 @@ def fit(
     precision: str | Precision,
     sequence: int,
     micro_batch: int = 1,
+    accumulation: int = 1,
 ) -> Fit:
     """Does ``model`` fit at ``stage``, and with which micro-batch?
 
@@ -262,10 +278,12 @@ def fit(
         precision: name or Precision.
         sequence: tokens per sample.
         micro_batch: samples per rank in one forward and backward.
+        accumulation: forwards per step; with more than one, ``accumulated_nbytes`` are needed too.
     """
     plan = blockwise_plan(shapes, num_shards=machine.ranks, stage=stage, precision=precision)
     memory = plan.memory(sharing=machine.sharing)
-    room = machine.memory_nbytes - memory.total
+    waiting = accumulated_nbytes(plan, accumulation)
+    room = machine.memory_nbytes - memory.total - waiting
 
     def activations(batch: int, checkpointing: bool) -> int:
         return activation_nbytes(
@@ -278,11 +296,11 @@ def fit(
 
     plain = largest(lambda batch: activations(batch, False) <= room, MAX_MICRO_BATCH)
     checkpointed = largest(lambda batch: activations(batch, True) <= room, MAX_MICRO_BATCH)
-    needed = memory.total + activations(micro_batch, plain < micro_batch)
+    needed = memory.total + waiting + activations(micro_batch, plain < micro_batch)
     return Fit(
         stage=stage,
         memory=memory,
-        traffic=plan.traffic(sharing=machine.sharing),
+        traffic=plan.traffic(micro_steps=accumulation, sharing=machine.sharing),
         ideal_nbytes=ideal_state_nbytes(stage, plan.numel, data_parallel=machine.ranks),
         micro_batch=plain,
         micro_batch_checkpointed=checkpointed,

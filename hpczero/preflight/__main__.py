@@ -17,6 +17,7 @@ from hpczero.doctor.limit import TimeLimit
 from hpczero.errors import EXIT_FAILURE, ConfigError, run
 from hpczero.options import parse_command_line
 from hpczero.preflight.verdict import Fault, NodeReport, faults
+from hpczero.start import tell_start_aside
 from hpczero.values import digits
 
 MOST_SHOWN = 64
@@ -65,6 +66,7 @@ def main() -> int:
         "Exit code 0: all good, 1: some are bad, 86: it hung.",
         default=Options(),
     )
+    tell_start_aside("hpczero.preflight")
     # The imports too: they start MPI, where all wait for a node that does not answer.
     with TimeLimit("the trial of all nodes", options.time_limit):
         # Here and not at the top: --help and bad options must not start MPI.

@@ -257,3 +257,14 @@ def test_name_of_a_new_run_is_on_the_disk_when_it_begins(
     monkeypatch.setattr(os, "fsync", fsync_and_note)
     RunFolder(tmp_path / "runs" / "r").create(RunConfig())
     assert {tmp_path, tmp_path / "runs", tmp_path / "runs" / "r"} <= synced
+
+
+@pytest.mark.parametrize("kind", ["file", "FIFO", "device"])
+def test_what_is_no_folder_is_told_as_what_it_is(tmp_path: Path, kind: str) -> None:
+    path = Path("/dev/null") if kind == "device" else tmp_path / "x"
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "file":
+        path.touch()
+    with pytest.raises(ConfigError, match=f"is a {kind}, expected a folder"):
+        Folder(path).candidates()

@@ -165,7 +165,9 @@ def test_other_weights_are_no_gpt2(tmp_path: Path) -> None:
     state = theirs(tiny_gpt())
     del state["h.1.ln_2.bias"]
     save_file({**state, "h.0.attn.c_key.weight": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointMismatch, match=r"blocks.1.mlp_norm.bias, h.0.attn.c_key.weight"):
+    with pytest.raises(
+        CheckpointMismatch, match=r"there is no h\.1\.ln_2\.bias; GPT-2 has no h\.0"
+    ):
         convert(tmp_path, tmp_path / "run", layout="gpt2")
     config = {"model_type": "gpt2", "activation_function": "relu"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -203,6 +205,27 @@ def test_weights_come_in_and_the_optimizer_stays(
     parallel_assert(comm, unchanged)
     parallel_assert(comm, calls == 41)
     parallel_assert(comm, same(found, state))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2, 3)
+def test_weights_that_are_no_numbers_are_told_once(
+    comm: MPI.Intracomm, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {name: value.clone() for name, value in once(other_state()).items()}
+    name = next(
+        name for name, value in state.items() if value.ndim == 2 and value.is_floating_point()
+    )
+    state[name].fill_(torch.nan)
+    on_root(comm, lambda: save_file(state, folder / "model.safetensors"))
+    with first_ranks(comm, comm.size) as topology:
+        assert topology is not None
+        program = Program(topology)
+        hpczero.checkpoint.import_weights(folder, program.model)
+        program.close()
+    told = [record.getMessage() for record in caplog.records if "no number" in record.getMessage()]
+    every = [line for lines in comm.allgather(told) for line in lines]
+    parallel_assert(comm, len(every) == 1 and name in every[0], str(every))
 
 
 @pytest.mark.mpi

@@ -22,6 +22,8 @@ from tests.cluster.emulated import EmulatedCluster, Placement, node_map, why_not
 from tests.helpers.mpirun import ROOT, Finished, run_command, run_ranks
 from tests.helpers.processes import end_family, family, launch_environment
 
+pytestmark = pytest.mark.machine
+
 NBYTES = 5_000_000
 RATE_MBIT = 100
 BOUND_S = NBYTES * 8 / (RATE_MBIT * 1e6)

@@ -6,8 +6,10 @@ import json
 
 import pytest
 
+from hpczero.comm.algorithms import EXCHANGES, GATHERS
 from hpczero.comm.selection import DEFAULT, Choice, Selection, boundary, size_text
 from hpczero.errors import ConfigError
+from hpczero.values import ALGORITHMS
 
 MEASURED = Selection(
     (
@@ -73,6 +75,13 @@ def test_names_may_be_given() -> None:
         "library",
     )
     assert Selection.parse("all_gather=library").exchanges == DEFAULT.exchanges
+
+
+def test_names_are_those_of_the_classes() -> None:
+    assert {
+        "all_gather": tuple(kind.name for kind in GATHERS),
+        "reduce_scatter": tuple(kind.name for kind in EXCHANGES),
+    } == ALGORITHMS
 
 
 @pytest.mark.parametrize("text", ["ring", "all_gather=", "reduce_scatter=ring", "gather=ring"])

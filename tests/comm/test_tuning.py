@@ -13,8 +13,9 @@ import torch
 
 import hpczero
 from hpczero.comm import choose, tuning
-from hpczero.comm.selection import DEFAULT, NAMES, Choice
+from hpczero.comm.selection import DEFAULT, Choice
 from hpczero.comm.tuning import cache_file, tune
+from hpczero.values import ALGORITHMS
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:
@@ -50,12 +51,12 @@ def test_every_algorithm_that_fits_is_measured_and_all_ranks_choose_alike(
 ) -> None:
     selection = tune(nodes, torch.float32)
     parallel_assert(comm, len(set(comm.allgather(repr(selection)))) == 1)
-    fits = set(NAMES["all_gather"]) - ({"doubling"} if nodes.num_nodes == 3 else set())
+    fits = set(ALGORITHMS["all_gather"]) - ({"doubling"} if nodes.num_nodes == 3 else set())
     first = selection.gathers[0]
     parallel_assert(comm, set(first.seconds) == fits, str(selection))
     parallel_assert(comm, all(seconds > 0 for seconds in first.seconds.values()))
     measured = {name.partition("/")[0] for name in selection.exchanges[0].seconds}
-    parallel_assert(comm, measured == set(NAMES["reduce_scatter"]), str(selection))
+    parallel_assert(comm, measured == set(ALGORITHMS["reduce_scatter"]), str(selection))
     sizes = [choice.at_nbytes for choice in selection.exchanges if choice.seconds]
     parallel_assert(comm, sizes[0] == 2**14 and sizes == sorted(set(sizes)), str(sizes))
     # the best of what was measured, or the default where it is about as good

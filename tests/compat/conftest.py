@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import traceback
+import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,8 @@ import pytest
 
 from tests.compat.construct import Construct
 from tests.helpers.parallel import parallel_assert
+
+TRANSPORTS = ("window", "flat", "hierarchical")
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -27,6 +31,17 @@ def grounds(session_comm: MPI.Intracomm) -> Iterator[dict[str, Topology]]:
     yield {"window": one, "flat": one, "hierarchical": many}
     many.free()
     one.free()
+
+
+def is_tried(construct: Construct, stage: int, transport: str) -> bool:
+    """Stage 3, which has most to go wrong, on every transport, each other stage on one; HPCZERO_TEST_ALL=1: all.
+
+    Which one goes by the name, so that a run of all constructs has every pair many times.
+    """
+    if stage == max(construct.stages) or os.environ.get("HPCZERO_TEST_ALL") == "1":
+        return True
+    turn = zlib.crc32(construct.name.encode()) + stage
+    return transport == TRANSPORTS[turn % len(TRANSPORTS)]
 
 
 @pytest.fixture
@@ -50,6 +65,7 @@ def holds(comm: MPI.Intracomm, grounds: dict[str, Topology]) -> Callable[[Constr
             )
             for stage in construct.stages
             for transport, topology in grounds.items()
+            if is_tried(construct, stage, transport)
         }
         problems = judge(construct, found, plain, comm.size) if comm.rank == 0 else []
         parallel_assert(comm, not problems, "\n".join(problems[:12]))

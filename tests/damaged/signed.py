@@ -18,6 +18,8 @@ from tests.damaged.subjects import (
     Subject,
     checkpoints,
     program,
+    run_checkpoint,
+    sampled_checkpoint,
     token_file,
     tokens,
     torch_file,
@@ -42,6 +44,23 @@ def load_signed(folder: Path) -> Any:
     # Without the scheduler: what ``extra`` says is the caller's to believe.
     found = hpczero.checkpoint.load(folder / "ckpt", program().model)
     return found.step, found.extra, fingerprint(program())
+
+
+def signed_run(folder: Path) -> Path:
+    """As ``signed_manifest``, of a checkpoint of a run that is sampled from."""
+    file = run_checkpoint(folder, "manifest.json")
+    body = json.loads(file.read_text())
+    del body["sha256"]
+    (folder / "body").write_text(json.dumps(body))
+    return folder / "body"
+
+
+def sample_signed(folder: Path) -> Any:
+    head = (folder / "body").read_text(errors="replace").rstrip()[:-1]
+    digest = hashlib.sha256(head.encode()).hexdigest()
+    newest = max(folder.glob("step-*"))
+    (newest / "manifest.json").write_text(f'{head}, "sha256": "{digest}"}}')
+    return sampled_checkpoint(folder)
 
 
 def signed_tokens(folder: Path) -> Path:
@@ -84,6 +103,7 @@ def read_signed_pickle(folder: Path) -> Any:
 
 SIGNED: dict[str, Subject] = {
     "manifest, signed": Subject(signed_manifest, load_signed, is_text=True, signed=True),
+    "manifest, signed, sampled": Subject(signed_run, sample_signed, is_text=True, signed=True),
     "token file, signed": Subject(signed_tokens, read_signed_tokens, is_text=True, signed=True),
     "torch file, signed": Subject(signed_pickle, read_signed_pickle, signed=True),
 }

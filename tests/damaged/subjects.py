@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -39,7 +40,8 @@ from hpczero.metricsfile import MetricsFile
 from hpczero.models import GPT, GPTConfig
 from hpczero.options import to_toml
 from hpczero.runfolder import RunFolder
-from hpczero.weights import Weights, write_weights
+from hpczero.sources import open_source
+from hpczero.weights import Weights, WeightSource, write_weights
 from tests.checkpoint.damage import fingerprint
 from tests.checkpoint.folders import kept, old_line, there
 from tests.checkpoint.foreign import checkpoint, gpt_checkpoint, other_state, state
@@ -303,9 +305,32 @@ def final_weights(folder: Path) -> Path:
     return file
 
 
+def run_checkpoint(folder: Path, name: str) -> Path:
+    """A run with an older one, and the one that comes to harm; they say their model and their tokenizer."""
+    final = final_weights(folder)
+    for step in (4, 7):
+        made = convert(final, folder / "made" / f"step-{step:09d}")
+        made.rename(folder / made.name)
+    final.unlink()
+    shutil.rmtree(folder / "made")
+    return folder / "step-000000007" / name
+
+
+def sampled_checkpoint(folder: Path) -> Any:
+    """As the sampling command chooses and takes one."""
+    found = open_source(folder, program().topology)
+    try:
+        return taken(found)
+    finally:
+        found.close()
+
+
 def sampled(folder: Path) -> Any:
-    """As the sampling command takes them."""
-    found = Weights(folder)
+    """As the sampling command takes final weights."""
+    return taken(Weights(folder))
+
+
+def taken(found: WeightSource) -> Any:
     with torch.device("meta"):
         model = GPT(found.model)
     values = {}
@@ -339,4 +364,8 @@ SUBJECTS: dict[str, Subject] = {
         gpt2_config, imported_gpt2, is_text=True, may_be_gone=True, has_digest=False
     ),
     "torch file": Subject(torch_file, weights),
+    "manifest, sampled": Subject(
+        lambda f: run_checkpoint(f, "manifest.json"), sampled_checkpoint, is_text=True
+    ),
+    "state.h5, sampled": Subject(lambda f: run_checkpoint(f, "state.h5"), sampled_checkpoint),
 }

@@ -50,6 +50,7 @@ def test_bad_input_is_one_line_and_exit_78(args: tuple[str, ...], said: str) -> 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.fresh
 def test_help_and_a_bad_option_start_neither_torch_nor_mpi_nor_hdf5() -> None:
     code = (
         "import sys\n"

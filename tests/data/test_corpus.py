@@ -49,6 +49,37 @@ def test_order_and_digest_depend_on_contents_alone(tmp_path: Path) -> None:
     assert Corpus.of_paths([tmp_path / "up"]).digest != down.digest
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ein Wort nach dem anderen, " * 40 + "\nEnde",
+        "ohneZwischenraumé☃" * 60,
+        "x" * 9 + "\n" + "y" * 500 + "\n" + "z" * 9,
+    ],
+)
+def test_line_that_is_too_long_for_memory_is_divided_between_characters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(corpus, "BLOCK_NBYTES", 30)
+    monkeypatch.setattr(corpus, "REST_NBYTES", 30)
+    (document,) = Corpus.of_paths([write(tmp_path / "text", text.encode())]).documents
+    blocks = list(document.blocks())
+    assert "".join(block.decode() for block in blocks) == text
+    assert all(0 < len(block) < 100 for block in blocks)
+    assert document.nbytes == len(text.encode())
+
+
+def test_long_line_that_is_no_text_is_divided_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "BLOCK_NBYTES", 30)
+    monkeypatch.setattr(corpus, "REST_NBYTES", 30)
+    (document,) = Corpus.of_paths([write(tmp_path / "data", b"\x80" * 1000)]).documents
+    blocks = list(document.blocks())
+    assert b"".join(blocks) == b"\x80" * 1000
+    assert all(0 < len(block) < 100 for block in blocks)
+
+
 def test_blocks_end_after_lines_and_lose_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

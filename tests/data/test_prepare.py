@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +27,14 @@ from hpczero.data import (
     ByteTokenizer,
     Corpus,
     TokenFile,
+    corpus,
     default_token_file,
     prepare,
     tokenwriter,
 )
 from hpczero.data.prepare import _training_length
 from hpczero.errors import ConfigError, DataError
+from hpczero.longwork import LongWork, Progress
 
 
 @pytest.fixture
@@ -118,6 +123,114 @@ def test_cut_never_divides_a_character_and_prefers_the_end_of_a_line(block: byte
         assert at - 2 <= length <= at
 
 
+@given(junk=st.integers(1, 40), at=st.integers(1, 39))
+def test_cut_of_what_is_no_text_stays_where_it_is(junk: int, at: int) -> None:
+    assert _training_length(b"\x80" * junk, at) == min(at, junk)
+
+
+def test_bytes_that_are_no_text_at_all_are_divided(tmp_path: Path) -> None:
+    (tmp_path / "junk").write_bytes(b"\x80" * 1000)
+    prepare(Corpus.of_paths([tmp_path / "junk"]), tmp_path / "t.h5")
+    with TokenFile.open(tmp_path / "t.h5") as file:
+        assert (len(file.train), len(file.validation)) == (950, 51)
+
+
+@pytest.mark.parametrize("at", [5_000, 99_000])  # learned from, and held out
+def test_text_that_is_not_utf8_is_told_with_file_and_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    monkeypatch.setattr(corpus, "BLOCK_NBYTES", 1000)
+    text = bytearray(b"hello world\n" * 8334)
+    text[at] = 0xFF
+    (tmp_path / "bad.txt").write_bytes(text)
+    told = re.escape(f"{tmp_path}/bad.txt: byte 0xff at offset {at:,} is not UTF-8")
+    with pytest.raises(DataError, match=told):
+        make(tmp_path / "bad.txt", tmp_path / "t.h5", tokenizer="bpe", vocab_size=300)
+
+
+def test_long_words_are_told_once_with_their_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "long.txt").write_bytes(b"a" * 200_000)
+    (tmp_path / "texts" / "good.txt").write_bytes(b"hello world\n" * 100)
+    make(tmp_path / "texts", tmp_path / "t.h5", tokenizer="bpe", vocab_size=300)
+    told = [record.getMessage() for record in caplog.records if "has a word" in record.getMessage()]
+    assert len(told) == 1
+    assert f"{tmp_path}/texts/long.txt: has a word of more than 5,096 characters" in told[0]
+
+
+def test_each_of_many_files_is_a_sign_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long each look at a file takes, no two of them are without a sign between."""
+    for name in range(20):
+        (tmp_path / f"{name}.txt").write_text(f"text number {name}\n")
+    progress, looks, most = Progress(), 0, 0
+
+    def looked(call: Callable[..., Any]) -> Callable[..., Any]:
+        def look(*args: Any, **options: Any) -> Any:
+            nonlocal looks, most
+            looks = 0 if progress.got_on.is_set() else looks + 1
+            progress.got_on.clear()
+            most = max(most, looks)
+            return call(*args, **options)
+
+        return look
+
+    monkeypatch.setattr(Path, "stat", looked(Path.stat))
+    monkeypatch.setattr(Path, "resolve", looked(Path.resolve))
+    found = Corpus.of_paths([tmp_path], progress)
+    (tmp_path / "t.h5").write_bytes(b"")
+    with suppress(DataError):  # it is no token file; all sources were looked at before
+        prepare(found, tmp_path / "t.h5", progress=progress)
+    assert most <= 2  # one path may be looked at twice
+
+
+def test_words_of_one_long_block_are_no_hang_while_they_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    train: Callable[..., BPETokenizer] = BPETokenizer.train
+
+    def spy(texts: Any, vocab_size: int, **options: Any) -> BPETokenizer:
+        seen.append(progress.is_computing and not progress.is_silent)
+        return train(texts, vocab_size, **options)
+
+    monkeypatch.setattr(BPETokenizer, "train", spy)
+    (tmp_path / "a.txt").write_text("text\n" * 1000)
+    progress = Progress()
+    found = Corpus.of_paths([tmp_path / "a.txt"])
+    prepare(found, tmp_path / "t.h5", tokenizer="bpe", vocab_size=300, progress=progress)
+    assert seen == [True]
+    assert not progress.is_computing
+
+
+def test_long_wait_for_the_encoder_is_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While another thread computes, processor time is a sign of life, and the work is not left alone."""
+    begun, let_go = threading.Event(), threading.Event()
+    encode_all: Callable[..., Any] = ByteTokenizer.encode_all
+
+    def slow(self: ByteTokenizer, texts: Any) -> Any:
+        begun.set()
+        while not let_go.is_set():
+            hashlib.sha256(bytes(2**20)).digest()
+        return encode_all(self, texts)
+
+    monkeypatch.setattr(ByteTokenizer, "encode_all", slow)
+    (tmp_path / "a.txt").write_text("text\n" * 1000)
+    found = Corpus.of_paths([tmp_path / "a.txt"])
+    task = LongWork(lambda progress: prepare(found, tmp_path / "t.h5", progress=progress))
+    assert begun.wait(20)
+    task.has_got_on()
+    assert any(task.has_got_on() or task.wait(0.1) for _ in range(100))
+    assert not task.progress.is_silent
+    let_go.set()
+    task.result()
+
+
 def test_bpe_file_decodes_to_the_text_and_names_its_vocabulary(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -141,7 +254,7 @@ def test_bpe_never_sees_the_held_out_text(
     seen: list[bytes] = []
     train: Callable[..., BPETokenizer] = BPETokenizer.train
 
-    def spy(texts: Any, vocab_size: int) -> BPETokenizer:
+    def spy(texts: Any, vocab_size: int, **options: Any) -> BPETokenizer:
         seen.extend(texts)
         return train(seen, vocab_size)
 

@@ -11,7 +11,7 @@ from hpczero.config import DataOptions
 from hpczero.data import prepare
 from hpczero.data.corpus import Corpus
 from hpczero.errors import DataError
-from hpczero.loop import open_tokens
+from hpczero.owntext import open_tokens
 from hpczero.topology import Topology
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import raises_on_all

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpczero.data import BPETokenizer, ByteTokenizer
+from hpczero.data import BPETokenizer, ByteTokenizer, dividing, tokenize
 from hpczero.data.tokenize import from_json
 from hpczero.errors import ConfigError, DataError
 
@@ -34,6 +34,63 @@ def test_bpe_round_trips_any_text(bpe: BPETokenizer, text: str) -> None:
     ids = bpe.encode(text.encode()).tolist()
     assert bpe.decode([*ids, bpe.separator]) == text.encode()
     assert all(0 <= index < bpe.separator for index in ids)
+
+
+# Whitespace of all kinds, a sign that is whitespace for Python alone, what contractions are made of, several scripts.
+PIECES = st.sampled_from(
+    [
+        *" \n\t\r\x0b\x1c\x85\xa0\u2003\u3000'",
+        "  ",
+        "\n\n",
+        "'s",
+        "'ll",
+        "a",
+        "def",
+        "7",
+        "é",
+        "中",
+        "☃",
+        "_",
+        ".",
+        "，",
+        "(",
+        "ア",
+        "ж",
+    ]
+)
+
+
+@given(pieces=st.lists(PIECES, max_size=60), length=st.integers(1, 9))
+def test_ids_of_parts_are_those_of_the_whole(
+    bpe: BPETokenizer, pieces: list[str], length: int
+) -> None:
+    text = "".join(pieces)
+    parts = list(dividing.divided(text, length))
+    assert "".join(parts) == text
+    assert all(len(part) >= length for part in parts[:-1])
+    found = [index for part in parts for index in bpe.model.encode(part).ids]
+    assert found == bpe.model.encode(text).ids == bpe.encode(text.encode()).tolist()
+
+
+def test_vocabulary_learnt_from_parts_is_that_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = "".join(f"def f{n}(x):\n\n    return  x * {n}  # naïve – ☃\n" for n in range(300))
+    whole = BPETokenizer.train([text.encode()], vocab_size=400)
+    monkeypatch.setattr(tokenize, "TEXT_LEN", 5)
+    assert BPETokenizer.train([text.encode()], vocab_size=400).to_json() == whole.to_json()
+
+
+def test_long_texts_are_handed_out_in_parts_that_lose_nothing(
+    bpe: BPETokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenize, "PART_LEN", 100)
+    parts = list(bpe.parts(TEXT.encode()))
+    assert len(parts) > 5
+    assert b"".join(parts) == TEXT.encode()
+    together = [index for ids in bpe.encode_all(parts) for index in ids.tolist()]
+    assert together == bpe.encode(TEXT.encode()).tolist()
+    assert [ids.tolist() for ids in bpe.encode_all([b"", b"x"])] == [[], bpe.encode(b"x").tolist()]
 
 
 def test_bpe_merges_what_is_frequent(bpe: BPETokenizer) -> None:
@@ -63,7 +120,7 @@ def test_tokenizers_survive_json(bpe: BPETokenizer) -> None:
 
 
 def test_text_that_is_not_utf8_is_refused_by_bpe_alone(bpe: BPETokenizer) -> None:
-    with pytest.raises(DataError, match="byte 0xff is not UTF-8"):
+    with pytest.raises(DataError, match="byte 0xff at offset 3 is not UTF-8"):
         bpe.encode(b"abc\xff")
     assert ByteTokenizer().encode(b"abc\xff").tolist()[-1] == 255
 

@@ -13,9 +13,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.forkserver import BASE
+from tests.helpers.forkserver import server as forkserver
 from tests.helpers.processes import end_family, launch_environment
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Waited:
+    """Jobs that the tests of this process have started so far, and seconds they have waited for them."""
+
+    jobs: int = 0
+    seconds: float = 0.0
+
+
+waited = Waited()
 
 
 @dataclass(frozen=True)
@@ -63,16 +76,16 @@ def run_command(
 ) -> Finished:
     """Run one command under the same care as ``run_ranks``; the arguments mean the same."""
     command = tuple(os.fspath(arg) for arg in args)
-    changes = {"PYTHONPATH": os.fspath(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+    environment = launch_environment(**{**BASE, **(env or {})})
     # Files, not pipes: a rank that outlives its launcher would keep a pipe open and us waiting.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         start = time.monotonic()
         process = subprocess.Popen(
-            command,
+            forkserver.forked(command, environment),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            env=launch_environment(**changes),
+            env=environment,
             cwd=cwd,
             start_new_session=True,
         )
@@ -85,6 +98,8 @@ def run_command(
             end_family(process.pid)
             returncode = process.wait()
         seconds = time.monotonic() - start
+        waited.jobs += 1
+        waited.seconds += seconds
         out.seek(0)
         err.seek(0)
         finished = Finished(command, returncode, out.read(), err.read(), seconds)

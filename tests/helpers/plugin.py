@@ -7,9 +7,12 @@ or without MPI.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
+import time
 import traceback
+import zlib
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 import pytest_mpi
 
+from tests.helpers.forkserver import server as forkserver
+from tests.helpers.mpirun import waited
 from tests.helpers.records import Outcome, Record, read_records
 from tests.helpers.watchdog import Watchdog
 
@@ -94,14 +99,37 @@ class Ranks:
         """Leave out what needs another number of ranks and what an earlier launch already ran."""
         kept: list[pytest.Item] = []
         left_out: list[pytest.Item] = []
+        spared = self._spared(items)
         for item in items:
-            here = self.comm is None or self._wants(item, self.size)
+            here = self.comm is None or (self._wants(item, self.size) and item not in spared)
             if not here:
                 self._record(item, "elsewhere", "needs another number of ranks")
             (kept if here and item.nodeid not in self.done else left_out).append(item)
         if left_out:
             config.hook.pytest_deselected(items=left_out)
             items[:] = kept
+
+    def _spared(self, items: list[pytest.Item]) -> set[pytest.Item]:
+        """Cases that run on 2 ranks, and here not: on 1 rank two of three of each test, on 3 each second one.
+
+        Tests that do not run on 2 keep all their cases, and so do those that choose for each. HPCZERO_TEST_ALL=1 spares
+        none.
+        """
+        share = {1: 3, 3: 2}.get(self.size, 1)
+        if self.comm is None or share == 1 or os.environ.get("HPCZERO_TEST_ALL") == "1":
+            return set()
+        cases: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            case = getattr(item, "callspec", None)
+            by_case = case is not None and any(mark.name == "ranks" for mark in case.marks)
+            if self._wants(item, 2) and self._wants(item, self.size) and not by_case:
+                cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        return {
+            item
+            for test, found in cases.items()
+            for number, item in enumerate(found)
+            if len(found) >= share and number % share != zlib.crc32(test.encode()) % share
+        }
 
     @staticmethod
     def _wants(item: pytest.Item, size: int) -> bool:
@@ -136,14 +164,24 @@ class Ranks:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         limit = item.get_closest_marker("limit")
         self._record(item, "started")
+        off = forkserver.off
+        forkserver.off = off or item.get_closest_marker("fresh") is not None
+        start, jobs, job_seconds = time.monotonic(), waited.jobs, waited.seconds
         self.watchdog.start(item.nodeid, limit.args[0] if limit else self.limit_s)
         try:
             return (yield)
         finally:
             self.watchdog.stop()
+            forkserver.off = off
             ended = self.ended.pop(item.nodeid, None)
             if ended and self.records:
-                ended.append_to(self.records)
+                cost = dataclasses.replace(
+                    ended,
+                    seconds=time.monotonic() - start,
+                    jobs=waited.jobs - jobs,
+                    job_seconds=waited.seconds - job_seconds,
+                )
+                cost.append_to(self.records)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:

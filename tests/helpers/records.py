@@ -16,11 +16,20 @@ Outcome = Literal["started", "passed", "failed", "skipped", "elsewhere"]
 
 @dataclass(frozen=True)
 class Record:
-    """One line: a test began, or ended in some way."""
+    """One line: a test began, or ended in some way.
+
+    Attributes:
+        seconds: that it took, set-up of what it shares with later tests included.
+        jobs: commands that it started and waited for.
+        job_seconds: that it waited for them.
+    """
 
     test: str
     outcome: Outcome
     reason: str = ""
+    seconds: float = 0.0
+    jobs: int = 0
+    job_seconds: float = 0.0
 
     def append_to(self, path: Path) -> None:
         """Add this line to ``path``; it is on disk when the call returns."""

@@ -33,7 +33,7 @@ def cells(text: str, label: str) -> list[str]:
 
 
 def test_table_of_the_papers_60b_run_recommends_stage_3() -> None:
-    done = plan(*GPT_60B)
+    done = plan(*GPT_60B, "--transport", "hierarchical")
     assert done.returncode == 0, done.stderr
     assert "60,119,623,680 parameters" in done.stdout
     assert "400 ranks on 25 nodes of 16 (512.0 GB per node)" in done.stdout
@@ -48,7 +48,7 @@ def test_terminal_of_80_columns_shows_the_same_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys, "argv", ["plan", *GPT_60B])
+    monkeypatch.setattr(sys, "argv", ["plan", *GPT_60B, "--transport", "hierarchical"])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main() == 0
     lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()  # without colours
@@ -59,7 +59,7 @@ def test_terminal_of_80_columns_shows_the_same_table(
 
 
 def test_json_totals_are_the_sum_of_their_parts() -> None:
-    report = plan_json(*GPT_60B)
+    report = plan_json(*GPT_60B, "--transport", "flat")
     assert report["recommended_stage"] == 3
     assert [row["stage"] for row in report["stages"]] == [0, 1, 2, 3]
     for row in report["stages"]:
@@ -72,7 +72,8 @@ def test_json_totals_are_the_sum_of_their_parts() -> None:
 
 
 def test_smallest_stage_that_fits_is_recommended() -> None:
-    report = plan_json("--model", "gpt2-xl", "--ranks", "8", "--memory", "9GiB")
+    sizes = ("--model", "gpt2-xl", "--ranks", "8", "--memory", "9GiB")
+    report = plan_json(*sizes, "--transport", "flat")
     assert [row["fits"] for row in report["stages"]] == [False, False, True, True]
     assert report["recommended_stage"] == 2
 
@@ -168,6 +169,17 @@ def test_command_loads_neither_torch_nor_mpi(args: tuple[str, ...]) -> None:
     assert not {"torch", "mpi4py", "mpi4py.MPI"} & loaded
 
 
+@pytest.mark.parametrize(
+    ("transport", "where"), [("window", "--machine dgx-h100"), ("ipc", "--device cpu")]
+)
+def test_transport_for_memory_that_the_named_device_has_not_is_refused(
+    transport: str, where: str
+) -> None:
+    done = plan(*GPT_60B, "--transport", transport, *where.split())
+    assert done.returncode == 78
+    assert f"--transport: got {transport}, which is not for" in done.stderr
+
+
 def test_transport_says_what_nodes_hold_and_send_together() -> None:
     flat, two_level, window, ipc = (
         plan_json(*GPT_60B, "--transport", name)["stages"]
@@ -189,3 +201,45 @@ def test_transport_says_what_nodes_hold_and_send_together() -> None:
 def test_window_without_nodes_means_one_node() -> None:
     sizes = ("--model", "gpt2", "--ranks", "4", "--memory", "8GB", "--transport", "window")
     assert plan_json(*sizes)["stages"][3]["traffic"]["nbytes"] == 0
+
+
+def test_sharding_that_costs_nothing_is_advised() -> None:
+    sizes = ("--model", "gpt2", "--ranks", "4", "--memory", "64GB")
+    # Every stage fits. Messages: stage 2 sends what stages 0 and 1 send. Shared memory: nothing is sent at stage 3.
+    apart, together = plan_json(*sizes, "--transport", "flat"), plan_json(*sizes)
+    assert all(row["fits"] for row in apart["stages"])
+    assert apart["recommended_stage"] == 2
+    assert together["transport"] == "window"
+    assert together["recommended_stage"] == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "transport"),
+    [
+        (("--ranks", "1"), "flat"),
+        (("--ranks", "4"), "window"),
+        (("--ranks", "4", "--ranks-per-node", "1"), "hierarchical"),
+        (("--ranks", "4", "--ranks-per-node", "2", "--device", "cuda"), "ipc"),
+        (("--ranks", "16", "--machine", "dgx-h100"), "ipc"),
+    ],
+)
+def test_transport_is_the_one_that_training_takes(args: tuple[str, ...], transport: str) -> None:
+    assert plan_json("--model", "gpt2", "--memory", "60GB", *args)["transport"] == transport
+
+
+def test_a_described_machine_fills_memory_and_nodes_and_predicts_each_stage() -> None:
+    report = plan_json("--model", "gpt-8b", "--ranks", "64", "--machine", "dgx-h100")
+    assert (report["memory_nbytes"], report["ranks_per_node"]) == (76 * 10**9, 8)
+    fitting = [row for row in report["stages"] if row["fits"]]
+    best = report["stages"][report["recommended_stage"]]
+    assert best["step_s"] == min(row["step_s"] for row in fitting)
+    assert all(row["tokens_per_s"] == pytest.approx(64 * 1024 / row["step_s"]) for row in fitting)
+    assert all(0 < row["mfu"] < 0.6 for row in fitting)  # the file's share of the peak
+
+
+def test_accumulation_needs_room_for_whole_gradients() -> None:
+    sizes = ("--model", "gpt2", "--ranks", "4", "--memory", "64GB", "--precision", "fp32")
+    once, twice = plan_json(*sizes), plan_json(*sizes, "--accumulation", "2")
+    more = twice["stages"][3]["needed_nbytes"] - once["stages"][3]["needed_nbytes"]
+    assert more == pytest.approx(4 * once["parameters"], rel=1e-3)
+    assert twice["stages"][1]["needed_nbytes"] == once["stages"][1]["needed_nbytes"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import time
 from pathlib import Path
 
@@ -12,8 +13,10 @@ import pytest
 from hpczero.errors import ConfigError
 from hpczero.models.config import GPTConfig, flops_per_token
 from hpczero.models.presets import PRESETS
-from scaling.machine import FOLDER, Machine, Roofline, load_machine, machine_names
-from scaling.model import largest_micro_batch, predict
+from hpczero.predict.machine import FOLDER, Machine, Roofline, load_machine, machine_names
+from hpczero.predict.model import largest_micro_batch, predict
+from hpczero.predict.wires import Wires
+from hpczero.predict.work import Job
 from scaling.paper import (
     ANCHOR_TFLOPS,
     FIGURE_2,
@@ -25,8 +28,7 @@ from scaling.paper import (
     largest_batch,
     state_nbytes,
 )
-from scaling.wires import Wires
-from scaling.work import Job
+from tests.test_regularfile import at_once
 
 SMALL = GPTConfig(vocab_size=4096, context=256, layers=4, hidden=512, heads=8)
 # Round numbers, so that formulas can be written out: 1 FLOP costs 1e-12 s, a byte 1e-11 s inside a node, 1e-10 between.
@@ -220,13 +222,25 @@ def test_a_machine_file_with_a_fault_is_named(tmp_path: Path) -> None:
         ),
         (whole.replace("value = 80e9", "value = 0"), "memory: got 0, expected a number above 0"),
         (whole + "]", "is not TOML"),
+        ("", r"missing dispatch, .*, ranks_per_node, .*; missing \[peak\]"),
+        ("peak = 3", "peak: got 3, expected a table"),
+        ("a = " + "[" * 9000, "is not TOML"),
     ):
         path = tmp_path / "mine.toml"
         path.write_text(broken)
         with pytest.raises(ConfigError, match=message):
             load_machine(str(path))
-    with pytest.raises(ConfigError, match="expected host, one of dgx-2-v100"):
-        load_machine("cray-1")
+    with pytest.raises(
+        ConfigError, match=r"got 'cray-1', expected one of host, dgx-2-v100, .* file$"
+    ):
+        load_machine("cray-1", others=["host"])
+    with pytest.raises(ConfigError, match=r"got './cray-1', .* file: No such file or directory$"):
+        load_machine("./cray-1")
+    os.mkfifo(tmp_path / "fifo")
+    with at_once(), pytest.raises(ConfigError, match=r"fifo.* is a FIFO, expected a regular file"):
+        load_machine(str(tmp_path / "fifo"))
+    with pytest.raises(ConfigError, match="is a device, expected a regular file"):
+        load_machine("/dev/zero")
 
 
 # --- the paper

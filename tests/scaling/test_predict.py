@@ -185,7 +185,7 @@ def test_the_papers_curve_stands_beside_the_published_one() -> None:
     ("arguments", "message"),
     [
         (["--model", "gpt-170b", "--ranks", "8"], "one sequence needs"),
-        (["--machine", "cray-1"], "expected host, one of dgx-2-v100"),
+        (["--machine", "cray-1"], "expected one of host, dgx-2-v100"),
         (["--machine", "dgx-2-v100"], "has no peak for bf16, expected one of fp32, fp16"),
         (["--ranks", "12"], "multiple of the 8 ranks of a node of dgx-a100"),
         (["--global_batch", "100", "--ranks", "8"], "--global_batch: got 100, which 8 ranks"),

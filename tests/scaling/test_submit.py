@@ -17,6 +17,8 @@ from scaling.folder import StudyFolder
 from scaling.launchers import Slurm
 from scaling.study import Point
 
+pytestmark = pytest.mark.machine
+
 FAKE = """#!/bin/bash
 n=$(ls {jobs} | wc -l)
 if [ -e {refusing} ] && [ "$n" -ge "$(cat {refusing})" ] && [[ "$*" != *--collect* ]]; then

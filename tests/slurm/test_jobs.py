@@ -16,6 +16,8 @@ from hpczero.checkpoint.folder import Folder
 from tests.helpers.mpirun import run_ranks
 from tests.slurm.jobs import OPTIONS, Job, Submitter, words_of
 
+pytestmark = pytest.mark.machine
+
 ENDLESS = 1_000_000
 TINY: dict[str, Any] = {"run__name": "r", "model__preset": "gpt-micro", "train__micro_batch": 4}
 

@@ -20,6 +20,8 @@ from scaling.sweep import Options
 from tests.helpers.mpirun import ROOT, Finished, run_command
 from tests.slurm.jobs import OPTIONS, Job, Submitter, words_of
 
+pytestmark = pytest.mark.machine
+
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sh")) + sorted((ROOT / "slurm" / "machines").glob("*.sh"))
 
 

@@ -13,6 +13,8 @@ import pytest
 from tests.helpers.mpirun import ROOT
 from tests.slurm.jobs import Submitter
 
+pytestmark = pytest.mark.machine
+
 
 @pytest.mark.slow
 @pytest.mark.limit(240)

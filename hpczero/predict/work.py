@@ -1,6 +1,6 @@
 """What is trained, and how it is spread over a machine.
 
-Owns: the arithmetic of ranks, nodes and slices. Must not know: how long anything takes (`scaling.model`).
+Owns: the arithmetic of ranks, nodes and slices. Must not know: how long anything takes (`hpczero.predict.model`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.plan.plan import Plan
 from hpczero.plan.sizing import Fit, activation_nbytes, blockwise_plan, fit
 from hpczero.plan.sizing import Machine as Room
-from scaling.machine import Kernels, Machine, Roofline
+from hpczero.predict.machine import Kernels, Machine, Roofline
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Job:
         overlap: between nodes, hide what can be hidden.
         model_parallel: ranks that share every layer.
         kernels: of one rank; None: a roofline of the machine.
+        ranks_per_node: of the job; None: of the machine.
     """
 
     model: GPTConfig
@@ -45,13 +46,14 @@ class Job:
     micro_batch: int
     accumulation: int = 1
     checkpointing: bool = False
-    transport: Literal["flat", "hierarchical", "window"] = "hierarchical"
+    transport: Literal["flat", "hierarchical", "window", "ipc"] = "hierarchical"
     overlap: bool = True
     model_parallel: int = 1
     kernels: Kernels | None = field(default=None, repr=False)
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
-        per_node = self.machine.ranks_per_node
+        per_node = self.ranks_per_node or self.machine.ranks_per_node
         if self.ranks > per_node and self.ranks % per_node:
             raise ConfigError(
                 f"ranks: got {self.ranks}, expected a multiple of the {per_node} ranks of a node of "
@@ -70,7 +72,7 @@ class Job:
     @property
     def local(self) -> int:
         """Of those, how many are on one node."""
-        on_node = min(self.machine.ranks_per_node, self.ranks)
+        on_node = min(self.ranks_per_node or self.machine.ranks_per_node, self.ranks)
         return max(on_node // self.model_parallel, 1)
 
     @property
@@ -99,6 +101,7 @@ class Job:
             self.machine.usable,
             local_size=None if self.transport == "flat" else self.local,
             shares_memory=self.transport == "window",
+            pulls=self.transport == "ipc",
         )
 
     @property

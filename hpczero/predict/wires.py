@@ -1,7 +1,7 @@
 """How long the collectives of a step take, and what of that the model's own work hides.
 
 Owns: the formulas of collectives and what overlaps with what. Must not know: how long the model's own work takes. The
-assumptions are those of `scaling.model`.
+assumptions are those of `hpczero.predict.model`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from hpczero.plan.plan import UnitSpec
-from scaling.work import Job
+from hpczero.predict.work import Job
 
 AGREEMENTS = 3  # small collectives of a step: loss, finite check and norm, flags
 FP32_BYTES = 4
@@ -76,7 +76,7 @@ class Wires:
         steps, sharing = job.accumulation, job.sharing
         root, *blocks = job.plan.units
         # Flat has no queue: every call of it is over when it returns.
-        hides = job.overlap and job.nodes > 1 and job.transport != "flat"
+        hides = job.overlap and sharing.overlap and job.transport != "flat"
         gathers = stage.shards_parameters and not sharing.lasting
         exposed = whole = AGREEMENTS * self._agreement_s()
         for step in range(steps):

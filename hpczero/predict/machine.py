@@ -1,26 +1,28 @@
 """Machines: what their data sheets say, from TOML, every number with its source; and how fast work runs on them.
 
 Owns: the file format, and kernels as a roofline. Must not know: models, collectives, where a number is used. A machine
-that measures itself has another ``Kernels`` (`scaling.probe`).
+that measures itself has another ``Kernels`` (`Kernels`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from hpczero.errors import ConfigError
-from scaling.record import ROOT
+from hpczero.regularfile import read_text, reason, shown
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
-FOLDER = ROOT / "scaling" / "machines"
+FOLDER = Path(__file__).parent / "machines"
+MOST_NBYTES = 2**20
 
 # Memory-bound work: elements read and written for one element, in forward and in backward.
 PASSES = {
@@ -134,43 +136,56 @@ class Roofline:
     itemsize: int
 
     def matmul_s(self, m: int, k: int, n: int) -> float:
+        """At a share of the peak, or as long as memory takes."""
         flops = self.machine.peak_of(self.precision) * self.machine.matmul_efficiency
         moved = (m * k + k * n + m * n) * self.itemsize
         return max(2 * m * k * n / flops, moved / self.machine.memory_rate)
 
     def attention_s(self, tokens: int, sequence: int, width: int, *, backward: bool) -> float:
+        """At the same share of the peak."""
         flops = self.machine.peak_of(self.precision) * self.machine.matmul_efficiency
         return (2 if backward else 1) * 4 * tokens * sequence * width / flops
 
     def element_s(self, kind: str, *, backward: bool) -> float:
+        """As long as memory takes."""
         size = 4 if kind == "loss" else self.itemsize
         return PASSES[kind][backward] * size / self.machine.memory_rate
 
     def update_s(self, numel: int) -> float:
+        """As long as memory takes."""
         return numel * UPDATE_BYTES / self.machine.memory_rate
 
     def sum_s(self, blocks: int, numel: int) -> float:
+        """As long as memory takes."""
         return numel * (blocks * self.itemsize + 4) / self.machine.memory_rate
 
     @property
     def dispatch_s(self) -> float:
+        """By the sheet."""
         return self.machine.dispatch
 
 
-def load_machine(name: str) -> Machine:
-    """By the name of a file in scaling/machines, or a path to one like them.
+def load_machine(name: str, *, others: Sequence[str] = ()) -> Machine:
+    """By the name of a file in hpczero/predict/machines, or a path to one like them.
+
+    Args:
+        name: or path.
+        others: what the caller takes besides; for the message.
 
     Raises:
         ConfigError: no such machine, a number without source, a name that is missing or unknown.
     """
-    path = FOLDER / f"{name}.toml" if "/" not in name and "." not in name else Path(name)
+    named = "/" not in name and "." not in name
+    path = FOLDER / f"{name}.toml" if named else Path(name)
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(read_text(path, MOST_NBYTES))
     except OSError as error:
+        known = ", ".join([*others, *machine_names()])
+        why = "" if named else f": {reason(error)}"
         raise ConfigError(
-            f"--machine: got {name!r}, expected host, one of {', '.join(machine_names())}, or a path: {error}"
+            f"--machine: got {name!r}, expected one of {known}, or the path of a .toml file{why}"
         ) from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, no TOML, or nested too deeply
         raise ConfigError(f"{path}: is not TOML: {error}") from error
     sources: dict[str, str] = {}
 
@@ -186,17 +201,29 @@ def load_machine(name: str) -> Machine:
         return entry["value"]
 
     title, peak = str(table.pop("title", path.stem)), table.pop("peak", {})
-    values = {key: number(key, entry) for key, entry in table.items()}
-    try:
-        return Machine(
-            name=path.stem,
-            title=title,
-            peak={key: number(f"peak.{key}", entry) for key, entry in peak.items()},
-            sources=sources,
-            **values,
+    if not isinstance(peak, dict):
+        raise ConfigError(
+            f"{path}: peak: got {shown(peak)}, expected a table of FLOP/s by precision"
         )
-    except TypeError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    values = {key: number(key, entry) for key, entry in table.items()}
+    fields = dataclasses.fields(Machine)
+    needed = {f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING}
+    missing = needed - values.keys() - {"name", "title", "peak"}
+    unknown = values.keys() - ({f.name for f in fields} - {"name", "title", "peak", "sources"})
+    if missing or unknown or not peak:
+        said = [f"missing {', '.join(sorted(missing))}"] if missing else []
+        said += [f"unknown {', '.join(sorted(unknown))}"] if unknown else []
+        said += [] if peak else ["missing [peak], FLOP/s by precision"]
+        raise ConfigError(
+            f"{path}: {'; '.join(said)}; expected the names of {FOLDER.name}/{machine_names()[0]}.toml"
+        )
+    return Machine(
+        name=path.stem,
+        title=title,
+        peak={key: number(f"peak.{key}", entry) for key, entry in peak.items()},
+        sources=sources,
+        **values,
+    )
 
 
 def machine_names() -> list[str]:

@@ -1,7 +1,7 @@
 """How long a training step will take: compute by a roofline, collectives by their formulas, bytes by the Plan.
 
 Owns: the assumptions, the model's own work, the sum. Must not know: torch, MPI, where a machine's numbers come from,
-how collectives work (`scaling.wires`), how a prediction is shown.
+how collectives work (`hpczero.predict.wires`), how a prediction is shown.
 
     step = forward + backward + what of the communication they do not hide + update
 
@@ -10,7 +10,7 @@ Assumptions, all of them:
 - every rank is as fast as every other, and the network has no other traffic: noise and stragglers are not in the model;
 - a block's work is its matrix products, its attention and its memory-bound passes, one after the other; causal
   attention is counted whole, as in the FLOP count; by data sheet, large products reach one share of the peak, and
-  passes the full rate of memory (`scaling.machine`);
+  passes the full rate of memory (`hpczero.predict.machine`);
 - all-gather between nodes: the faster of a ring and, for powers of two, recursive doubling, then inside the node;
   reduce-scatter: first inside, then pairwise between nodes; all ranks of a node share its NICs. Rounds of one
   exchange overlap, so that latency counts once for each message;
@@ -29,9 +29,9 @@ from dataclasses import dataclass
 
 from hpczero.models.config import flops_per_token
 from hpczero.plan.plan import UnitSpec
-from scaling.machine import Kernels
-from scaling.wires import Wires
-from scaling.work import Job
+from hpczero.predict.machine import Kernels
+from hpczero.predict.wires import Wires
+from hpczero.predict.work import Job
 
 FORWARD_CALLS, BACKWARD_CALLS = 16, 24  # operations of a block that are started one by one
 

@@ -1,0 +1,62 @@
+"""From the options about data to an open token file on every rank; text is tokenized first if need be.
+
+Owns: who tokenizes, what is shown meanwhile, and that all ranks open the same file. Must not know: how text becomes
+tokens, the training loop.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Literal
+
+from hpczero import log
+from hpczero.config import DataOptions
+from hpczero.data import TokenFile
+from hpczero.data.prepare import token_file
+from hpczero.errors import DataError
+from hpczero.phases import PhaseBar, PhaseLines, phases_for
+from hpczero.rootwork import done_by_root
+from hpczero.signals import Signals
+from hpczero.topology import Topology
+
+
+def open_tokens(
+    options: DataOptions,
+    topology: Topology,
+    *,
+    progress: Literal["auto", "bar", "lines"] = "lines",
+    signals: Signals | None = None,
+) -> TokenFile:
+    """The token file, made from text first if need be. Collective: rank 0 makes it, every rank opens it.
+
+    Args:
+        options: of the data.
+        topology: of the ranks.
+        progress: how rank 0 shows that it gets on.
+        signals: of this process; one that asks to stop, on any rank, ends the making. None: nobody asks.
+
+    Raises:
+        DataError: text or file is missing, empty or malformed, or not the same on all ranks; on every rank.
+        StoppedEarly: asked to stop while the file was made; on every rank.
+    """
+    shown: PhaseBar | PhaseLines | nullcontext[None] = nullcontext()
+    if topology.is_root:
+        shown = phases_for(progress, lambda line: log.info("%s", line))
+    # Of a large text it takes longer than any collective may.
+    with shown as display:
+        path = done_by_root(
+            topology,
+            "prepare the token file",
+            lambda said: str(token_file(options, said)),
+            show=lambda moment: display.show(moment) if display is not None else None,
+            is_stopped=lambda: signals is not None and signals.came,
+        )
+    with topology.agreed("open the token file"):
+        tokens = TokenFile.open(Path(path))
+    # Of one path: nodes may have folders of their own there.
+    first = topology.broadcast_text(tokens.fingerprint)
+    with topology.agreed("compare the token file with that of rank 0"):
+        if tokens.fingerprint != first:
+            raise DataError(f"{path}: another file; bring the same one to every node")
+    return tokens

@@ -1,0 +1,192 @@
+"""What would fit instead: the same training with other options, on the same ranks or on more.
+
+Owns: which options are tried, in which order, and how each is typed. Must not know: what a machine has, torch,
+MPI. Every answer has been asked for: nothing is said to fit by a rule of thumb.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from hpczero.plan.peak import Run
+from hpczero.plan.sizing import largest
+from hpczero.transports import fastest_transport
+
+Fits = Callable[[Run], bool]
+MOST_ANSWERS = 4
+MOST_NODES = 2**13
+MOST_TRIED = 64  # numbers of nodes beyond the fewest that memory asks for: the batch must divide over the ranks
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Something that fits.
+
+    Attributes:
+        run: what it is.
+        words: for a sentence: what differs, then the options to type.
+    """
+
+    run: Run
+    words: str
+
+
+def alternatives(run: Run, fits: Fits, *, cores: int) -> list[Alternative]:
+    """What fits, nearest first: one thing changed, else several, and the fewest ranks.
+
+    Args:
+        run: what does not fit.
+        fits: asks the machine; for more nodes than there are, as if all were alike.
+        cores: of this node: more ranks than that are not advised.
+    """
+    single = [
+        _other_stage(run),
+        _smaller_micro_batches(run),
+        _checkpointed(run),
+        _other_transport(run),
+    ]
+    found = [hit for options in single if (hit := next(filter(fits, options), None))]
+    if not found:
+        hit = next(filter(fits, _several(run)), None)
+        found = [hit] if hit else []
+    more = _more_ranks(run, fits, cores)
+    found += [more] if more else []
+    return [Alternative(hit, describe(run, hit)) for hit in islice(found, MOST_ANSWERS)]
+
+
+def on_these_ranks(run: Run, fits: Fits) -> Alternative | None:
+    """``run`` if it fits, else the nearest that does on the same ranks, in words; None if none does."""
+    hit = next(filter(fits, chain([run], _several(run))), None)
+    return Alternative(hit, describe(run, hit)) if hit else None
+
+
+def describe(run: Run, other: Run) -> str:
+    """``other`` in words, with the options by which it differs from ``run``."""
+    words, options, here = [], [], run.ranks // run.local_size
+    if other.stage != run.stage or other.ranks != run.ranks:
+        words.append(f"stage {other.stage}")
+        if other.stage != run.stage:
+            options.append(f"--parallel.stage {other.stage}")
+    if other.ranks != run.ranks:
+        nodes = other.ranks // other.local_size
+        many = f" ({nodes} nodes of {other.local_size} like this one)" if nodes > 1 else ""
+        words[-1] += (
+            f" on {other.ranks} ranks{many if other.ranks // other.local_size > here else ''}"
+        )
+    batch = (other.micro_batch, other.accumulation, other.global_batch)
+    if batch != (run.micro_batch, run.accumulation, run.global_batch):
+        words.append(f"micro-batch {other.micro_batch}")
+        options.append(f"--train.micro_batch {other.micro_batch}")
+        if other.global_batch == run.global_batch:
+            options.append(f"--train.accumulation {other.accumulation}")
+        else:
+            options.append(f"--train.global_batch {other.global_batch}")
+    if run.laid_out and other.ranks != run.ranks:
+        options.append(f"--parallel.nodes {other.ranks // other.local_size}x{other.local_size}")
+    if other.checkpointing and not run.checkpointing:
+        words.append("activation checkpointing")
+        options.append("--model.checkpoint_activations true")
+    if other.transport not in (run.transport, "window") and run.transport != "flat":
+        words.append(f"transport {other.transport}")
+        options.append(f"--parallel.transport {other.transport}")
+    typed = f" ({' '.join(options)})" if options else ""
+    return f"{', '.join(words)}{typed}"
+
+
+def _other_stage(run: Run) -> Iterator[Run]:
+    for stage in range(4):
+        if stage != run.stage:
+            yield dataclasses.replace(run, stage=stage)
+
+
+def _smaller_micro_batches(run: Run) -> Iterator[Run]:
+    """The same global batch in more forwards, largest first."""
+    mine = run.micro_batch * run.accumulation
+    for micro in range(min(run.micro_batch - 1, 4096), 0, -1):
+        if mine % micro == 0:
+            yield dataclasses.replace(run, micro_batch=micro, accumulation=mine // micro)
+
+
+def _checkpointed(run: Run) -> Iterator[Run]:
+    if not run.checkpointing:
+        yield dataclasses.replace(run, checkpointing=True)
+
+
+def _other_transport(run: Run) -> Iterator[Run]:
+    if run.transport == "window":
+        nodes = run.ranks // run.local_size
+        yield dataclasses.replace(run, transport="hierarchical" if nodes > 1 else "flat")
+
+
+def _several(run: Run) -> Iterator[Run]:
+    """Two and three things at once: stages, then micro-batches, without and with checkpointing."""
+    for checkpointing in sorted({run.checkpointing, True}):
+        for stage in (run.stage, *(s for s in range(4) if s != run.stage)):
+            based = dataclasses.replace(run, checkpointing=checkpointing, stage=stage)
+            yield based
+            yield from _smaller_micro_batches(based)
+
+
+def _more_ranks(run: Run, fits: Fits, cores: int) -> Run | None:
+    """The fewest ranks on which the run fits: more on each node as it has cores for, else more nodes like it."""
+    stages = [run.stage] * (run.stage > 0) + [3] * (
+        run.stage != 3
+    )  # stage 0: as much on every rank
+    for checkpointing in sorted({run.checkpointing, True}):
+        for stage in stages:
+            changed = dataclasses.replace(run, stage=stage, checkpointing=checkpointing)
+            hit = next(filter(fits, _crowded(changed, cores)), None) or _fewest_nodes(changed, fits)
+            if hit is not None:
+                return hit
+    return None
+
+
+def _crowded(run: Run, cores: int) -> Iterator[Run]:
+    """More ranks on each of the same nodes: their processes hold less each, and the node hardly more."""
+    nodes, local = run.ranks // run.local_size, 2 * run.local_size
+    while local <= cores and run.transport != "ipc":
+        transport = fastest_transport(local, nodes) if run.local_size == 1 else run.transport
+        more = dataclasses.replace(run, ranks=nodes * local, local_size=local, transport=transport)
+        yield from _batches(more, run.global_batch)
+        local *= 2
+
+
+def _fewest_nodes(run: Run, fits: Fits) -> Run | None:
+    here = run.ranks // run.local_size
+    for transport in dict.fromkeys((_between_nodes(run.transport), "hierarchical")):
+        based = dataclasses.replace(run, transport=transport)
+        enough = here  # on far more ranks than a model has use for, padding takes the room
+        while enough < MOST_NODES and not fits(_smallest(based, enough)):
+            enough *= 2
+        fewer = largest(lambda nodes, b=based: not fits(_smallest(b, nodes)), enough - 1)  # type: ignore[misc]
+        for nodes in range(max(fewer, here) + 1, fewer + MOST_TRIED):
+            hit = next(filter(fits, _batches(_on(based, nodes), run.global_batch)), None)
+            if hit is not None:
+                return hit
+    return None
+
+
+def _between_nodes(transport: str) -> str:
+    return "hierarchical" if transport == "flat" else transport
+
+
+def _on(run: Run, nodes: int) -> Run:
+    return dataclasses.replace(run, ranks=nodes * run.local_size)
+
+
+def _smallest(run: Run, nodes: int) -> Run:
+    return dataclasses.replace(_on(run, nodes), micro_batch=1, accumulation=1)
+
+
+def _batches(run: Run, global_batch: int) -> Iterator[Run]:
+    """The global batch over other ranks, in as few forwards as can be; one sample each where it is too small."""
+    if run.ranks > global_batch:
+        yield dataclasses.replace(run, micro_batch=1, accumulation=1)
+    elif global_batch % run.ranks == 0:
+        mine = global_batch // run.ranks
+        whole = dataclasses.replace(run, micro_batch=mine, accumulation=1)
+        yield whole
+        yield from _smaller_micro_batches(whole)

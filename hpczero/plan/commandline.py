@@ -1,0 +1,37 @@
+"""A run as the plan command is asked about it.
+
+Owns: the options of ``python -m hpczero.plan`` as they are typed. Must not know: how it answers.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+
+from hpczero.plan.peak import Run
+
+
+def command_line(run: Run, title: str, *, memory_nbytes: int | None = None) -> str:
+    """What to type to see the whole table for ``run``.
+
+    Args:
+        run: of a job.
+        title: the preset that the model began as.
+        memory_nbytes: what a rank may have; None leaves a number to be filled in.
+    """
+    memory = "GB_OF_A_RANK" if memory_nbytes is None else _size(memory_nbytes)
+    model = run.network.model
+    words = ["python -m hpczero.plan", f"--memory {memory}", f"--ranks {run.ranks}"]
+    words += [f"--ranks-per-node {run.local_size}"] * (run.ranks % run.local_size == 0)
+    words += [f"--transport {run.transport}", f"--model {shlex.quote(title)}"]
+    words += [f"--layers {model.layers}", f"--hidden {model.hidden}", f"--vocab {model.vocab_size}"]
+    words += [f"--positions {model.positions}", f"--sequence {run.sequence}"]
+    words += [f"--precision {run.precision}", f"--micro-batch {run.micro_batch}"]
+    words += [f"--accumulation {run.accumulation}"] * (run.accumulation > 1)
+    return " ".join(words)
+
+
+def _size(nbytes: int) -> str:
+    """Rounded down, so that what is said to fit does."""
+    unit, scale = ("GB", 10**9) if nbytes >= 10**9 else ("MB", 10**6)
+    return f"{max(math.floor(nbytes / scale * 10) / 10, 0.1):g}{unit}"

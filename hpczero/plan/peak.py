@@ -1,0 +1,215 @@
+"""The peak of a run: what one rank holds at each moment, before anything is allocated.
+
+Owns: the moments at which a run holds most, and what of that ranks share. Must not know: torch, MPI, what a machine
+has, what Python and the libraries take themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from hpczero.layout import Sharing
+from hpczero.plan.plan import FP32_BYTES, MemoryPlan, Plan
+from hpczero.plan.sizing import (
+    Machine,
+    Transformer,
+    accumulated_nbytes,
+    activation_nbytes,
+    blockwise_plan,
+)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Bytes of one rank at the moments that can be the peak; each is a low estimate, without what lasts briefly.
+
+    Attributes:
+        loss: forward has ended: all activations, no reduced gradients.
+        step: backward has ended: all reduced gradients, no activations.
+        end: training has ended: world rank 0 collects the whole weights.
+    """
+
+    loss: int
+    step: int
+    end: int
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A model as far as bytes go. Many runs are asked about with one, so it remembers its last plans.
+
+    Attributes:
+        model: sizes for the activations.
+        shapes: qualified name and shape of every parameter, a tied weight once.
+    """
+
+    model: Transformer
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+
+    def plan(self, ranks: int, stage: int, precision: str) -> Plan:
+        """As ``zeroify`` will make it."""
+        return _plan(self, ranks, stage, precision)
+
+
+@lru_cache(maxsize=8)  # the stages, on these ranks and on more
+def _plan(network: Network, ranks: int, stage: int, precision: str) -> Plan:
+    return blockwise_plan(network.shapes, num_shards=ranks, stage=stage, precision=precision)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is to be trained, as far as bytes go.
+
+    Attributes:
+        network: the model.
+        ranks: world size.
+        local_size: ranks of a node.
+        transport: flat, hierarchical, window or ipc.
+        stage: 0 to 3.
+        precision: name of it.
+        sequence: tokens per sample.
+        micro_batch: samples per rank and forward.
+        accumulation: forwards per step.
+        checkpointing: of activations.
+        copies: whether a checkpoint is written from a copy of the shards, in the background.
+        laid_out: whether the number of nodes was given, not found.
+    """
+
+    network: Network
+    ranks: int
+    local_size: int
+    transport: str
+    stage: int
+    precision: str
+    sequence: int
+    micro_batch: int
+    accumulation: int
+    checkpointing: bool
+    copies: bool = False
+    laid_out: bool = False
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step over all ranks."""
+        return self.micro_batch * self.accumulation * self.ranks
+
+    @cached_property
+    def plan(self) -> Plan:
+        """As ``zeroify`` will make it."""
+        return self.network.plan(self.ranks, self.stage, self.precision)
+
+    @property
+    def sharing(self) -> Sharing:
+        """What ranks of a node hold together."""
+        return Machine(
+            self.ranks,
+            0,
+            local_size=None if self.transport == "flat" else self.local_size,
+            shares_memory=self.transport == "window",
+            pulls=self.transport == "ipc",
+        ).sharing
+
+    @cached_property
+    def memory(self) -> MemoryPlan:
+        """States and buffers of a rank."""
+        return self.plan.memory(sharing=self.sharing)
+
+    @cached_property
+    def activations(self) -> int:
+        """Bytes at the peak of one forward and backward."""
+        return activation_nbytes(
+            self.network.model,
+            sequence=self.sequence,
+            batch=self.micro_batch,
+            itemsize=self.plan.precision.param_itemsize,
+            checkpointing=self.checkpointing,
+        )
+
+    @cached_property
+    def accumulated(self) -> int:
+        """Bytes of this rank's own whole gradients, which wait for the last forward of a step."""
+        return accumulated_nbytes(self.plan, self.accumulation)
+
+    @property
+    def _lasting(self) -> int:
+        return self.memory.parameters + self.memory.master + self.memory.optimizer
+
+    @property
+    def _kept_gradients(self) -> int:
+        if not self.plan.stage.keeps_local_gradients:
+            return 0
+        trainable = sum(unit.layout.padded_numel for unit in self.plan.trainable_units)
+        return self.plan.precision.param_itemsize * trainable
+
+    def moments(self, *, is_root: bool) -> Moments:
+        """Low estimates.
+
+        Args:
+            is_root: world rank 0, which collects the weights at the end.
+        """
+        return Moments(
+            loss=self._lasting + self._kept_gradients + self.accumulated + self.activations,
+            step=self._lasting + self.memory.gradients,
+            end=self._lasting
+            + self._kept_gradients
+            + (FP32_BYTES * self.plan.numel if is_root else 0),
+        )
+
+    @property
+    def most(self) -> int:
+        """High estimate: everything that a step ever holds, as if at once."""
+        return self.memory.total + self.accumulated + self.activations + self._copied
+
+    @property
+    def _copied(self) -> int:
+        """What a save takes beside the state: all of it in the background, else one tensor of it at a time."""
+        if not self.copies:
+            return (
+                FP32_BYTES * sum(unit.layout.padded_numel for unit in self.plan.units) // self.ranks
+            )
+        own_masters = 0 if self.plan.precision.has_masters else self.memory.optimizer // 2
+        return self.memory.master + self.memory.optimizer + own_masters
+
+    def most_at_end(self, *, is_root: bool) -> int:
+        """High estimate of the end, with a unit on its way to world rank 0."""
+        return self.moments(is_root=is_root).end + self.memory.unsharded + self.memory.exchange
+
+    @property
+    def shared(self) -> int:
+        """Of the bytes of a rank, how many are its part of memory that its node shares; high estimate."""
+        sharing = self.sharing
+        if self.transport != "window" or sharing.ranks == 1:
+            return 0
+        wholes = 0
+        if self.plan.stage.shards_optimizer:
+            item = self.plan.precision.param_itemsize
+            wholes = item * sum(u.layout.padded_numel for u in self.plan.units) // sharing.ranks
+        return wholes + self.memory.exchange + self._spare + self._kept_gradients
+
+    @property
+    def least_shared(self) -> int:
+        """The same as a low estimate: whole parameters, where a node keeps one copy of them."""
+        stage, sharing = self.plan.stage, self.sharing
+        kept = stage.shards_optimizer and (sharing.lasting or not stage.shards_parameters)
+        return self.memory.parameters if self.shared and kept and sharing.copies > 1 else 0
+
+    @property
+    def mapped(self) -> int:
+        """Bytes of address space that one process maps, shared memory of its node included; high estimate."""
+        return self.most - self.shared + self.shared * self.sharing.ranks
+
+    @property
+    def least_mapped(self) -> int:
+        """The same as a low estimate."""
+        moments = self.moments(is_root=False)
+        private = max(moments.loss, moments.step) - self.shared
+        return max(private, 0) + self.shared * self.sharing.ranks
+
+    @property
+    def _spare(self) -> int:
+        """The place for gradients that find theirs taken; mapped, and seldom used."""
+        if self.plan.stage.keeps_local_gradients:
+            return 0
+        sizes = [unit.layout.padded_numel for unit in self.plan.trainable_units]
+        return self.plan.precision.param_itemsize * max(sizes, default=0)

@@ -1,0 +1,89 @@
+"""What rank 0 can refuse of a training run before torch and MPI are imported, which takes seconds to a minute.
+
+Owns: which of a run's own checks can be made then, and on what they rest. Must not know: MPI, torch, a rule of its own.
+Every check here is one that the loop makes again once MPI is up, by the same function: the environment may say wrong
+numbers, and files may change. So nothing is refused here that would have worked, and nothing is changed or locked.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpczero import log, resume
+from hpczero.attempts import Attempts
+from hpczero.batch import Batch
+from hpczero.checkpoint.lock import is_claimed
+from hpczero.config import DEFAULT_RUN, RunConfig
+from hpczero.data import Batches, Corpus, TokenFile
+from hpczero.data.prepare import names_token_file
+from hpczero.environment import Environment
+from hpczero.errors import HpcZeroError
+from hpczero.models import GPTConfig
+from hpczero.runfolder import RunFolder
+from hpczero.values import check_algorithms, parse_nodes
+
+
+def mistake_of(
+    config: RunConfig, model: GPTConfig, environment: Environment
+) -> HpcZeroError | None:
+    """The error that this run will end with, if it can be known by now. Not collective; for rank 0 only.
+
+    Other ranks may have other files, and a rule of theirs is no rule of the job.
+
+    Args:
+        config: as given.
+        model: the network; its vocabulary is not looked at.
+        environment: of this process; where no launcher says how many ranks there are, they are taken to be one.
+    """
+    try:
+        with log.muted():  # warnings, too, are said again
+            _check(config, model, environment)
+    except HpcZeroError as error:
+        return error
+    except OSError:  # of a file system: whoever needs the file says what it means
+        return None
+    return None
+
+
+def _check(config: RunConfig, model: GPTConfig, environment: Environment) -> None:
+    """As the loop does, in its order.
+
+    Raises:
+        HpcZeroError: of any kind.
+    """
+    size = environment.launched_ranks or 1
+    nodes = config.parallel.nodes or environment.fake_nodes
+    if nodes is not None:
+        parse_nodes(nodes, size)
+    folder = RunFolder.of(config.run)
+    folder.check()
+    attempts = Attempts(folder, environment)
+    if attempts.finished(config.train.steps):
+        return
+    # What the holder of the lock does there meanwhile is not known.
+    at_rest = not is_claimed(folder.checkpoints)
+    if at_rest:
+        config = attempts.settle(config)
+        resume.check_ranks(config, folder, size)
+    batch = Batch.resolve(config.train, size)
+    _check_data(config, model, batch)
+    for algorithms in (config.parallel.algorithms, environment.algorithms):
+        check_algorithms(algorithms)
+    if at_rest or config.resume.from_ not in ("auto", "never"):
+        source = resume.choose(config.pinned(batch.global_batch), folder)
+        if source is None and config.run.name != DEFAULT_RUN:  # that one makes room
+            folder.refuse_older(config.run)
+
+
+def _check_data(config: RunConfig, model: GPTConfig, batch: Batch) -> None:
+    """As far as one look tells: text is not read, and no token file of version 1, for which HDF5 is imported."""
+    path = config.data.path
+    if path is None:
+        return
+    if not names_token_file(config.data):
+        Corpus.check_paths([Path(path)])
+        return
+    tokens = TokenFile.open_current(Path(path))
+    if tokens is not None:
+        with tokens:
+            Batches(tokens.train, model.context, batch.global_batch, config.run.seed)

@@ -1,0 +1,258 @@
+"""Jobs of the tests from a process that has imported torch already: most of a short job is that import.
+
+Owns: the server, which forks for each job, and which jobs may be forked. Must not know: pytest, MPI, what jobs do.
+
+A job is a process of its own as it would be without: with its arguments, environment, folder, files, cores and signals,
+its own ``__main__``, and neither hpczero nor mpi4py nor h5py imported. A launcher knows the shim (``shim.py``), which
+lives as long. Jobs that look at imports, memory or threads, or that set what is read when a process starts, start
+anew: see ``forked`` and the marker ``fresh``.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import gc
+import marshal
+import os
+import random
+import resource
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIM = Path(__file__).with_name("shim.py")
+LAUNCHER = os.fspath(ROOT / "install" / "launch.sh")
+IMPORTED = ("torch", "torch._dynamo", "tyro", "rich.progress", "tokenizers", "safetensors.torch")
+# Read by the C library, Python or torch when a process starts.
+FIXED = (
+    "PYTHON",
+    "MALLOC",
+    "GLIBC",
+    "LD_",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "GOMP_",
+    "TORCH",
+    "PYTORCH",
+    "CUDA",
+)
+BASE = {"PYTHONPATH": os.fspath(ROOT), "OMP_NUM_THREADS": "1"}
+LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)
+LIMITS_AT_START = [resource.getrlimit(limit) for limit in LIMITS]
+
+
+class ForkServer:
+    """The server of this process, started when it is first needed; it ends with this process."""
+
+    def __init__(self) -> None:
+        self.off = os.environ.get("HPCZERO_TEST_FORK") == "0"
+        self._server: subprocess.Popen[bytes] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._path = ""
+
+    def forked(self, command: tuple[str, ...], environment: Mapping[str, str]) -> tuple[str, ...]:
+        """``command`` by way of the server if it starts Python in the plain way, else as it is."""
+        # Other words before may change what a process is: its capabilities, its network.
+        after = 3 if command[0] == LAUNCHER and "HPCZERO_LAUNCH" not in environment else 1
+        if self.off or len(command) < after + 1 or command[after - 1] != sys.executable:
+            return command
+        plain = command[after] in ("-m", "-c") or command[after].endswith(".py")
+        if not plain or not self._fits(environment):
+            return command
+        shim = ("-I", "-S", os.fspath(SHIM), self._started())
+        return (*command[:after], *shim, *command[after:])
+
+    @staticmethod
+    def _fits(environment: Mapping[str, str]) -> bool:
+        if [resource.getrlimit(limit) for limit in LIMITS] != LIMITS_AT_START:
+            return False
+        base = _environment()
+        names = {name for name in {*environment, *base} if name.startswith(FIXED)}
+        return all(environment.get(name) == base.get(name) for name in names - {"PYTHONPATH"})
+
+    def _started(self) -> str:
+        if self._server is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="hpczero-fork-")
+            self._path = os.path.join(self._folder.name, "socket")
+            ready, said = os.pipe()
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "tests.helpers.forkserver", self._path, str(said)],
+                stdin=subprocess.PIPE,
+                env=_environment(),
+                pass_fds=[said],
+                cwd=ROOT,
+            )
+            os.close(said)
+            if not os.read(ready, 1):
+                raise RuntimeError("the fork server of the tests has not started")
+            os.close(ready)
+        return self._path
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, **BASE}
+
+
+server = ForkServer()
+
+
+# --- in the server
+
+
+def serve(path: str, said: int) -> None:
+    """Fork a process for each connection, until stdin ends. In the processes that are forked this does not return."""
+    for name in IMPORTED:
+        __import__(name)
+    gc.collect()
+    gc.freeze()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(64)
+    woken, wake = os.pipe()
+    os.set_blocking(woken, False)
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    selector = selectors.DefaultSelector()
+    for ready in (listener, woken, sys.stdin.fileno()):
+        selector.register(ready, selectors.EVENT_READ)
+    jobs: dict[int, socket.socket] = {}
+    os.write(said, b"1")
+    os.close(said)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is listener:
+                connection, _ = listener.accept()
+                job, files = _receive(connection)
+                if job is None:
+                    connection.close()
+                    continue
+                pid = os.fork()
+                if not pid:
+                    # By their objects: these would close the numbers again at the end, which are others' by then.
+                    selector.close()
+                    for mine in (listener, connection, *jobs.values()):
+                        mine.close()
+                    _become(job, files)
+                for file in files:
+                    os.close(file)
+                jobs[pid] = connection
+                _tell(connection, pid)
+                selector.register(connection, selectors.EVENT_READ, pid)
+            elif key.fileobj == woken:
+                while True:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(woken, 1024)
+                    with contextlib.suppress(ChildProcessError):
+                        pid, status = os.waitpid(-1, os.WNOHANG)
+                        if pid:
+                            connection = jobs.pop(pid)
+                            with contextlib.suppress(KeyError):
+                                selector.unregister(connection)
+                            _tell(connection, status)
+                            connection.close()
+                            continue
+                    break
+            elif key.data is not None:  # the shim is gone: its job was killed
+                selector.unregister(key.fileobj)
+                if key.data in jobs:
+                    os.kill(key.data, signal.SIGKILL)
+            else:  # stdin: who started us is gone
+                for pid in jobs:
+                    os.kill(pid, signal.SIGKILL)
+                os._exit(0)
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    head, files, _, _ = socket.recv_fds(connection, 8, 3)
+    if len(head) < 8 or len(files) < 3:
+        return None, []
+    left, found = int.from_bytes(head, "little"), b""
+    while len(found) < left:
+        more = connection.recv(left - len(found))
+        if not more:
+            return None, []
+        found += more
+    return marshal.loads(found), files
+
+
+def _tell(connection: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):
+        connection.sendall(number.to_bytes(8, "little"))
+
+
+# --- in a job
+
+
+def _become(job: dict[str, Any], files: list[int]) -> NoReturn:
+    """Be the process that ``python ARGS`` would have been, from here to its end."""
+    os.setsid()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    os.closerange(3, 1024)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in job["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
+    os.chdir(job["cwd"])
+    os.umask(job["umask"])
+    os.sched_setaffinity(0, job["cores"])
+    os.environ.clear()
+    os.environ.update(job["env"])
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules[
+            "numpy"
+        ].random.seed()  # as in a process of its own: ranks must not be alike by chance
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    kind, *args = job["args"]
+    sys.orig_argv = [sys.executable, *job["args"]]
+    own = {os.fspath(ROOT), "", os.getcwd()}
+    paths = [path for path in job["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = paths + [path for path in sys.path if path not in own]
+    try:
+        if kind == "-m":
+            sys.argv = args
+            sys.path.insert(0, job["cwd"])
+            runpy._run_module_as_main(args[0])  # type: ignore[attr-defined]  # what `python -m` itself calls
+        elif kind == "-c":
+            sys.argv = ["-c", *args[1:]]
+            sys.path.insert(0, "")
+            exec(compile(args[0], "<string>", "exec"), main.__dict__)
+        else:
+            sys.argv = [kind, *args]
+            sys.path.insert(0, os.path.dirname(os.path.realpath(kind)))
+            main.__dict__["__file__"] = kind
+            exec(compile(Path(kind).read_bytes(), kind, "exec"), main.__dict__)
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        error.__traceback__ = trace
+        sys.excepthook(type(error), error, trace)
+        sys.exit(1)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,146 @@
+"""Jobs from the fork server are what they are without it; those that would not be start anew."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.forkserver import server
+from tests.helpers.mpirun import ROOT, Finished, run_command, run_ranks
+from tests.helpers.processes import Process, end_family, launch_environment
+
+FORKED = "import sys; print('forked' if 'tyro' in sys.modules else 'anew')"
+TELLS = """
+import os, signal, sys
+print(os.getcwd(), sys.argv, __name__, os.environ.get("OF_THE_JOB"), sorted(os.sched_getaffinity(0)))
+print(sys.path[0], [p for p in os.environ["PYTHONPATH"].split(":") if p not in sys.path])
+print(oct(os.umask(0)), signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGPIPE), os.environ.get("HOME"))
+print(sorted({"hpczero", "mpi4py", "h5py", "tests", "pytest"} & set(sys.modules)), file=sys.stderr)
+"""
+
+
+def both(*args: str | Path, **how: object) -> tuple[Finished, Finished]:
+    """The same job by the server and without it."""
+    found = []
+    before = server.off
+    try:
+        for server.off in (False, True):
+            found.append(run_command([sys.executable, *args], 60, **how))  # type: ignore[arg-type]
+    finally:
+        server.off = before
+    return found[0], found[1]
+
+
+def test_job_has_its_arguments_environment_folder_and_cores(tmp_path: Path) -> None:
+    (tmp_path / "tells.py").write_text(TELLS)
+    for args in (("-c", TELLS), ("-m", "tells"), (os.fspath(tmp_path / "tells.py"),)):
+        forked, anew = both(*args, "a b", "-x", env={"OF_THE_JOB": "é"}, cwd=tmp_path)
+        assert forked.returncode == 0, forked
+        assert (forked.stdout, forked.stderr) == (anew.stdout, anew.stderr)
+
+
+def test_it_is_the_server_that_runs_plain_jobs() -> None:
+    forked, anew = both("-c", FORKED)
+    assert (forked.stdout, anew.stdout) == ("forked\n", "anew\n")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys; sys.exit(75)",
+        "raise SystemExit('a sentence')",
+        "1 / 0",
+        "import os; os._exit(9)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+        "import atexit; atexit.register(print, 'at the end'); print('x' * 100000)",
+        "raise KeyboardInterrupt",
+    ],
+)
+def test_job_ends_as_it_would(program: str) -> None:
+    forked, anew = both("-c", program)
+    assert forked.returncode == anew.returncode
+    assert forked.stdout == anew.stdout
+    if "Keyboard" not in program:
+        assert forked.stderr == anew.stderr
+
+
+@pytest.mark.fresh
+def test_marked_tests_start_their_jobs_anew() -> None:
+    assert run_command([sys.executable, "-c", FORKED], 60).stdout == "anew\n"
+
+
+def test_what_is_read_at_the_start_of_a_process_makes_it_start_anew() -> None:
+    for variable in ("PYTHONHASHSEED", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX"):
+        done = run_command([sys.executable, "-c", FORKED], 60, env={variable: "2"})
+        assert done.stdout == "anew\n", variable
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (2**36, limits[1]))
+    try:
+        assert run_command([sys.executable, "-c", FORKED], 60).stdout == "anew\n"
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+    assert run_command(["nice", sys.executable, "-c", FORKED], 60).stdout == "anew\n"
+    assert run_command([sys.executable, "-X", "utf8", "-c", FORKED], 60).stdout == "anew\n"
+
+
+WAITS = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(33))
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+def waiting(path: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """A forked job that waits: its shim, and its own id."""
+    environment = launch_environment(PYTHONPATH=os.fspath(ROOT), OMP_NUM_THREADS="1")
+    command = server.forked((sys.executable, "-c", WAITS, os.fspath(path)), environment)
+    assert len(command) > 4
+    shim = subprocess.Popen(command, env=environment, start_new_session=True)
+    deadline = time.monotonic() + 30
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return shim, int(path.read_text())
+
+
+def test_signals_reach_the_job(tmp_path: Path) -> None:
+    shim, pid = waiting(tmp_path / "pid")
+    try:
+        shim.send_signal(signal.SIGTERM)
+        assert shim.wait(30) == 33
+    finally:
+        end_family(shim.pid)
+        shim.wait()
+    assert Process.read(pid) is None
+
+
+def test_job_whose_shim_is_killed_is_killed(tmp_path: Path) -> None:
+    shim, pid = waiting(tmp_path / "pid")
+    shim.kill()
+    shim.wait()
+    deadline = time.monotonic() + 30
+    while Process.read(pid) is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_ranks_of_a_job_are_processes_of_mpi_with_numbers_of_their_own() -> None:
+    program = (
+        "from mpi4py import MPI; import numpy, os, random; comm = MPI.COMM_WORLD\n"
+        "mine = (os.getpid(), random.random(), numpy.random.rand())\n"
+        "found = comm.allgather(mine)\n"
+        "assert all(len(set(column)) == comm.size for column in zip(*found)), found\n"
+        "print(comm.rank, comm.size)"
+    )
+    done = run_ranks(3, ["-c", program], 60)
+    assert done.returncode == 0, done
+    assert sorted(done.stdout.split("\n")) == ["", "0 3", "1 3", "2 3"]

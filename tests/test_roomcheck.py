@@ -1,0 +1,225 @@
+"""A run held against the memory there is: what is refused, what is said to fit, and a real run under real limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpczero.accelerator import HostAccelerator
+from hpczero.errors import ConfigError, OutOfMemory
+from hpczero.limits import Room, Usage, usage
+from hpczero.models import PRESETS, parameter_shapes
+from hpczero.plan import peak
+from hpczero.plan.alternatives import alternatives, describe
+from hpczero.plan.peak import Network, Run
+from hpczero.plan.plan import Plan
+from hpczero.plan.sizing import blockwise_plan
+from hpczero.roomcheck import Bound, RoomCheck, gather_bounds
+from hpczero.topology import Topology
+from tests.helpers.mpirun import run_command
+
+XL = PRESETS["gpt2-xl"]
+RUN = Run(
+    network=Network(XL, tuple(parameter_shapes(XL))),
+    ranks=2,
+    local_size=2,
+    transport="window",
+    stage=0,
+    precision="fp32",
+    sequence=1024,
+    micro_batch=4,
+    accumulation=1,
+    checkpointing=False,
+)
+
+
+def test_everything_said_to_fit_fits_and_trains_the_same_batch() -> None:
+    for limit in (45e9, 20e9, 8e9):
+
+        def fits(run: Run, limit: float = limit) -> bool:
+            return run.most <= limit
+
+        found = alternatives(RUN, fits, cores=4)
+        assert found
+        for other in found:
+            assert other.run.most <= limit
+            assert other.run != RUN
+            if other.run.ranks <= RUN.global_batch:
+                assert other.run.global_batch == RUN.global_batch
+    assert alternatives(RUN, lambda run: False, cores=4) == []
+
+
+def test_another_stage_a_smaller_micro_batch_and_checkpointing_are_each_named_if_they_fit() -> None:
+    run = dataclasses.replace(RUN, stage=2)
+    least = max(
+        dataclasses.replace(run, **change).most
+        for change in ({"micro_batch": 2, "accumulation": 2}, {"checkpointing": True})
+    )
+    words = [found.words for found in alternatives(run, lambda r: r.most <= least, cores=2)]
+    assert any("--train.micro_batch 2 --train.accumulation 2" in text for text in words)
+    assert any("--model.checkpoint_activations true" in text for text in words)
+
+
+def test_low_estimates_lie_below_high_ones_for_every_kind_of_room() -> None:
+    for stage in range(4):
+        for transport in ("flat", "window"):
+            run = dataclasses.replace(RUN, stage=stage, transport=transport)
+            for kind in ("resident", "mapped", "private", "shared"):
+                bound = Bound(Room("x", "host", kind, 1, 0), 2, has_root=True, own=0.0)
+                assert bound.least(run) <= bound.most(run), (stage, transport, kind)
+
+
+def test_memory_that_runs_out_inside_a_run_says_what_the_plan_needs() -> None:
+    topology = Topology.alone()
+    small = PRESETS["gpt-micro"]
+    run = dataclasses.replace(
+        RUN,
+        network=Network(small, tuple(parameter_shapes(small))),
+        ranks=1,
+        local_size=1,
+        transport="flat",
+    )
+    check = RoomCheck(topology, HostAccelerator(), title="gpt-micro")
+    try:
+        check.check(run, [])
+        said = r"can't allocate .*stage 0 on 1 rank.*hpczero.plan --"
+        with pytest.raises(OutOfMemory, match=said), check:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: tried 9 bytes")
+        room = Room("a limit", "host", "resident", 2**20, 0)
+        with pytest.raises(
+            ConfigError, match=r"gpt-micro .* needs .* this host, which has 1 MB \(a limit\)"
+        ):
+            RoomCheck(topology, HostAccelerator(), title="gpt-micro").check(run, [room])
+    finally:
+        topology.free()
+
+
+def test_the_deepest_model_is_refused_after_a_few_plans_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deep = dataclasses.replace(PRESETS["gpt-nano"], layers=2000, hidden=64, heads=4)
+    planned = []
+
+    def counted(*args: Any, **kwargs: Any) -> Plan:
+        planned.append(kwargs)
+        return blockwise_plan(*args, **kwargs)
+
+    monkeypatch.setattr(peak, "blockwise_plan", counted)
+    network = Network(deep, tuple(parameter_shapes(deep)))
+    run = dataclasses.replace(RUN, network=network, ranks=1, local_size=1, transport="flat")
+    topology = Topology.alone()
+    try:
+        check = RoomCheck(topology, HostAccelerator(), title="gpt-nano")
+        for limit, most in (
+            (1e9, 80),
+            (100e6, 40),
+        ):  # the second is less than the whole weights are
+            del planned[:]
+            with pytest.raises(ConfigError):
+                check.check(run, [Room("x", "host", "resident", int(limit), 0)])
+            assert len(planned) < most
+    finally:
+        topology.free()
+
+
+def test_more_ranks_are_said_with_the_batch_and_the_nodes_that_they_need() -> None:
+    run = dataclasses.replace(
+        RUN, ranks=1, local_size=1, transport="flat", stage=3, micro_batch=1, laid_out=True
+    )
+    two = dataclasses.replace(run, ranks=2, local_size=2, transport="window")
+    words = describe(run, two)
+    assert "--train.micro_batch 1 --train.global_batch 2" in words
+    assert "--parallel.nodes 1x2" in words
+
+
+def test_a_smaller_preset_is_said_without_the_sizes_that_were_given() -> None:
+    run = dataclasses.replace(RUN, ranks=1, local_size=1, transport="flat")
+    topology = Topology.alone()
+    room = Room("x", "host", "resident", usage().resident + int(1.5e9), 0)
+    given = ["hidden", "checkpoint_activations", "layers"]
+    try:
+        check = RoomCheck(topology, HostAccelerator(), title="gpt2-xl", overridden=given)
+        with pytest.raises(
+            ConfigError, match=r"--model.preset gpt-nano without --model.hidden, --model.layers\)"
+        ):
+            check.check(run, [room])
+    finally:
+        topology.free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_limit_of_one_rank_alone_does_not_hide_what_ranks_have_together(
+    topology: Topology,
+) -> None:
+    alone = [Room("ulimit", "", "mapped", 10**12, 0)] * (topology.rank == 1)
+    shared = Room("memory", "host", "resident", 10**10, 0)
+    own = Usage(resident=10 + topology.rank, of_files=0, mapped=7, private=0)
+    bounds = gather_bounds([*alone, shared], own, topology)
+    assert bounds[-1].members == topology.size
+    assert bounds[-1].has_root
+    assert bounds[-1].own == sum(10 + rank for rank in range(topology.size))
+    assert [(b.members, b.has_root, b.own) for b in bounds[:-1]] == [(1, False, 7)] * len(alone)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_does_not_fit_under_the_limit_of_one_rank_is_refused_on_every_rank(
+    topology: Topology,
+) -> None:
+    run = dataclasses.replace(RUN, ranks=topology.size, local_size=topology.size, stage=3)
+    found = [Room("ulimit -v", "", "mapped", 10**9, 0)] * (topology.rank == 1)
+    check = RoomCheck(topology, HostAccelerator(), title="gpt2-xl")
+    with pytest.raises(ConfigError, match=r"rank.s. 1, .*in this process, which has 1.0 GB"):
+        check.check(run, found)
+
+
+@pytest.mark.slow
+def test_a_run_beyond_its_address_space_is_refused_before_anything_is_allocated(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-m", "hpczero.train", "--run.folder", str(tmp_path)]
+    command += ["--data.cache", str(tmp_path), "--data.path", str(tmp_path / "text.txt")]
+    (tmp_path / "text.txt").write_text("some words to train on " * 1000)
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (7 * 10**9, limit[1]))
+    try:
+        done = run_command(
+            [*command, "--model.preset", "gpt2-xl", "--model.context", "64"], timeout=100
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert done.returncode == 78, done.stderr
+    assert "ulimit -v" in done.stderr
+    needed = re.search(r"needs ([\d.]+) GB", done.stderr)
+    assert needed is not None
+    assert 20 < float(needed[1]) < 40  # 16 bytes of a parameter
+    assert "--model.preset gpt2" in done.stderr  # which fits
+    (asked,) = re.findall(r"More: (python -m hpczero.plan .*)", done.stderr)
+    answer = run_command([sys.executable, *asked.split()[1:]], timeout=60)
+    assert answer.returncode == 0, answer.stderr
+    assert "1,47" in answer.stdout  # the very model, with the vocabulary of bytes
+
+
+def test_an_own_loop_whose_memory_runs_out_is_told_what_the_plan_needs() -> None:
+    program = """
+import resource, torch, hpczero
+model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(8)))
+optimizer = torch.optim.AdamW(model.parameters())
+pages = int(open("/proc/self/statm").read().split()[0]) + 2 ** 15
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(),) * 2)
+model = hpczero.zeroify(model, optimizer, stage=2)
+model(torch.randn(4, 2048)).sum().backward()
+optimizer.step()
+"""
+    done = run_command([sys.executable, "-c", program], timeout=100)
+    assert done.returncode == 1, done.stderr
+    assert (
+        "out of memory: 33,570,816 parameters at stage 2 on 1 rank(s) take 0.54 GB" in done.stderr
+    )
+    assert "python -m hpczero.plan --memory" in done.stderr
+    assert "Traceback" in done.stderr  # the allocator's own error is there too
