@@ -15,8 +15,6 @@ import pytest
 
 from tests.helpers.mpirun import ROOT, run_command
 
-pytestmark = pytest.mark.fresh  # imports are what is looked at
-
 # Each takes a tenth of a second to seconds, and more on a file system that many nodes read from.
 HEAVY = {
     "cupy",
@@ -65,7 +63,8 @@ def commands() -> list[str]:
 def help_of(*words: str) -> tuple[str, list[str]]:
     """What ``--help`` after these words writes, and which heavy modules are loaded by then."""
     given = json.dumps([sorted(HEAVY), *words])
-    done = run_command([sys.executable, "-c", HELP, given], 60, cwd=Path.cwd())
+    command = [sys.executable, "-c", HELP, given]
+    done = run_command(command, 60, cwd=Path.cwd(), fresh=True)  # imports are what is looked at
     assert done.returncode == 0, done
     text, _, loaded = done.stdout.rstrip().rpartition("\n")
     return text, json.loads(loaded)

@@ -73,15 +73,19 @@ def run_command(
     timeout: float,
     env: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
+    fresh: bool = False,
 ) -> Finished:
-    """Run one command under the same care as ``run_ranks``; the arguments mean the same."""
+    """Run one command under the same care as ``run_ranks``; the arguments mean the same.
+
+    ``fresh`` is what the marker of that name is, for what other tests may call: never from the fork server.
+    """
     command = tuple(os.fspath(arg) for arg in args)
     environment = launch_environment(**{**BASE, **(env or {})})
     # Files, not pipes: a rank that outlives its launcher would keep a pipe open and us waiting.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         start = time.monotonic()
         process = subprocess.Popen(
-            forkserver.forked(command, environment),
+            command if fresh else forkserver.forked(command, environment),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
