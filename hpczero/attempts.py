@@ -26,8 +26,8 @@ from typing import Any
 from hpczero.config import ResumeOptions, RunConfig
 from hpczero.environment import Environment
 from hpczero.errors import EXIT_REQUEUE, ConfigError
+from hpczero.files.regular import read_bytes
 from hpczero.options import load_toml
-from hpczero.regularfile import read_bytes
 from hpczero.runfolder import RunFolder
 
 logger = logging.getLogger("hpczero.attempts")

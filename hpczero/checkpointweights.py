@@ -31,9 +31,9 @@ from hpczero.errors import (
     DataError,
     launcher_rank,
 )
+from hpczero.files.regular import shown
 from hpczero.models import GPTConfig
 from hpczero.models.config import parameter_shapes
-from hpczero.regularfile import shown
 from hpczero.resume import DATA, MODEL, TOKENIZER, data_of
 
 logger = logging.getLogger("hpczero.weights")

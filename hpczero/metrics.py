@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hpczero.errors import DataError
-from hpczero.regularfile import read_bytes
+from hpczero.files.regular import read_bytes
 
 LIMIT_NBYTES = 2**36  # of a metrics file
 NAMED_SPANS = 5  # of many in a message

@@ -13,9 +13,9 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from hpczero.durable import keep_as, sync, write_text
+from hpczero.files.durable import keep_as, sync, write_text
+from hpczero.files.regular import kind_of
 from hpczero.metrics import StepMetrics, read_records, shown_spans, spans
-from hpczero.regularfile import kind_of
 
 logger = logging.getLogger("hpczero.metrics")
 

@@ -26,8 +26,8 @@ import tyro
 
 from hpczero.config import RunConfig
 from hpczero.errors import ConfigError, launcher_rank
+from hpczero.files.regular import read_text, reason, shown
 from hpczero.optiontypes import checked, registry
-from hpczero.regularfile import read_text, reason, shown
 
 if sys.version_info >= (3, 11):
     import tomllib

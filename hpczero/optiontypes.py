@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from hpczero.regularfile import shown
+from hpczero.files.regular import shown
 
 MOST = 2**63 - 1
 TEXT_NBYTES = 2**16  # a prompt; less than one argument of a command may have

@@ -24,8 +24,8 @@ from hpczero.checkpoint.places import GIVE, folder_at, holds_imports_alone
 from hpczero.config import DEFAULT_RUN, RunConfig
 from hpczero.data import same_tokenizer, tokenizer_name
 from hpczero.errors import CheckpointError, ConfigError
+from hpczero.files.regular import is_there, kind_of, reason, shown
 from hpczero.options import load_toml
-from hpczero.regularfile import is_there, kind_of, reason, shown
 from hpczero.runfolder import RunFolder
 
 if TYPE_CHECKING:

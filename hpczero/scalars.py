@@ -16,7 +16,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from hpczero.regularfile import reason
+from hpczero.files.regular import reason
 
 logger = logging.getLogger("hpczero.metrics")
 

@@ -25,7 +25,7 @@ from hpczero.checkpoint.lines import step_of
 from hpczero.checkpoint.places import CHECKPOINTS, GIVE, folder_at, what_is_there
 from hpczero.checkpointweights import CheckpointWeights, check_token_file
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, CorruptCheckpoint
-from hpczero.regularfile import is_there, kind_of, reason
+from hpczero.files.regular import is_there, kind_of, reason
 from hpczero.topology import Topology
 from hpczero.weights import WEIGHTS_FILE, Weights, WeightSource, step_of_weights
 

@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from hpczero.deadline import Deadline
-from hpczero.regularfile import kind_of
+from hpczero.files.regular import kind_of
 from hpczero.signals import Signals
 from hpczero.topology import Topology
 

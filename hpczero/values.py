@@ -11,7 +11,7 @@ import re
 from typing import Literal
 
 from hpczero.errors import ConfigError
-from hpczero.regularfile import shown
+from hpczero.files.regular import shown
 
 Transport = Literal["auto", "flat", "hierarchical", "window", "ipc"]
 # Of comm.algorithms, which needs torch; a test holds them against its classes.

@@ -25,8 +25,8 @@ from hpczero.checkpoint.safefile import DTYPES
 from hpczero.checkpoint.tensordigests import Digests, tensor_digest, with_digests
 from hpczero.data.tokenize import Tokenizer, from_json
 from hpczero.errors import CheckpointError, ConfigError, launcher_rank
+from hpczero.files.regular import check_regular, parse_json, reason
 from hpczero.models import GPTConfig
-from hpczero.regularfile import check_regular, parse_json, reason
 
 logger = logging.getLogger("hpczero.weights")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.regularfile import open_regular, parse_json, read_bytes, read_text, reason, shown
+from hpczero.files.regular import open_regular, parse_json, read_bytes, read_text, reason, shown
 
 
 class WaitedError(BaseException):

@@ -20,8 +20,8 @@ from hpczero.checkpoint.places import checkpoints_at, folder_at
 from hpczero.checkpoint.traincommand import how_to_train
 from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.errors import CheckpointError, ConfigError, run
+from hpczero.files.regular import shown
 from hpczero.options import parse_command_line
-from hpczero.regularfile import shown
 
 DESCRIPTION = "List, verify, export and import checkpoints. One process; no MPI is started."
 

@@ -26,7 +26,7 @@ from hpczero.checkpoint.snapshot import Snapshot, take
 from hpczero.checkpoint.writing import Milestone, write
 from hpczero.comm.queue import can_run_in_background
 from hpczero.errors import CheckpointNotWritten, ConfigError, StepError
-from hpczero.regularfile import shown
+from hpczero.files.regular import shown
 from hpczero.sharded_model import Sharding
 from hpczero.topology import Topology
 from hpczero.zero import sharding as sharding_of

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hpczero.environment import Environment
-from hpczero.regularfile import read_bytes
+from hpczero.files.regular import read_bytes
 
 DEAD_S = 120.0  # without a beat
 CLAIM_NBYTES = 4096  # more than any claim has

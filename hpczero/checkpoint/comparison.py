@@ -12,7 +12,7 @@ from hpczero.checkpoint import gpt2, streams
 from hpczero.checkpoint.format import NAMED, Manifest, Row, Table
 from hpczero.checkpoint.groupoptions import fits
 from hpczero.errors import CheckpointMismatch
-from hpczero.regularfile import shown
+from hpczero.files.regular import shown
 from hpczero.sharded_model import Sharding
 
 

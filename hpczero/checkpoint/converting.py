@@ -42,7 +42,7 @@ from hpczero.checkpoint.rawfile import rest_digest, write_at
 from hpczero.checkpoint.safefile import KEY
 from hpczero.checkpoint.weightfiles import WeightFiles
 from hpczero.errors import CheckpointMismatch, CheckpointNotWritten, ConfigError
-from hpczero.regularfile import parse_json
+from hpczero.files.regular import parse_json
 
 RUN_KEY = "hpczero"  # of the final weights of a run
 

@@ -34,9 +34,9 @@ from hpczero.checkpoint.places import checkpoints_at
 from hpczero.checkpoint.room import in_one_unit
 from hpczero.checkpoint.safefile import DTYPES, Entry
 from hpczero.checkpoint.stored import Stored
-from hpczero.durable import sync
 from hpczero.errors import CheckpointNotWritten, ConfigError, CorruptCheckpoint
-from hpczero.regularfile import kind_of, reason
+from hpczero.files.durable import sync
+from hpczero.files.regular import kind_of, reason
 
 if TYPE_CHECKING:
     import torch

@@ -21,12 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpczero import durable
 from hpczero.checkpoint import lines, room
 from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Manifest, step_folder
 from hpczero.checkpoint.lines import REPLACED, TEMPORARY, step_of
 from hpczero.checkpoint.rawfile import opened
-from hpczero.durable import sync, write_text
 from hpczero.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -34,7 +32,9 @@ from hpczero.errors import (
     ConfigError,
     CorruptCheckpoint,
 )
-from hpczero.regularfile import is_there, kind_of, read_text, reason
+from hpczero.files import durable
+from hpczero.files.durable import sync, write_text
+from hpczero.files.regular import is_there, kind_of, read_text, reason
 
 LATEST = "LATEST"
 STALE_S = 3600.0  # before what another job has left unfinished is taken away

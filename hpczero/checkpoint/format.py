@@ -26,7 +26,7 @@ import xxhash
 
 from hpczero.checkpoint.manifestform import check_form, of_type, whole
 from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
-from hpczero.regularfile import parse_json, shown
+from hpczero.files.regular import parse_json, shown
 
 FORMAT = "hpczero checkpoint"
 VERSION = 1

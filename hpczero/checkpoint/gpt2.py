@@ -12,7 +12,7 @@ from typing import Any
 
 from hpczero.checkpoint.format import NAMED
 from hpczero.errors import CheckpointMismatch, ConfigError
-from hpczero.regularfile import shown
+from hpczero.files.regular import shown
 
 OURS = {
     "wte": "wte",

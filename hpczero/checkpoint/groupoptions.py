@@ -17,7 +17,7 @@ from torch import Tensor
 from hpczero.checkpoint.jsonkeys import Unfit, marked, unmarked, within
 from hpczero.checkpoint.manifestform import MOST
 from hpczero.errors import CheckpointError
-from hpczero.regularfile import shown
+from hpczero.files.regular import shown
 
 _OF_THIS_RANK = ("params", "param_names")  # of these ranks differ
 _DATA = (Tensor, np.ndarray, np.generic, complex, int, bytes, bytearray, set, frozenset)

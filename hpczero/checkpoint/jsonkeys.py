@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from hpczero.regularfile import shown
+from hpczero.files.regular import shown
 
 PAIRS, COUNTER = "__pairs__", "__counter__"
 FORM = "extra_form"  # of ``meta``: what ``extra`` is written as; absent: as it is

@@ -24,9 +24,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpczero.checkpoint.format import MANIFEST_FILE, step_folder, step_of_folder
-from hpczero.durable import sync
 from hpczero.errors import CorruptCheckpoint
-from hpczero.regularfile import read_bytes
+from hpczero.files.durable import sync
+from hpczero.files.regular import read_bytes
 
 NOTE = ".setting-aside"
 NOTE_NBYTES = 2**24

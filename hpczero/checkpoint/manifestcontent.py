@@ -15,7 +15,7 @@ from hpczero.checkpoint.format import BUFFERS, MASTER, RNG, STATE, Manifest
 from hpczero.checkpoint.jsonkeys import extra_of, unmarked
 from hpczero.checkpoint.manifestform import MOST, is_text, of_type, refuse, shape_of, whole
 from hpczero.errors import CorruptCheckpoint
-from hpczero.regularfile import shown
+from hpczero.files.regular import shown
 
 ELEMENTS = "elements"
 STREAMS = {"torch", "numpy", "python"}  # and those of a device

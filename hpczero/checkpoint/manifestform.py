@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from hpczero.errors import CorruptCheckpoint
-from hpczero.regularfile import shown
+from hpczero.files.regular import shown
 
 DATASET_ITEMSIZES = {"<f4": 4, "|u1": 1}
 MOST = 2**63 - 1

@@ -16,7 +16,7 @@ from hpczero.checkpoint.folder import Folder, is_checkpoint
 from hpczero.checkpoint.format import Manifest, step_folder, step_of_folder
 from hpczero.checkpoint.lines import asides
 from hpczero.errors import ConfigError
-from hpczero.regularfile import kind_of, reason
+from hpczero.files.regular import kind_of, reason
 
 CHECKPOINTS = "checkpoints"  # in the folder of a run
 MOST_NAMES = 8  # in a message

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from hpczero.checkpoint.format import Dataset
-from hpczero.regularfile import open_regular
+from hpczero.files.regular import open_regular
 
 COPY_NBYTES = 2**22
 PAGE = mmap.PAGESIZE

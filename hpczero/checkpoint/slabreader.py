@@ -21,7 +21,7 @@ from hpczero.checkpoint.exchange import Exchange
 from hpczero.checkpoint.format import STATE_FILE, Dataset, Manifest, digest
 from hpczero.checkpoint.rawfile import read_into
 from hpczero.errors import CorruptCheckpoint
-from hpczero.regularfile import open_regular, reason
+from hpczero.files.regular import open_regular, reason
 from hpczero.topology import Topology
 from hpczero.watchdog import Watchdog
 

@@ -29,7 +29,7 @@ from hpczero.checkpoint.jsonkeys import Unfit, extra_fields
 from hpczero.checkpoint.manifestform import MOST, is_text
 from hpczero.environment import Environment
 from hpczero.errors import CheckpointError, ConfigError
-from hpczero.regularfile import parse_json, shown
+from hpczero.files.regular import parse_json, shown
 from hpczero.sharded_model import Sharding
 
 Run = tuple[int, int]

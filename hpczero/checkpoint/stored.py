@@ -20,7 +20,7 @@ from hpczero.checkpoint.format import STATE_FILE, Dataset, digest
 from hpczero.checkpoint.manifestcontent import check_content
 from hpczero.checkpoint.rawfile import read_at
 from hpczero.errors import CorruptCheckpoint
-from hpczero.regularfile import open_regular, reason
+from hpczero.files.regular import open_regular, reason
 
 Array = npt.NDArray[Any]
 

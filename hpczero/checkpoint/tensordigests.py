@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hpczero.regularfile import parse_json
+from hpczero.files.regular import parse_json
 
 KEY = "hpczero.digests"
 HAS = "hpczero.has-digests"  # a second entry, or damage to the name of the first would leave a file without digests

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hpczero.errors import CheckpointError
-from hpczero.regularfile import reason, shown
+from hpczero.files.regular import reason, shown
 
 BLOCK_NBYTES = 2**22
 # By torch.save, where torch.serialization.set_crc32_options(False) says so.

@@ -15,7 +15,7 @@ from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Manifest, diges
 from hpczero.checkpoint.manifestcontent import check_content
 from hpczero.checkpoint.rawfile import opened, read_at, rest_digest
 from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
-from hpczero.regularfile import is_there, reason
+from hpczero.files.regular import is_there, reason
 
 
 class Verdict(IntEnum):

@@ -26,7 +26,7 @@ from hpczero.checkpoint.safefile import DTYPES
 from hpczero.checkpoint.tensordigests import Digests, tensor_digest
 from hpczero.checkpoint.torchfile import TorchFile
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, launcher_rank
-from hpczero.regularfile import check_regular, parse_json, read_text, reason
+from hpczero.files.regular import check_regular, parse_json, read_text, reason
 
 LAYOUTS = ("hpczero", "gpt2")
 CHUNK_NUMEL = 2**22  # read at a time

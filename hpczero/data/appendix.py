@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hpczero.regularfile import parse_json, shown
+from hpczero.files.regular import parse_json, shown
 
 FORMAT = "hpczero tokens"
 VERSION = 2

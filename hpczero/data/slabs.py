@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hpczero.data.appendix import SplitPart, Table, digest
 from hpczero.errors import DataError
-from hpczero.regularfile import reason
+from hpczero.files.regular import reason
 
 REMEDY = "prepare it anew with `python -m hpczero.data prepare`, or fetch another copy"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from hpczero.data.appendix import FORMAT, LINE_NBYTES
 from hpczero.data.tokens import SIGNATURE
 from hpczero.errors import DataError
-from hpczero.regularfile import kind_of, open_regular, reason
+from hpczero.files.regular import kind_of, open_regular, reason
 
 HEAD_NBYTES = 2**16  # of a file; its format is said there
 

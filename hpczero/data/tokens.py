@@ -29,7 +29,7 @@ from hpczero.data import appendix, oldtokens
 from hpczero.data.slabs import Slabs, TokenArray
 from hpczero.data.tokenize import Tokenizer, from_json
 from hpczero.errors import DataError, launcher_rank
-from hpczero.regularfile import open_regular, reason
+from hpczero.files.regular import open_regular, reason
 
 VERSION = appendix.VERSION
 

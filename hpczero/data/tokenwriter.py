@@ -31,7 +31,7 @@ from hpczero.data.appendix import FORMAT, SPLITS, VERSION, Description, SplitPar
 from hpczero.data.slabs import check_ids
 from hpczero.data.tokenize import Tokenizer
 from hpczero.errors import DataError
-from hpczero.regularfile import reason
+from hpczero.files.regular import reason
 
 if TYPE_CHECKING:
     import h5py

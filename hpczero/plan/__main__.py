@@ -17,6 +17,7 @@ from typing import Any, Literal
 import tyro
 
 from hpczero.errors import ConfigError, run
+from hpczero.files.regular import shown
 from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.models.presets import PRESETS
 from hpczero.options import parse_command_line
@@ -36,7 +37,6 @@ from hpczero.predict.machine import Machine as Described
 from hpczero.predict.machine import load_machine
 from hpczero.predict.model import Prediction, predict
 from hpczero.predict.work import Job
-from hpczero.regularfile import shown
 from hpczero.transports import Named, fastest_transport
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

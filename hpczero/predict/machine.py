@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpczero.errors import ConfigError
-from hpczero.regularfile import read_text, reason, shown
+from hpczero.files.regular import read_text, reason, shown
 
 if sys.version_info >= (3, 11):
     import tomllib

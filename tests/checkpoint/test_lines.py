@@ -16,7 +16,7 @@ from hpczero.checkpoint import lines
 from hpczero.checkpoint.folder import LATEST, Folder
 from hpczero.checkpoint.format import MANIFEST_FILE
 from hpczero.errors import CheckpointNotWritten, ConfigError, CorruptCheckpoint
-from hpczero.regularfile import read_bytes
+from hpczero.files.regular import read_bytes
 from tests.checkpoint.folders import OLD, commit, kept, latest_is_there, old_line, there
 from tests.helpers.mpirun import ROOT, run_command
 

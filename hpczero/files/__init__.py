@@ -1,0 +1,5 @@
+"""Files: names and bytes that are on the disk when a call returns, and files of anybody's that are opened with care.
+
+Knows neither MPI nor torch.
+
+"""
