@@ -23,11 +23,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from hpczero.config import ResumeOptions, RunConfig
-from hpczero.environment import Environment
 from hpczero.errors import EXIT_REQUEUE, ConfigError
 from hpczero.files.regular import read_bytes
-from hpczero.options import load_toml
+from hpczero.options.config import ResumeOptions, RunConfig
+from hpczero.options.environment import Environment
+from hpczero.options.reading import load_toml
 from hpczero.runfolder import RunFolder
 
 logger = logging.getLogger("hpczero.attempts")

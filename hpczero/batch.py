@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpczero.config import DEFAULT_GLOBAL_BATCH, TrainOptions
 from hpczero.errors import ConfigError
+from hpczero.options.config import DEFAULT_GLOBAL_BATCH, TrainOptions
 
 
 @dataclass(frozen=True)

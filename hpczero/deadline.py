@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable
 
 from hpczero import log
-from hpczero.environment import Environment
 from hpczero.errors import ConfigError
+from hpczero.options.environment import Environment
 from hpczero.slurm import ask_time_left
 
 SAVES, STEPS = 3.0, 2.0  # what must fit: a slow file system takes thrice as long, a step twice

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 
-from hpczero.environment import Environment
+from hpczero.options.environment import Environment
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 MOST = 2**31 - 1  # an int; a larger block is mapped by itself as ever

@@ -17,11 +17,11 @@ import torch
 
 from hpczero import log
 from hpczero.accelerator import Accelerator
-from hpczero.environment import Environment
 from hpczero.errors import TopologyError
+from hpczero.options.environment import Environment
+from hpczero.options.values import parse_nodes
 from hpczero.slurm import tasks_per_node
 from hpczero.topology import Topology
-from hpczero.values import parse_nodes
 
 logger = logging.getLogger("hpczero.launch")
 

@@ -25,10 +25,8 @@ from hpczero import log, resume
 from hpczero.accelerator import Accelerator
 from hpczero.attempts import Attempts
 from hpczero.batch import Batch
-from hpczero.config import RunConfig, TrainOptions
 from hpczero.data import Batches, HeldOut
 from hpczero.deadline import Deadline
-from hpczero.environment import Environment
 from hpczero.errors import EXIT_REQUEUE, ConfigError, StoppedEarly
 from hpczero.header import tell_header
 from hpczero.launch import start_topology, use_own_cores
@@ -41,7 +39,9 @@ from hpczero.metrics import (
     read_metrics,
 )
 from hpczero.models import GPT, GPTConfig, flops_per_token
-from hpczero.options import to_toml
+from hpczero.options.config import RunConfig, TrainOptions
+from hpczero.options.environment import Environment
+from hpczero.options.reading import to_toml
 from hpczero.owntext import open_tokens
 from hpczero.records import Records
 from hpczero.roomcheck import RoomCheck, run_of

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Literal
 
 from hpczero import log
-from hpczero.config import DataOptions
 from hpczero.data import TokenFile
 from hpczero.data.prepare import token_file
 from hpczero.errors import DataError
+from hpczero.options.config import DataOptions
 from hpczero.phases import PhaseBar, PhaseLines, phases_for
 from hpczero.rootwork import done_by_root
 from hpczero.signals import Signals

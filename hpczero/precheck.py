@@ -13,14 +13,14 @@ from hpczero import log, resume
 from hpczero.attempts import Attempts
 from hpczero.batch import Batch
 from hpczero.checkpoint.lock import is_claimed
-from hpczero.config import DEFAULT_RUN, RunConfig
 from hpczero.data import Batches, Corpus, TokenFile
 from hpczero.data.prepare import names_token_file
-from hpczero.environment import Environment
 from hpczero.errors import HpcZeroError
 from hpczero.models import GPTConfig
+from hpczero.options.config import DEFAULT_RUN, RunConfig
+from hpczero.options.environment import Environment
+from hpczero.options.values import check_algorithms, parse_nodes
 from hpczero.runfolder import RunFolder
-from hpczero.values import check_algorithms, parse_nodes
 
 
 def mistake_of(

@@ -11,10 +11,10 @@ from contextlib import ExitStack, nullcontext, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from hpczero.config import LogOptions
 from hpczero.errors import EXHAUSTED
 from hpczero.metrics import StepMetrics
 from hpczero.metricsfile import MetricsFile
+from hpczero.options.config import LogOptions
 from hpczero.progress import progress_for
 from hpczero.runfolder import RunFolder
 

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 from hpczero.batch import Batch
 from hpczero.checkpoint.folder import is_checkpoint
 from hpczero.checkpoint.places import GIVE, folder_at, holds_imports_alone
-from hpczero.config import DEFAULT_RUN, RunConfig
 from hpczero.data import same_tokenizer, tokenizer_name
 from hpczero.errors import CheckpointError, ConfigError
 from hpczero.files.regular import is_there, kind_of, reason, shown
-from hpczero.options import load_toml
+from hpczero.options.config import DEFAULT_RUN, RunConfig
+from hpczero.options.reading import load_toml
 from hpczero.runfolder import RunFolder
 
 if TYPE_CHECKING:

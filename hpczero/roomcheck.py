@@ -18,11 +18,11 @@ from types import TracebackType
 
 from hpczero.accelerator import Accelerator
 from hpczero.batch import Batch
-from hpczero.config import RunConfig
-from hpczero.environment import Environment
 from hpczero.errors import ConfigError, OutOfMemory, is_out_of_memory
 from hpczero.limits import Room, Usage, rooms, usage
 from hpczero.models import PRESETS, GPTConfig, parameter_count, parameter_shapes
+from hpczero.options.config import RunConfig
+from hpczero.options.environment import Environment
 from hpczero.plan.alternatives import alternatives, on_these_ranks
 from hpczero.plan.commandline import command_line
 from hpczero.plan.peak import Network, Run

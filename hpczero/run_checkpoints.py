@@ -20,8 +20,8 @@ from hpczero import resume
 from hpczero.checkpoint import Checkpoints, load
 from hpczero.checkpoint.lines import homes
 from hpczero.checkpoint.lock import Lock
-from hpczero.config import ResumeOptions, RunConfig
 from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError
+from hpczero.options.config import ResumeOptions, RunConfig
 from hpczero.runfolder import RunFolder
 from hpczero.stops import Wish
 from hpczero.weights import Weights

@@ -18,11 +18,11 @@ from pathlib import Path
 from hpczero.checkpoint.folder import STALE_S, Folder
 from hpczero.checkpoint.format import step_of_folder
 from hpczero.checkpoint.places import CHECKPOINTS
-from hpczero.config import DEFAULT_RUN, RunConfig, RunOptions
 from hpczero.errors import ConfigError
 from hpczero.files.durable import remove, remove_left_over, sync, write_text
 from hpczero.files.regular import kind_of, reason
-from hpczero.options import to_toml
+from hpczero.options.config import DEFAULT_RUN, RunConfig, RunOptions
+from hpczero.options.reading import to_toml
 
 logger = logging.getLogger("hpczero.runs")
 

@@ -12,9 +12,9 @@ from types import TracebackType
 from hpczero.checkpoint.claims import DEAD_S
 from hpczero.checkpoint.folder import Folder
 from hpczero.checkpoint.lock import BEAT_S, Lock
-from hpczero.config import DEFAULT_RUN, RunOptions
-from hpczero.environment import Environment
 from hpczero.errors import CheckpointNotWritten
+from hpczero.options.config import DEFAULT_RUN, RunOptions
+from hpczero.options.environment import Environment
 from hpczero.runfolder import RunFolder
 from hpczero.topology import Topology
 

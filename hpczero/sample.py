@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import tyro
 
 from hpczero.errors import ConfigError, run
-from hpczero.options import parse_command_line
+from hpczero.options.reading import parse_command_line
 from hpczero.start import tell_start_aside
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from hpczero import log
-from hpczero.environment import Environment
 from hpczero.errors import HpcZeroError, TopologyError, abort_job, launcher_rank, report
+from hpczero.options.environment import Environment
 
 _WAIT = "importing torch, starting MPI"
 

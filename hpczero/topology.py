@@ -18,8 +18,8 @@ import numpy as np
 from mpi4py import MPI
 
 from hpczero import errors
-from hpczero.environment import Environment
 from hpczero.errors import HpcZeroError, TopologyError
+from hpczero.options.environment import Environment
 from hpczero.rollcall import RollCall
 from hpczero.watchdog import Watchdog
 

@@ -10,12 +10,12 @@ import dataclasses
 import difflib
 import sys
 
-from hpczero.config import ModelOptions
-from hpczero.environment import Environment
 from hpczero.errors import ConfigError, launcher_rank, run
 from hpczero.files.regular import shown
 from hpczero.models import PRESETS, GPTConfig
-from hpczero.options import read_run_config
+from hpczero.options.config import ModelOptions
+from hpczero.options.environment import Environment
+from hpczero.options.reading import read_run_config
 from hpczero.signals import Signals
 from hpczero.start import end_before_mpi, meet_the_other_ranks_in_mpi_init, tell_start
 

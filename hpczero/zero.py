@@ -21,10 +21,11 @@ from hpczero.accelerator import Accelerator, accelerator_of, choose_accelerator
 from hpczero.buffers import persistent_buffers
 from hpczero.comm import Collectives, check_transport_name, choose
 from hpczero.device import DTYPES
-from hpczero.environment import Environment
 from hpczero.errors import PlanError, explain_exhaustion
 from hpczero.heap import keep_freed_memory
 from hpczero.optimizers import check_optimizer, describe_options, group_of_parameters
+from hpczero.options.environment import Environment
+from hpczero.options.values import check_algorithms
 from hpczero.plan import Plan, Stage
 from hpczero.plan.plan import ADAM_STATE_BYTES, UnitRule
 from hpczero.plan.rules import default_rule
@@ -33,7 +34,6 @@ from hpczero.refusals import check_gradients, check_modules
 from hpczero.sharded_model import KEY, Sharding
 from hpczero.topology import Topology
 from hpczero.unit import Unit
-from hpczero.values import check_algorithms
 
 Initializer = Callable[[str, Tensor], None]
 

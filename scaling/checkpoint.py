@@ -25,7 +25,7 @@ from typing import Literal
 from hpczero.checkpoint.rawfile import filesystem_of
 from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.models.config import parameter_count
-from hpczero.options import parse_command_line
+from hpczero.options.reading import parse_command_line
 from scaling.checkpoint_report import draw, text
 from scaling.contenders import find_entry
 from scaling.crew import Crew

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from hpczero.errors import ConfigError, run
-from hpczero.options import parse_command_line
+from hpczero.options.reading import parse_command_line
 from scaling.record import Row, circumstances
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from typing import IO
 import tyro
 
 from hpczero.errors import ConfigError, run
-from hpczero.options import parse_command_line
+from hpczero.options.reading import parse_command_line
 from scaling.gpu_goals import report
 from scaling.record import (
     HOME,

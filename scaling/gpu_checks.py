@@ -37,7 +37,7 @@ def facts(bench: Bench) -> Iterator[Row]:
     from mpi4py import MPI
 
     from hpczero.comm.awareness import claim, decide, tried_once
-    from hpczero.environment import Environment
+    from hpczero.options.environment import Environment
 
     said, (shared, how) = claim(), mps()
     turns = "run at a time" if shared else "take turns"

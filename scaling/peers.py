@@ -23,8 +23,8 @@ from typing import Literal
 import tyro
 
 from hpczero.errors import ConfigError, HpcZeroError, run
-from hpczero.options import parse_command_line
-from hpczero.values import Transport
+from hpczero.options.reading import parse_command_line
+from hpczero.options.values import Transport
 from scaling.contenders import ENTRIES, FLOOR, Entry, find_entry, from_tree
 from scaling.cpu import machine_seconds, process_seconds
 from scaling.crew import PEERS_PYTHON, Crew

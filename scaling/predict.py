@@ -21,7 +21,7 @@ from typing import Any, Literal
 import tyro
 
 from hpczero.errors import ConfigError, run
-from hpczero.options import parse_command_line
+from hpczero.options.reading import parse_command_line
 from hpczero.predict.machine import Machine, load_machine, machine_names
 from hpczero.predict.model import Prediction, largest_micro_batch, predict
 from hpczero.predict.work import Job

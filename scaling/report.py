@@ -13,7 +13,7 @@ from pathlib import Path
 import tyro
 
 from hpczero.errors import ConfigError, run
-from hpczero.options import parse_command_line
+from hpczero.options.reading import parse_command_line
 from scaling import (
     checkpoint_report,
     collectives_report,

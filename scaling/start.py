@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpczero.errors import ConfigError, HpcZeroError, run
-from hpczero.options import parse_command_line
+from hpczero.options.reading import parse_command_line
 from scaling.record import ROOT, Recorder, Row, circumstances, machine_name
 from scaling.start_report import OTHER, THIS, text
 

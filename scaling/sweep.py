@@ -21,8 +21,8 @@ from typing import Literal
 import tyro
 
 from hpczero.errors import ConfigError, HpcZeroError, run
-from hpczero.options import parse_command_line
-from hpczero.values import Transport
+from hpczero.options.reading import parse_command_line
+from hpczero.options.values import Transport
 from scaling.folder import StudyFolder, read_job, write_job
 from scaling.launchers import Local, Slurm, absolute
 from scaling.record import Recorder, Row, circumstances, commit, cores, names_code

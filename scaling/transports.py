@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from hpczero.errors import ConfigError, HpcZeroError, run
-from hpczero.options import parse_command_line
+from hpczero.options.reading import parse_command_line
 from scaling.record import Row, circumstances
 from scaling.workload import WORKLOADS
 

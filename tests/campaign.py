@@ -35,9 +35,9 @@ from hpczero.checkpoint import lines
 from hpczero.checkpoint.folder import LATEST, Folder
 from hpczero.checkpoint.format import MANIFEST_FILE
 from hpczero.checkpoint.verify import Verdict, verify
-from hpczero.config import RunConfig
 from hpczero.metrics import read_metrics
-from hpczero.options import load_toml
+from hpczero.options.config import RunConfig
+from hpczero.options.reading import load_toml
 from tests.helpers.killed import Job
 from tests.helpers.runs import options
 

@@ -13,10 +13,10 @@ import hpczero.checkpoint.__main__ as checkpoint_command
 import hpczero.data.__main__ as data_command
 import hpczero.plan.__main__ as plan_command
 from hpczero.batch import Batch
-from hpczero.config import RunConfig
-from hpczero.environment import Environment
 from hpczero.errors import ConfigError, HpcZeroError, launcher_rank
-from hpczero.options import load_toml, read_run_config, to_toml
+from hpczero.options.config import RunConfig
+from hpczero.options.environment import Environment
+from hpczero.options.reading import load_toml, read_run_config, to_toml
 from hpczero.train import model_config
 from tests.test_regularfile import at_once
 

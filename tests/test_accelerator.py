@@ -11,8 +11,8 @@ import torch
 
 from hpczero.accelerator import HostAccelerator, accelerator_of, choose_accelerator, host
 from hpczero.accelerator.choice import check_allocator, device_index
-from hpczero.environment import Environment
 from hpczero.errors import CommError, ConfigError
+from hpczero.options.environment import Environment
 
 NO_DEVICE = not torch.cuda.is_available()
 
@@ -117,6 +117,6 @@ def test_a_training_of_ones_own_loads_neither_the_command_line_nor_hdf5() -> Non
     """``zeroify`` costs a process what it needs; the commands and checkpoints bring the rest."""
     script = (
         "import sys, hpczero; hpczero.zeroify; "
-        "print([name for name in ('tyro', 'hpczero.config', 'h5py') if name in sys.modules])"
+        "print([name for name in ('tyro', 'hpczero.options.config', 'h5py') if name in sys.modules])"
     )
     assert said_by(script) == "[]\n"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from hpczero.checkpoint import Loaded
-from hpczero.config import ResumeOptions, RunConfig, RunOptions
 from hpczero.errors import ConfigError
 from hpczero.models import GPTConfig
+from hpczero.options.config import ResumeOptions, RunConfig, RunOptions
 from hpczero.resume import began_at, check, choose
 from hpczero.runfolder import RunFolder
 

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpczero.batch import Batch
-from hpczero.config import RunConfig, RunOptions, TrainOptions
-from hpczero.environment import Environment
 from hpczero.errors import ConfigError
-from hpczero.options import load_toml, read_run_config, to_toml
-from hpczero.values import parse_nodes
+from hpczero.options.config import RunConfig, RunOptions, TrainOptions
+from hpczero.options.environment import Environment
+from hpczero.options.reading import load_toml, read_run_config, to_toml
+from hpczero.options.values import parse_nodes
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -18,12 +18,12 @@ from hpczero.checkpoint import Loaded
 from hpczero.checkpoint.converting import convert
 from hpczero.checkpoint.folder import Folder, read_manifest
 from hpczero.checkpoint.weightfiles import WeightFiles
-from hpczero.config import RunConfig
 from hpczero.data import Batches, TokenFile
-from hpczero.environment import Environment
 from hpczero.errors import CheckpointMismatch, ConfigError
 from hpczero.models import GPT, PRESETS, GPTConfig
-from hpczero.options import load_toml, read_run_config
+from hpczero.options.config import RunConfig
+from hpczero.options.environment import Environment
+from hpczero.options.reading import load_toml, read_run_config
 from hpczero.precheck import mistake_of
 from hpczero.resume import check, check_ranks
 from hpczero.runfolder import RunFolder

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from hpczero.config import LogOptions, RunConfig, RunOptions
 from hpczero.metrics import read_metrics
 from hpczero.metricsfile import MetricsFile
+from hpczero.options.config import LogOptions, RunConfig, RunOptions
 from hpczero.records import Records
 from hpczero.runfolder import RunFolder
 from tests.test_metrics import metrics

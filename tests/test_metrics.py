@@ -16,7 +16,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from hpczero import log
-from hpczero.config import LogOptions, RunConfig, RunOptions, TrainOptions
 from hpczero.errors import ConfigError
 from hpczero.metrics import (
     Interval,
@@ -28,6 +27,7 @@ from hpczero.metrics import (
     read_metrics,
 )
 from hpczero.metricsfile import MetricsFile
+from hpczero.options.config import LogOptions, RunConfig, RunOptions, TrainOptions
 from hpczero.plot import plot_losses
 from hpczero.progress import progress_for
 from hpczero.records import Records

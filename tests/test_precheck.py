@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.config import RunConfig
-from hpczero.environment import Environment
 from hpczero.errors import ConfigError
 from hpczero.models import PRESETS
-from hpczero.options import read_run_config
+from hpczero.options.config import RunConfig
+from hpczero.options.environment import Environment
+from hpczero.options.reading import read_run_config
 from hpczero.precheck import mistake_of
 from tests.helpers.mpirun import ROOT, Finished, run_command, run_ranks
 from tests.helpers.runs import options, train
@@ -56,9 +56,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 EARLY_AND_LATE = """
 import json, shlex, sys
-from hpczero.environment import Environment
+from hpczero.options.environment import Environment
 from hpczero.errors import HpcZeroError
-from hpczero.options import read_run_config
+from hpczero.options.reading import read_run_config
 from hpczero.precheck import mistake_of
 from hpczero.train import model_config
 

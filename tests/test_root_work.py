@@ -77,7 +77,7 @@ def test_text_that_takes_longer_to_tokenize_than_the_limit_is_trained_on(
     comm: MPI.Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hpczero import Topology
-    from hpczero.config import DataOptions
+    from hpczero.options.config import DataOptions
     from hpczero.owntext import open_tokens
 
     # As many pieces as 8 GiB have; the tokenizer's library tells nothing while it is at 256 of them.

@@ -14,9 +14,9 @@ import pytest
 
 from hpczero.checkpoint.folder import LATEST
 from hpczero.checkpoint.lock import Lock
-from hpczero.config import RunConfig
 from hpczero.errors import ConfigError
-from hpczero.options import load_toml
+from hpczero.options.config import RunConfig
+from hpczero.options.reading import load_toml
 from hpczero.runfolder import RunFolder
 from tests.helpers.mpirun import Finished, run_ranks
 from tests.helpers.runs import losses, options, steps, train

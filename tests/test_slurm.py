@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from hpczero.deadline import Deadline
-from hpczero.environment import Environment
 from hpczero.errors import ConfigError, TopologyError
 from hpczero.launch import check_placement
+from hpczero.options.environment import Environment
 from hpczero.slurm import ask_time_left, seconds_of, tasks_per_node
 from tests.helpers.mpirun import ROOT, run_command, run_ranks
 from tests.helpers.processes import launch_environment

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpczero.deadline import Deadline
-from hpczero.environment import Environment
+from hpczero.options.environment import Environment
 from hpczero.signals import Signals
 from hpczero.stops import Stops, Wish
 from tests.helpers.parallel import parallel_assert

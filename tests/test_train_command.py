@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from hpczero.config import RunConfig
 from hpczero.metrics import StepMetrics, read_metrics
-from hpczero.options import load_toml
+from hpczero.options.config import RunConfig
+from hpczero.options.reading import load_toml
 from tests.helpers.mpirun import Finished, run_ranks
 
 LIMIT_S = 100

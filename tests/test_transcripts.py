@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import tyro
 
-from hpczero.options import parse_command_line
+from hpczero.options.reading import parse_command_line
 from tests.data.test_old_tokens import old_file
 from tests.helpers.mpirun import ROOT
 from tests.helpers.transcripts import (

@@ -10,8 +10,8 @@ import torch
 
 from hpczero.accelerator.base import Accelerator
 from hpczero.accelerator.host import HostAccelerator
-from hpczero.environment import LOCAL_RANK_VARIABLES, Environment
 from hpczero.errors import ConfigError
+from hpczero.options.environment import LOCAL_RANK_VARIABLES, Environment
 
 KINDS = ("auto", "cpu", "cuda")
 

@@ -21,7 +21,7 @@ from hpczero.checkpoint.traincommand import how_to_train
 from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.errors import CheckpointError, ConfigError, run
 from hpczero.files.regular import shown
-from hpczero.options import parse_command_line
+from hpczero.options.reading import parse_command_line
 
 DESCRIPTION = "List, verify, export and import checkpoints. One process; no MPI is started."
 

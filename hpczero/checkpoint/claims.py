@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpczero.environment import Environment
 from hpczero.files.regular import read_bytes
+from hpczero.options.environment import Environment
 
 DEAD_S = 120.0  # without a beat
 CLAIM_NBYTES = 4096  # more than any claim has

@@ -28,8 +28,8 @@ from types import TracebackType
 
 from hpczero.checkpoint import claims
 from hpczero.checkpoint.claims import Claim, by_process_table, said_by
-from hpczero.environment import Environment
 from hpczero.errors import CheckpointBusy, CheckpointNotWritten
+from hpczero.options.environment import Environment
 
 logger = logging.getLogger("hpczero.checkpoint")
 

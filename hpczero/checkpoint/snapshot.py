@@ -27,9 +27,9 @@ from hpczero.checkpoint.groupoptions import options_of
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.jsonkeys import Unfit, extra_fields
 from hpczero.checkpoint.manifestform import MOST, is_text
-from hpczero.environment import Environment
 from hpczero.errors import CheckpointError, ConfigError
 from hpczero.files.regular import parse_json, shown
+from hpczero.options.environment import Environment
 from hpczero.sharded_model import Sharding
 
 Run = tuple[int, int]

@@ -15,7 +15,7 @@ from hpczero.checkpoint import gpt2
 from hpczero.checkpoint.folder import read_manifest
 from hpczero.checkpoint.format import Manifest
 from hpczero.checkpoint.places import CHECKPOINTS
-from hpczero.config import TrainOptions
+from hpczero.options.config import TrainOptions
 
 BYTE_VOCAB = 257  # of the text that a run takes where none is named
 FFN_MULTIPLE = 4  # of all presets; it is no option

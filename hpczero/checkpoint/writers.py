@@ -25,8 +25,8 @@ from hpczero.checkpoint.rawfile import (
     write_at,
     write_direct,
 )
-from hpczero.environment import Environment
 from hpczero.errors import CheckpointError
+from hpczero.options.environment import Environment
 
 Array = npt.NDArray[Any]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpczero.layout import ROUND_BYTES
-from hpczero.values import ALGORITHMS, named_algorithms
+from hpczero.options.values import ALGORITHMS, named_algorithms
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from hpczero.comm.algorithms import EXCHANGES, GATHERS
 from hpczero.comm.rails import Rails
 from hpczero.comm.selection import DEFAULT, Choice, Selection, boundary, candidate_name
 from hpczero.device import Memory
-from hpczero.environment import Environment
 from hpczero.layout import ROUND_BYTES
+from hpczero.options.environment import Environment
 from hpczero.topology import Topology
 
 logger = logging.getLogger("hpczero.comm")

@@ -20,7 +20,7 @@ from hpczero.data.targets import check_target
 from hpczero.data.tokens import VERSION, TokenFile
 from hpczero.errors import run
 from hpczero.longwork import Progress, watched
-from hpczero.options import parse_command_line
+from hpczero.options.reading import parse_command_line
 from hpczero.phases import phases_for
 
 EXCERPT_TOKENS = 200

@@ -23,7 +23,6 @@ from typing import Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hpczero.config import DataOptions
 from hpczero.data.corpus import Corpus
 from hpczero.data.dividing import LONG_WORD
 from hpczero.data.targets import check_target
@@ -32,6 +31,7 @@ from hpczero.data.tokens import VERSION, TokenFile
 from hpczero.data.tokenwriter import create
 from hpczero.errors import ConfigError, DataError
 from hpczero.longwork import Progress, in_order
+from hpczero.options.config import DataOptions
 
 VALIDATION_FRACTION = 0.05
 BPE_VOCAB = 8192

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpczero.doctor.finding import Finding, Status
-from hpczero.environment import Environment
 from hpczero.errors import ConfigError
+from hpczero.options.environment import Environment
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpczero.doctor.finding import Finding, Status
-from hpczero.environment import SIZE_VARIABLES as LAUNCHED_SIZES
-from hpczero.values import digits
+from hpczero.options.environment import SIZE_VARIABLES as LAUNCHED_SIZES
+from hpczero.options.values import digits
 
 # Innermost launcher first: a step of a job, or mpirun in it, may start fewer ranks than SLURM_NTASKS and be right.
 SIZE_VARIABLES = (*LAUNCHED_SIZES, "SLURM_NTASKS")

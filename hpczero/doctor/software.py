@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpczero.doctor.finding import Finding, Status
 from hpczero.doctor.launch import RankFacts
-from hpczero.values import digits
+from hpczero.options.values import digits
 
 REQUIRED = (
     "mpi4py",

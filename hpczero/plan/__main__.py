@@ -20,7 +20,7 @@ from hpczero.errors import ConfigError, run
 from hpczero.files.regular import shown
 from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.models.presets import PRESETS
-from hpczero.options import parse_command_line
+from hpczero.options.reading import parse_command_line
 from hpczero.plan.report import (
     Report,
     as_json,

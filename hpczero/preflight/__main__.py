@@ -15,10 +15,10 @@ from pathlib import Path
 
 from hpczero.doctor.limit import TimeLimit
 from hpczero.errors import EXIT_FAILURE, ConfigError, run
-from hpczero.options import parse_command_line
+from hpczero.options.reading import parse_command_line
+from hpczero.options.values import digits
 from hpczero.preflight.verdict import Fault, NodeReport, faults
 from hpczero.start import tell_start_aside
-from hpczero.values import digits
 
 MOST_SHOWN = 64
 MIB = 2**20

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from hpczero.errors import ConfigError
-from hpczero.values import Transport
+from hpczero.options.values import Transport
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import pytest
 
 from hpczero.checkpoint.folder import Folder, read_manifest
 from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Manifest, Table, step_folder
-from hpczero.config import RunConfig, RunOptions
 from hpczero.errors import CheckpointError, ConfigError, CorruptCheckpoint
 from hpczero.files.durable import sync
+from hpczero.options.config import RunConfig, RunOptions
 from hpczero.runfolder import RunFolder
 from tests.checkpoint.test_signed import put
 from tests.test_regularfile import at_once

@@ -14,7 +14,7 @@ import pytest
 from hpczero.checkpoint.folder import Folder
 from hpczero.checkpoint.lock import Lock
 from hpczero.checkpoint.writers import PosixWriter
-from hpczero.config import CheckpointOptions, RunConfig, RunOptions, TrainOptions
+from hpczero.options.config import CheckpointOptions, RunConfig, RunOptions, TrainOptions
 from hpczero.run_checkpoints import RunCheckpoints
 from hpczero.runfolder import RunFolder
 from hpczero.stops import Wish

@@ -9,7 +9,7 @@ import pytest
 from hpczero.comm.algorithms import EXCHANGES, GATHERS
 from hpczero.comm.selection import DEFAULT, Choice, Selection, boundary, size_text
 from hpczero.errors import ConfigError
-from hpczero.values import ALGORITHMS
+from hpczero.options.values import ALGORITHMS
 
 MEASURED = Selection(
     (

@@ -15,7 +15,7 @@ import hpczero
 from hpczero.comm import choose, tuning
 from hpczero.comm.selection import DEFAULT, Choice
 from hpczero.comm.tuning import cache_file, tune
-from hpczero.values import ALGORITHMS
+from hpczero.options.values import ALGORITHMS
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:

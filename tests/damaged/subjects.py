@@ -31,14 +31,14 @@ from hpczero.checkpoint.folder import Folder, read_manifest
 from hpczero.checkpoint.lock import Lock
 from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.checkpoint.weightfiles import WeightFiles
-from hpczero.config import EvaluationOptions, RunConfig, RunOptions, TrainOptions
 from hpczero.data import ByteTokenizer, Corpus, TokenFile, prepare
-from hpczero.environment import Environment
 from hpczero.errors import CheckpointBusy
 from hpczero.metrics import StepMetrics, read_metrics
 from hpczero.metricsfile import MetricsFile
 from hpczero.models import GPT, GPTConfig
-from hpczero.options import to_toml
+from hpczero.options.config import EvaluationOptions, RunConfig, RunOptions, TrainOptions
+from hpczero.options.environment import Environment
+from hpczero.options.reading import to_toml
 from hpczero.runfolder import RunFolder
 from hpczero.sources import open_source
 from hpczero.weights import Weights, WeightSource, write_weights

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpczero.config import DataOptions
 from hpczero.data import prepare
 from hpczero.data.corpus import Corpus
 from hpczero.errors import DataError
+from hpczero.options.config import DataOptions
 from hpczero.owntext import open_tokens
 from hpczero.topology import Topology
 from tests.helpers.parallel import parallel_assert

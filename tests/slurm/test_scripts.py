@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import tyro
 
-from hpczero.options import parse_command_line
+from hpczero.options.reading import parse_command_line
 from scaling.study import Point
 from scaling.sweep import Options
 from tests.helpers.mpirun import ROOT, Finished, run_command

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
-from hpczero.values import Transport, digits, node_shape, require
+from hpczero.options.values import Transport, digits, node_shape, require
 
 MALLOC_VARIABLES = (
     "GLIBC_TUNABLES",

@@ -24,10 +24,10 @@ from typing import Any, Literal, TypeVar, Union
 
 import tyro
 
-from hpczero.config import RunConfig
 from hpczero.errors import ConfigError, launcher_rank
 from hpczero.files.regular import read_text, reason, shown
-from hpczero.optiontypes import checked, registry
+from hpczero.options.config import RunConfig
+from hpczero.options.types import checked, registry
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from hpczero.errors import ConfigError
-from hpczero.optiontypes import MOST, checked_path
-from hpczero.values import Transport, node_shape, require
+from hpczero.options.types import MOST, checked_path
+from hpczero.options.values import Transport, node_shape, require
 
 DEFAULT_RUN = "default"
 MOST_STEPS = 10**15

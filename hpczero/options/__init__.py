@@ -1,0 +1,5 @@
+"""Options: what a user may set, in TOML, on the command line and in the environment, and how a wrong value is refused.
+
+Knows neither MPI nor torch, nor what an option is good for.
+
+"""
