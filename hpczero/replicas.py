@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hpczero.bits import sum_of_bits
 from hpczero.comm.base import Collectives
 from hpczero.errors import StepError
+from hpczero.kernels.bits import sum_of_bits
 from hpczero.unit import Unit
 
 

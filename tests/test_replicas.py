@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import hpczero
-from hpczero.bits import sum_of_bits
 from hpczero.errors import StepError
+from hpczero.kernels.bits import sum_of_bits
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import MLP, grad, mlp_input, raises_on_all, zeroified
 
