@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from hpczero.errors import HpcZeroError
     from hpczero.forward_methods import register_forward
     from hpczero.fullstate import full_state_dict
+    from hpczero.job.topology import Topology
     from hpczero.layout import ShardLayout
     from hpczero.plan import Plan, Stage
     from hpczero.precision import LossScale, Precision
     from hpczero.sharded_model import Sharding
-    from hpczero.topology import Topology
     from hpczero.zero import (
         clip_grad_norm_,
         no_sync,
@@ -42,7 +42,7 @@ _HOME = {
     "ShardLayout": "hpczero.layout",
     "Sharding": "hpczero.sharded_model",
     "Stage": "hpczero.plan",
-    "Topology": "hpczero.topology",
+    "Topology": "hpczero.job.topology",
     "accumulate": "hpczero.accumulation",
     "clip_grad_norm_": "hpczero.zero",
     "full_gradients": "hpczero.access",

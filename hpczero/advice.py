@@ -21,7 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
 from hpczero.backward import current_task
-from hpczero.topology import Topology
+from hpczero.job.topology import Topology
 from hpczero.untraced import untraced
 
 logger = logging.getLogger("hpczero.advice")

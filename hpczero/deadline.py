@@ -13,10 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from hpczero import log
 from hpczero.errors import ConfigError
+from hpczero.job import log
+from hpczero.job.slurm import ask_time_left
 from hpczero.options.environment import Environment
-from hpczero.slurm import ask_time_left
 
 SAVES, STEPS = 3.0, 2.0  # what must fit: a slow file system takes thrice as long, a step twice
 ENDING_S = 15.0  # and for the ranks to end, and the job's script to requeue

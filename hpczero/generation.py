@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import hpczero
-from hpczero.launch import start_topology, use_own_cores
+from hpczero.job.launch import start_topology, use_own_cores
 from hpczero.models import GPT, generate
 from hpczero.sources import open_source
 

@@ -21,7 +21,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import hpczero
-from hpczero import log, resume
+from hpczero import resume
 from hpczero.accelerator import Accelerator
 from hpczero.attempts import Attempts
 from hpczero.batch import Batch
@@ -29,7 +29,9 @@ from hpczero.data import Batches, HeldOut
 from hpczero.deadline import Deadline
 from hpczero.errors import EXIT_REQUEUE, ConfigError, StoppedEarly
 from hpczero.header import tell_header
-from hpczero.launch import start_topology, use_own_cores
+from hpczero.job import log
+from hpczero.job.launch import start_topology, use_own_cores
+from hpczero.job.topology import Topology
 from hpczero.metrics import (
     StepMetrics,
     Stopwatch,
@@ -52,7 +54,6 @@ from hpczero.sharded_model import Sharding
 from hpczero.signals import Signals
 from hpczero.stops import Stops, Wish
 from hpczero.stragglers import Stragglers
-from hpczero.topology import Topology
 from hpczero.weights import write_weights
 
 

@@ -10,15 +10,15 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
-from hpczero import log
 from hpczero.data import TokenFile
 from hpczero.data.prepare import token_file
 from hpczero.errors import DataError
+from hpczero.job import log
+from hpczero.job.root_work import done_by_root
+from hpczero.job.topology import Topology
 from hpczero.options.config import DataOptions
 from hpczero.phases import PhaseBar, PhaseLines, phases_for
-from hpczero.rootwork import done_by_root
 from hpczero.signals import Signals
-from hpczero.topology import Topology
 
 
 def open_tokens(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Literal
 
-from hpczero.longwork import Moment
+from hpczero.job.long_work import Moment
 from hpczero.progress import terminal_columns
 
 EVERY_S = 10.0

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpczero import log, resume
+from hpczero import resume
 from hpczero.attempts import Attempts
 from hpczero.batch import Batch
 from hpczero.checkpoint.lock import is_claimed
 from hpczero.data import Batches, Corpus, TokenFile
 from hpczero.data.prepare import names_token_file
 from hpczero.errors import HpcZeroError
+from hpczero.job import log
 from hpczero.models import GPTConfig
 from hpczero.options.config import DEFAULT_RUN, RunConfig
 from hpczero.options.environment import Environment

@@ -11,7 +11,7 @@ import time
 from types import TracebackType
 from typing import Literal, TextIO
 
-from hpczero import log
+from hpczero.job import log
 from hpczero.metrics import Interval, StepMetrics
 
 

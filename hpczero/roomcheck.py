@@ -19,7 +19,8 @@ from types import TracebackType
 from hpczero.accelerator import Accelerator
 from hpczero.batch import Batch
 from hpczero.errors import ConfigError, OutOfMemory, is_out_of_memory
-from hpczero.limits import Room, Usage, rooms, usage
+from hpczero.job.limits import Room, Usage, rooms, usage
+from hpczero.job.topology import Topology
 from hpczero.models import PRESETS, GPTConfig, parameter_count, parameter_shapes
 from hpczero.options.config import RunConfig
 from hpczero.options.environment import Environment
@@ -27,7 +28,6 @@ from hpczero.plan.alternatives import alternatives, on_these_ranks
 from hpczero.plan.commandline import command_line
 from hpczero.plan.peak import Network, Run
 from hpczero.plan.plan import FP32_BYTES
-from hpczero.topology import Topology
 from hpczero.transports import fastest_transport
 
 logger = logging.getLogger("hpczero.room")

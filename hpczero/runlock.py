@@ -13,10 +13,10 @@ from hpczero.checkpoint.claims import DEAD_S
 from hpczero.checkpoint.folder import Folder
 from hpczero.checkpoint.lock import BEAT_S, Lock
 from hpczero.errors import CheckpointNotWritten
+from hpczero.job.topology import Topology
 from hpczero.options.config import DEFAULT_RUN, RunOptions
 from hpczero.options.environment import Environment
 from hpczero.runfolder import RunFolder
-from hpczero.topology import Topology
 
 logger = logging.getLogger("hpczero.runs")
 

@@ -21,6 +21,7 @@ from hpczero.casting import Casting
 from hpczero.comm import Collectives
 from hpczero.device import DTYPES, Memory
 from hpczero.errors import StepError
+from hpczero.job.unlike import unlike
 from hpczero.optimizer_state import OptimizerState
 from hpczero.optimizers import repoint
 from hpczero.plan import Plan
@@ -31,7 +32,6 @@ from hpczero.seen_gradient import Sight, SlotGradient
 from hpczero.step import Step
 from hpczero.surroundings import Surroundings
 from hpczero.unit import Unit
-from hpczero.unlike import unlike
 from hpczero.untraced import untraced
 
 KEY = "_hpczero_sharding"

@@ -26,7 +26,7 @@ from hpczero.checkpoint.places import CHECKPOINTS, GIVE, folder_at, what_is_ther
 from hpczero.checkpointweights import CheckpointWeights, check_token_file
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, CorruptCheckpoint
 from hpczero.files.regular import is_there, kind_of, reason
-from hpczero.topology import Topology
+from hpczero.job.topology import Topology
 from hpczero.weights import WEIGHTS_FILE, Weights, WeightSource, step_of_weights
 
 logger = logging.getLogger("hpczero.weights")

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from hpczero import log
 from hpczero.errors import HpcZeroError, TopologyError, abort_job, launcher_rank, report
+from hpczero.job import log
 from hpczero.options.environment import Environment
 
 _WAIT = "importing torch, starting MPI"
@@ -69,7 +69,7 @@ def end_before_mpi(error: HpcZeroError, environment: Environment) -> int | None:
     # The others are on their way to MPI_Init and would wait for this rank there. That it exits with an error ends the
     # job only where its parent is a launcher that does so: not inside of `bash -c "... | tee log"`.
     meet_the_other_ranks_in_mpi_init(environment.timeout_s)
-    from hpczero.topology import check_launch, started_ranks
+    from hpczero.job.topology import check_launch, started_ranks
 
     started = started_ranks()
     if not told:
@@ -94,6 +94,6 @@ def meet_the_other_ranks_in_mpi_init(timeout_s: float) -> None:
     """
     if timeout_s:
         faulthandler.dump_traceback_later(timeout_s, exit=True)
-    import hpczero.topology  # noqa: F401  (its import starts MPI)
+    import hpczero.job.topology  # noqa: F401  (its import starts MPI)
 
     faulthandler.cancel_dump_traceback_later()

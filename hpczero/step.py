@@ -25,12 +25,12 @@ from hpczero.advice import Advice
 from hpczero.comm.base import Collectives
 from hpczero.errors import CommError, ConfigError, StepError
 from hpczero.gradient_norms import GradientNorms
+from hpczero.job.unlike import unlike
 from hpczero.optimizers import describe_options
 from hpczero.precision import LossScaler, Precision
 from hpczero.replicas import Replicas
 from hpczero.shard_gradient import guard_shards, open_shards
 from hpczero.unit import Unit
-from hpczero.unlike import unlike
 from hpczero.untraced import untraced
 from hpczero.usage import Flags
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from hpczero.deadline import Deadline
 from hpczero.files.regular import kind_of
+from hpczero.job.topology import Topology
 from hpczero.signals import Signals
-from hpczero.topology import Topology
 
 logger = logging.getLogger("hpczero.stops")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from hpczero.topology import Topology
+from hpczero.job.topology import Topology
 
 THRESHOLD = 0.7  # speed relative to the others, or to itself
 LEAST_S = 0.02  # what is lost per step, below which nothing is said

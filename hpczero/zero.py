@@ -23,6 +23,7 @@ from hpczero.comm import Collectives, check_transport_name, choose
 from hpczero.device import DTYPES
 from hpczero.errors import PlanError, explain_exhaustion
 from hpczero.heap import keep_freed_memory
+from hpczero.job.topology import Topology
 from hpczero.optimizers import check_optimizer, describe_options, group_of_parameters
 from hpczero.options.environment import Environment
 from hpczero.options.values import check_algorithms
@@ -32,7 +33,6 @@ from hpczero.plan.rules import default_rule
 from hpczero.precision import Precision
 from hpczero.refusals import check_gradients, check_modules
 from hpczero.sharded_model import KEY, Sharding
-from hpczero.topology import Topology
 from hpczero.unit import Unit
 
 Initializer = Callable[[str, Tensor], None]

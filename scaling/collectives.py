@@ -22,7 +22,7 @@ from hpczero.options.reading import parse_command_line
 from scaling.record import Row, circumstances
 
 if TYPE_CHECKING:
-    from hpczero.topology import Topology
+    from hpczero.job.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def main() -> int:
         default=Options(),
     )
     # Here and not at the top: this import starts MPI, which --help and bad options must not do.
-    from hpczero.launch import start_topology
+    from hpczero.job.launch import start_topology
     from scaling.collectives_report import draw, text
     from scaling.job import placement, record
 

@@ -30,7 +30,7 @@ from hpczero.models.config import GPTConfig, flops_per_token
 from scaling.record import LEFT, Row
 
 if TYPE_CHECKING:
-    from hpczero.topology import Topology
+    from hpczero.job.topology import Topology
 
 MIB = 2**20
 REPEATS = 7
@@ -85,7 +85,7 @@ class Bench:
     """
 
     def __init__(self, accelerator: Accelerator, sizes: Sizes, *, twin: bool) -> None:
-        from hpczero.topology import Topology
+        from hpczero.job.topology import Topology
 
         self.accelerator = accelerator
         self.sizes = sizes

@@ -251,7 +251,7 @@ def overlap(bench: Bench) -> Iterator[Row]:
 
     Both against steps in which every rank is alone with itself, all at once on the shared device: no communication.
     """
-    from hpczero.topology import Topology
+    from hpczero.job.topology import Topology
 
     config, sequences = bench.sizes.large
     x, y = _tokens(config, sequences, bench.topology.rank, bench.accelerator.device)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hpczero.topology import Topology
+from hpczero.job.topology import Topology
 from scaling.record import HOME, Recorder, Row, machine_name
 
 

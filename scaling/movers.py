@@ -17,7 +17,7 @@ from hpczero.comm.algorithms import EXCHANGES, GATHERS
 from hpczero.comm.selection import DEFAULT, Choice, Selection
 from hpczero.comm.tuning import tune
 from hpczero.device import Use
-from hpczero.topology import Topology
+from hpczero.job.topology import Topology
 
 OPERATIONS = ("all_gather", "reduce_scatter")
 LIBRARY = "MPI library"

@@ -31,7 +31,7 @@ from scaling.workload import LEARNING_RATE
 
 if TYPE_CHECKING:
     from hpczero.accelerator import Accelerator
-    from hpczero.topology import Topology
+    from hpczero.job.topology import Topology
 
 MEMORY_STEPS = 3  # after the timed ones, while a thread looks at the PSS
 NUM_TOKENS = 2**20
@@ -48,7 +48,7 @@ def main() -> int:
     from hpczero.accelerator import choose_accelerator
 
     accelerator = choose_accelerator(point.device)  # before MPI binds to a device
-    from hpczero.launch import start_topology
+    from hpczero.job.launch import start_topology
 
     topology = start_topology(None)
     use_threads(topology, point.threads)
@@ -71,7 +71,7 @@ def use_threads(topology: Topology, threads: int) -> None:
     """So many for this rank; 0: its share of the cores it may run on. Collective."""
     import torch
 
-    from hpczero.launch import use_own_cores
+    from hpczero.job.launch import use_own_cores
 
     if threads:
         torch.set_num_threads(threads)

@@ -23,7 +23,7 @@ from scaling.record import Row, circumstances
 from scaling.workload import WORKLOADS
 
 if TYPE_CHECKING:
-    from hpczero.topology import Topology
+    from hpczero.job.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def main() -> int:
         default=Options(),
     )
     # Here and not at the top: this import starts MPI, which --help and bad options must not do.
-    from hpczero.launch import start_topology
+    from hpczero.job.launch import start_topology
     from scaling.job import placement, record
     from scaling.transports_report import draw, text
 

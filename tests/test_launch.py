@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpczero.accelerator import HostAccelerator
-from hpczero.launch import warn_of_shared_devices
+from hpczero.job.launch import warn_of_shared_devices
 from tests.helpers.mpirun import run_ranks
 from tests.helpers.parallel import parallel_assert
 

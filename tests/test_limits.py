@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hpczero.limits import Room, rooms, usage
+from hpczero.job.limits import Room, rooms, usage
 
 GIB = 2**30
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hpczero.longwork import Ended, LongWork, Moment, Progress, in_order, watched
+from hpczero.job.long_work import Ended, LongWork, Moment, Progress, in_order, watched
 
 WAIT_S = 30.0
 

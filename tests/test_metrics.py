@@ -15,8 +15,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from hpczero import log
 from hpczero.errors import ConfigError
+from hpczero.job import log
 from hpczero.metrics import (
     Interval,
     StepMetrics,

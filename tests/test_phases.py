@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpczero.longwork import Moment
+from hpczero.job.long_work import Moment
 from hpczero.phases import PhaseLines, clock, figures, phases_for
 
 

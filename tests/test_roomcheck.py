@@ -13,7 +13,8 @@ import pytest
 
 from hpczero.accelerator import HostAccelerator
 from hpczero.errors import ConfigError, OutOfMemory
-from hpczero.limits import Room, Usage, usage
+from hpczero.job.limits import Room, Usage, usage
+from hpczero.job.topology import Topology
 from hpczero.models import PRESETS, parameter_shapes
 from hpczero.plan import peak
 from hpczero.plan.alternatives import alternatives, describe
@@ -21,7 +22,6 @@ from hpczero.plan.peak import Network, Run
 from hpczero.plan.plan import Plan
 from hpczero.plan.sizing import blockwise_plan
 from hpczero.roomcheck import Bound, RoomCheck, gather_bounds
-from hpczero.topology import Topology
 from tests.helpers.mpirun import run_command
 
 XL = PRESETS["gpt2-xl"]

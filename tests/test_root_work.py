@@ -25,7 +25,7 @@ from tests.small_models import raises_on_all
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpczero.longwork import Progress
+    from hpczero.job.long_work import Progress
 
 LIMIT_S = 2.0
 
@@ -36,7 +36,7 @@ def test_work_longer_than_the_limit_of_a_collective_is_no_hang_while_it_gets_on(
     comm: MPI.Intracomm,
 ) -> None:
     from hpczero import Topology
-    from hpczero.rootwork import done_by_root
+    from hpczero.job.root_work import done_by_root
 
     topology = Topology.create(comm, timeout_s=1.0)
     main = threading.get_ident()
@@ -60,7 +60,7 @@ def test_work_longer_than_the_limit_of_a_collective_is_no_hang_while_it_gets_on(
 def test_error_of_the_work_is_that_of_all_ranks(comm: MPI.Intracomm) -> None:
     from hpczero import Topology
     from hpczero.errors import DataError
-    from hpczero.rootwork import done_by_root
+    from hpczero.job.root_work import done_by_root
 
     topology = Topology.create(comm)
 
@@ -105,7 +105,7 @@ def test_text_that_takes_longer_to_tokenize_than_the_limit_is_trained_on(
 @pytest.mark.ranks(2, 3)
 def test_ranks_that_wait_leave_their_cores_to_the_work(comm: MPI.Intracomm) -> None:
     from hpczero import Topology
-    from hpczero.rootwork import done_by_root
+    from hpczero.job.root_work import done_by_root
 
     topology = Topology.create(comm)
     before = os.sched_getaffinity(0)
@@ -135,7 +135,7 @@ def test_silent_work_that_computes_for_longer_than_the_limit_is_no_hang(
     comm: MPI.Intracomm,
 ) -> None:
     from hpczero import Topology
-    from hpczero.rootwork import done_by_root
+    from hpczero.job.root_work import done_by_root
 
     topology = Topology.create(comm, timeout_s=1.0)
 
@@ -155,8 +155,8 @@ def test_silent_work_that_computes_for_longer_than_the_limit_is_no_hang(
 def test_rank_that_is_asked_to_stop_ends_the_work_on_all(comm: MPI.Intracomm) -> None:
     from hpczero import Topology
     from hpczero.errors import StoppedEarly
-    from hpczero.longwork import Ended
-    from hpczero.rootwork import done_by_root
+    from hpczero.job.long_work import Ended
+    from hpczero.job.root_work import done_by_root
 
     topology = Topology.create(comm)
     last = comm.size - 1
@@ -231,7 +231,7 @@ def test_work_that_does_not_get_on_any_more_ends_the_job_as_a_hang() -> None:
         """
         import time
         import hpczero
-        from hpczero.rootwork import done_by_root
+        from hpczero.job.root_work import done_by_root
         def work(progress):
             progress.advance()
             time.sleep(600)

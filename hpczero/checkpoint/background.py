@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpczero.errors import CheckpointError
-from hpczero.topology import Topology
+from hpczero.job.topology import Topology
 
 logger = logging.getLogger("hpczero.checkpoint")
 

@@ -27,8 +27,8 @@ from hpczero.checkpoint.writing import Milestone, write
 from hpczero.comm.queue import can_run_in_background
 from hpczero.errors import CheckpointNotWritten, ConfigError, StepError
 from hpczero.files.regular import shown
+from hpczero.job.topology import Topology
 from hpczero.sharded_model import Sharding
-from hpczero.topology import Topology
 from hpczero.zero import sharding as sharding_of
 
 

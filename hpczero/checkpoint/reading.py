@@ -46,8 +46,8 @@ from hpczero.checkpoint.places import folder_at, is_imported
 from hpczero.checkpoint.slabreader import SlabReader
 from hpczero.checkpoint.snapshot import expand
 from hpczero.errors import CorruptCheckpoint
+from hpczero.job.topology import Topology
 from hpczero.sharded_model import Sharding
-from hpczero.topology import Topology
 
 logger = logging.getLogger("hpczero.checkpoint")
 

@@ -22,8 +22,8 @@ from hpczero.checkpoint.format import STATE_FILE, Dataset, Manifest, digest
 from hpczero.checkpoint.rawfile import read_into
 from hpczero.errors import CorruptCheckpoint
 from hpczero.files.regular import open_regular, reason
-from hpczero.topology import Topology
-from hpczero.watchdog import Watchdog
+from hpczero.job.topology import Topology
+from hpczero.job.watchdog import Watchdog
 
 Runs = Sequence[tuple[int, int]]  # (first element, the one after the last) of a dataset
 Bytes = npt.NDArray[np.uint8]

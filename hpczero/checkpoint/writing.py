@@ -31,7 +31,7 @@ from hpczero.checkpoint.lines import strangers
 from hpczero.checkpoint.rawfile import rest_digest
 from hpczero.checkpoint.snapshot import Part, Snapshot
 from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError, is_out_of_memory
-from hpczero.topology import Topology
+from hpczero.job.topology import Topology
 
 Milestone = Callable[[str], None]
 

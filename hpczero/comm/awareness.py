@@ -23,8 +23,8 @@ from mpi4py import MPI
 
 from hpczero.accelerator import Accelerator
 from hpczero.comm.reach import DirectReach, HostReach, Reach, StagedReach
+from hpczero.job.topology import Topology
 from hpczero.options.environment import Environment
-from hpczero.topology import Topology
 
 logger = logging.getLogger("hpczero.comm")
 

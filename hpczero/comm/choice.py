@@ -22,8 +22,8 @@ from hpczero.comm.segment import Segment
 from hpczero.comm.selection import DEFAULT, Selection
 from hpczero.comm.tuning import tune
 from hpczero.errors import CommError, ConfigError
+from hpczero.job.topology import Topology
 from hpczero.options.values import Transport, check_algorithms
-from hpczero.topology import Topology
 from hpczero.transports import fastest_transport
 
 logger = logging.getLogger("hpczero.comm")

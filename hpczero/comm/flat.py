@@ -14,9 +14,9 @@ from hpczero.comm.base import Collectives, Work
 from hpczero.comm.blocks import CHUNK_BYTES, Blocks
 from hpczero.comm.reach import Reach
 from hpczero.device import Memory, Scratch
+from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum
 from hpczero.layout import exchange_chunk
-from hpczero.topology import Topology
 
 
 class Flat(Collectives):

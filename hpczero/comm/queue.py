@@ -16,7 +16,7 @@ import torch
 from mpi4py import MPI
 
 from hpczero.accelerator import Accelerator, Lane, Mark
-from hpczero.watchdog import Watchdog
+from hpczero.job.watchdog import Watchdog
 
 _Operation = tuple[str, Mark, Callable[[], None], "_Outcome"]
 

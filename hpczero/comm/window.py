@@ -25,7 +25,7 @@ from hpczero.comm.arena import Ground
 from hpczero.comm.node import Messages, NodeLevel, Parts
 from hpczero.comm.segment import Counters, Segment
 from hpczero.device import Buffer, Memory, Use
-from hpczero.topology import Topology
+from hpczero.job.topology import Topology
 
 # Columns of the counters: arrivals at spread, those of gradients, then releases.
 ARRIVED, FIRST_GRADIENT = range(2)

@@ -19,7 +19,7 @@ from hpczero.data.prepare import VALIDATION_FRACTION, TokenizerName, prepare, se
 from hpczero.data.targets import check_target
 from hpczero.data.tokens import VERSION, TokenFile
 from hpczero.errors import run
-from hpczero.longwork import Progress, watched
+from hpczero.job.long_work import Progress, watched
 from hpczero.options.reading import parse_command_line
 from hpczero.phases import phases_for
 

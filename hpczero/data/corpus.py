@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from hpczero.errors import DataError
 from hpczero.files.regular import open_regular, reason
-from hpczero.longwork import Progress
+from hpczero.job.long_work import Progress
 
 BLOCK_NBYTES = 4 * 2**20
 REST_NBYTES = 4 * 2**20  # of the line that a block ends in; more of it is for the next block

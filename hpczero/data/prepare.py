@@ -30,7 +30,7 @@ from hpczero.data.tokenize import TEXT_LEN, BPETokenizer, ByteTokenizer, NotUTF8
 from hpczero.data.tokens import VERSION, TokenFile
 from hpczero.data.tokenwriter import create
 from hpczero.errors import ConfigError, DataError
-from hpczero.longwork import Progress, in_order
+from hpczero.job.long_work import Progress, in_order
 from hpczero.options.config import DataOptions
 
 VALIDATION_FRACTION = 0.05

@@ -18,7 +18,7 @@ from hpczero.doctor import environment as variables
 from hpczero.doctor import launch, mpi, probes, software, storage
 from hpczero.doctor.finding import Finding, Status
 from hpczero.doctor.limit import TimeLimit
-from hpczero.topology import Topology
+from hpczero.job.topology import Topology
 
 
 def examine(

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from hpczero.doctor.mpi import PairSpeed
 from hpczero.doctor.storage import Hdf5Facts
-from hpczero.topology import Topology
+from hpczero.job.topology import Topology
 
 MOVED_DTYPES = ("fp32", "bf16", "fp16")
 SUMMED_DTYPES = ("float64", "int64", "float32")

@@ -70,8 +70,8 @@ def main() -> int:
     # The imports too: they start MPI, where all wait for a node that does not answer.
     with TimeLimit("the trial of all nodes", options.time_limit):
         # Here and not at the top: --help and bad options must not start MPI.
+        from hpczero.job.topology import Topology
         from hpczero.preflight.probes import examine
-        from hpczero.topology import Topology
 
         topology = Topology.of_world()
         reports = examine(

@@ -19,6 +19,7 @@ from mpi4py import MPI
 
 from hpczero.doctor.software import gpu_devices
 from hpczero.errors import ConfigError
+from hpczero.job.topology import Topology
 from hpczero.preflight.verdict import (
     NodeReport,
     blame,
@@ -26,7 +27,6 @@ from hpczero.preflight.verdict import (
     who_reads_again,
     who_reads_what,
 )
-from hpczero.topology import Topology
 
 MIB = 2**20
 TRIES = 3

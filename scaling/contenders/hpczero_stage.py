@@ -5,8 +5,8 @@ from __future__ import annotations
 from mpi4py import MPI
 
 import hpczero
+from hpczero.job.topology import Topology
 from hpczero.plan.rules import default_rule
-from hpczero.topology import Topology
 from scaling.contenders import base
 from scaling.record import versions
 from scaling.workload import Workload

@@ -12,7 +12,7 @@ import torch
 from hpczero.checkpoint import exchange as module
 from hpczero.checkpoint.exchange import Exchange
 from hpczero.checkpoint.format import Dataset
-from hpczero.watchdog import Watchdog
+from hpczero.job.watchdog import Watchdog
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 
 from hpczero.accelerator import HostAccelerator
 from hpczero.comm.queue import Queue
-from hpczero.watchdog import Watchdog
+from hpczero.job.watchdog import Watchdog
 
 
 @pytest.fixture

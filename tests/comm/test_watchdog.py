@@ -132,7 +132,7 @@ def test_error_that_all_ranks_agreed_on_ends_the_job_without_an_abort() -> None:
 def test_call_that_never_returns_ends_a_job_of_one_rank() -> None:
     body = """
         import time
-        from hpczero.watchdog import Watchdog
+        from hpczero.job.watchdog import Watchdog
         with Watchdog(0, timeout_s=0.3).watch("all_gather of 'u'"):
             time.sleep(600)
     """

@@ -93,7 +93,7 @@ def test_interrupted_learning_of_pairs_ends_at_once(tmp_path: Path) -> None:
         "from pathlib import Path\n"
         "from hpczero.data import BPETokenizer\n"
         "from hpczero.errors import run\n"
-        "from hpczero.longwork import watched\n"
+        "from hpczero.job.long_work import watched\n"
         "def learn(progress):\n"
         "    progress.phase('learn byte pairs')\n"
         "    words = (b'%d ' % (n * 7919) for n in range(3_000_000))\n"

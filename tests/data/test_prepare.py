@@ -34,7 +34,7 @@ from hpczero.data import (
 )
 from hpczero.data.prepare import _training_length
 from hpczero.errors import ConfigError, DataError
-from hpczero.longwork import LongWork, Progress
+from hpczero.job.long_work import LongWork, Progress
 
 
 @pytest.fixture

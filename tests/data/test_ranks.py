@@ -10,9 +10,9 @@ import pytest
 from hpczero.data import prepare
 from hpczero.data.corpus import Corpus
 from hpczero.errors import DataError
+from hpczero.job.topology import Topology
 from hpczero.options.config import DataOptions
 from hpczero.owntext import open_tokens
-from hpczero.topology import Topology
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import raises_on_all
 

@@ -12,7 +12,7 @@ import pytest
 
 from hpczero.data import Corpus, TokenFile, prepare, seal
 from hpczero.errors import DataError
-from hpczero.longwork import Progress
+from hpczero.job.long_work import Progress
 from tests.data.test_old_tokens import old_file
 from tests.helpers.mpirun import run_command
 

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 
 import torch
 
-from hpczero import log
 from hpczero.accelerator import Accelerator
 from hpczero.errors import TopologyError
+from hpczero.job import log
+from hpczero.job.slurm import tasks_per_node
+from hpczero.job.topology import Topology
 from hpczero.options.environment import Environment
 from hpczero.options.values import parse_nodes
-from hpczero.slurm import tasks_per_node
-from hpczero.topology import Topology
 
 logger = logging.getLogger("hpczero.launch")
 

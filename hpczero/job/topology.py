@@ -19,9 +19,9 @@ from mpi4py import MPI
 
 from hpczero import errors
 from hpczero.errors import HpcZeroError, TopologyError
+from hpczero.job.roll_call import RollCall
+from hpczero.job.watchdog import Watchdog
 from hpczero.options.environment import Environment
-from hpczero.rollcall import RollCall
-from hpczero.watchdog import Watchdog
 
 
 @dataclass(frozen=True)

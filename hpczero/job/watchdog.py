@@ -14,7 +14,7 @@ import threading
 import time
 
 from hpczero.errors import EXIT_HANG, abort_job
-from hpczero.rollcall import RollCall
+from hpczero.job.roll_call import RollCall
 
 STAGGER_S, MOST_STAGGER_S = (
     0.1,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpczero.topology import Topology
+from hpczero.job.topology import Topology
 
 
 def unlike(topology: Topology, mine: Sequence[str], root: int = 0) -> tuple[str, str] | None:

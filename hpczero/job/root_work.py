@@ -20,8 +20,8 @@ from collections.abc import Callable
 import numpy as np
 
 from hpczero.errors import StoppedEarly
-from hpczero.longwork import LOOK_S, LongWork, Moment, Progress
-from hpczero.topology import Topology
+from hpczero.job.long_work import LOOK_S, LongWork, Moment, Progress
+from hpczero.job.topology import Topology
 
 SHORTEST_S, LONGEST_S = 0.05, 0.5  # between two meetings
 GRACE_S = 1.0  # who is asked to stop that early does short work all the same: the run then has something to save

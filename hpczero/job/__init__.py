@@ -1,0 +1,5 @@
+"""The job: this process among its ranks. Who they are, small agreements between them, and how the job ends if one is stuck.
+
+Knows nothing of models, tensors or shards.
+
+"""
