@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hpczero.comm.base import Collectives
-from hpczero.device import Buffer, Use
 from hpczero.errors import StepError
 from hpczero.layout import ShardLayout
+from hpczero.memory.buffers import Buffer, Use
 
 
 class LocalGradient:

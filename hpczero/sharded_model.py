@@ -19,9 +19,9 @@ from hpczero.advice import Advice
 from hpczero.buffers import bytes_of, persistent_buffers, set_bytes, version_of
 from hpczero.casting import Casting
 from hpczero.comm import Collectives
-from hpczero.device import DTYPES, Memory
 from hpczero.errors import StepError
 from hpczero.job.unlike import unlike
+from hpczero.memory.buffers import DTYPES, Memory
 from hpczero.optimizer_state import OptimizerState
 from hpczero.optimizers import repoint
 from hpczero.plan import Plan

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.comm.base import Collectives, Work
-from hpczero.device import DTYPES, Buffer, Fresh
 from hpczero.gradient import LocalGradient
+from hpczero.memory.buffers import DTYPES, Buffer, Fresh
 from hpczero.parameter import own_gradient, set_own_gradient, take_own_gradient
 from hpczero.plan import Stage, UnitSpec
 from hpczero.precision import Precision

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.comm.base import Collectives, Work
-from hpczero.device import DTYPES, Use
 from hpczero.errors import StepError
 from hpczero.kernels.bits import sum_of_bits
+from hpczero.memory.buffers import DTYPES, Use
 from hpczero.parameter import Guard, is_at
 from hpczero.plan import Stage, UnitSpec
 from hpczero.precision import Precision

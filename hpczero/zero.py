@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from hpczero.accelerator import Accelerator, accelerator_of, choose_accelerator
 from hpczero.buffers import persistent_buffers
 from hpczero.comm import Collectives, check_transport_name, choose
-from hpczero.device import DTYPES
 from hpczero.errors import PlanError, explain_exhaustion
-from hpczero.heap import keep_freed_memory
 from hpczero.job.topology import Topology
+from hpczero.memory.buffers import DTYPES
+from hpczero.memory.heap import keep_freed_memory
 from hpczero.optimizers import check_optimizer, describe_options, group_of_parameters
 from hpczero.options.environment import Environment
 from hpczero.options.values import check_algorithms

@@ -167,7 +167,7 @@ def _copy_ms(bench: Bench, nbytes: int) -> float:
 
 def _moved(bench: Bench, transport: Collectives, nbytes: int) -> Iterator[Row]:
     """Both operations on ``nbytes`` by ``transport``, which is closed at the end."""
-    from hpczero.device import Use
+    from hpczero.memory.buffers import Use
 
     size, me = bench.topology.size, bench.topology.shard_index
     shard = nbytes // 4 // size

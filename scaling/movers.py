@@ -16,8 +16,8 @@ from hpczero.comm import Collectives, Flat, Hierarchical
 from hpczero.comm.algorithms import EXCHANGES, GATHERS
 from hpczero.comm.selection import DEFAULT, Choice, Selection
 from hpczero.comm.tuning import tune
-from hpczero.device import Use
 from hpczero.job.topology import Topology
+from hpczero.memory.buffers import Use
 
 OPERATIONS = ("all_gather", "reduce_scatter")
 LIBRARY = "MPI library"

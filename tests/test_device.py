@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpczero.device import Buffer, Memory
+from hpczero.memory.buffers import Buffer, Memory
 
 
 def buffer_of(numel: int, dtype: torch.dtype = torch.float32) -> tuple[Buffer, Memory]:

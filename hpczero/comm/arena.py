@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hpczero.comm.segment import PAGE
-from hpczero.device import CPU, Buffer, Memory, lasting
+from hpczero.memory.buffers import CPU, Buffer, Memory, lasting
 
 IN_TURN = 2
 

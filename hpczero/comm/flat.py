@@ -13,10 +13,10 @@ from hpczero.comm.algorithms import Exchange, Gather, LibraryExchange, LibraryGa
 from hpczero.comm.base import Collectives, Work
 from hpczero.comm.blocks import CHUNK_BYTES, Blocks
 from hpczero.comm.reach import Reach
-from hpczero.device import Memory, Scratch
 from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum
 from hpczero.layout import exchange_chunk
+from hpczero.memory.buffers import Memory, Scratch
 
 
 class Flat(Collectives):

@@ -21,8 +21,8 @@ from hpczero.accelerator import Accelerator
 from hpczero.comm.arena import Arena, Ground
 from hpczero.comm.node import Parts
 from hpczero.comm.segment import Counters
-from hpczero.device import Buffer, Memory
 from hpczero.job.topology import Topology
+from hpczero.memory.buffers import Buffer, Memory
 
 LOCATIONS = 8  # reductions that a rank may start before its peers have read the first of them
 # Columns of the counters: gradients ready, gradients read, then where gradients lie.

@@ -32,11 +32,11 @@ from hpczero.comm.rails import Rails
 from hpczero.comm.reach import Reach
 from hpczero.comm.selection import DEFAULT, Selection
 from hpczero.comm.window import Window
-from hpczero.device import Buffer, Memory, Use
 from hpczero.errors import TopologyError
 from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum
 from hpczero.layout import Sharing
+from hpczero.memory.buffers import Buffer, Memory, Use
 
 # Sums in shared memory that a rank may put off: it need not wait for peers that are this many units behind.
 PUT_OFF = IN_TURN - 1

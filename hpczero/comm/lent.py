@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hpczero.device import CPU, Buffer, Memory
+from hpczero.memory.buffers import CPU, Buffer, Memory
 
 MOST_LENT = (
     1  # units whose gradients may wait while the next one's are filled; ``Plan.memory`` counts them

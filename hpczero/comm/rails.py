@@ -18,10 +18,10 @@ from hpczero.comm.blocks import CHUNK_BYTES, Blocks
 from hpczero.comm.node import Parts
 from hpczero.comm.reach import HostReach, Reach
 from hpczero.comm.selection import DEFAULT, Choice, Selection
-from hpczero.device import Memory, Scratch
 from hpczero.errors import ConfigError
 from hpczero.kernels.tree_sum import piece_numel, tree_sum
 from hpczero.layout import rail_chunk
+from hpczero.memory.buffers import Memory, Scratch
 
 
 class Rails:

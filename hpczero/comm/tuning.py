@@ -32,9 +32,9 @@ from mpi4py import MPI
 from hpczero.comm.algorithms import EXCHANGES, GATHERS
 from hpczero.comm.rails import Rails
 from hpczero.comm.selection import DEFAULT, Choice, Selection, boundary, candidate_name
-from hpczero.device import Memory
 from hpczero.job.topology import Topology
 from hpczero.layout import ROUND_BYTES
+from hpczero.memory.buffers import Memory
 from hpczero.options.environment import Environment
 
 logger = logging.getLogger("hpczero.comm")

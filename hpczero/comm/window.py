@@ -24,8 +24,8 @@ from hpczero.comm import gradients
 from hpczero.comm.arena import Ground
 from hpczero.comm.node import Messages, NodeLevel, Parts
 from hpczero.comm.segment import Counters, Segment
-from hpczero.device import Buffer, Memory, Use
 from hpczero.job.topology import Topology
+from hpczero.memory.buffers import Buffer, Memory, Use
 
 # Columns of the counters: arrivals at spread, those of gradients, then releases.
 ARRIVED, FIRST_GRADIENT = range(2)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import hpczero
-from hpczero.device import Use
+from hpczero.memory.buffers import Use
 from tests.comm.conduct import DTYPES, ONE_NODE, ConductSuite
 from tests.helpers.parallel import parallel_assert
 from tests.kernels.reference import IN_ORDER, Floats, exact, to_bf16_and_back

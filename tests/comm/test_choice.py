@@ -12,8 +12,8 @@ import torch
 import hpczero
 from hpczero.accelerator import Attached, host
 from hpczero.comm import choose, segment
-from hpczero.device import Use
 from hpczero.errors import CommError, ConfigError, TopologyError
+from hpczero.memory.buffers import Use
 from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import MLP, adamw, raises_on_all, zeroified
