@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from hpczero.forward_methods import register_forward
     from hpczero.fullstate import full_state_dict
     from hpczero.job.topology import Topology
-    from hpczero.layout import ShardLayout
     from hpczero.plan import Plan, Stage
-    from hpczero.precision import LossScale, Precision
+    from hpczero.plan.layout import ShardLayout
+    from hpczero.plan.precision import LossScale, Precision
     from hpczero.sharded_model import Sharding
     from hpczero.zero import (
         clip_grad_norm_,
@@ -36,10 +36,10 @@ _HOME = {
     "Flat": "hpczero.comm",
     "Hierarchical": "hpczero.comm",
     "HpcZeroError": "hpczero.errors",
-    "LossScale": "hpczero.precision",
+    "LossScale": "hpczero.plan.precision",
     "Plan": "hpczero.plan",
-    "Precision": "hpczero.precision",
-    "ShardLayout": "hpczero.layout",
+    "Precision": "hpczero.plan.precision",
+    "ShardLayout": "hpczero.plan.layout",
     "Sharding": "hpczero.sharded_model",
     "Stage": "hpczero.plan",
     "Topology": "hpczero.job.topology",

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hpczero.comm.base import Collectives
 from hpczero.errors import StepError
-from hpczero.layout import ShardLayout
 from hpczero.memory.buffers import Buffer, Use
+from hpczero.plan.layout import ShardLayout
 
 
 class LocalGradient:

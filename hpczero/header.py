@@ -6,11 +6,11 @@ Owns: the first lines of its log. Must not know: the loop.
 from __future__ import annotations
 
 from hpczero.accelerator import Accelerator
-from hpczero.batch import Batch
 from hpczero.data import TokenFile
 from hpczero.job import log
 from hpczero.job.launch import warn_of_shared_devices
 from hpczero.options.config import RunConfig
+from hpczero.plan.batch import Batch
 from hpczero.runfolder import RunFolder
 from hpczero.sharded_model import Sharding
 

@@ -24,7 +24,6 @@ import hpczero
 from hpczero import resume
 from hpczero.accelerator import Accelerator
 from hpczero.attempts import Attempts
-from hpczero.batch import Batch
 from hpczero.data import Batches, HeldOut
 from hpczero.deadline import Deadline
 from hpczero.errors import EXIT_REQUEUE, ConfigError, StoppedEarly
@@ -45,6 +44,7 @@ from hpczero.options.config import RunConfig, TrainOptions
 from hpczero.options.environment import Environment
 from hpczero.options.reading import to_toml
 from hpczero.owntext import open_tokens
+from hpczero.plan.batch import Batch
 from hpczero.records import Records
 from hpczero.roomcheck import RoomCheck, run_of
 from hpczero.run_checkpoints import RunCheckpoints

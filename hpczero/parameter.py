@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hpczero.errors import StepError
-from hpczero.layout import Slot
+from hpczero.plan.layout import Slot
 
 # ``parameter.data = value``, whoever answers for ``parameter.data``; see watched_data.
 set_own_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]

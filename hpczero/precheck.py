@@ -11,7 +11,6 @@ from pathlib import Path
 
 from hpczero import resume
 from hpczero.attempts import Attempts
-from hpczero.batch import Batch
 from hpczero.checkpoint.lock import is_claimed
 from hpczero.data import Batches, Corpus, TokenFile
 from hpczero.data.prepare import names_token_file
@@ -21,6 +20,7 @@ from hpczero.models import GPTConfig
 from hpczero.options.config import DEFAULT_RUN, RunConfig
 from hpczero.options.environment import Environment
 from hpczero.options.values import check_algorithms, parse_nodes
+from hpczero.plan.batch import Batch
 from hpczero.runfolder import RunFolder
 
 

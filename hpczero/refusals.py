@@ -16,7 +16,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from hpczero.errors import PlanError
 from hpczero.parameter import is_guarded
-from hpczero.precision import Precision
+from hpczero.plan.precision import Precision
 
 
 def check_modules(model: nn.Module, precision: Precision, *, trains: bool) -> None:

@@ -18,7 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpczero.batch import Batch
 from hpczero.checkpoint.folder import is_checkpoint
 from hpczero.checkpoint.places import GIVE, folder_at, holds_imports_alone
 from hpczero.data import same_tokenizer, tokenizer_name
@@ -26,6 +25,7 @@ from hpczero.errors import CheckpointError, ConfigError
 from hpczero.files.regular import is_there, kind_of, reason, shown
 from hpczero.options.config import DEFAULT_RUN, RunConfig
 from hpczero.options.reading import load_toml
+from hpczero.plan.batch import Batch
 from hpczero.runfolder import RunFolder
 
 if TYPE_CHECKING:

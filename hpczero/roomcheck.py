@@ -17,7 +17,6 @@ from socket import gethostname
 from types import TracebackType
 
 from hpczero.accelerator import Accelerator
-from hpczero.batch import Batch
 from hpczero.errors import ConfigError, OutOfMemory, is_out_of_memory
 from hpczero.job.limits import Room, Usage, rooms, usage
 from hpczero.job.topology import Topology
@@ -25,10 +24,11 @@ from hpczero.models import PRESETS, GPTConfig, parameter_count, parameter_shapes
 from hpczero.options.config import RunConfig
 from hpczero.options.environment import Environment
 from hpczero.plan.alternatives import alternatives, on_these_ranks
-from hpczero.plan.commandline import command_line
+from hpczero.plan.batch import Batch
+from hpczero.plan.command_line import command_line
 from hpczero.plan.peak import Network, Run
 from hpczero.plan.plan import FP32_BYTES
-from hpczero.transports import fastest_transport
+from hpczero.plan.transports import fastest_transport
 
 logger = logging.getLogger("hpczero.room")
 

@@ -25,7 +25,7 @@ from hpczero.memory.buffers import DTYPES, Memory
 from hpczero.optimizer_state import OptimizerState
 from hpczero.optimizers import repoint
 from hpczero.plan import Plan
-from hpczero.precision import LossScaler
+from hpczero.plan.precision import LossScaler
 from hpczero.schedule import Schedule
 from hpczero.seal import Seal
 from hpczero.seen_gradient import Sight, SlotGradient

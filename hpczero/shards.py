@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.errors import StepError
-from hpczero.layout import ShardLayout
 from hpczero.parameter import set_own_data
+from hpczero.plan.layout import ShardLayout
 
 
 class Shards:

@@ -27,7 +27,7 @@ from hpczero.errors import CommError, ConfigError, StepError
 from hpczero.gradient_norms import GradientNorms
 from hpczero.job.unlike import unlike
 from hpczero.optimizers import describe_options
-from hpczero.precision import LossScaler, Precision
+from hpczero.plan.precision import LossScaler, Precision
 from hpczero.replicas import Replicas
 from hpczero.shard_gradient import guard_shards, open_shards
 from hpczero.unit import Unit

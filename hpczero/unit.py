@@ -24,7 +24,7 @@ from hpczero.gradient import LocalGradient
 from hpczero.memory.buffers import DTYPES, Buffer, Fresh
 from hpczero.parameter import own_gradient, set_own_gradient, take_own_gradient
 from hpczero.plan import Stage, UnitSpec
-from hpczero.precision import Precision
+from hpczero.plan.precision import Precision
 from hpczero.shards import Shards
 from hpczero.usage import Flags, Usage
 from hpczero.whole import WholeParameters

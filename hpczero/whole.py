@@ -29,7 +29,7 @@ from hpczero.kernels.bits import sum_of_bits
 from hpczero.memory.buffers import DTYPES, Use
 from hpczero.parameter import Guard, is_at
 from hpczero.plan import Stage, UnitSpec
-from hpczero.precision import Precision
+from hpczero.plan.precision import Precision
 
 
 class UnitState(Enum):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpczero.comm.base import Collectives
-from hpczero.layout import ShardLayout
+from hpczero.plan.layout import ShardLayout
 
 
 def whole_copy(values: Tensor, layout: ShardLayout, comm: Collectives, *, name: str) -> Tensor:

@@ -29,8 +29,8 @@ from hpczero.options.environment import Environment
 from hpczero.options.values import check_algorithms
 from hpczero.plan import Plan, Stage
 from hpczero.plan.plan import ADAM_STATE_BYTES, UnitRule
+from hpczero.plan.precision import Precision
 from hpczero.plan.rules import default_rule
-from hpczero.precision import Precision
 from hpczero.refusals import check_gradients, check_modules
 from hpczero.sharded_model import KEY, Sharding
 from hpczero.unit import Unit

@@ -12,11 +12,11 @@ import pytest
 import hpczero.checkpoint.__main__ as checkpoint_command
 import hpczero.data.__main__ as data_command
 import hpczero.plan.__main__ as plan_command
-from hpczero.batch import Batch
 from hpczero.errors import ConfigError, HpcZeroError, launcher_rank
 from hpczero.options.config import RunConfig
 from hpczero.options.environment import Environment
 from hpczero.options.reading import load_toml, read_run_config, to_toml
+from hpczero.plan.batch import Batch
 from hpczero.train import model_config
 from tests.test_regularfile import at_once
 

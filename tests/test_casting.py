@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hpczero
 from hpczero.errors import StepError
-from hpczero.precision import LossScale, Precision
+from hpczero.plan.precision import LossScale, Precision
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import MLP, adamw, mlp_input, zeroified
 

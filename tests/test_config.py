@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpczero.batch import Batch
 from hpczero.errors import ConfigError
 from hpczero.options.config import RunConfig, RunOptions, TrainOptions
 from hpczero.options.environment import Environment
 from hpczero.options.reading import load_toml, read_run_config, to_toml
 from hpczero.options.values import parse_nodes
+from hpczero.plan.batch import Batch
 
 ROOT = Path(__file__).resolve().parents[1]
 

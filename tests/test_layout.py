@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hpczero.layout import EXCHANGE_BYTES, ShardLayout, exchange_chunk
+from hpczero.plan.layout import EXCHANGE_BYTES, ShardLayout, exchange_chunk
 
 Shapes = list[tuple[int, ...]]
 

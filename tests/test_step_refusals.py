@@ -12,7 +12,7 @@ from torch import nn
 
 import hpczero
 from hpczero.errors import ConfigError, StepError
-from hpczero.precision import LossScale, Precision
+from hpczero.plan.precision import LossScale, Precision
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import (
     MLP,

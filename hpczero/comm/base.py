@@ -31,8 +31,8 @@ from hpczero.comm.order import OrderCheck
 from hpczero.comm.reach import HostReach, Reach
 from hpczero.errors import CommError
 from hpczero.job.topology import Topology
-from hpczero.layout import Sharing
 from hpczero.memory.buffers import Buffer, Memory, Use
+from hpczero.plan.layout import Sharing
 
 # MPI moves bytes; which dtypes may be summed is decided by our own kernels, not by the MPI library.
 MOVABLE = (torch.float32, torch.bfloat16, torch.float16)

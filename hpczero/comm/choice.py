@@ -24,7 +24,7 @@ from hpczero.comm.tuning import tune
 from hpczero.errors import CommError, ConfigError
 from hpczero.job.topology import Topology
 from hpczero.options.values import Transport, check_algorithms
-from hpczero.transports import fastest_transport
+from hpczero.plan.transports import fastest_transport
 
 logger = logging.getLogger("hpczero.comm")
 

@@ -15,8 +15,8 @@ from hpczero.comm.blocks import CHUNK_BYTES, Blocks
 from hpczero.comm.reach import Reach
 from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum
-from hpczero.layout import exchange_chunk
 from hpczero.memory.buffers import Memory, Scratch
+from hpczero.plan.layout import exchange_chunk
 
 
 class Flat(Collectives):

@@ -35,8 +35,8 @@ from hpczero.comm.window import Window
 from hpczero.errors import TopologyError
 from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum
-from hpczero.layout import Sharing
 from hpczero.memory.buffers import Buffer, Memory, Use
+from hpczero.plan.layout import Sharing
 
 # Sums in shared memory that a rank may put off: it need not wait for peers that are this many units behind.
 PUT_OFF = IN_TURN - 1

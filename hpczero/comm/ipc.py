@@ -28,8 +28,8 @@ from hpczero.comm.arena import Ground
 from hpczero.comm.node import Messages, NodeLevel, Parts
 from hpczero.comm.segment import Counters
 from hpczero.job.topology import Topology
-from hpczero.layout import PLACE_ALIGNMENT, PULLED_IN_TURN, pulled_nbytes
 from hpczero.memory.buffers import Buffer, Memory, Use
+from hpczero.plan.layout import PLACE_ALIGNMENT, PULLED_IN_TURN, pulled_nbytes
 
 # Columns of the counters: parts that may be pulled, then those of gradients.
 OFFERED, FIRST_GRADIENT = range(2)

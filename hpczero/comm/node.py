@@ -20,8 +20,8 @@ from torch import Tensor
 from hpczero.comm.algorithms import LibraryExchange, LibraryGather
 from hpczero.comm.blocks import Blocks
 from hpczero.comm.reach import Reach
-from hpczero.layout import EXCHANGE_BYTES
 from hpczero.memory.buffers import CPU, Buffer, Memory, Scratch, Use
+from hpczero.plan.layout import EXCHANGE_BYTES
 
 # Elements [start, start + count) of this rank's part, as every local rank has them, in local order.
 Parts = Callable[[int, int], list[Tensor]]

@@ -20,8 +20,8 @@ from hpczero.comm.reach import HostReach, Reach
 from hpczero.comm.selection import DEFAULT, Choice, Selection
 from hpczero.errors import ConfigError
 from hpczero.kernels.tree_sum import piece_numel, tree_sum
-from hpczero.layout import rail_chunk
 from hpczero.memory.buffers import Memory, Scratch
+from hpczero.plan.layout import rail_chunk
 
 
 class Rails:

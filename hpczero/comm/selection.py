@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hpczero.layout import ROUND_BYTES
 from hpczero.options.values import ALGORITHMS, named_algorithms
+from hpczero.plan.layout import ROUND_BYTES
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ from hpczero.comm.algorithms import EXCHANGES, GATHERS
 from hpczero.comm.rails import Rails
 from hpczero.comm.selection import DEFAULT, Choice, Selection, boundary, candidate_name
 from hpczero.job.topology import Topology
-from hpczero.layout import ROUND_BYTES
 from hpczero.memory.buffers import Memory
 from hpczero.options.environment import Environment
+from hpczero.plan.layout import ROUND_BYTES
 
 logger = logging.getLogger("hpczero.comm")
 

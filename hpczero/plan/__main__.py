@@ -33,11 +33,11 @@ from hpczero.plan.report import (
     table_unit,
 )
 from hpczero.plan.sizing import Fit, Machine, fit
+from hpczero.plan.transports import Named, fastest_transport
 from hpczero.predict.machine import Machine as Described
 from hpczero.predict.machine import load_machine
 from hpczero.predict.model import Prediction, predict
 from hpczero.predict.work import Job
-from hpczero.transports import Named, fastest_transport
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -13,7 +13,7 @@ from itertools import chain, islice
 
 from hpczero.plan.peak import Run
 from hpczero.plan.sizing import largest
-from hpczero.transports import fastest_transport
+from hpczero.plan.transports import fastest_transport
 
 Fits = Callable[[Run], bool]
 MOST_ANSWERS = 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from hpczero.layout import Sharing
+from hpczero.plan.layout import Sharing
 from hpczero.plan.plan import FP32_BYTES, MemoryPlan, Plan
 from hpczero.plan.sizing import (
     Machine,

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hpczero.errors import ConfigError, PlanError
-from hpczero.layout import (
+from hpczero.plan.layout import (
     ShardLayout,
     Sharing,
     exchange_chunk,
@@ -21,8 +21,8 @@ from hpczero.layout import (
     pulled_nbytes,
     rail_chunk,
 )
+from hpczero.plan.precision import Precision
 from hpczero.plan.traffic import TrafficPlan, unit_traffic
-from hpczero.precision import Precision
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from hpczero.layout import ShardLayout, Sharing
+from hpczero.plan.layout import ShardLayout, Sharing
 from hpczero.plan.plan import FP32_BYTES, MemoryPlan, Plan, Stage, UnitSpec
+from hpczero.plan.precision import Precision
 from hpczero.plan.traffic import TrafficPlan
-from hpczero.precision import Precision
 
 HALF_BYTES = 2
 # fp32 master, momentum and variance of mixed-precision Adam (ZeRO paper, sec. 3.1).

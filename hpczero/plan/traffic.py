@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpczero.layout import ShardLayout, Sharing
+from hpczero.plan.layout import ShardLayout, Sharing
 
 FP32_BYTES = 4
 

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Literal
 
 from hpczero.errors import ConfigError
-from hpczero.layout import Sharing
 from hpczero.models.config import GPTConfig, parameter_shapes
+from hpczero.plan.layout import Sharing
 from hpczero.plan.plan import Plan
 from hpczero.plan.sizing import Fit, activation_nbytes, blockwise_plan, fit
 from hpczero.plan.sizing import Machine as Room

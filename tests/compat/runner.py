@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import hpczero
 from hpczero.errors import HpcZeroError
-from hpczero.precision import LossScale
+from hpczero.plan.precision import LossScale
 from tests.compat.construct import GIVEN_BACK, TOLERANCE, Construct, Place, Training
 from tests.equality.reference import relative_error
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 import hpczero
 from hpczero import Precision, Topology
-from hpczero.precision import LossScale
+from hpczero.plan.precision import LossScale
 from tests.equality import cases, models
 from tests.equality.cases import Batch, Case, Lane, Place, gpt_case
 from tests.equality.reference import relative_error, tree_sum

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from hpczero.errors import ConfigError, PlanError
-from hpczero.layout import EXCHANGE_BYTES
 from hpczero.models import GPT, GPTConfig
 from hpczero.plan import MemoryPlan, Plan, Stage, TrafficPlan
+from hpczero.plan.layout import EXCHANGE_BYTES
 from hpczero.plan.plan import UnitRule
+from hpczero.plan.precision import DType, Precision
 from hpczero.plan.rules import default_rule, whole_model
-from hpczero.precision import DType, Precision
 
 SHARDS = 3
 
