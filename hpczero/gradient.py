@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpczero.comm.base import Collectives
+from hpczero.comm.collectives import Collectives
 from hpczero.errors import StepError
 from hpczero.memory.buffers import Buffer, Use
 from hpczero.plan.layout import ShardLayout

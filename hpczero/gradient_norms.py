@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hpczero.comm.base import Collectives
+from hpczero.comm.collectives import Collectives
 from hpczero.errors import ConfigError, StepError
 from hpczero.norm import largest, largest_magnitude, sum_of_powers, sum_of_squares
 from hpczero.unit import Unit

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hpczero.comm.base import Collectives
+from hpczero.comm.collectives import Collectives
 from hpczero.errors import StepError
 from hpczero.kernels.bits import sum_of_bits
 from hpczero.unit import Unit

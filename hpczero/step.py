@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hpczero.advice import Advice
-from hpczero.comm.base import Collectives
+from hpczero.comm.collectives import Collectives
 from hpczero.errors import CommError, ConfigError, StepError
 from hpczero.gradient_norms import GradientNorms
 from hpczero.job.unlike import unlike

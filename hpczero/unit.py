@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpczero.comm.base import Collectives, Work
+from hpczero.comm.collectives import Collectives, Work
 from hpczero.gradient import LocalGradient
 from hpczero.memory.buffers import DTYPES, Buffer, Fresh
 from hpczero.parameter import own_gradient, set_own_gradient, take_own_gradient

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpczero.comm.base import Collectives
+from hpczero.comm.collectives import Collectives
 from hpczero.plan.layout import ShardLayout
 
 

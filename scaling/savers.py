@@ -182,7 +182,7 @@ class Saver(Rank):
         """What hpczero can do here: save through MPI-IO, save in the background."""
         import h5py
 
-        from hpczero.comm.queue import can_run_in_background
+        from hpczero.comm.background import can_run_in_background
 
         return {
             "mpio": bool(h5py.get_config().mpi),

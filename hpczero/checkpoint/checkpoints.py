@@ -24,7 +24,7 @@ from hpczero.checkpoint.reading import Loaded, load_newest
 from hpczero.checkpoint.replacing import check_replaced
 from hpczero.checkpoint.snapshot import Snapshot, take
 from hpczero.checkpoint.writing import Milestone, write
-from hpczero.comm.queue import can_run_in_background
+from hpczero.comm.background import can_run_in_background
 from hpczero.errors import CheckpointNotWritten, ConfigError, StepError
 from hpczero.files.regular import shown
 from hpczero.job.topology import Topology

@@ -1,7 +1,7 @@
 """Collectives: ways to move flat buffers between ranks. `base` holds the contract, the other files one way each."""
 
-from hpczero.comm.base import Collectives, CommStats, Work
 from hpczero.comm.choice import check_transport_name, choose
+from hpczero.comm.collectives import Collectives, CommStats, Work
 from hpczero.comm.flat import Flat
 from hpczero.comm.hierarchical import Hierarchical
 

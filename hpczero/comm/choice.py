@@ -14,10 +14,10 @@ from mpi4py import MPI
 
 from hpczero.accelerator import Accelerator, Attached, Export, HostAccelerator
 from hpczero.comm.awareness import reach_of
-from hpczero.comm.base import Collectives
+from hpczero.comm.background import can_run_in_background
+from hpczero.comm.collectives import Collectives
 from hpczero.comm.flat import Flat
 from hpczero.comm.hierarchical import Hierarchical, Inside
-from hpczero.comm.queue import can_run_in_background
 from hpczero.comm.segment import Segment
 from hpczero.comm.selection import DEFAULT, Selection
 from hpczero.comm.tuning import tune

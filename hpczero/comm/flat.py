@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hpczero.comm.algorithms import Exchange, Gather, LibraryExchange, LibraryGather
-from hpczero.comm.base import Collectives, Work
 from hpczero.comm.blocks import CHUNK_BYTES, Blocks
+from hpczero.comm.collectives import Collectives, Work
 from hpczero.comm.reach import Reach
 from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum

@@ -22,12 +22,12 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpczero.comm.arena import IN_TURN
-from hpczero.comm.base import Collectives, Work
+from hpczero.comm.background import Queue
 from hpczero.comm.blocks import CHUNK_BYTES
+from hpczero.comm.collectives import Collectives, Work
 from hpczero.comm.ipc import Ipc
-from hpczero.comm.lent import Lending, LentBuffer
+from hpczero.comm.lending import Lending, LentBuffer
 from hpczero.comm.node import Messages, NodeLevel, Parts
-from hpczero.comm.queue import Queue
 from hpczero.comm.rails import Rails
 from hpczero.comm.reach import Reach
 from hpczero.comm.selection import DEFAULT, Selection

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpczero.accelerator import HostAccelerator
-from hpczero.comm.queue import Queue
+from hpczero.comm.background import Queue
 from hpczero.job.watchdog import Watchdog
 
 

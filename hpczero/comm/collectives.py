@@ -27,8 +27,8 @@ from torch import Tensor
 from hpczero.accelerator import Span
 from hpczero.comm.blocks import Blocks
 from hpczero.comm.exposed import Exposed
-from hpczero.comm.order import OrderCheck
 from hpczero.comm.reach import HostReach, Reach
+from hpczero.comm.strict import OrderCheck
 from hpczero.errors import CommError
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Buffer, Memory, Use
