@@ -25,7 +25,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpczero.accelerator import Span
-from hpczero.comm.blocks import Blocks
+from hpczero.comm.algorithms.blocks import Blocks
 from hpczero.comm.exposed import Exposed
 from hpczero.comm.reach import HostReach, Reach
 from hpczero.comm.strict import OrderCheck

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpczero.comm.algorithms import Exchange, Gather, LibraryExchange, LibraryGather
-from hpczero.comm.blocks import CHUNK_BYTES, Blocks
+from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
 from hpczero.comm.collectives import Collectives, Work
 from hpczero.comm.reach import Reach
 from hpczero.job.topology import Topology

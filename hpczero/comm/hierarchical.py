@@ -21,9 +21,9 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpczero.comm.algorithms.blocks import CHUNK_BYTES
 from hpczero.comm.arena import IN_TURN
 from hpczero.comm.background import Queue
-from hpczero.comm.blocks import CHUNK_BYTES
 from hpczero.comm.collectives import Collectives, Work
 from hpczero.comm.ipc import Ipc
 from hpczero.comm.lending import Lending, LentBuffer

@@ -18,7 +18,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpczero.comm.algorithms import LibraryExchange, LibraryGather
-from hpczero.comm.blocks import Blocks
+from hpczero.comm.algorithms.blocks import Blocks
 from hpczero.comm.reach import Reach
 from hpczero.memory.buffers import CPU, Buffer, Memory, Scratch, Use
 from hpczero.plan.layout import EXCHANGE_BYTES

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpczero.comm.algorithms import EXCHANGES, GATHERS, Exchange, Gather
-from hpczero.comm.blocks import CHUNK_BYTES, Blocks
+from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
 from hpczero.comm.node import Parts
 from hpczero.comm.reach import HostReach, Reach
 from hpczero.comm.selection import DEFAULT, Choice, Selection

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from hpczero.accelerator import Accelerator, HostAccelerator
 from hpczero.comm.algorithms import Exchange, Gather
-from hpczero.comm.blocks import CHUNK_BYTES, Blocks
+from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
 from hpczero.comm.staged import StagedExchange, StagedGather
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hpczero.accelerator import Accelerator, Mark
 from hpczero.comm.algorithms import Exchange, Gather
-from hpczero.comm.blocks import Blocks
+from hpczero.comm.algorithms.blocks import Blocks
 
 SLOTS = 3
 SLOT_NBYTES = 16 * 2**20  # of all blocks together

@@ -19,7 +19,7 @@ def main() -> int:
     from mpi4py import MPI
 
     from hpczero.comm.algorithms import LibraryExchange, LibraryGather
-    from hpczero.comm.blocks import Blocks
+    from hpczero.comm.algorithms.blocks import Blocks
     from hpczero.comm.reach import DirectReach
 
     comm = MPI.COMM_WORLD

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from mpi4py import MPI
 
-from hpczero.comm.blocks import CHUNK_BYTES, Blocks, BlockTypes
+from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks, BlockTypes
 
 # How long a rank polls before it naps between polls, and how long a nap is: where ranks outnumber cores, the one that
 # polls keeps the core from the one it waits for.

@@ -8,7 +8,7 @@ messages stay inside the node.
 from __future__ import annotations
 
 from hpczero.comm.algorithms.base import Gather
-from hpczero.comm.blocks import Blocks
+from hpczero.comm.algorithms.blocks import Blocks
 
 
 class DoublingGather(Gather):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from mpi4py import MPI
 
 from hpczero.comm.algorithms.base import Exchange, Gather
-from hpczero.comm.blocks import Blocks
+from hpczero.comm.algorithms.blocks import Blocks
 
 
 class LibraryGather(Gather):

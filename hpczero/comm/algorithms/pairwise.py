@@ -14,7 +14,7 @@ from collections.abc import Callable
 from mpi4py import MPI
 
 from hpczero.comm.algorithms.base import Exchange, Gather, wait_all
-from hpczero.comm.blocks import CHUNK_BYTES, Blocks
+from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
 
 IN_FLIGHT = 2  # steps that MPI knows of at a time
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from mpi4py import MPI
 
 from hpczero.comm.algorithms.base import Gather, wait_all
-from hpczero.comm.blocks import Blocks
+from hpczero.comm.algorithms.blocks import Blocks
 
 
 class RingGather(Gather):
