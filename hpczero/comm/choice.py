@@ -18,7 +18,7 @@ from hpczero.comm.background import can_run_in_background
 from hpczero.comm.collectives import Collectives
 from hpczero.comm.flat import Flat
 from hpczero.comm.hierarchical import Hierarchical, Inside
-from hpczero.comm.segment import Segment
+from hpczero.comm.inside.segment import Segment
 from hpczero.comm.selection import DEFAULT, Selection
 from hpczero.comm.tuning import tune
 from hpczero.errors import CommError, ConfigError

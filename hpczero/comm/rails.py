@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpczero.comm.algorithms import EXCHANGES, GATHERS, Exchange, Gather
 from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
-from hpczero.comm.node import Parts
+from hpczero.comm.inside.level import Parts
 from hpczero.comm.reach import HostReach, Reach
 from hpczero.comm.selection import DEFAULT, Choice, Selection
 from hpczero.errors import ConfigError

@@ -11,7 +11,8 @@ import torch
 
 import hpczero
 from hpczero.accelerator import Attached, host
-from hpczero.comm import choose, segment
+from hpczero.comm import choose
+from hpczero.comm.inside import segment
 from hpczero.errors import CommError, ConfigError, TopologyError
 from hpczero.memory.buffers import Use
 from tests.helpers.late import LateAccelerator

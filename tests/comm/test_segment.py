@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from hpczero.comm import segment
-from hpczero.comm.segment import PAGE, Counters, Segment
+from hpczero.comm.inside import segment
+from hpczero.comm.inside.segment import PAGE, Counters, Segment
 from hpczero.errors import CommError
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import raises_on_all

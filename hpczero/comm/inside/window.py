@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from hpczero.accelerator import HostAccelerator
-from hpczero.comm import gradients
-from hpczero.comm.arena import Ground
-from hpczero.comm.node import Messages, NodeLevel, Parts
-from hpczero.comm.segment import Counters, Segment
+from hpczero.comm.inside import gradients
+from hpczero.comm.inside.level import Messages, NodeLevel, Parts
+from hpczero.comm.inside.places import Ground
+from hpczero.comm.inside.segment import Counters, Segment
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Buffer, Memory, Use
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from hpczero.accelerator import Accelerator
-from hpczero.comm.arena import Arena, Ground
-from hpczero.comm.node import Parts
-from hpczero.comm.segment import Counters
+from hpczero.comm.inside.level import Parts
+from hpczero.comm.inside.places import Arena, Ground
+from hpczero.comm.inside.segment import Counters
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Buffer, Memory
 

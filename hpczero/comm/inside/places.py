@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hpczero.comm.segment import PAGE
+from hpczero.comm.inside.segment import PAGE
 from hpczero.memory.buffers import CPU, Buffer, Memory, lasting
 
 IN_TURN = 2

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from hpczero.accelerator import Accelerator, Attached, Export
-from hpczero.comm import gradients
-from hpczero.comm.arena import Ground
-from hpczero.comm.node import Messages, NodeLevel, Parts
-from hpczero.comm.segment import Counters
+from hpczero.comm.inside import gradients
+from hpczero.comm.inside.level import Messages, NodeLevel, Parts
+from hpczero.comm.inside.places import Ground
+from hpczero.comm.inside.segment import Counters
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Buffer, Memory, Use
 from hpczero.plan.layout import PLACE_ALIGNMENT, PULLED_IN_TURN, pulled_nbytes
