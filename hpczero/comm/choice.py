@@ -15,12 +15,12 @@ from mpi4py import MPI
 from hpczero.accelerator import Accelerator, Attached, Export, HostAccelerator
 from hpczero.comm.awareness import reach_of
 from hpczero.comm.background import can_run_in_background
+from hpczero.comm.between.selection import DEFAULT, Selection
+from hpczero.comm.between.tuning import tune
 from hpczero.comm.collectives import Collectives
 from hpczero.comm.flat import Flat
 from hpczero.comm.hierarchical import Hierarchical, Inside
 from hpczero.comm.inside.segment import Segment
-from hpczero.comm.selection import DEFAULT, Selection
-from hpczero.comm.tuning import tune
 from hpczero.errors import CommError, ConfigError
 from hpczero.job.topology import Topology
 from hpczero.options.values import Transport, check_algorithms

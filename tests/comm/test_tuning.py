@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import hpczero
-from hpczero.comm import choose, tuning
-from hpczero.comm.selection import DEFAULT, Choice
-from hpczero.comm.tuning import cache_file, tune
+from hpczero.comm import choose
+from hpczero.comm.between import tuning
+from hpczero.comm.between.selection import DEFAULT, Choice
+from hpczero.comm.between.tuning import cache_file, tune
 from hpczero.options.values import ALGORITHMS
 from tests.helpers.parallel import parallel_assert
 

@@ -30,8 +30,8 @@ import torch
 from mpi4py import MPI
 
 from hpczero.comm.algorithms import EXCHANGES, GATHERS
-from hpczero.comm.rails import Rails
-from hpczero.comm.selection import DEFAULT, Choice, Selection, boundary, candidate_name
+from hpczero.comm.between.rails import Rails
+from hpczero.comm.between.selection import DEFAULT, Choice, Selection, boundary, candidate_name
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Memory
 from hpczero.options.environment import Environment

@@ -1,0 +1,1 @@
+"""Between nodes: ranks with the same place on every node, and which algorithm serves which size."""
