@@ -32,7 +32,7 @@ HEAVY = {
 }
 # Started by commands on ranks of their own, not by people: their first argument is JSON.
 NO_COMMANDS = {
-    "hpczero.comm.trial",
+    "hpczero.comm.devices.trial",
     "scaling.gpu_checks",
     "scaling.probe",
     "scaling.rank",

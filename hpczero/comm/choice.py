@@ -13,11 +13,11 @@ import torch
 from mpi4py import MPI
 
 from hpczero.accelerator import Accelerator, Attached, Export, HostAccelerator
-from hpczero.comm.awareness import reach_of
 from hpczero.comm.background import can_run_in_background
 from hpczero.comm.between.selection import DEFAULT, Selection
 from hpczero.comm.between.tuning import tune
 from hpczero.comm.collectives import Collectives
+from hpczero.comm.devices.awareness import reach_of
 from hpczero.comm.flat import Flat
 from hpczero.comm.hierarchical import Hierarchical, Inside
 from hpczero.comm.inside.segment import Segment

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from hpczero.accelerator import Span
 from hpczero.comm.algorithms.blocks import Blocks
-from hpczero.comm.exposed import Exposed
-from hpczero.comm.reach import HostReach, Reach
+from hpczero.comm.devices.access import HostReach, Reach
+from hpczero.comm.devices.exposed import Exposed
 from hpczero.comm.strict import OrderCheck
 from hpczero.errors import CommError
 from hpczero.job.topology import Topology

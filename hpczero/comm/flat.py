@@ -12,7 +12,7 @@ from torch import Tensor
 from hpczero.comm.algorithms import Exchange, Gather, LibraryExchange, LibraryGather
 from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
 from hpczero.comm.collectives import Collectives, Work
-from hpczero.comm.reach import Reach
+from hpczero.comm.devices.access import Reach
 from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum
 from hpczero.memory.buffers import Memory, Scratch

@@ -26,12 +26,12 @@ from hpczero.comm.background import Queue
 from hpczero.comm.between.rails import Rails
 from hpczero.comm.between.selection import DEFAULT, Selection
 from hpczero.comm.collectives import Collectives, Work
+from hpczero.comm.devices.access import Reach
 from hpczero.comm.inside.level import Messages, NodeLevel, Parts
 from hpczero.comm.inside.peers import Ipc
 from hpczero.comm.inside.places import IN_TURN
 from hpczero.comm.inside.window import Window
 from hpczero.comm.lending import Lending, LentBuffer
-from hpczero.comm.reach import Reach
 from hpczero.errors import TopologyError
 from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum

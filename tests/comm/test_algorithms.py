@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpczero.comm.algorithms import EXCHANGES, GATHERS, Exchange, Gather
 from hpczero.comm.algorithms.blocks import Blocks
-from hpczero.comm.reach import DirectReach, HostReach, Reach, StagedReach
+from hpczero.comm.devices.access import DirectReach, HostReach, Reach, StagedReach
 from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert
 

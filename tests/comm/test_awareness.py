@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.comm import awareness
-from hpczero.comm.awareness import Claim, claim, decide, environment_claim, try_in_a_job
+from hpczero.comm.devices import awareness
+from hpczero.comm.devices.awareness import Claim, claim, decide, environment_claim, try_in_a_job
 
 WORKS, FAILS = (True, "two ranks have tried it"), (False, "two ranks failed")
 

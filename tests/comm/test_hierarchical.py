@@ -10,7 +10,7 @@ import pytest
 import hpczero
 from hpczero.comm import Hierarchical
 from hpczero.comm.between.selection import Choice, Selection
-from hpczero.comm.reach import DirectReach, StagedReach
+from hpczero.comm.devices.access import DirectReach, StagedReach
 from tests.comm.suite import CollectivesSuite
 from tests.helpers.late import LateAccelerator
 

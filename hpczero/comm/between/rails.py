@@ -16,8 +16,8 @@ from torch import Tensor
 from hpczero.comm.algorithms import EXCHANGES, GATHERS, Exchange, Gather
 from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
 from hpczero.comm.between.selection import DEFAULT, Choice, Selection
+from hpczero.comm.devices.access import HostReach, Reach
 from hpczero.comm.inside.level import Parts
-from hpczero.comm.reach import HostReach, Reach
 from hpczero.errors import ConfigError
 from hpczero.kernels.tree_sum import piece_numel, tree_sum
 from hpczero.memory.buffers import Memory, Scratch

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpczero.comm.algorithms import LibraryExchange, LibraryGather
 from hpczero.comm.algorithms.blocks import Blocks
-from hpczero.comm.reach import Reach
+from hpczero.comm.devices.access import Reach
 from hpczero.memory.buffers import CPU, Buffer, Memory, Scratch, Use
 from hpczero.plan.layout import EXCHANGE_BYTES
 

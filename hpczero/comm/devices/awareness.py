@@ -22,14 +22,14 @@ from functools import cache
 from mpi4py import MPI
 
 from hpczero.accelerator import Accelerator
-from hpczero.comm.reach import DirectReach, HostReach, Reach, StagedReach
+from hpczero.comm.devices.access import DirectReach, HostReach, Reach, StagedReach
 from hpczero.job.topology import Topology
 from hpczero.options.environment import Environment
 
 logger = logging.getLogger("hpczero.comm")
 
 TRIAL_S = 60.0
-TRIAL = "hpczero.comm.trial"
+TRIAL = "hpczero.comm.devices.trial"
 
 
 @dataclass(frozen=True)

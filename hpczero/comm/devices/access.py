@@ -14,7 +14,7 @@ from mpi4py import MPI
 from hpczero.accelerator import Accelerator, HostAccelerator
 from hpczero.comm.algorithms import Exchange, Gather
 from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
-from hpczero.comm.staged import StagedExchange, StagedGather
+from hpczero.comm.devices.staged import StagedExchange, StagedGather
 
 
 class Reach(ABC):

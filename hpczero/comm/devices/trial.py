@@ -1,4 +1,4 @@
-"""Two ranks send device memory to each other: ``mpirun -n 2 python -m hpczero.comm.trial``.
+"""Two ranks send device memory to each other: ``mpirun -n 2 python -m hpczero.comm.devices.trial``.
 
 Owns: the trial. Must not know: what is decided by it. It may be killed by a signal; that is what it is for.
 """
@@ -20,7 +20,7 @@ def main() -> int:
 
     from hpczero.comm.algorithms import LibraryExchange, LibraryGather
     from hpczero.comm.algorithms.blocks import Blocks
-    from hpczero.comm.reach import DirectReach
+    from hpczero.comm.devices.access import DirectReach
 
     comm = MPI.COMM_WORLD
     peer = 1 - comm.rank
