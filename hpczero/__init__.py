@@ -10,18 +10,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpczero.access import full_gradients, gathered
-    from hpczero.accumulation import accumulate
     from hpczero.comm import Collectives, Flat, Hierarchical
     from hpczero.errors import HpcZeroError
-    from hpczero.forward_methods import register_forward
-    from hpczero.fullstate import full_state_dict
     from hpczero.job.topology import Topology
     from hpczero.plan import Plan, Stage
     from hpczero.plan.layout import ShardLayout
     from hpczero.plan.precision import LossScale, Precision
-    from hpczero.sharded_model import Sharding
-    from hpczero.zero import (
+    from hpczero.zero.access import full_gradients, gathered
+    from hpczero.zero.accumulation import accumulate
+    from hpczero.zero.forward_methods import register_forward
+    from hpczero.zero.full_state import full_state_dict
+    from hpczero.zero.sharding import Sharding
+    from hpczero.zero.zeroify import (
         clip_grad_norm_,
         no_sync,
         release,
@@ -40,19 +40,19 @@ _HOME = {
     "Plan": "hpczero.plan",
     "Precision": "hpczero.plan.precision",
     "ShardLayout": "hpczero.plan.layout",
-    "Sharding": "hpczero.sharded_model",
+    "Sharding": "hpczero.zero.sharding",
     "Stage": "hpczero.plan",
     "Topology": "hpczero.job.topology",
-    "accumulate": "hpczero.accumulation",
-    "clip_grad_norm_": "hpczero.zero",
-    "full_gradients": "hpczero.access",
-    "full_state_dict": "hpczero.fullstate",
-    "gathered": "hpczero.access",
-    "no_sync": "hpczero.zero",
-    "register_forward": "hpczero.forward_methods",
-    "release": "hpczero.zero",
-    "sharding": "hpczero.zero",
-    "zeroify": "hpczero.zero",
+    "accumulate": "hpczero.zero.accumulation",
+    "clip_grad_norm_": "hpczero.zero.zeroify",
+    "full_gradients": "hpczero.zero.access",
+    "full_state_dict": "hpczero.zero.full_state",
+    "gathered": "hpczero.zero.access",
+    "no_sync": "hpczero.zero.zeroify",
+    "register_forward": "hpczero.zero.forward_methods",
+    "release": "hpczero.zero.zeroify",
+    "sharding": "hpczero.zero.zeroify",
+    "zeroify": "hpczero.zero.zeroify",
 }
 
 _ROOMS = ("checkpoint", "plan")  # hpczero.checkpoint.save, hpczero.plan.rules.by_class

@@ -12,7 +12,7 @@ from hpczero.job.launch import warn_of_shared_devices
 from hpczero.options.config import RunConfig
 from hpczero.plan.batch import Batch
 from hpczero.runfolder import RunFolder
-from hpczero.sharded_model import Sharding
+from hpczero.zero.sharding import Sharding
 
 
 def tell_header(

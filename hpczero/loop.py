@@ -50,11 +50,11 @@ from hpczero.roomcheck import RoomCheck, run_of
 from hpczero.run_checkpoints import RunCheckpoints
 from hpczero.runfolder import RunFolder
 from hpczero.runlock import RunLock
-from hpczero.sharded_model import Sharding
 from hpczero.signals import Signals
 from hpczero.stops import Stops, Wish
 from hpczero.stragglers import Stragglers
 from hpczero.weights import write_weights
+from hpczero.zero.sharding import Sharding
 
 
 def train(

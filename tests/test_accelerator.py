@@ -107,7 +107,7 @@ def said_by(script: str) -> str:
 def test_nothing_of_cuda_is_loaded_without_a_device() -> None:
     """Not CuPy, and no context: the package runs where there is neither."""
     script = (
-        "import sys, torch, hpczero.zero, hpczero.accelerator, hpczero.kernels.tree_sum; "
+        "import sys, torch, hpczero.zero.zeroify, hpczero.accelerator, hpczero.kernels.tree_sum; "
         "print('cupy' in sys.modules, 'hpczero.accelerator.cuda' in sys.modules, torch.cuda.is_initialized())"
     )
     assert said_by(script).split() == ["False", "False", "False"]

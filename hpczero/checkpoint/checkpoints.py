@@ -28,8 +28,8 @@ from hpczero.comm.background import can_run_in_background
 from hpczero.errors import CheckpointNotWritten, ConfigError, StepError
 from hpczero.files.regular import shown
 from hpczero.job.topology import Topology
-from hpczero.sharded_model import Sharding
-from hpczero.zero import sharding as sharding_of
+from hpczero.zero.sharding import Sharding
+from hpczero.zero.zeroify import sharding as sharding_of
 
 
 def save(

@@ -13,7 +13,7 @@ from hpczero.checkpoint.format import NAMED, Manifest, Row, Table
 from hpczero.checkpoint.groupoptions import fits
 from hpczero.errors import CheckpointMismatch
 from hpczero.files.regular import shown
-from hpczero.sharded_model import Sharding
+from hpczero.zero.sharding import Sharding
 
 
 def match_parameters(manifest: Manifest, table: Table, path: Path) -> dict[str, int]:

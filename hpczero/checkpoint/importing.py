@@ -19,8 +19,8 @@ from hpczero.checkpoint.format import NAMED, Table
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.weightfiles import CHUNK_NUMEL, Held, WeightFiles, cast
 from hpczero.errors import CheckpointMismatch
-from hpczero.sharded_model import Sharding
-from hpczero.zero import sharding as sharding_of
+from hpczero.zero.sharding import Sharding
+from hpczero.zero.zeroify import sharding as sharding_of
 
 logger = logging.getLogger("hpczero.checkpoint")
 

@@ -47,7 +47,7 @@ from hpczero.checkpoint.slabreader import SlabReader
 from hpczero.checkpoint.snapshot import expand
 from hpczero.errors import CorruptCheckpoint
 from hpczero.job.topology import Topology
-from hpczero.sharded_model import Sharding
+from hpczero.zero.sharding import Sharding
 
 logger = logging.getLogger("hpczero.checkpoint")
 

@@ -30,7 +30,7 @@ from hpczero.checkpoint.manifestform import MOST, is_text
 from hpczero.errors import CheckpointError, ConfigError
 from hpczero.files.regular import parse_json, shown
 from hpczero.options.environment import Environment
-from hpczero.sharded_model import Sharding
+from hpczero.zero.sharding import Sharding
 
 Run = tuple[int, int]
 

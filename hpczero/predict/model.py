@@ -15,7 +15,7 @@ Assumptions, all of them:
   reduce-scatter: first inside, then pairwise between nodes; all ranks of a node share its NICs. Rounds of one
   exchange overlap, so that latency counts once for each message;
 - with more than one node the next unit's all-gather and the last unit's reduction are hidden by one unit's compute,
-  as in `hpczero.schedule`; without, or over the flat transport, nothing is hidden;
+  as in `hpczero.zero.schedule`; without, or over the flat transport, nothing is hidden;
 - bytes and shards are those of `hpczero.plan`; checkpointed activations cost one more forward of each block;
 - ``model_parallel`` > 1 is Megatron's, which hpczero does not have: it serves the runs of the ZeRO paper.
 

@@ -31,9 +31,9 @@ from hpczero.plan import Plan, Stage
 from hpczero.plan.plan import ADAM_STATE_BYTES, UnitRule
 from hpczero.plan.precision import Precision
 from hpczero.plan.rules import default_rule
-from hpczero.refusals import check_gradients, check_modules
-from hpczero.sharded_model import KEY, Sharding
 from hpczero.unit import Unit
+from hpczero.zero.refusals import check_gradients, check_modules
+from hpczero.zero.sharding import KEY, Sharding
 
 Initializer = Callable[[str, Tensor], None]
 

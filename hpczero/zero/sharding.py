@@ -26,13 +26,13 @@ from hpczero.optimizer_state import OptimizerState
 from hpczero.optimizers import repoint
 from hpczero.plan import Plan
 from hpczero.plan.precision import LossScaler
-from hpczero.schedule import Schedule
 from hpczero.seal import Seal
 from hpczero.seen_gradient import Sight, SlotGradient
 from hpczero.step import Step
 from hpczero.surroundings import Surroundings
 from hpczero.unit import Unit
 from hpczero.untraced import untraced
+from hpczero.zero.schedule import Schedule
 
 KEY = "_hpczero_sharding"
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from hpczero.errors import ConfigError, StepError
-from hpczero.zero import sharding
+from hpczero.zero.zeroify import sharding
 
 
 @contextmanager

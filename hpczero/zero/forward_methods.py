@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 from torch import nn
 
 from hpczero.errors import ConfigError, PlanError
-from hpczero.sharded_model import Sharding
-from hpczero.zero import sharding
+from hpczero.zero.sharding import Sharding
+from hpczero.zero.zeroify import sharding
 
 
 def register_forward(model: nn.Module, name: str) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from hpczero.backward import next_node_number
 from hpczero.errors import ConfigError, StepError
-from hpczero.sharded_model import Sharding
 from hpczero.whole import UnitState
-from hpczero.zero import sharding
+from hpczero.zero.sharding import Sharding
+from hpczero.zero.zeroify import sharding
 
 
 @contextmanager

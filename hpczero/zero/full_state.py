@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpczero.zero import sharding
+from hpczero.zero.zeroify import sharding
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any] | None:

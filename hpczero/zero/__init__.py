@@ -1,0 +1,6 @@
+"""ZeRO: one plain torch model whose parameters, gradients and optimizer state are sharded.
+
+``zeroify`` joins the rooms: ``units`` hold the shards, ``calls`` follow the model's own forward and backward, ``update``
+is what happens around ``optimizer.step()``. Knows nothing of files, runs or commands.
+
+"""
