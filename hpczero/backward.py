@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from hpczero.errors import StepError
-from hpczero.unit import Unit
+from hpczero.zero.units.unit import Unit
 
 
 class Call:

@@ -14,7 +14,7 @@ import numpy as np
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import ConfigError, StepError
 from hpczero.norm import largest, largest_magnitude, sum_of_powers, sum_of_squares
-from hpczero.unit import Unit
+from hpczero.zero.units.unit import Unit
 
 
 class GradientNorms:

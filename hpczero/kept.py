@@ -17,7 +17,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from hpczero.backward import Gradients, next_node_number
-from hpczero.unit import Unit
+from hpczero.zero.units.unit import Unit
 
 logger = logging.getLogger("hpczero.schedule")
 

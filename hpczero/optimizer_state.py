@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from hpczero.advice import Advice
 from hpczero.errors import StepError
 from hpczero.job.topology import Topology
-from hpczero.parameter import is_guarded
 from hpczero.plan import Plan
+from hpczero.zero.units.guard import is_guarded
 
 MARK = "hpczero"
 

@@ -11,7 +11,7 @@ from there on.
 
 from __future__ import annotations
 
-from hpczero.unit import Unit
+from hpczero.zero.units.unit import Unit
 
 
 class Prefetch:

@@ -19,7 +19,7 @@ import torch
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import StepError
 from hpczero.kernels.bits import sum_of_bits
-from hpczero.unit import Unit
+from hpczero.zero.units.unit import Unit
 
 
 class Replicas:

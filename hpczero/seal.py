@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.errors import PlanError, StepError
-from hpczero.parameter import moved_or_cast
+from hpczero.zero.units.guard import moved_or_cast
 
 # Where copy, pickle and torch look them up before the class.
 _NAMES = ("__reduce_ex__", "_apply")

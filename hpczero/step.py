@@ -29,10 +29,10 @@ from hpczero.job.unlike import unlike
 from hpczero.optimizers import describe_options
 from hpczero.plan.precision import LossScaler, Precision
 from hpczero.replicas import Replicas
-from hpczero.shard_gradient import guard_shards, open_shards
-from hpczero.unit import Unit
 from hpczero.untraced import untraced
-from hpczero.usage import Flags
+from hpczero.zero.units.shard_gradient import guard_shards, open_shards
+from hpczero.zero.units.unit import Unit
+from hpczero.zero.units.usage import Flags
 
 logger = logging.getLogger("hpczero.step")
 

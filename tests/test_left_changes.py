@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hpczero
 from hpczero.errors import StepError
-from hpczero.parameter import _guarded
+from hpczero.zero.units.guard import _guarded
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import (
     MLP,

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import hpczero
 from hpczero.errors import StepError
-from hpczero.parameter import Guard, is_guarded
+from hpczero.zero.units.guard import Guard, is_guarded
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import MLP, adamw, zeroified
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hpczero
 from hpczero.prefetch import Prefetch
-from hpczero.unit import Unit
+from hpczero.zero.units.unit import Unit
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import adamw, tiny_gpt, tiny_tokens, zeroified
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hpczero.errors import StepError
-from hpczero.parameter import Guard
-from hpczero.shard_gradient import ShardPiece, guard_shards, open_shards
+from hpczero.zero.units.guard import Guard
+from hpczero.zero.units.shard_gradient import ShardPiece, guard_shards, open_shards
 from tests.small_models import grad
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hpczero.checkpoint.format import Row, Table
 from hpczero.errors import CheckpointError, CheckpointMismatch
-from hpczero.unit import Unit
 from hpczero.zero.sharding import Sharding
+from hpczero.zero.units.unit import Unit
 
 Scalar = int | float | bool
 

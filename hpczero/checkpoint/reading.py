@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpczero.buffers import set_bytes
 from hpczero.checkpoint import streams
 from hpczero.checkpoint.comparison import (
     match_buffers,
@@ -48,6 +47,7 @@ from hpczero.checkpoint.snapshot import expand
 from hpczero.errors import CorruptCheckpoint
 from hpczero.job.topology import Topology
 from hpczero.zero.sharding import Sharding
+from hpczero.zero.units.module_buffers import set_bytes
 
 logger = logging.getLogger("hpczero.checkpoint")
 

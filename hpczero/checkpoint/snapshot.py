@@ -20,7 +20,6 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpczero.buffers import bytes_of
 from hpczero.checkpoint import streams
 from hpczero.checkpoint.format import BUFFERS, MASTER, RNG, SLAB_NBYTES, STATE, Dataset, Table
 from hpczero.checkpoint.groupoptions import options_of
@@ -31,6 +30,7 @@ from hpczero.errors import CheckpointError, ConfigError
 from hpczero.files.regular import parse_json, shown
 from hpczero.options.environment import Environment
 from hpczero.zero.sharding import Sharding
+from hpczero.zero.units.module_buffers import bytes_of
 
 Run = tuple[int, int]
 

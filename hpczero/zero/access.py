@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from hpczero.backward import next_node_number
 from hpczero.errors import ConfigError, StepError
-from hpczero.whole import UnitState
 from hpczero.zero.sharding import Sharding
+from hpczero.zero.units.whole import UnitState
 from hpczero.zero.zeroify import sharding
 
 

@@ -15,8 +15,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from hpczero.errors import PlanError
-from hpczero.parameter import is_guarded
 from hpczero.plan.precision import Precision
+from hpczero.zero.units.guard import is_guarded
 
 
 def check_modules(model: nn.Module, precision: Precision, *, trains: bool) -> None:

@@ -28,10 +28,10 @@ from hpczero.kept import Kept
 from hpczero.prefetch import Prefetch
 from hpczero.surroundings import refuse_mutation
 from hpczero.tensors import Attributes, TooMany, tensors_in
-from hpczero.unit import Unit
 from hpczero.untraced import untraced
 from hpczero.ways import Ways
-from hpczero.whole import UnitState
+from hpczero.zero.units.unit import Unit
+from hpczero.zero.units.whole import UnitState
 
 
 class Schedule:

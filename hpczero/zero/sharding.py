@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpczero.advice import Advice
-from hpczero.buffers import bytes_of, persistent_buffers, set_bytes, version_of
 from hpczero.casting import Casting
 from hpczero.comm import Collectives
 from hpczero.errors import StepError
@@ -27,12 +26,13 @@ from hpczero.optimizers import repoint
 from hpczero.plan import Plan
 from hpczero.plan.precision import LossScaler
 from hpczero.seal import Seal
-from hpczero.seen_gradient import Sight, SlotGradient
 from hpczero.step import Step
 from hpczero.surroundings import Surroundings
-from hpczero.unit import Unit
 from hpczero.untraced import untraced
 from hpczero.zero.schedule import Schedule
+from hpczero.zero.units.module_buffers import bytes_of, persistent_buffers, set_bytes, version_of
+from hpczero.zero.units.seen_gradient import Sight, SlotGradient
+from hpczero.zero.units.unit import Unit
 
 KEY = "_hpczero_sharding"
 

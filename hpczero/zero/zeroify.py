@@ -18,7 +18,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hpczero.accelerator import Accelerator, accelerator_of, choose_accelerator
-from hpczero.buffers import persistent_buffers
 from hpczero.comm import Collectives, check_transport_name, choose
 from hpczero.errors import PlanError, explain_exhaustion
 from hpczero.job.topology import Topology
@@ -31,9 +30,10 @@ from hpczero.plan import Plan, Stage
 from hpczero.plan.plan import ADAM_STATE_BYTES, UnitRule
 from hpczero.plan.precision import Precision
 from hpczero.plan.rules import default_rule
-from hpczero.unit import Unit
 from hpczero.zero.refusals import check_gradients, check_modules
 from hpczero.zero.sharding import KEY, Sharding
+from hpczero.zero.units.module_buffers import persistent_buffers
+from hpczero.zero.units.unit import Unit
 
 Initializer = Callable[[str, Tensor], None]
 

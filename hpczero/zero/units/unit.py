@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.comm.collectives import Collectives, Work
-from hpczero.gradient import LocalGradient
 from hpczero.memory.buffers import DTYPES, Buffer, Fresh
-from hpczero.parameter import own_gradient, set_own_gradient, take_own_gradient
 from hpczero.plan import Stage, UnitSpec
 from hpczero.plan.precision import Precision
-from hpczero.shards import Shards
-from hpczero.usage import Flags, Usage
-from hpczero.whole import WholeParameters
-from hpczero.wholecopy import whole_copy
+from hpczero.zero.units.gradient import LocalGradient
+from hpczero.zero.units.guard import own_gradient, set_own_gradient, take_own_gradient
+from hpczero.zero.units.shards import Shards
+from hpczero.zero.units.usage import Flags, Usage
+from hpczero.zero.units.whole import WholeParameters
+from hpczero.zero.units.whole_copy import whole_copy
 
 
 class Unit:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hpczero.errors import StepError
-from hpczero.unit import Unit
+from hpczero.zero.units.unit import Unit
 
 # Each element of the result depends on the same element and on numbers alone. In-place versions; lists go by theirs.
 _ELEMENTWISE = frozenset(

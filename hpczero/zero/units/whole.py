@@ -27,9 +27,9 @@ from hpczero.comm.collectives import Collectives, Work
 from hpczero.errors import StepError
 from hpczero.kernels.bits import sum_of_bits
 from hpczero.memory.buffers import DTYPES, Use
-from hpczero.parameter import Guard, is_at
 from hpczero.plan import Stage, UnitSpec
 from hpczero.plan.precision import Precision
+from hpczero.zero.units.guard import Guard, is_at
 
 
 class UnitState(Enum):

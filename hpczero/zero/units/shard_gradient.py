@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.errors import StepError
-from hpczero.parameter import ShardedParameter, own_gradient, set_own_gradient, watched_data
+from hpczero.zero.units.guard import ShardedParameter, own_gradient, set_own_gradient, watched_data
 
 # Each element of the result depends on the same element of each piece, and on numbers. Names without the underscore of
 # those in place and without the prefix of those on lists.

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.errors import StepError
-from hpczero.parameter import set_own_data
 from hpczero.plan.layout import ShardLayout
+from hpczero.zero.units.guard import set_own_data
 
 
 class Shards:
