@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hpczero.advice import Advice
 from hpczero.errors import StepError
 from hpczero.job.topology import Topology
 from hpczero.plan import Plan
+from hpczero.zero.calls.advice import Advice
 from hpczero.zero.units.guard import is_guarded
 
 MARK = "hpczero"

@@ -21,7 +21,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hpczero.advice import Advice
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import CommError, ConfigError, StepError
 from hpczero.gradient_norms import GradientNorms
@@ -29,7 +28,8 @@ from hpczero.job.unlike import unlike
 from hpczero.optimizers import describe_options
 from hpczero.plan.precision import LossScaler, Precision
 from hpczero.replicas import Replicas
-from hpczero.untraced import untraced
+from hpczero.zero.calls.advice import Advice
+from hpczero.zero.calls.untraced import untraced
 from hpczero.zero.units.shard_gradient import guard_shards, open_shards
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.usage import Flags

@@ -51,7 +51,11 @@ def told(
             model(inputs(step)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return [record.getMessage() for record in caplog.records if record.name == "hpczero.advice"]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "hpczero.zero.calls.advice"
+    ]
 
 
 def once_on_root(comm: MPI.Intracomm, messages: list[str], part: str) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import hpczero
-from hpczero import tensors
 from hpczero.errors import ConfigError, PlanError, StepError
+from hpczero.zero.calls import tensors
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import MLP, mlp_input, zeroified
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpczero import tensors
-from hpczero.tensors import MOST_OBJECTS, Attributes, Replacement, TooMany, tensors_in
+from hpczero.zero.calls import tensors
+from hpczero.zero.calls.tensors import MOST_OBJECTS, Attributes, Replacement, TooMany, tensors_in
 
 
 class Closed(MutableMapping[str, Any]):

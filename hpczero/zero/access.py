@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpczero.backward import next_node_number
 from hpczero.errors import ConfigError, StepError
+from hpczero.zero.calls.backward import next_node_number
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.whole import UnitState
 from hpczero.zero.zeroify import sharding

@@ -22,14 +22,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hpczero.backward import BackwardPass, Call, Gradients, current_task, next_node_number
 from hpczero.errors import StepError
-from hpczero.kept import Kept
-from hpczero.prefetch import Prefetch
-from hpczero.surroundings import refuse_mutation
-from hpczero.tensors import Attributes, TooMany, tensors_in
-from hpczero.untraced import untraced
-from hpczero.ways import Ways
+from hpczero.zero.calls.backward import (
+    BackwardPass,
+    Call,
+    Gradients,
+    current_task,
+    next_node_number,
+)
+from hpczero.zero.calls.kept import Kept
+from hpczero.zero.calls.prefetch import Prefetch
+from hpczero.zero.calls.surroundings import refuse_mutation
+from hpczero.zero.calls.tensors import Attributes, TooMany, tensors_in
+from hpczero.zero.calls.untraced import untraced
+from hpczero.zero.calls.ways import Ways
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.whole import UnitState
 

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpczero.advice import Advice
-from hpczero.casting import Casting
 from hpczero.comm import Collectives
 from hpczero.errors import StepError
 from hpczero.job.unlike import unlike
@@ -25,10 +23,12 @@ from hpczero.optimizer_state import OptimizerState
 from hpczero.optimizers import repoint
 from hpczero.plan import Plan
 from hpczero.plan.precision import LossScaler
-from hpczero.seal import Seal
 from hpczero.step import Step
-from hpczero.surroundings import Surroundings
-from hpczero.untraced import untraced
+from hpczero.zero.calls.advice import Advice
+from hpczero.zero.calls.casting import Casting
+from hpczero.zero.calls.seal import Seal
+from hpczero.zero.calls.surroundings import Surroundings
+from hpczero.zero.calls.untraced import untraced
 from hpczero.zero.schedule import Schedule
 from hpczero.zero.units.module_buffers import bytes_of, persistent_buffers, set_bytes, version_of
 from hpczero.zero.units.seen_gradient import Sight, SlotGradient

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
 
 from hpczero.errors import StepError
-from hpczero.untraced import untraced
+from hpczero.zero.calls.untraced import untraced
 
 
 class Surroundings:

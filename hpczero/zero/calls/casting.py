@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hpczero.backward import current_task, next_node_number
 from hpczero.errors import StepError
-from hpczero.tensors import Attributes, Replacement, TooMany
-from hpczero.untraced import untraced
+from hpczero.zero.calls.backward import current_task, next_node_number
+from hpczero.zero.calls.tensors import Attributes, Replacement, TooMany
+from hpczero.zero.calls.untraced import untraced
 
 
 class Casting:

@@ -20,9 +20,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
-from hpczero.backward import current_task
 from hpczero.job.topology import Topology
-from hpczero.untraced import untraced
+from hpczero.zero.calls.backward import current_task
+from hpczero.zero.calls.untraced import untraced
 
 logger = logging.getLogger("hpczero.advice")
 

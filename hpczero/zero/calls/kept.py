@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
-from hpczero.backward import Gradients, next_node_number
+from hpczero.zero.calls.backward import Gradients, next_node_number
 from hpczero.zero.units.unit import Unit
 
 logger = logging.getLogger("hpczero.schedule")

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from hpczero.backward import Call, current_task, next_node_number
-from hpczero.tensors import tensors_in
-from hpczero.untraced import untraced
+from hpczero.zero.calls.backward import Call, current_task, next_node_number
+from hpczero.zero.calls.tensors import tensors_in
+from hpczero.zero.calls.untraced import untraced
 
 
 class Ways:
