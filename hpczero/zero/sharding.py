@@ -19,11 +19,8 @@ from hpczero.comm import Collectives
 from hpczero.errors import StepError
 from hpczero.job.unlike import unlike
 from hpczero.memory.buffers import DTYPES, Memory
-from hpczero.optimizer_state import OptimizerState
-from hpczero.optimizers import repoint
 from hpczero.plan import Plan
 from hpczero.plan.precision import LossScaler
-from hpczero.step import Step
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.calls.casting import Casting
 from hpczero.zero.calls.seal import Seal
@@ -33,6 +30,9 @@ from hpczero.zero.schedule import Schedule
 from hpczero.zero.units.module_buffers import bytes_of, persistent_buffers, set_bytes, version_of
 from hpczero.zero.units.seen_gradient import Sight, SlotGradient
 from hpczero.zero.units.unit import Unit
+from hpczero.zero.update.optimizer_state import OptimizerState
+from hpczero.zero.update.optimizers import repoint
+from hpczero.zero.update.update import Step
 
 KEY = "_hpczero_sharding"
 

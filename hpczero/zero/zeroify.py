@@ -23,7 +23,6 @@ from hpczero.errors import PlanError, explain_exhaustion
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import DTYPES
 from hpczero.memory.heap import keep_freed_memory
-from hpczero.optimizers import check_optimizer, describe_options, group_of_parameters
 from hpczero.options.environment import Environment
 from hpczero.options.values import check_algorithms
 from hpczero.plan import Plan, Stage
@@ -34,6 +33,7 @@ from hpczero.zero.refusals import check_gradients, check_modules
 from hpczero.zero.sharding import KEY, Sharding
 from hpczero.zero.units.module_buffers import persistent_buffers
 from hpczero.zero.units.unit import Unit
+from hpczero.zero.update.optimizers import check_optimizer, describe_options, group_of_parameters
 
 Initializer = Callable[[str, Tensor], None]
 

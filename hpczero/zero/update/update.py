@@ -23,16 +23,16 @@ from torch.utils.hooks import RemovableHandle
 
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import CommError, ConfigError, StepError
-from hpczero.gradient_norms import GradientNorms
 from hpczero.job.unlike import unlike
-from hpczero.optimizers import describe_options
 from hpczero.plan.precision import LossScaler, Precision
-from hpczero.replicas import Replicas
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.calls.untraced import untraced
 from hpczero.zero.units.shard_gradient import guard_shards, open_shards
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.usage import Flags
+from hpczero.zero.update.gradient_norms import GradientNorms
+from hpczero.zero.update.optimizers import describe_options
+from hpczero.zero.update.replicas import Replicas
 
 logger = logging.getLogger("hpczero.step")
 

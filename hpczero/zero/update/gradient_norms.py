@@ -13,8 +13,8 @@ import numpy as np
 
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import ConfigError, StepError
-from hpczero.norm import largest, largest_magnitude, sum_of_powers, sum_of_squares
 from hpczero.zero.units.unit import Unit
+from hpczero.zero.update.norm import largest, largest_magnitude, sum_of_powers, sum_of_squares
 
 
 class GradientNorms:

@@ -1,0 +1,1 @@
+"""The update: what happens around ``optimizer.step()``. Norms, agreement of ranks, the optimizer pointed at shards."""
