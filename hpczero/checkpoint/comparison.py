@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpczero.checkpoint import gpt2, streams
 from hpczero.checkpoint.format import NAMED, Manifest, Row, Table
-from hpczero.checkpoint.groupoptions import fits
+from hpczero.checkpoint.group_options import fits
 from hpczero.errors import CheckpointMismatch
 from hpczero.files.regular import shown
 from hpczero.zero.sharding import Sharding

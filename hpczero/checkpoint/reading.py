@@ -36,13 +36,13 @@ from hpczero.checkpoint.format import (
     Manifest,
     Table,
 )
-from hpczero.checkpoint.groupoptions import restored
+from hpczero.checkpoint.group_options import restored
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.jsonkeys import extra_of
 from hpczero.checkpoint.lines import homes
 from hpczero.checkpoint.manifestcontent import check_content
 from hpczero.checkpoint.places import folder_at, is_imported
-from hpczero.checkpoint.slabreader import SlabReader
+from hpczero.checkpoint.slab_reader import SlabReader
 from hpczero.checkpoint.snapshot import expand
 from hpczero.errors import CorruptCheckpoint
 from hpczero.job.topology import Topology

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hpczero.checkpoint import streams
 from hpczero.checkpoint.format import BUFFERS, MASTER, RNG, SLAB_NBYTES, STATE, Dataset, Table
-from hpczero.checkpoint.groupoptions import options_of
+from hpczero.checkpoint.group_options import options_of
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.jsonkeys import Unfit, extra_fields
 from hpczero.checkpoint.manifestform import MOST, is_text
