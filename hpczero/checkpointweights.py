@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hpczero.checkpoint.folder import misnamed
-from hpczero.checkpoint.format import MASTER
-from hpczero.checkpoint.jsonkeys import extra_of
-from hpczero.checkpoint.stored import Stored
+from hpczero.checkpoint.disk.folder import misnamed
+from hpczero.checkpoint.disk.format import MASTER
+from hpczero.checkpoint.disk.json_keys import extra_of
+from hpczero.checkpoint.disk.stored import Stored
 from hpczero.data import Tokenizer, same_tokenizer, tokenizer_name
 from hpczero.data.tokenize import from_json
 from hpczero.data.tokens import TokenFile

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpczero import resume
 from hpczero.attempts import Attempts
-from hpczero.checkpoint.lock import is_claimed
+from hpczero.checkpoint.disk.lock import is_claimed
 from hpczero.data import Batches, Corpus, TokenFile
 from hpczero.data.prepare import names_token_file
 from hpczero.errors import HpcZeroError

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpczero.checkpoint.folder import is_checkpoint
+from hpczero.checkpoint.disk.folder import is_checkpoint
 from hpczero.checkpoint.places import GIVE, folder_at, holds_imports_alone
 from hpczero.data import same_tokenizer, tokenizer_name
 from hpczero.errors import CheckpointError, ConfigError

@@ -18,8 +18,8 @@ from torch import nn
 import hpczero
 from hpczero import resume
 from hpczero.checkpoint import Checkpoints, load
-from hpczero.checkpoint.lines import homes
-from hpczero.checkpoint.lock import Lock
+from hpczero.checkpoint.disk.lines import homes
+from hpczero.checkpoint.disk.lock import Lock
 from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError
 from hpczero.options.config import ResumeOptions, RunConfig
 from hpczero.runfolder import RunFolder

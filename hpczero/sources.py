@@ -20,8 +20,8 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from hpczero.checkpoint.folder import Folder, is_checkpoint
-from hpczero.checkpoint.lines import step_of
+from hpczero.checkpoint.disk.folder import Folder, is_checkpoint
+from hpczero.checkpoint.disk.lines import step_of
 from hpczero.checkpoint.places import CHECKPOINTS, GIVE, folder_at, what_is_there
 from hpczero.checkpointweights import CheckpointWeights, check_token_file
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, CorruptCheckpoint

@@ -31,9 +31,9 @@ from typing import Any
 
 import tyro
 
-from hpczero.checkpoint import lines
-from hpczero.checkpoint.folder import LATEST, Folder
-from hpczero.checkpoint.format import MANIFEST_FILE
+from hpczero.checkpoint.disk import lines
+from hpczero.checkpoint.disk.folder import LATEST, Folder
+from hpczero.checkpoint.disk.format import MANIFEST_FILE
 from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.metrics import read_metrics
 from hpczero.options.config import RunConfig

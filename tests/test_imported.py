@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from hpczero.checkpoint import Loaded
 from hpczero.checkpoint.converting import convert
-from hpczero.checkpoint.folder import Folder, read_manifest
+from hpczero.checkpoint.disk.folder import Folder, read_manifest
 from hpczero.checkpoint.weightfiles import WeightFiles
 from hpczero.data import Batches, TokenFile
 from hpczero.errors import CheckpointMismatch, ConfigError

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpczero.checkpoint.folder import Folder
-from hpczero.checkpoint.format import STATE_FILE
+from hpczero.checkpoint.disk.folder import Folder
+from hpczero.checkpoint.disk.format import STATE_FILE
 from tests.checkpoint.programs import state_digests
 from tests.helpers.mpirun import ROOT, run_ranks
 from tests.helpers.processes import end_family, launch_environment

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from hpczero.checkpoint.folder import LATEST
-from hpczero.checkpoint.lock import Lock
+from hpczero.checkpoint.disk.folder import LATEST
+from hpczero.checkpoint.disk.lock import Lock
 from hpczero.errors import ConfigError
 from hpczero.options.config import RunConfig
 from hpczero.options.reading import load_toml

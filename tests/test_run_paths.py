@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 import hpczero
 from hpczero.checkpoint import __main__ as command
+from hpczero.checkpoint.disk.folder import Folder, read_manifest
+from hpczero.checkpoint.disk.format import MANIFEST_FILE, MASTER
 from hpczero.checkpoint.exporting import export
-from hpczero.checkpoint.folder import Folder, read_manifest
-from hpczero.checkpoint.format import MANIFEST_FILE, MASTER
 from hpczero.data import Corpus, TokenFile, Tokenizer, prepare
 from hpczero.errors import ConfigError
 from hpczero.models import GPT, GPTConfig, generate

@@ -13,9 +13,9 @@ from typing import Annotated, Literal, cast
 
 import tyro
 
+from hpczero.checkpoint.disk.folder import Folder, read_manifest
+from hpczero.checkpoint.disk.lines import asides
 from hpczero.checkpoint.exporting import Form, export
-from hpczero.checkpoint.folder import Folder, read_manifest
-from hpczero.checkpoint.lines import asides
 from hpczero.checkpoint.places import checkpoints_at, folder_at
 from hpczero.checkpoint.traincommand import how_to_train
 from hpczero.checkpoint.verify import Verdict, verify

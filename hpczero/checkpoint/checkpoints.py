@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hpczero.checkpoint.background import Background, wait_for_left
-from hpczero.checkpoint.folder import Folder
-from hpczero.checkpoint.format import SLAB_NBYTES, step_folder
+from hpczero.checkpoint.disk.folder import Folder
+from hpczero.checkpoint.disk.format import SLAB_NBYTES, step_folder
+from hpczero.checkpoint.disk.lines import strangers
+from hpczero.checkpoint.disk.lock import Lock
 from hpczero.checkpoint.inventory import Inventory
-from hpczero.checkpoint.lines import strangers
-from hpczero.checkpoint.lock import Lock
 from hpczero.checkpoint.places import GIVE
 from hpczero.checkpoint.reading import Loaded, load_newest
 from hpczero.checkpoint.replacing import check_replaced

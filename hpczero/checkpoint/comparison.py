@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpczero.checkpoint import gpt2, streams
-from hpczero.checkpoint.format import NAMED, Manifest, Row, Table
+from hpczero.checkpoint.disk.format import NAMED, Manifest, Row, Table
 from hpczero.checkpoint.group_options import fits
 from hpczero.errors import CheckpointMismatch
 from hpczero.files.regular import shown

@@ -23,9 +23,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hpczero.checkpoint import gpt2, h5file, ties
-from hpczero.checkpoint.folder import Folder
-from hpczero.checkpoint.format import (
+from hpczero.checkpoint import gpt2, ties
+from hpczero.checkpoint.disk import h5file
+from hpczero.checkpoint.disk.folder import Folder
+from hpczero.checkpoint.disk.format import (
     BUFFERS,
     MASTER,
     NAMED,
@@ -36,9 +37,9 @@ from hpczero.checkpoint.format import (
     Table,
     digest,
 )
-from hpczero.checkpoint.lock import Lock
+from hpczero.checkpoint.disk.lock import Lock
+from hpczero.checkpoint.disk.rawfile import rest_digest, write_at
 from hpczero.checkpoint.places import place_for
-from hpczero.checkpoint.rawfile import rest_digest, write_at
 from hpczero.checkpoint.safefile import KEY
 from hpczero.checkpoint.weightfiles import WeightFiles
 from hpczero.errors import CheckpointMismatch, CheckpointNotWritten, ConfigError

@@ -18,7 +18,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpczero.checkpoint.format import Dataset
+from hpczero.checkpoint.disk.format import Dataset
 from hpczero.job.watchdog import Watchdog
 
 ROUND_NBYTES = 16 * 2**20  # of slabs that one rank gathers at a time

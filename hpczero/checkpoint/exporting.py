@@ -27,13 +27,13 @@ import numpy as np
 import numpy.typing as npt
 
 from hpczero.checkpoint import gpt2, safefile
-from hpczero.checkpoint.folder import misnamed
-from hpczero.checkpoint.format import BUFFERS, MASTER, Row
-from hpczero.checkpoint.jsonkeys import extra_of
+from hpczero.checkpoint.disk.folder import misnamed
+from hpczero.checkpoint.disk.format import BUFFERS, MASTER, Row
+from hpczero.checkpoint.disk.json_keys import extra_of
+from hpczero.checkpoint.disk.room import in_one_unit
+from hpczero.checkpoint.disk.stored import Stored
 from hpczero.checkpoint.places import checkpoints_at
-from hpczero.checkpoint.room import in_one_unit
 from hpczero.checkpoint.safefile import DTYPES, Entry
-from hpczero.checkpoint.stored import Stored
 from hpczero.errors import CheckpointNotWritten, ConfigError, CorruptCheckpoint
 from hpczero.files.durable import sync
 from hpczero.files.regular import kind_of, reason

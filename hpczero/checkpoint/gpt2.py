@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hpczero.checkpoint.format import NAMED
+from hpczero.checkpoint.disk.format import NAMED
 from hpczero.errors import CheckpointMismatch, ConfigError
 from hpczero.files.regular import shown
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpczero.checkpoint.jsonkeys import Unfit, marked, unmarked, within
-from hpczero.checkpoint.manifestform import MOST
+from hpczero.checkpoint.disk.json_keys import Unfit, marked, unmarked, within
+from hpczero.checkpoint.disk.manifest_form import MOST
 from hpczero.errors import CheckpointError
 from hpczero.files.regular import shown
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.checkpoint import gpt2, ties
-from hpczero.checkpoint.format import NAMED, Table
+from hpczero.checkpoint.disk.format import NAMED, Table
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.weightfiles import CHUNK_NUMEL, Held, WeightFiles, cast
 from hpczero.errors import CheckpointMismatch

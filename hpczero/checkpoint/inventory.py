@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpczero.checkpoint.format import Row, Table
+from hpczero.checkpoint.disk.format import Row, Table
 from hpczero.errors import CheckpointError, CheckpointMismatch
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.unit import Unit

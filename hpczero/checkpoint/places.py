@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpczero.checkpoint.folder import Folder, is_checkpoint
-from hpczero.checkpoint.format import Manifest, step_folder, step_of_folder
-from hpczero.checkpoint.lines import asides
+from hpczero.checkpoint.disk.folder import Folder, is_checkpoint
+from hpczero.checkpoint.disk.format import Manifest, step_folder, step_of_folder
+from hpczero.checkpoint.disk.lines import asides
 from hpczero.errors import ConfigError
 from hpczero.files.regular import kind_of, reason
 

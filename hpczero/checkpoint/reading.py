@@ -27,8 +27,8 @@ from hpczero.checkpoint.comparison import (
     match_streams,
     renamed,
 )
-from hpczero.checkpoint.folder import Folder, is_checkpoint, misnamed, read_manifest
-from hpczero.checkpoint.format import (
+from hpczero.checkpoint.disk.folder import Folder, is_checkpoint, misnamed, read_manifest
+from hpczero.checkpoint.disk.format import (
     BUFFERS,
     MASTER,
     RNG,
@@ -36,11 +36,11 @@ from hpczero.checkpoint.format import (
     Manifest,
     Table,
 )
+from hpczero.checkpoint.disk.json_keys import extra_of
+from hpczero.checkpoint.disk.lines import homes
+from hpczero.checkpoint.disk.manifest_content import check_content
 from hpczero.checkpoint.group_options import restored
 from hpczero.checkpoint.inventory import Inventory
-from hpczero.checkpoint.jsonkeys import extra_of
-from hpczero.checkpoint.lines import homes
-from hpczero.checkpoint.manifestcontent import check_content
 from hpczero.checkpoint.places import folder_at, is_imported
 from hpczero.checkpoint.slab_reader import SlabReader
 from hpczero.checkpoint.snapshot import expand

@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from hpczero.checkpoint.folder import read_manifest
+from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.snapshot import Snapshot
 from hpczero.errors import CheckpointMismatch, ConfigError, CorruptCheckpoint
 

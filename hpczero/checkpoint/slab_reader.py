@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hpczero.checkpoint.disk.format import STATE_FILE, Dataset, Manifest, digest
+from hpczero.checkpoint.disk.rawfile import read_into
 from hpczero.checkpoint.exchange import Exchange
-from hpczero.checkpoint.format import STATE_FILE, Dataset, Manifest, digest
-from hpczero.checkpoint.rawfile import read_into
 from hpczero.errors import CorruptCheckpoint
 from hpczero.files.regular import open_regular, reason
 from hpczero.job.topology import Topology

@@ -21,11 +21,11 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpczero.checkpoint import streams
-from hpczero.checkpoint.format import BUFFERS, MASTER, RNG, SLAB_NBYTES, STATE, Dataset, Table
+from hpczero.checkpoint.disk.format import BUFFERS, MASTER, RNG, SLAB_NBYTES, STATE, Dataset, Table
+from hpczero.checkpoint.disk.json_keys import Unfit, extra_fields
+from hpczero.checkpoint.disk.manifest_form import MOST, is_text
 from hpczero.checkpoint.group_options import options_of
 from hpczero.checkpoint.inventory import Inventory
-from hpczero.checkpoint.jsonkeys import Unfit, extra_fields
-from hpczero.checkpoint.manifestform import MOST, is_text
 from hpczero.errors import CheckpointError, ConfigError
 from hpczero.files.regular import parse_json, shown
 from hpczero.options.environment import Environment

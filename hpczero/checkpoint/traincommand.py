@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hpczero.checkpoint import gpt2
-from hpczero.checkpoint.folder import read_manifest
-from hpczero.checkpoint.format import Manifest
+from hpczero.checkpoint.disk.folder import read_manifest
+from hpczero.checkpoint.disk.format import Manifest
 from hpczero.checkpoint.places import CHECKPOINTS
 from hpczero.options.config import TrainOptions
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from hpczero.checkpoint.folder import misnamed, read_manifest
-from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Manifest, digest
-from hpczero.checkpoint.manifestcontent import check_content
-from hpczero.checkpoint.rawfile import opened, read_at, rest_digest
+from hpczero.checkpoint.disk.folder import misnamed, read_manifest
+from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE, Manifest, digest
+from hpczero.checkpoint.disk.manifest_content import check_content
+from hpczero.checkpoint.disk.rawfile import opened, read_at, rest_digest
 from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
 from hpczero.files.regular import is_there, reason
 

@@ -23,12 +23,12 @@ from types import MappingProxyType
 
 import numpy as np
 
-from hpczero.checkpoint import h5file, writers
+from hpczero.checkpoint.disk import h5file, writers
+from hpczero.checkpoint.disk.folder import Folder
+from hpczero.checkpoint.disk.format import STATE_FILE, Dataset, Manifest, digest
+from hpczero.checkpoint.disk.lines import strangers
+from hpczero.checkpoint.disk.rawfile import rest_digest
 from hpczero.checkpoint.exchange import Exchange
-from hpczero.checkpoint.folder import Folder
-from hpczero.checkpoint.format import STATE_FILE, Dataset, Manifest, digest
-from hpczero.checkpoint.lines import strangers
-from hpczero.checkpoint.rawfile import rest_digest
 from hpczero.checkpoint.snapshot import Part, Snapshot
 from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError, is_out_of_memory
 from hpczero.job.topology import Topology

@@ -19,8 +19,8 @@ import torch
 
 import hpczero
 from hpczero.checkpoint import streams
-from hpczero.checkpoint.folder import read_manifest
-from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Dataset
+from hpczero.checkpoint.disk.folder import read_manifest
+from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE, Dataset
 from tests.golden.record_checkpoint import FOLDER as GOLDEN
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpczero.checkpoint.folder import LATEST, Folder
-from hpczero.checkpoint.format import STATE_FILE, Manifest, Table
+from hpczero.checkpoint.disk.folder import LATEST, Folder
+from hpczero.checkpoint.disk.format import STATE_FILE, Manifest, Table
 
 OLD = (5, 10, 20, 30)
 

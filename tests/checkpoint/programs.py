@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import hpczero
 from hpczero.checkpoint import Checkpoints, Loaded
-from hpczero.checkpoint.folder import read_manifest
+from hpczero.checkpoint.disk.folder import read_manifest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import tyro
 
-from hpczero.checkpoint.folder import Folder
+from hpczero.checkpoint.disk.folder import Folder
 from hpczero.checkpoint.verify import Verdict, verify
 from tests.helpers.mpirun import ROOT
 from tests.helpers.processes import end_family, launch_environment

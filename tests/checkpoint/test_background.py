@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpczero.checkpoint import checkpoints as module
-from hpczero.checkpoint.folder import Folder
-from hpczero.checkpoint.writers import PosixWriter
+from hpczero.checkpoint.disk.folder import Folder
+from hpczero.checkpoint.disk.writers import PosixWriter
 from hpczero.errors import CheckpointNotWritten
 from tests.checkpoint.programs import Program, first_ranks, state_digests
 from tests.helpers.parallel import parallel_assert

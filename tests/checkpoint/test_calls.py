@@ -14,7 +14,7 @@ from torch import nn
 
 import hpczero
 from hpczero.checkpoint import Checkpoints
-from hpczero.checkpoint.lock import Lock
+from hpczero.checkpoint.disk.lock import Lock
 from hpczero.errors import CheckpointError, ConfigError, StepError
 from tests.helpers.parallel import parallel_assert
 from tests.small_models import MLP, adamw, mlp_backward, raises_on_all, zeroified

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hpczero.checkpoint import exchange as module
+from hpczero.checkpoint.disk.format import Dataset
 from hpczero.checkpoint.exchange import Exchange
-from hpczero.checkpoint.format import Dataset
 from hpczero.job.watchdog import Watchdog
 from tests.helpers.parallel import parallel_assert
 

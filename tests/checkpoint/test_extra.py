@@ -12,7 +12,7 @@ import torch
 from torch.optim.lr_scheduler import ChainedScheduler, MultiStepLR, SequentialLR
 
 import hpczero
-from hpczero.checkpoint.folder import read_manifest
+from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.errors import ConfigError, CorruptCheckpoint
 from tests.checkpoint.damage import resigned
 from tests.helpers.parallel import parallel_assert

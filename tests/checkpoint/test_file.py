@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 import hpczero
-from hpczero.checkpoint import h5file, writers
-from hpczero.checkpoint.folder import LATEST, read_manifest
-from hpczero.checkpoint.format import STATE_FILE, Dataset, Table
-from hpczero.checkpoint.rawfile import PAGE, filesystem_of, open_direct, write_direct
+from hpczero.checkpoint.disk import h5file, writers
+from hpczero.checkpoint.disk.folder import LATEST, read_manifest
+from hpczero.checkpoint.disk.format import STATE_FILE, Dataset, Table
+from hpczero.checkpoint.disk.rawfile import PAGE, filesystem_of, open_direct, write_direct
+from hpczero.checkpoint.disk.writers import PosixWriter
 from hpczero.checkpoint.verify import Verdict, verify
-from hpczero.checkpoint.writers import PosixWriter
 from tests.checkpoint.damage import golden_copy
 from tests.checkpoint.programs import Net, Program
 from tests.helpers.parallel import parallel_assert

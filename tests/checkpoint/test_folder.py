@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.checkpoint.folder import Folder, read_manifest
-from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Manifest, Table, step_folder
+from hpczero.checkpoint.disk.folder import Folder, read_manifest
+from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE, Manifest, Table, step_folder
 from hpczero.errors import CheckpointError, ConfigError, CorruptCheckpoint
 from hpczero.files.durable import sync
 from hpczero.options.config import RunConfig, RunOptions
@@ -176,7 +176,7 @@ def test_checkpoint_whose_name_may_not_be_on_the_disk_is_there_and_is_returned(
             raise OSError(5, "Input/output error")
         real(path)
 
-    monkeypatch.setattr("hpczero.checkpoint.folder.sync", fails_for_names)
+    monkeypatch.setattr("hpczero.checkpoint.disk.folder.sync", fails_for_names)
     with caplog.at_level(logging.WARNING):
         path = commit(folder, 2)
     assert path == tmp_path / step_folder(2)
@@ -188,7 +188,7 @@ def test_checkpoint_whose_name_may_not_be_on_the_disk_is_there_and_is_returned(
     commit(folder, 2)
     folder.retain(1, path)
     assert steps(folder) == [2, 2, 1]
-    monkeypatch.setattr("hpczero.checkpoint.folder.sync", real)
+    monkeypatch.setattr("hpczero.checkpoint.disk.folder.sync", real)
     folder.retain(1, commit(folder, 3))
     assert steps(folder) == [3]
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 import hpczero
 from hpczero.checkpoint.converting import convert
+from hpczero.checkpoint.disk.format import MASTER
+from hpczero.checkpoint.disk.stored import Stored
 from hpczero.checkpoint.exporting import Form, export
-from hpczero.checkpoint.format import MASTER
-from hpczero.checkpoint.stored import Stored
 from hpczero.checkpoint.tensordigests import KEY
 from hpczero.checkpoint.torchfile import TorchFile
 from hpczero.checkpoint.weightfiles import WeightFiles

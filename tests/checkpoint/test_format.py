@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpczero.checkpoint.format import (
+from hpczero.checkpoint.disk.format import (
     Dataset,
     Manifest,
     Row,

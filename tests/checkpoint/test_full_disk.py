@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import hpczero
-from hpczero.checkpoint import h5file
-from hpczero.checkpoint.folder import Folder
+from hpczero.checkpoint.disk import h5file
+from hpczero.checkpoint.disk.folder import Folder
 from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.errors import CheckpointNotWritten
 from tests.checkpoint.programs import Program

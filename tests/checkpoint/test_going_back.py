@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpczero.checkpoint.folder import LATEST, Folder, read_manifest
-from hpczero.checkpoint.format import STATE_FILE
+from hpczero.checkpoint.disk.folder import LATEST, Folder, read_manifest
+from hpczero.checkpoint.disk.format import STATE_FILE
 from tests.checkpoint.programs import Program
 from tests.helpers.parallel import parallel_assert
 

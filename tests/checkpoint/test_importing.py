@@ -15,9 +15,9 @@ from torch import Tensor
 
 import hpczero
 from hpczero.checkpoint.converting import convert
+from hpczero.checkpoint.disk.folder import Folder, read_manifest
+from hpczero.checkpoint.disk.lock import Lock
 from hpczero.checkpoint.exporting import Form, export
-from hpczero.checkpoint.folder import Folder, read_manifest
-from hpczero.checkpoint.lock import Lock
 from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.checkpoint.weightfiles import WeightFiles, smallest_box
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.checkpoint import lines
-from hpczero.checkpoint.folder import LATEST, Folder
-from hpczero.checkpoint.format import MANIFEST_FILE
+from hpczero.checkpoint.disk import lines
+from hpczero.checkpoint.disk.folder import LATEST, Folder
+from hpczero.checkpoint.disk.format import MANIFEST_FILE
 from hpczero.errors import CheckpointNotWritten, ConfigError, CorruptCheckpoint
 from hpczero.files.regular import read_bytes
 from tests.checkpoint.folders import OLD, commit, kept, latest_is_there, old_line, there
@@ -24,7 +24,7 @@ from tests.helpers.mpirun import ROOT, run_command
 DIES = """
 import os, signal, sys
 from pathlib import Path
-from hpczero.checkpoint.folder import Folder
+from hpczero.checkpoint.disk.folder import Folder
 from tests.checkpoint.folders import commit
 path, how, left = Path(sys.argv[1]), sys.argv[2], [int(sys.argv[3])]
 def counted(call):

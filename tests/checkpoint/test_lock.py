@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from hpczero.checkpoint import claims
-from hpczero.checkpoint import lock as module
-from hpczero.checkpoint.claims import DEAD_S
-from hpczero.checkpoint.lock import Lock
+from hpczero.checkpoint.disk import claims
+from hpczero.checkpoint.disk import lock as module
+from hpczero.checkpoint.disk.claims import DEAD_S
+from hpczero.checkpoint.disk.lock import Lock
 from hpczero.errors import EXIT_MISCONFIGURED, CheckpointBusy, CheckpointNotWritten
 
 ROUNDS, RACERS = 60, 4
@@ -27,7 +27,7 @@ ROUNDS, RACERS = 60, 4
 DIES_HOLDING = """
 import os, sys
 from pathlib import Path
-from hpczero.checkpoint.lock import Lock
+from hpczero.checkpoint.disk.lock import Lock
 Lock(Path(sys.argv[1])).acquire()
 os._exit(9)
 """

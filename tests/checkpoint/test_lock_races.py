@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hpczero.checkpoint.lock import Lock
+from hpczero.checkpoint.disk.lock import Lock
 from hpczero.errors import CheckpointBusy
 from tests.checkpoint.test_lock import DIES_HOLDING, is_free
 from tests.helpers.mpirun import run_command

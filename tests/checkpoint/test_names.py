@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.checkpoint.folder import Folder
-from hpczero.checkpoint.format import step_folder
-from hpczero.checkpoint.lines import homes
-from hpczero.checkpoint.room import in_one_unit
+from hpczero.checkpoint.disk.folder import Folder
+from hpczero.checkpoint.disk.format import step_folder
+from hpczero.checkpoint.disk.lines import homes
+from hpczero.checkpoint.disk.room import in_one_unit
 from hpczero.errors import CheckpointNotWritten
 from tests.checkpoint.folders import commit, kept, there
 

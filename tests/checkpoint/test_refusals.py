@@ -17,8 +17,8 @@ from torch import nn
 
 import hpczero
 from hpczero.checkpoint import Checkpoints
-from hpczero.checkpoint.folder import read_manifest
-from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE
+from hpczero.checkpoint.disk.folder import read_manifest
+from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE
 from hpczero.errors import (
     EXIT_MISCONFIGURED,
     CheckpointBusy,

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpczero.checkpoint.folder import Folder
-from hpczero.checkpoint.lock import Lock
-from hpczero.checkpoint.writers import PosixWriter
+from hpczero.checkpoint.disk.folder import Folder
+from hpczero.checkpoint.disk.lock import Lock
+from hpczero.checkpoint.disk.writers import PosixWriter
 from hpczero.options.config import CheckpointOptions, RunConfig, RunOptions, TrainOptions
 from hpczero.run_checkpoints import RunCheckpoints
 from hpczero.runfolder import RunFolder

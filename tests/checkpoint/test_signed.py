@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import hpczero
-from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE
-from hpczero.checkpoint.manifestcontent import BUFFER_ITEMSIZES
-from hpczero.checkpoint.stored import Stored
+from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE
+from hpczero.checkpoint.disk.manifest_content import BUFFER_ITEMSIZES
+from hpczero.checkpoint.disk.stored import Stored
 from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
 from tests.checkpoint.damage import Change, fingerprint, golden_copy, remove, resigned

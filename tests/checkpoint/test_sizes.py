@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.checkpoint.folder import read_manifest
-from hpczero.checkpoint.format import BUFFERS, MASTER
+from hpczero.checkpoint.disk.folder import read_manifest
+from hpczero.checkpoint.disk.format import BUFFERS, MASTER
 from hpczero.checkpoint.verify import Verdict, verify
 from tests.checkpoint.driver import MODELS, WRITERS
 from tests.checkpoint.programs import state_digests

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hpczero.checkpoint.comparison import match_parameters
 from hpczero.checkpoint.converting import convert
+from hpczero.checkpoint.disk.folder import read_manifest
+from hpczero.checkpoint.disk.format import Table
 from hpczero.checkpoint.exporting import Form, export
-from hpczero.checkpoint.folder import read_manifest
-from hpczero.checkpoint.format import Table
 from hpczero.checkpoint.weightfiles import WeightFiles
 from hpczero.errors import CheckpointMismatch
 from tests.checkpoint.foreign import theirs

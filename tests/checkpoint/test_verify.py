@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hpczero.checkpoint import __main__ as command
-from hpczero.checkpoint.folder import Folder, read_manifest
-from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE
+from hpczero.checkpoint.disk.folder import Folder, read_manifest
+from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE
 from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.errors import ConfigError, HpcZeroError
 from tests.checkpoint.damage import DAMAGES, datasets, flip, flip_in, golden_copy

@@ -24,11 +24,11 @@ from safetensors.torch import save_file
 import hpczero
 from hpczero import resume
 from hpczero.attempts import Attempts
-from hpczero.checkpoint import lines
 from hpczero.checkpoint.converting import convert
+from hpczero.checkpoint.disk import lines
+from hpczero.checkpoint.disk.folder import Folder, read_manifest
+from hpczero.checkpoint.disk.lock import Lock
 from hpczero.checkpoint.exporting import Form, export
-from hpczero.checkpoint.folder import Folder, read_manifest
-from hpczero.checkpoint.lock import Lock
 from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.checkpoint.weightfiles import WeightFiles
 from hpczero.data import ByteTokenizer, Corpus, TokenFile, prepare

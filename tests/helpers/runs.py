@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hpczero.checkpoint.folder import Folder
+from hpczero.checkpoint.disk.folder import Folder
 from hpczero.metrics import read_metrics
 from tests.helpers.mpirun import ROOT, Finished, run_ranks
 

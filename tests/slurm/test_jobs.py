@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hpczero.checkpoint.folder import Folder
+from hpczero.checkpoint.disk.folder import Folder
 from tests.helpers.mpirun import run_ranks
 from tests.slurm.jobs import OPTIONS, Job, Submitter, words_of
 

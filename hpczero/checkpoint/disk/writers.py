@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from hpczero.checkpoint.format import Dataset
-from hpczero.checkpoint.rawfile import (
+from hpczero.checkpoint.disk.format import Dataset
+from hpczero.checkpoint.disk.rawfile import (
     filesystem_of,
     open_direct,
     start_writeback,

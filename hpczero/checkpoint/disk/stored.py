@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpczero.checkpoint.folder import read_manifest
-from hpczero.checkpoint.format import STATE_FILE, Dataset, digest
-from hpczero.checkpoint.manifestcontent import check_content
-from hpczero.checkpoint.rawfile import read_at
+from hpczero.checkpoint.disk.folder import read_manifest
+from hpczero.checkpoint.disk.format import STATE_FILE, Dataset, digest
+from hpczero.checkpoint.disk.manifest_content import check_content
+from hpczero.checkpoint.disk.rawfile import read_at
 from hpczero.errors import CorruptCheckpoint
 from hpczero.files.regular import open_regular, reason
 

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpczero.checkpoint.format import MANIFEST_FILE, step_folder, step_of_folder
+from hpczero.checkpoint.disk.format import MANIFEST_FILE, step_folder, step_of_folder
 from hpczero.errors import CorruptCheckpoint
 from hpczero.files.durable import sync
 from hpczero.files.regular import read_bytes

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hpczero.checkpoint.format import Dataset
+from hpczero.checkpoint.disk.format import Dataset
 from hpczero.files.regular import open_regular
 
 COPY_NBYTES = 2**22

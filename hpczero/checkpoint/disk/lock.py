@@ -26,8 +26,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from hpczero.checkpoint import claims
-from hpczero.checkpoint.claims import Claim, by_process_table, said_by
+from hpczero.checkpoint.disk import claims
+from hpczero.checkpoint.disk.claims import Claim, by_process_table, said_by
 from hpczero.errors import CheckpointBusy, CheckpointNotWritten
 from hpczero.options.environment import Environment
 

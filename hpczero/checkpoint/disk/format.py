@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hpczero.checkpoint.manifestform import check_form, of_type, whole
+from hpczero.checkpoint.disk.manifest_form import check_form, of_type, whole
 from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
 from hpczero.files.regular import parse_json, shown
 

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpczero.checkpoint import lines, room
-from hpczero.checkpoint.format import MANIFEST_FILE, STATE_FILE, Manifest, step_folder
-from hpczero.checkpoint.lines import REPLACED, TEMPORARY, step_of
-from hpczero.checkpoint.rawfile import opened
+from hpczero.checkpoint.disk import lines, room
+from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE, Manifest, step_folder
+from hpczero.checkpoint.disk.lines import REPLACED, TEMPORARY, step_of
+from hpczero.checkpoint.disk.rawfile import opened
 from hpczero.errors import (
     CheckpointError,
     CheckpointMismatch,

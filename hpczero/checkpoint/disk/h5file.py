@@ -27,8 +27,8 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from hpczero.checkpoint.format import FORMAT, VERSION, Dataset, Table
-from hpczero.checkpoint.rawfile import read_at, write_at
+from hpczero.checkpoint.disk.format import FORMAT, VERSION, Dataset, Table
+from hpczero.checkpoint.disk.rawfile import read_at, write_at
 
 ALIGNMENT = 2**20  # of datasets in the file: whole stripes of parallel file systems
 NAME_NBYTES = 256

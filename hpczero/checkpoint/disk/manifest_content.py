@@ -11,9 +11,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hpczero.checkpoint.format import BUFFERS, MASTER, RNG, STATE, Manifest
-from hpczero.checkpoint.jsonkeys import extra_of, unmarked
-from hpczero.checkpoint.manifestform import MOST, is_text, of_type, refuse, shape_of, whole
+from hpczero.checkpoint.disk.format import BUFFERS, MASTER, RNG, STATE, Manifest
+from hpczero.checkpoint.disk.json_keys import extra_of, unmarked
+from hpczero.checkpoint.disk.manifest_form import MOST, is_text, of_type, refuse, shape_of, whole
 from hpczero.errors import CorruptCheckpoint
 from hpczero.files.regular import shown
 
