@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hpczero.checkpoint.safefile import DTYPES
-from hpczero.checkpoint.tensordigests import Digests, tensor_digest, with_digests
+from hpczero.checkpoint.foreign.safe_file import DTYPES
+from hpczero.checkpoint.foreign.tensor_digests import Digests, tensor_digest, with_digests
 from hpczero.data.tokenize import Tokenizer, from_json
 from hpczero.errors import CheckpointError, ConfigError, launcher_rank
 from hpczero.files.regular import check_regular, parse_json, reason

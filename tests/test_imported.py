@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from hpczero.checkpoint import Loaded
-from hpczero.checkpoint.converting import convert
 from hpczero.checkpoint.disk.folder import Folder, read_manifest
-from hpczero.checkpoint.weightfiles import WeightFiles
+from hpczero.checkpoint.foreign.converting import convert
+from hpczero.checkpoint.foreign.weight_files import WeightFiles
 from hpczero.data import Batches, TokenFile
 from hpczero.errors import CheckpointMismatch, ConfigError
 from hpczero.models import GPT, PRESETS, GPTConfig

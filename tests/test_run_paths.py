@@ -19,7 +19,7 @@ import hpczero
 from hpczero.checkpoint import __main__ as command
 from hpczero.checkpoint.disk.folder import Folder, read_manifest
 from hpczero.checkpoint.disk.format import MANIFEST_FILE, MASTER
-from hpczero.checkpoint.exporting import export
+from hpczero.checkpoint.foreign.exporting import export
 from hpczero.data import Corpus, TokenFile, Tokenizer, prepare
 from hpczero.errors import ConfigError
 from hpczero.models import GPT, GPTConfig, generate

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpczero.checkpoint.checkpoints import Checkpoints, load, save
-    from hpczero.checkpoint.importing import import_weights
+    from hpczero.checkpoint.foreign.importing import import_weights
     from hpczero.checkpoint.reading import Loaded
 
 _HOME = {

@@ -15,9 +15,9 @@ import tyro
 
 from hpczero.checkpoint.disk.folder import Folder, read_manifest
 from hpczero.checkpoint.disk.lines import asides
-from hpczero.checkpoint.exporting import Form, export
+from hpczero.checkpoint.foreign.exporting import Form, export
+from hpczero.checkpoint.foreign.train_command import how_to_train
 from hpczero.checkpoint.places import checkpoints_at, folder_at
-from hpczero.checkpoint.traincommand import how_to_train
 from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.errors import CheckpointError, ConfigError, run
 from hpczero.files.regular import shown
@@ -168,7 +168,7 @@ def _import(command: Import) -> int:
             f"tied: got {shown(' '.join(command.tied))}, expected FURTHER=NAME for each"
         )
     # Not at the top: torch and HDF5 are of no use to the other commands.
-    from hpczero.checkpoint.converting import convert
+    from hpczero.checkpoint.foreign.converting import convert
 
     path = convert(
         command.weights,

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hpczero.checkpoint.converting import convert
+from hpczero.checkpoint.foreign.converting import convert
 from hpczero.models import GPT
 from tests.checkpoint.programs import Net
 from tests.helpers.parallel import parallel_assert

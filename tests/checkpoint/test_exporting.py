@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import hpczero
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.disk.format import STATE_FILE, step_folder
-from hpczero.checkpoint.exporting import Exported, Form, cast, export
+from hpczero.checkpoint.foreign.exporting import Exported, Form, cast, export
 from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.errors import ConfigError, CorruptCheckpoint
 from tests.checkpoint.foreign import checkpoint, gpt_checkpoint, on_root, read_all, same, state

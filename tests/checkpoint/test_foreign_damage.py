@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hpczero
-from hpczero.checkpoint.converting import convert
 from hpczero.checkpoint.disk.format import MASTER
 from hpczero.checkpoint.disk.stored import Stored
-from hpczero.checkpoint.exporting import Form, export
-from hpczero.checkpoint.tensordigests import KEY
-from hpczero.checkpoint.torchfile import TorchFile
-from hpczero.checkpoint.weightfiles import WeightFiles
+from hpczero.checkpoint.foreign.converting import convert
+from hpczero.checkpoint.foreign.exporting import Form, export
+from hpczero.checkpoint.foreign.tensor_digests import KEY
+from hpczero.checkpoint.foreign.torch_file import TorchFile
+from hpczero.checkpoint.foreign.weight_files import WeightFiles
 from hpczero.data import ByteTokenizer
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
 from hpczero.models import GPT, GPTConfig

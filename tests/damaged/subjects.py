@@ -24,13 +24,13 @@ from safetensors.torch import save_file
 import hpczero
 from hpczero import resume
 from hpczero.attempts import Attempts
-from hpczero.checkpoint.converting import convert
 from hpczero.checkpoint.disk import lines
 from hpczero.checkpoint.disk.folder import Folder, read_manifest
 from hpczero.checkpoint.disk.lock import Lock
-from hpczero.checkpoint.exporting import Form, export
+from hpczero.checkpoint.foreign.converting import convert
+from hpczero.checkpoint.foreign.exporting import Form, export
+from hpczero.checkpoint.foreign.weight_files import WeightFiles
 from hpczero.checkpoint.verify import Verdict, verify
-from hpczero.checkpoint.weightfiles import WeightFiles
 from hpczero.data import ByteTokenizer, Corpus, TokenFile, prepare
 from hpczero.errors import CheckpointBusy
 from hpczero.metrics import StepMetrics, read_metrics

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpczero.checkpoint import gpt2, ties
+from hpczero.checkpoint import gpt2
 from hpczero.checkpoint.disk.format import NAMED, Table
+from hpczero.checkpoint.foreign import ties
+from hpczero.checkpoint.foreign.weight_files import CHUNK_NUMEL, Held, WeightFiles, cast
 from hpczero.checkpoint.inventory import Inventory
-from hpczero.checkpoint.weightfiles import CHUNK_NUMEL, Held, WeightFiles, cast
 from hpczero.errors import CheckpointMismatch
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.zeroify import sharding as sharding_of

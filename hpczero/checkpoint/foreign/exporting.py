@@ -26,14 +26,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from hpczero.checkpoint import gpt2, safefile
+from hpczero.checkpoint import gpt2
 from hpczero.checkpoint.disk.folder import misnamed
 from hpczero.checkpoint.disk.format import BUFFERS, MASTER, Row
 from hpczero.checkpoint.disk.json_keys import extra_of
 from hpczero.checkpoint.disk.room import in_one_unit
 from hpczero.checkpoint.disk.stored import Stored
+from hpczero.checkpoint.foreign import safe_file as safefile
+from hpczero.checkpoint.foreign.safe_file import DTYPES, Entry
 from hpczero.checkpoint.places import checkpoints_at
-from hpczero.checkpoint.safefile import DTYPES, Entry
 from hpczero.errors import CheckpointNotWritten, ConfigError, CorruptCheckpoint
 from hpczero.files.durable import sync
 from hpczero.files.regular import kind_of, reason

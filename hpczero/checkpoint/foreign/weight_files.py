@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hpczero.checkpoint import gpt2
-from hpczero.checkpoint.safefile import DTYPES
-from hpczero.checkpoint.tensordigests import Digests, tensor_digest
-from hpczero.checkpoint.torchfile import TorchFile
+from hpczero.checkpoint.foreign.safe_file import DTYPES
+from hpczero.checkpoint.foreign.tensor_digests import Digests, tensor_digest
+from hpczero.checkpoint.foreign.torch_file import TorchFile
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, launcher_rank
 from hpczero.files.regular import check_regular, parse_json, read_text, reason
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from hpczero.checkpoint.tensordigests import UNKNOWN, tensor_digest, with_digests
+from hpczero.checkpoint.foreign.tensor_digests import UNKNOWN, tensor_digest, with_digests
 
 INDEX_FILE = "model.safetensors.index.json"
 KEY = "hpczero.checkpoint"  # of what our own files say about their tensors

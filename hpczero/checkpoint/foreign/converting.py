@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hpczero.checkpoint import gpt2, ties
+from hpczero.checkpoint import gpt2
 from hpczero.checkpoint.disk import h5file
 from hpczero.checkpoint.disk.folder import Folder
 from hpczero.checkpoint.disk.format import (
@@ -39,9 +39,10 @@ from hpczero.checkpoint.disk.format import (
 )
 from hpczero.checkpoint.disk.lock import Lock
 from hpczero.checkpoint.disk.rawfile import rest_digest, write_at
+from hpczero.checkpoint.foreign import ties
+from hpczero.checkpoint.foreign.safe_file import KEY
+from hpczero.checkpoint.foreign.weight_files import WeightFiles
 from hpczero.checkpoint.places import place_for
-from hpczero.checkpoint.safefile import KEY
-from hpczero.checkpoint.weightfiles import WeightFiles
 from hpczero.errors import CheckpointMismatch, CheckpointNotWritten, ConfigError
 from hpczero.files.regular import parse_json
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpczero.checkpoint import gpt2
-from hpczero.checkpoint.weightfiles import Held, WeightFiles
+from hpczero.checkpoint.foreign.weight_files import Held, WeightFiles
 from hpczero.errors import CheckpointMismatch
 
 
