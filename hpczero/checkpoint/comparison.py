@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpczero.checkpoint import gpt2, streams
+from hpczero.adapters import gpt2
+from hpczero.checkpoint import streams
 from hpczero.checkpoint.disk.format import NAMED, Manifest, Row, Table
 from hpczero.checkpoint.group_options import fits
 from hpczero.errors import CheckpointMismatch

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hpczero.checkpoint import gpt2
+from hpczero.adapters import gpt2
 from hpczero.checkpoint.disk import h5file
 from hpczero.checkpoint.disk.folder import Folder
 from hpczero.checkpoint.disk.format import (

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from hpczero.checkpoint import gpt2
+from hpczero.adapters import gpt2
 from hpczero.checkpoint.disk.folder import misnamed
 from hpczero.checkpoint.disk.format import BUFFERS, MASTER, Row
 from hpczero.checkpoint.disk.json_keys import extra_of

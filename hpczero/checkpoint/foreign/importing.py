@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpczero.checkpoint import gpt2
+from hpczero.adapters import gpt2
 from hpczero.checkpoint.disk.format import NAMED, Table
 from hpczero.checkpoint.foreign import ties
 from hpczero.checkpoint.foreign.weight_files import CHUNK_NUMEL, Held, WeightFiles, cast

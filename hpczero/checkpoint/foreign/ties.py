@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpczero.checkpoint import gpt2
+from hpczero.adapters import gpt2
 from hpczero.checkpoint.foreign.weight_files import Held, WeightFiles
 from hpczero.errors import CheckpointMismatch
 

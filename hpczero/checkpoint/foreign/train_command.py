@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpczero.checkpoint import gpt2
+from hpczero.adapters import gpt2
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.disk.format import Manifest
 from hpczero.checkpoint.places import CHECKPOINTS

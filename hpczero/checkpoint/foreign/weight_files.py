@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hpczero.checkpoint import gpt2
+from hpczero.adapters import gpt2
 from hpczero.checkpoint.foreign.safe_file import DTYPES
 from hpczero.checkpoint.foreign.tensor_digests import Digests, tensor_digest
 from hpczero.checkpoint.foreign.torch_file import TorchFile
