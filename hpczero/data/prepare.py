@@ -26,9 +26,9 @@ import numpy.typing as npt
 from hpczero.data.corpus import Corpus
 from hpczero.data.dividing import LONG_WORD
 from hpczero.data.targets import check_target
+from hpczero.data.token_writer import create
 from hpczero.data.tokenize import TEXT_LEN, BPETokenizer, ByteTokenizer, NotUTF8, Tokenizer
 from hpczero.data.tokens import VERSION, TokenFile
-from hpczero.data.tokenwriter import create
 from hpczero.errors import ConfigError, DataError
 from hpczero.job.long_work import Progress, in_order
 from hpczero.options.config import DataOptions

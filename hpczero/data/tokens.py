@@ -25,7 +25,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hpczero.data import appendix, oldtokens
+from hpczero.data import appendix
+from hpczero.data import old_tokens as oldtokens
 from hpczero.data.slabs import Slabs, TokenArray
 from hpczero.data.tokenize import Tokenizer, from_json
 from hpczero.errors import DataError, launcher_rank

@@ -30,8 +30,8 @@ from hpczero.data import (
     corpus,
     default_token_file,
     prepare,
-    tokenwriter,
 )
+from hpczero.data import token_writer as tokenwriter
 from hpczero.data.prepare import _training_length
 from hpczero.errors import ConfigError, DataError
 from hpczero.job.long_work import LongWork, Progress

@@ -14,7 +14,8 @@ import h5py
 import numpy as np
 import pytest
 
-from hpczero.data import ByteTokenizer, Corpus, TokenFile, prepare, slabs, tokenwriter
+from hpczero.data import ByteTokenizer, Corpus, TokenFile, prepare, slabs
+from hpczero.data import token_writer as tokenwriter
 from hpczero.data.appendix import LINE_NBYTES, digest
 from hpczero.errors import DataError
 from tests.test_regularfile import at_once
