@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from hpczero.models.config import GPTConfig
+from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine
 from hpczero.predict.model import Prediction, predict
-from hpczero.predict.work import Job
 from scaling.probe import Measured
 from scaling.record import cores, machine_name
 

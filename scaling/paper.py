@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from hpczero.models.config import GPTConfig, parameter_count
 from hpczero.models.presets import PRESETS
 from hpczero.plan.sizing import ideal_activation_numel, ideal_state_nbytes
+from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine
 from hpczero.predict.model import Prediction, predict
-from hpczero.predict.work import Job
 
 MACHINE = "dgx-2-v100"
 STAGE = 2

@@ -21,7 +21,9 @@ from hpczero.files.regular import shown
 from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.models.presets import PRESETS
 from hpczero.options.reading import parse_command_line
-from hpczero.plan.report import (
+from hpczero.plan.sizing import Fit, Machine, fit
+from hpczero.plan.transports import Named, fastest_transport
+from hpczero.predict.answer import (
     Report,
     as_json,
     as_text,
@@ -32,12 +34,10 @@ from hpczero.plan.report import (
     stage_titles,
     table_unit,
 )
-from hpczero.plan.sizing import Fit, Machine, fit
-from hpczero.plan.transports import Named, fastest_transport
+from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine as Described
 from hpczero.predict.machine import load_machine
 from hpczero.predict.model import Prediction, predict
-from hpczero.predict.work import Job
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

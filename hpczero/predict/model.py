@@ -1,7 +1,7 @@
 """How long a training step will take: compute by a roofline, collectives by their formulas, bytes by the Plan.
 
 Owns: the assumptions, the model's own work, the sum. Must not know: torch, MPI, where a machine's numbers come from,
-how collectives work (`hpczero.predict.wires`), how a prediction is shown.
+how collectives work (`hpczero.predict.network`), how a prediction is shown.
 
     step = forward + backward + what of the communication they do not hide + update
 
@@ -29,9 +29,9 @@ from dataclasses import dataclass
 
 from hpczero.models.config import flops_per_token
 from hpczero.plan.plan import UnitSpec
+from hpczero.predict.job import Job
 from hpczero.predict.machine import Kernels
-from hpczero.predict.wires import Wires
-from hpczero.predict.work import Job
+from hpczero.predict.network import Wires
 
 FORWARD_CALLS, BACKWARD_CALLS = 16, 24  # operations of a block that are started one by one
 

@@ -13,10 +13,10 @@ import pytest
 from hpczero.errors import ConfigError
 from hpczero.models.config import GPTConfig, flops_per_token
 from hpczero.models.presets import PRESETS
+from hpczero.predict.job import Job
 from hpczero.predict.machine import FOLDER, Machine, Roofline, load_machine, machine_names
 from hpczero.predict.model import largest_micro_batch, predict
-from hpczero.predict.wires import Wires
-from hpczero.predict.work import Job
+from hpczero.predict.network import Wires
 from scaling.paper import (
     ANCHOR_TFLOPS,
     FIGURE_2,
