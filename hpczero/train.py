@@ -45,7 +45,7 @@ def main() -> int:
         leave_out_compiler()
         accelerator = choose_accelerator(config.parallel.device)  # before MPI binds to a device
         meet_the_other_ranks_in_mpi_init(environment.timeout_s)
-        from hpczero.loop import train
+        from hpczero.run.loop import train
 
         return train(config, model, accelerator, signals)
 

@@ -2,7 +2,7 @@
 
 Owns: the loop that is timed, and what a row says of it. Must not know: the study, the other points, how jobs are
 started. Every rank times its own steps; rank 0 writes the row when all is done, so a file is either whole or not there.
-The loop makes the calls of ``hpczero.loop`` in their order; the tokens are drawn at random and lie in memory.
+The loop makes the calls of ``hpczero.run.loop`` in their order; the tokens are drawn at random and lie in memory.
 
 A device does later what the host starts now. Before a clock is read that separates one part of a step from the next,
 the host waits for the device, so that a part's time is the device's; where it stood still for collectives, its own

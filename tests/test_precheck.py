@@ -70,7 +70,7 @@ for name, config in configs.items():
 started = sorted({"torch", "mpi4py.MPI"} & set(sys.modules))
 
 from hpczero.accelerator import choose_accelerator
-from hpczero.loop import train
+from hpczero.run.loop import train
 from hpczero.signals import Signals
 
 for name, config in configs.items():

@@ -237,7 +237,7 @@ def test_second_job_of_a_name_is_refused_before_it_changes_anything(
 STANDS_STILL = """
 import sys
 from hpczero.errors import run
-from hpczero.run_checkpoints import RunCheckpoints
+from hpczero.run.checkpoints import RunCheckpoints
 from hpczero.train import main
 begin = RunCheckpoints.begin
 def taken_over_meanwhile(self, identity):
@@ -265,7 +265,7 @@ def test_job_that_stood_still_touches_nothing_of_the_one_that_took_over(
 DIES_AFTER_SAVE = """
 import os, signal, sys
 from hpczero.errors import run
-from hpczero.run_checkpoints import RunCheckpoints
+from hpczero.run.checkpoints import RunCheckpoints
 from hpczero.train import main
 after_step = RunCheckpoints.after_step
 def dies(self, done, *rest):

@@ -15,7 +15,7 @@ from hpczero.checkpoint.disk.folder import Folder
 from hpczero.checkpoint.disk.lock import Lock
 from hpczero.checkpoint.disk.writers import PosixWriter
 from hpczero.options.config import CheckpointOptions, RunConfig, RunOptions, TrainOptions
-from hpczero.run_checkpoints import RunCheckpoints
+from hpczero.run.checkpoints import RunCheckpoints
 from hpczero.runfolder import RunFolder
 from hpczero.stops import Wish
 from tests.checkpoint.programs import Program, first_ranks

@@ -47,12 +47,12 @@ from hpczero.owntext import open_tokens
 from hpczero.plan.batch import Batch
 from hpczero.records import Records
 from hpczero.roomcheck import RoomCheck, run_of
-from hpczero.run_checkpoints import RunCheckpoints
+from hpczero.run.checkpoints import RunCheckpoints
+from hpczero.run.stragglers import Stragglers
 from hpczero.runfolder import RunFolder
 from hpczero.runlock import RunLock
 from hpczero.signals import Signals
 from hpczero.stops import Stops, Wish
-from hpczero.stragglers import Stragglers
 from hpczero.weights import write_weights
 from hpczero.zero.sharding import Sharding
 
