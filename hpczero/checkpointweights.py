@@ -34,7 +34,7 @@ from hpczero.errors import (
 from hpczero.files.regular import shown
 from hpczero.models import GPTConfig
 from hpczero.models.config import parameter_shapes
-from hpczero.resume import DATA, MODEL, TOKENIZER, data_of
+from hpczero.run.starting.resume import DATA, MODEL, TOKENIZER, data_of
 
 logger = logging.getLogger("hpczero.weights")
 

@@ -14,7 +14,7 @@ import tyro
 
 from hpczero.errors import ConfigError, run
 from hpczero.options.reading import parse_command_line
-from hpczero.start import tell_start_aside
+from hpczero.run.starting.first_seconds import tell_start_aside
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,12 @@ from hpczero.models import PRESETS, GPTConfig
 from hpczero.options.config import ModelOptions
 from hpczero.options.environment import Environment
 from hpczero.options.reading import read_run_config
+from hpczero.run.starting.first_seconds import (
+    end_before_mpi,
+    meet_the_other_ranks_in_mpi_init,
+    tell_start,
+)
 from hpczero.signals import Signals
-from hpczero.start import end_before_mpi, meet_the_other_ranks_in_mpi_init, tell_start
 
 
 def main() -> int:
@@ -32,7 +36,7 @@ def main() -> int:
         tell_start("hpczero.train", environment.launched_ranks, results=path, level=level)
         # Here and not at the top: the line above must not wait for NumPy, which this takes, nor the other ranks.
         if launcher_rank() == 0:
-            from hpczero.precheck import mistake_of
+            from hpczero.run.starting.precheck import mistake_of
 
             mistake = mistake_of(config, model, environment)
             code = None if mistake is None else end_before_mpi(mistake, environment)
@@ -40,7 +44,7 @@ def main() -> int:
                 return code
         # These start torch and MPI, which --help and bad options must not do.
         from hpczero.accelerator import choose_accelerator
-        from hpczero.uncompiled import leave_out_compiler
+        from hpczero.run.starting.uncompiled import leave_out_compiler
 
         leave_out_compiler()
         accelerator = choose_accelerator(config.parallel.device)  # before MPI binds to a device

@@ -15,7 +15,7 @@ from hpczero.models import PRESETS
 from hpczero.options.config import RunConfig
 from hpczero.options.environment import Environment
 from hpczero.options.reading import read_run_config
-from hpczero.precheck import mistake_of
+from hpczero.run.starting.precheck import mistake_of
 from tests.helpers.mpirun import ROOT, Finished, run_command, run_ranks
 from tests.helpers.runs import options, train
 
@@ -59,7 +59,7 @@ import json, shlex, sys
 from hpczero.options.environment import Environment
 from hpczero.errors import HpcZeroError
 from hpczero.options.reading import read_run_config
-from hpczero.precheck import mistake_of
+from hpczero.run.starting.precheck import mistake_of
 from hpczero.train import model_config
 
 configs = {name: read_run_config(shlex.split(line)) for name, line in json.loads(sys.argv[1]).items()}

@@ -21,7 +21,7 @@ from hpczero.plan.alternatives import alternatives, describe
 from hpczero.plan.peak import Network, Run
 from hpczero.plan.plan import Plan
 from hpczero.plan.sizing import blockwise_plan
-from hpczero.roomcheck import Bound, RoomCheck, gather_bounds
+from hpczero.run.starting.room_check import Bound, RoomCheck, gather_bounds
 from tests.helpers.mpirun import run_command
 
 XL = PRESETS["gpt2-xl"]

@@ -18,7 +18,7 @@ from hpczero.doctor.finding import Finding, Status, exit_code, summary
 from hpczero.doctor.limit import TimeLimit
 from hpczero.errors import ConfigError, launcher_rank, run
 from hpczero.options.reading import parse_command_line
-from hpczero.start import tell_start_aside
+from hpczero.run.starting.first_seconds import tell_start_aside
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from typing import Any
 from torch import nn
 
 import hpczero
-from hpczero import resume
 from hpczero.checkpoint import Checkpoints, load
 from hpczero.checkpoint.disk.lines import homes
 from hpczero.checkpoint.disk.lock import Lock
 from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError
 from hpczero.options.config import ResumeOptions, RunConfig
+from hpczero.run.starting import resume
 from hpczero.runfolder import RunFolder
 from hpczero.stops import Wish
 from hpczero.weights import Weights

@@ -21,13 +21,11 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import hpczero
-from hpczero import resume
 from hpczero.accelerator import Accelerator
 from hpczero.attempts import Attempts
 from hpczero.data import Batches, HeldOut
 from hpczero.deadline import Deadline
 from hpczero.errors import EXIT_REQUEUE, ConfigError, StoppedEarly
-from hpczero.header import tell_header
 from hpczero.job import log
 from hpczero.job.launch import start_topology, use_own_cores
 from hpczero.job.topology import Topology
@@ -43,11 +41,13 @@ from hpczero.models import GPT, GPTConfig, flops_per_token
 from hpczero.options.config import RunConfig, TrainOptions
 from hpczero.options.environment import Environment
 from hpczero.options.reading import to_toml
-from hpczero.owntext import open_tokens
 from hpczero.plan.batch import Batch
 from hpczero.records import Records
-from hpczero.roomcheck import RoomCheck, run_of
 from hpczero.run.checkpoints import RunCheckpoints
+from hpczero.run.starting import resume
+from hpczero.run.starting.header import tell_header
+from hpczero.run.starting.own_text import open_tokens
+from hpczero.run.starting.room_check import RoomCheck, run_of
 from hpczero.run.stragglers import Stragglers
 from hpczero.runfolder import RunFolder
 from hpczero.runlock import RunLock

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpczero import resume
 from hpczero.attempts import Attempts
 from hpczero.checkpoint.disk.lock import is_claimed
 from hpczero.data import Batches, Corpus, TokenFile
@@ -21,6 +20,7 @@ from hpczero.options.config import DEFAULT_RUN, RunConfig
 from hpczero.options.environment import Environment
 from hpczero.options.values import check_algorithms, parse_nodes
 from hpczero.plan.batch import Batch
+from hpczero.run.starting import resume
 from hpczero.runfolder import RunFolder
 
 

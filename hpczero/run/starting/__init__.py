@@ -1,0 +1,1 @@
+"""How a run starts: the first seconds, what is refused before anything is allocated, where it begins."""
