@@ -21,7 +21,7 @@ from hpczero.run.starting.first_seconds import (
     meet_the_other_ranks_in_mpi_init,
     tell_start,
 )
-from hpczero.signals import Signals
+from hpczero.run.stopping.signals import Signals
 
 
 def main() -> int:

@@ -71,7 +71,7 @@ started = sorted({"torch", "mpi4py.MPI"} & set(sys.modules))
 
 from hpczero.accelerator import choose_accelerator
 from hpczero.run.loop import train
-from hpczero.signals import Signals
+from hpczero.run.stopping.signals import Signals
 
 for name, config in configs.items():
     try:

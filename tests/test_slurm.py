@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.deadline import Deadline
 from hpczero.errors import ConfigError, TopologyError
 from hpczero.job.launch import check_placement
 from hpczero.job.slurm import ask_time_left, seconds_of, tasks_per_node
 from hpczero.options.environment import Environment
+from hpczero.run.stopping.deadline import Deadline
 from tests.helpers.mpirun import ROOT, run_command, run_ranks
 from tests.helpers.processes import launch_environment
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpczero.deadline import Deadline
 from hpczero.options.environment import Environment
-from hpczero.signals import Signals
-from hpczero.stops import Stops, Wish
+from hpczero.run.stopping.deadline import Deadline
+from hpczero.run.stopping.signals import Signals
+from hpczero.run.stopping.stops import Stops, Wish
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:

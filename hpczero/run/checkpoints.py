@@ -22,8 +22,8 @@ from hpczero.checkpoint.disk.lock import Lock
 from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError
 from hpczero.options.config import ResumeOptions, RunConfig
 from hpczero.run.starting import resume
+from hpczero.run.stopping.stops import Wish
 from hpczero.runfolder import RunFolder
-from hpczero.stops import Wish
 from hpczero.weights import Weights
 
 logger = logging.getLogger("hpczero.checkpoints")

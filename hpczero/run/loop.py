@@ -22,9 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import hpczero
 from hpczero.accelerator import Accelerator
-from hpczero.attempts import Attempts
 from hpczero.data import Batches, HeldOut
-from hpczero.deadline import Deadline
 from hpczero.errors import EXIT_REQUEUE, ConfigError, StoppedEarly
 from hpczero.job import log
 from hpczero.job.launch import start_topology, use_own_cores
@@ -48,11 +46,13 @@ from hpczero.run.starting import resume
 from hpczero.run.starting.header import tell_header
 from hpczero.run.starting.own_text import open_tokens
 from hpczero.run.starting.room_check import RoomCheck, run_of
+from hpczero.run.stopping.attempts import Attempts
+from hpczero.run.stopping.deadline import Deadline
+from hpczero.run.stopping.signals import Signals
+from hpczero.run.stopping.stops import Stops, Wish
 from hpczero.run.stragglers import Stragglers
 from hpczero.runfolder import RunFolder
 from hpczero.runlock import RunLock
-from hpczero.signals import Signals
-from hpczero.stops import Stops, Wish
 from hpczero.weights import write_weights
 from hpczero.zero.sharding import Sharding
 

@@ -22,7 +22,6 @@ import torch
 from safetensors.torch import save_file
 
 import hpczero
-from hpczero.attempts import Attempts
 from hpczero.checkpoint.disk import lines
 from hpczero.checkpoint.disk.folder import Folder, read_manifest
 from hpczero.checkpoint.disk.lock import Lock
@@ -39,6 +38,7 @@ from hpczero.options.config import EvaluationOptions, RunConfig, RunOptions, Tra
 from hpczero.options.environment import Environment
 from hpczero.options.reading import to_toml
 from hpczero.run.starting import resume
+from hpczero.run.stopping.attempts import Attempts
 from hpczero.runfolder import RunFolder
 from hpczero.sources import open_source
 from hpczero.weights import Weights, WeightSource, write_weights

@@ -18,7 +18,7 @@ from hpczero.job.root_work import done_by_root
 from hpczero.job.topology import Topology
 from hpczero.options.config import DataOptions
 from hpczero.phases import PhaseBar, PhaseLines, phases_for
-from hpczero.signals import Signals
+from hpczero.run.stopping.signals import Signals
 
 
 def open_tokens(

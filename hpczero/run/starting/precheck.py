@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpczero.attempts import Attempts
 from hpczero.checkpoint.disk.lock import is_claimed
 from hpczero.data import Batches, Corpus, TokenFile
 from hpczero.data.prepare import names_token_file
@@ -21,6 +20,7 @@ from hpczero.options.environment import Environment
 from hpczero.options.values import check_algorithms, parse_nodes
 from hpczero.plan.batch import Batch
 from hpczero.run.starting import resume
+from hpczero.run.stopping.attempts import Attempts
 from hpczero.runfolder import RunFolder
 
 

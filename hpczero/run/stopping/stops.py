@@ -11,10 +11,10 @@ import logging
 from enum import IntEnum
 from pathlib import Path
 
-from hpczero.deadline import Deadline
 from hpczero.files.regular import kind_of
 from hpczero.job.topology import Topology
-from hpczero.signals import Signals
+from hpczero.run.stopping.deadline import Deadline
+from hpczero.run.stopping.signals import Signals
 
 logger = logging.getLogger("hpczero.stops")
 
