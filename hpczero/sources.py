@@ -27,7 +27,7 @@ from hpczero.checkpointweights import CheckpointWeights, check_token_file
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, CorruptCheckpoint
 from hpczero.files.regular import is_there, kind_of, reason
 from hpczero.job.topology import Topology
-from hpczero.weights import WEIGHTS_FILE, Weights, WeightSource, step_of_weights
+from hpczero.run.results.weights import WEIGHTS_FILE, Weights, WeightSource, step_of_weights
 
 logger = logging.getLogger("hpczero.weights")
 

@@ -243,7 +243,7 @@ class Trainer:
         import torch
 
         import hpczero
-        from hpczero.metrics import StepSplit, Stopwatch
+        from hpczero.run.results.metrics import StepSplit, Stopwatch
 
         point, topology, device = self.point, self.topology, self.accelerator.device
         accumulation = point.batch // point.micro_batch

@@ -35,9 +35,9 @@ from hpczero.checkpoint.disk import lines
 from hpczero.checkpoint.disk.folder import LATEST, Folder
 from hpczero.checkpoint.disk.format import MANIFEST_FILE
 from hpczero.checkpoint.verify import Verdict, verify
-from hpczero.metrics import read_metrics
 from hpczero.options.config import RunConfig
 from hpczero.options.reading import load_toml
+from hpczero.run.results.metrics import read_metrics
 from tests.helpers.killed import Job
 from tests.helpers.runs import options
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import hpczero
 from hpczero.errors import ConfigError, StepError
-from hpczero.metrics import read_metrics
 from hpczero.models import GPT
+from hpczero.run.results.metrics import read_metrics
 from tests.equality.reference import tree_sum
 from tests.helpers.mpirun import run_ranks
 from tests.helpers.parallel import parallel_assert

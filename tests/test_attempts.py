@@ -14,8 +14,8 @@ from hpczero.errors import ConfigError
 from hpczero.options.config import ResumeOptions, RunConfig, RunOptions, TrainOptions
 from hpczero.options.environment import Environment
 from hpczero.options.reading import load_toml
+from hpczero.run.results.folder import RunFolder
 from hpczero.run.stopping.attempts import Attempts
-from hpczero.runfolder import RunFolder
 
 SERIES = Environment(series="s", job="7")
 

@@ -13,8 +13,8 @@ from hpczero.checkpoint import Loaded
 from hpczero.errors import ConfigError
 from hpczero.models import GPTConfig
 from hpczero.options.config import ResumeOptions, RunConfig, RunOptions
+from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting.resume import began_at, check, choose
-from hpczero.runfolder import RunFolder
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ import pytest
 
 import hpczero
 from hpczero import errors
-from hpczero.metrics import StepMetrics
 from hpczero.models.presets import PRESETS
 from hpczero.options.config import RunConfig
+from hpczero.run.results.metrics import StepMetrics
 from tests.helpers.mpirun import ROOT, run_command, run_ranks
 
 if TYPE_CHECKING:  # importing MPI would start it where tests are only collected

@@ -24,9 +24,9 @@ from hpczero.models import GPT, PRESETS, GPTConfig
 from hpczero.options.config import RunConfig
 from hpczero.options.environment import Environment
 from hpczero.options.reading import load_toml, read_run_config
+from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting.precheck import mistake_of
 from hpczero.run.starting.resume import check, check_ranks
-from hpczero.runfolder import RunFolder
 from tests.checkpoint.foreign import theirs
 from tests.helpers.mpirun import Finished, run_command
 from tests.helpers.runs import losses, options, steps, train

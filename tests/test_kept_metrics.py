@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from hpczero.metrics import read_metrics
-from hpczero.metricsfile import MetricsFile
 from hpczero.options.config import LogOptions, RunConfig, RunOptions
-from hpczero.records import Records
-from hpczero.runfolder import RunFolder
+from hpczero.run.results.folder import RunFolder
+from hpczero.run.results.metrics import read_metrics
+from hpczero.run.results.metrics_file import MetricsFile
+from hpczero.run.results.records import Records
 from tests.test_metrics import metrics
 
 

@@ -17,7 +17,9 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from hpczero.errors import ConfigError
 from hpczero.job import log
-from hpczero.metrics import (
+from hpczero.options.config import LogOptions, RunConfig, RunOptions, TrainOptions
+from hpczero.run.results.folder import RunFolder
+from hpczero.run.results.metrics import (
     Interval,
     StepMetrics,
     StepSplit,
@@ -26,12 +28,10 @@ from hpczero.metrics import (
     process_peak_nbytes,
     read_metrics,
 )
-from hpczero.metricsfile import MetricsFile
-from hpczero.options.config import LogOptions, RunConfig, RunOptions, TrainOptions
-from hpczero.plot import plot_losses
-from hpczero.progress import progress_for
-from hpczero.records import Records
-from hpczero.runfolder import RunFolder
+from hpczero.run.results.metrics_file import MetricsFile
+from hpczero.run.results.plot import plot_losses
+from hpczero.run.results.progress import progress_for
+from hpczero.run.results.records import Records
 
 
 def metrics(step: int = 1, **changes: object) -> StepMetrics:

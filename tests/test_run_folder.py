@@ -17,7 +17,7 @@ from hpczero.checkpoint.disk.lock import Lock
 from hpczero.errors import ConfigError
 from hpczero.options.config import RunConfig
 from hpczero.options.reading import load_toml
-from hpczero.runfolder import RunFolder
+from hpczero.run.results.folder import RunFolder
 from tests.helpers.mpirun import Finished, run_ranks
 from tests.helpers.runs import losses, options, steps, train
 

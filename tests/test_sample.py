@@ -12,7 +12,7 @@ import torch
 from hpczero.data import ByteTokenizer
 from hpczero.errors import CheckpointError, ConfigError
 from hpczero.models import GPT, GPTConfig, generate
-from hpczero.weights import Weights, write_weights
+from hpczero.run.results.weights import Weights, write_weights
 from tests.helpers.mpirun import run_ranks
 
 MODEL = GPTConfig(vocab_size=257, context=16, layers=2, hidden=24, heads=2)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from hpczero.metrics import StepMetrics, read_metrics
 from hpczero.options.config import RunConfig
 from hpczero.options.reading import load_toml
+from hpczero.run.results.metrics import StepMetrics, read_metrics
 from tests.helpers.mpirun import Finished, run_ranks
 
 LIMIT_S = 100

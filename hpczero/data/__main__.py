@@ -21,7 +21,7 @@ from hpczero.data.tokens import VERSION, TokenFile
 from hpczero.errors import run
 from hpczero.job.long_work import Progress, watched
 from hpczero.options.reading import parse_command_line
-from hpczero.phases import phases_for
+from hpczero.run.results.phases import phases_for
 
 EXCERPT_TOKENS = 200
 

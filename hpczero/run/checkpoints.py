@@ -21,10 +21,10 @@ from hpczero.checkpoint.disk.lines import homes
 from hpczero.checkpoint.disk.lock import Lock
 from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError
 from hpczero.options.config import ResumeOptions, RunConfig
+from hpczero.run.results.folder import RunFolder
+from hpczero.run.results.weights import Weights
 from hpczero.run.starting import resume
 from hpczero.run.stopping.stops import Wish
-from hpczero.runfolder import RunFolder
-from hpczero.weights import Weights
 
 logger = logging.getLogger("hpczero.checkpoints")
 

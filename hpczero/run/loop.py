@@ -27,7 +27,15 @@ from hpczero.errors import EXIT_REQUEUE, ConfigError, StoppedEarly
 from hpczero.job import log
 from hpczero.job.launch import start_topology, use_own_cores
 from hpczero.job.topology import Topology
-from hpczero.metrics import (
+from hpczero.models import GPT, GPTConfig, flops_per_token
+from hpczero.options.config import RunConfig, TrainOptions
+from hpczero.options.environment import Environment
+from hpczero.options.reading import to_toml
+from hpczero.plan.batch import Batch
+from hpczero.run.checkpoints import RunCheckpoints
+from hpczero.run.results.folder import RunFolder
+from hpczero.run.results.lock import RunLock
+from hpczero.run.results.metrics import (
     StepMetrics,
     Stopwatch,
     achieved_tflops,
@@ -35,13 +43,8 @@ from hpczero.metrics import (
     process_peak_nbytes,
     read_metrics,
 )
-from hpczero.models import GPT, GPTConfig, flops_per_token
-from hpczero.options.config import RunConfig, TrainOptions
-from hpczero.options.environment import Environment
-from hpczero.options.reading import to_toml
-from hpczero.plan.batch import Batch
-from hpczero.records import Records
-from hpczero.run.checkpoints import RunCheckpoints
+from hpczero.run.results.records import Records
+from hpczero.run.results.weights import write_weights
 from hpczero.run.starting import resume
 from hpczero.run.starting.header import tell_header
 from hpczero.run.starting.own_text import open_tokens
@@ -51,9 +54,6 @@ from hpczero.run.stopping.deadline import Deadline
 from hpczero.run.stopping.signals import Signals
 from hpczero.run.stopping.stops import Stops, Wish
 from hpczero.run.stragglers import Stragglers
-from hpczero.runfolder import RunFolder
-from hpczero.runlock import RunLock
-from hpczero.weights import write_weights
 from hpczero.zero.sharding import Sharding
 
 
@@ -378,7 +378,7 @@ def evaluate(
 def draw_losses(config: RunConfig, folder: RunFolder) -> None:
     """Plot what metrics.jsonl holds. On one rank only."""
     # Here and not at the top: half a second and 40 MB that only one rank should pay.
-    from hpczero.plot import plot_losses
+    from hpczero.run.results.plot import plot_losses
 
     where = f"{socket.gethostname()}, {time.strftime('%Y-%m-%d')}"
     title = f"{config.run.name}: {config.model.preset}, ZeRO stage {config.parallel.stage}\n{where}"

@@ -14,7 +14,7 @@ from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE, Manifest, 
 from hpczero.errors import CheckpointError, ConfigError, CorruptCheckpoint
 from hpczero.files.durable import sync
 from hpczero.options.config import RunConfig, RunOptions
-from hpczero.runfolder import RunFolder
+from hpczero.run.results.folder import RunFolder
 from tests.checkpoint.test_signed import put
 from tests.test_regularfile import at_once
 

@@ -27,7 +27,7 @@ from hpczero.checkpoint.foreign.weight_files import WeightFiles
 from hpczero.data import ByteTokenizer
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
 from hpczero.models import GPT, GPTConfig
-from hpczero.weights import Weights, write_weights
+from hpczero.run.results.weights import Weights, write_weights
 from tests.checkpoint.damage import flip
 from tests.checkpoint.foreign import checkpoint, on_root, other_state, state, theirs
 from tests.checkpoint.programs import Program

@@ -31,17 +31,17 @@ from hpczero.checkpoint.foreign.weight_files import WeightFiles
 from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.data import ByteTokenizer, Corpus, TokenFile, prepare
 from hpczero.errors import CheckpointBusy
-from hpczero.metrics import StepMetrics, read_metrics
-from hpczero.metricsfile import MetricsFile
 from hpczero.models import GPT, GPTConfig
 from hpczero.options.config import EvaluationOptions, RunConfig, RunOptions, TrainOptions
 from hpczero.options.environment import Environment
 from hpczero.options.reading import to_toml
+from hpczero.run.results.folder import RunFolder
+from hpczero.run.results.metrics import StepMetrics, read_metrics
+from hpczero.run.results.metrics_file import MetricsFile
+from hpczero.run.results.weights import Weights, WeightSource, write_weights
 from hpczero.run.starting import resume
 from hpczero.run.stopping.attempts import Attempts
-from hpczero.runfolder import RunFolder
 from hpczero.sources import open_source
-from hpczero.weights import Weights, WeightSource, write_weights
 from tests.checkpoint.damage import fingerprint
 from tests.checkpoint.folders import kept, old_line, there
 from tests.checkpoint.foreign import checkpoint, gpt_checkpoint, other_state, state

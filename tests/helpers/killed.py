@@ -30,7 +30,7 @@ left = [int(sys.argv.pop(1))]
 os.environ.update(json.loads(sys.argv.pop(1)))
 from pathlib import Path
 from hpczero.errors import launcher_rank, run
-from hpczero.runlock import RunLock
+from hpczero.run.results.lock import RunLock
 def counted(call):
     def change(*args, **named):
         if getattr(inside, "a_change", False):  # Path calls os

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpczero.checkpoint.disk.folder import Folder
-from hpczero.metrics import read_metrics
+from hpczero.run.results.metrics import read_metrics
 from tests.helpers.mpirun import ROOT, Finished, run_ranks
 
 STEPS = 24

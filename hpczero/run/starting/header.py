@@ -11,7 +11,7 @@ from hpczero.job import log
 from hpczero.job.launch import warn_of_shared_devices
 from hpczero.options.config import RunConfig
 from hpczero.plan.batch import Batch
-from hpczero.runfolder import RunFolder
+from hpczero.run.results.folder import RunFolder
 from hpczero.zero.sharding import Sharding
 
 

@@ -17,7 +17,7 @@ from hpczero.job import log
 from hpczero.job.root_work import done_by_root
 from hpczero.job.topology import Topology
 from hpczero.options.config import DataOptions
-from hpczero.phases import PhaseBar, PhaseLines, phases_for
+from hpczero.run.results.phases import PhaseBar, PhaseLines, phases_for
 from hpczero.run.stopping.signals import Signals
 
 

@@ -19,9 +19,9 @@ from hpczero.options.config import DEFAULT_RUN, RunConfig
 from hpczero.options.environment import Environment
 from hpczero.options.values import check_algorithms, parse_nodes
 from hpczero.plan.batch import Batch
+from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting import resume
 from hpczero.run.stopping.attempts import Attempts
-from hpczero.runfolder import RunFolder
 
 
 def mistake_of(

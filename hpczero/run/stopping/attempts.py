@@ -28,7 +28,7 @@ from hpczero.files.regular import read_bytes
 from hpczero.options.config import ResumeOptions, RunConfig
 from hpczero.options.environment import Environment
 from hpczero.options.reading import load_toml
-from hpczero.runfolder import RunFolder
+from hpczero.run.results.folder import RunFolder
 
 logger = logging.getLogger("hpczero.attempts")
 

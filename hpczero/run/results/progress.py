@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Literal, TextIO
 
 from hpczero.job import log
-from hpczero.metrics import Interval, StepMetrics
+from hpczero.run.results.metrics import Interval, StepMetrics
 
 
 class Lines:

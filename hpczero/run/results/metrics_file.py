@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpczero.files.durable import keep_as, sync, write_text
 from hpczero.files.regular import kind_of
-from hpczero.metrics import StepMetrics, read_records, shown_spans, spans
+from hpczero.run.results.metrics import StepMetrics, read_records, shown_spans, spans
 
 logger = logging.getLogger("hpczero.metrics")
 

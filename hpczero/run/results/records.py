@@ -12,14 +12,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from hpczero.errors import EXHAUSTED
-from hpczero.metrics import StepMetrics
-from hpczero.metricsfile import MetricsFile
 from hpczero.options.config import LogOptions
-from hpczero.progress import progress_for
-from hpczero.runfolder import RunFolder
+from hpczero.run.results.folder import RunFolder
+from hpczero.run.results.metrics import StepMetrics
+from hpczero.run.results.metrics_file import MetricsFile
+from hpczero.run.results.progress import progress_for
 
 if TYPE_CHECKING:
-    from hpczero.scalars import ScalarWriter
+    from hpczero.run.results.scalars import ScalarWriter
 
 
 class Records:
@@ -48,7 +48,7 @@ class Records:
         self._open.callback(self._file.close)
         if self._wants_tensorboard:
             # Here and not at the top: a fifth of a second and 20 MB that only rank 0 should pay.
-            from hpczero.scalars import ScalarWriter
+            from hpczero.run.results.scalars import ScalarWriter
 
             # First: the writer's thread starts at once, and may fail at once.
             self._open.callback(setattr, threading, "excepthook", threading.excepthook)

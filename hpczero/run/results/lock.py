@@ -16,7 +16,7 @@ from hpczero.errors import CheckpointNotWritten
 from hpczero.job.topology import Topology
 from hpczero.options.config import DEFAULT_RUN, RunOptions
 from hpczero.options.environment import Environment
-from hpczero.runfolder import RunFolder
+from hpczero.run.results.folder import RunFolder
 
 logger = logging.getLogger("hpczero.runs")
 

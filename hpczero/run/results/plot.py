@@ -16,7 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from hpczero.metrics import StepMetrics
+from hpczero.run.results.metrics import StepMetrics
 
 SPANS = 40  # a curve is smoothed over one part in so many
 TOKEN_TICKS = 5  # at most so many: 1,000,000,000 is wide

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Literal
 
 from hpczero.job.long_work import Moment
-from hpczero.progress import terminal_columns
+from hpczero.run.results.progress import terminal_columns
 
 EVERY_S = 10.0
 REDRAW_S = 0.25
