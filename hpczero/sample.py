@@ -59,7 +59,7 @@ def main() -> int:
     )
     tell_start_aside("hpczero.sample")
     # Here and not at the top: this import starts torch and MPI, which --help and bad options must not do.
-    from hpczero.generation import sample
+    from hpczero.run.sampling.generation import sample
 
     sample(
         options.weights,

@@ -39,9 +39,9 @@ from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.metrics import StepMetrics, read_metrics
 from hpczero.run.results.metrics_file import MetricsFile
 from hpczero.run.results.weights import Weights, WeightSource, write_weights
+from hpczero.run.sampling.sources import open_source
 from hpczero.run.starting import resume
 from hpczero.run.stopping.attempts import Attempts
-from hpczero.sources import open_source
 from tests.checkpoint.damage import fingerprint
 from tests.checkpoint.folders import kept, old_line, there
 from tests.checkpoint.foreign import checkpoint, gpt_checkpoint, other_state, state

@@ -23,11 +23,11 @@ from pathlib import Path
 from hpczero.checkpoint.disk.folder import Folder, is_checkpoint
 from hpczero.checkpoint.disk.lines import step_of
 from hpczero.checkpoint.places import CHECKPOINTS, GIVE, folder_at, what_is_there
-from hpczero.checkpointweights import CheckpointWeights, check_token_file
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, CorruptCheckpoint
 from hpczero.files.regular import is_there, kind_of, reason
 from hpczero.job.topology import Topology
 from hpczero.run.results.weights import WEIGHTS_FILE, Weights, WeightSource, step_of_weights
+from hpczero.run.sampling.checkpoint_weights import CheckpointWeights, check_token_file
 
 logger = logging.getLogger("hpczero.weights")
 

@@ -15,7 +15,7 @@ import torch
 import hpczero
 from hpczero.job.launch import start_topology, use_own_cores
 from hpczero.models import GPT, generate
-from hpczero.sources import open_source
+from hpczero.run.sampling.sources import open_source
 
 
 def sample(

@@ -1,0 +1,1 @@
+"""Text from trained weights: which weights a path means, and how they are sharded again."""
