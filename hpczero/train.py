@@ -1,7 +1,7 @@
 """The training command: ``[mpirun -n 4] python -m hpczero.train [run.toml] [--section.key value ...]``.
 
 Owns: the order of things until torch and MPI have started. Must not know: the loop itself, which is ``loop.py``; what
-is refused before it (``precheck.py``), and how a job ends then (``start.py``).
+is refused before it (``precheck.py``), and how a job ends then (``first_seconds.py``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads the package's syntax trees: who may import whom, and what no file may do.
 
-The table of layers is the map of ``docs/architecture.md``. A new module must be given its place in it.
+The order of rooms is that of the map in ``docs/architecture.md``. A new room must be given its place in it.
 """
 
 from __future__ import annotations
@@ -16,125 +16,39 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "hpczero"
-MAX_LINES = 400
+from docs.rooms import DOCUMENT, PACKAGE, ROOMS, files, name_of, room_of, with_map
 
-# Bottom first. A name covers its submodules; the longest name that fits a module decides. Imports go down or stay in
-# the same layer. ``__init__`` is the public names of the package, which the rooms below it never use.
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
-    ("durable", "optiontypes", "regularfile", "scalars", "values"),
-    (
-        "config",
-        "environment",
-        "layout",
-        "limits",
-        "log",
-        "longwork",
-        "metrics",
-        "metricsfile",
-        "options",
-        "precision",
-        "rollcall",
-        "signals",
-        "slurm",
-        "transports",
-        "watchdog",
-    ),
-    (
-        "accelerator",
-        "bits",
-        "buffers",
-        "deadline",
-        "device",
-        "heap",
-        "kernels",
-        "norm",
-        "rootwork",
-        "topology",
-    ),
-    ("comm",),
-    (
-        "optimizers",
-        "parameter",
-        "plan",
-        "refusals",
-        "shard_gradient",
-        "shards",
-        "tensors",
-        "unlike",
-        "uncompiled",
-        "untraced",
-        "usage",
-        "wholecopy",
-    ),
-    ("gradient", "gradient_norms", "replicas", "unit", "whole"),
-    ("backward", "prefetch", "seal", "seen_gradient", "surroundings"),
-    ("advice", "casting", "kept", "ways"),
-    ("optimizer_state", "step"),
-    ("schedule",),
-    ("access", "accumulation", "forward_methods", "fullstate", "sharded_model", "zero"),
-    ("checkpoint",),
-    ("__init__",),
-    ("data", "models"),
-    ("predict",),
-    (
-        "batch",
-        "launch",
-        "phases",
-        "plot",
-        "progress",
-        "records",
-        "runfolder",
-        "stops",
-        "stragglers",
-        "weights",
-    ),
-    ("attempts", "header", "owntext", "resume", "roomcheck", "runlock"),
-    ("checkpointweights", "precheck", "run_checkpoints", "start"),
-    ("sources",),
-    ("generation", "loop"),
-    (
-        "commands",
-        "data.__main__",
-        "doctor",
-        "plan.__main__",
-        "plan.report",
-        "preflight",
-        "sample",
-        "train",
-    ),
-)
+ROOT = Path(__file__).resolve().parents[1]
+MAX_LINES = 400
 
 # Who alone may import these, at whatever depth of the code.
 GUARDED = {
-    "mpi4py": ("checkpoint", "comm", "doctor", "preflight", "rollcall", "topology"),
+    "mpi4py": ("checkpoint", "comm", "doctor", "preflight", "job.roll_call", "job.topology"),
     "h5py": ("checkpoint", "data", "doctor"),
     "cupy": ("accelerator", "doctor", "kernels"),
 }
 TORCH_FREE = (
-    "config",
-    "durable",
-    "environment",
     "errors",
-    "layout",
-    "limits",
-    "log",
-    "metrics",
-    "metricsfile",
+    "files",
+    "job.limits",
+    "job.log",
+    "job.long_work",
     "options",
-    "optiontypes",
     "plan",
-    "precision",
     "predict",
-    "regularfile",
-    "transports",
-    "values",
+    "run.results.metrics",
+    "run.results.metrics_file",
 )
 TORCH_ALLOWED = ("plan.rules",)
-# comm.awareness gives a trial job the environment, and looks for variables of MPI libraries.
-ENVIRONMENT_READERS = ("comm.awareness", "environment", "doctor", "errors", "preflight")
+# comm.devices.awareness gives a trial job the environment, and looks for variables of MPI libraries.
+ENVIRONMENT_READERS = (
+    "comm.devices.awareness",
+    "options.environment",
+    "doctor",
+    "errors",
+    "preflight",
+)
+MAX_ENTRIES = 12  # of the package's folder, beside rooms
 COMMANDS = ("train", "sample", "plan", "doctor", "data", "preflight")
 
 
@@ -187,11 +101,9 @@ def _imports(node: ast.AST, name: str, *, for_types_only: bool) -> Iterator[Impo
 
 @cache
 def package() -> dict[str, Module]:
-    found = {}
-    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
-        parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
-        found[name] = Module(name, path, ast.parse(path.read_text()))
+    found = {
+        name_of(path): Module(name_of(path), path, ast.parse(path.read_text())) for path in files()
+    }
     assert len(found) > 10, "the package was not found"
     return found
 
@@ -206,17 +118,6 @@ def resolve(target: str) -> str | None:
     return name or "__init__"
 
 
-def layer(name: str) -> int | None:
-    """Index in LAYERS of the longest entry that covers module ``name``."""
-    covering = [
-        (len(entry), index)
-        for index, entries in enumerate(LAYERS)
-        for entry in entries
-        if name == entry or name.startswith(f"{entry}.")
-    ]
-    return max(covering)[1] if covering else None
-
-
 def edges(*, types_too: bool) -> Iterator[tuple[Module, str, int]]:
     """(importing module, name of the imported module of ours, line)."""
     for module in package().values():
@@ -227,17 +128,27 @@ def edges(*, types_too: bool) -> Iterator[tuple[Module, str, int]]:
                 yield module, target, imported.line
 
 
-def test_every_module_has_a_layer() -> None:
-    assert [name for name in package() if layer(name) is None] == []
+def test_every_file_is_in_a_room() -> None:
+    assert [str(path) for path in files() if room_of(path) not in ROOMS] == []
 
 
 def test_imports_go_downward_only() -> None:
     wrong = []
     for module, target, line in edges(types_too=True):
-        mine, theirs = layer(module.name), layer(target)
-        if mine is not None and theirs is not None and theirs > mine:
+        mine, theirs = room_of(module.path), room_of(package()[target].path)
+        if ROOMS.index(theirs) < ROOMS.index(mine):
             wrong.append(f"{module.where(line)} imports {target}, which lies above it")
     assert wrong == []
+
+
+def test_map_of_the_rooms_is_the_one_in_the_document() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert text == with_map(text), "python docs/rooms.py writes it"
+
+
+def test_few_files_lie_beside_the_rooms() -> None:
+    here = [path for path in (ROOT / PACKAGE).iterdir() if path.name != "__pycache__"]
+    assert len([path for path in here if not path.is_dir()]) <= MAX_ENTRIES
 
 
 def test_no_import_cycles_even_inside_functions() -> None:

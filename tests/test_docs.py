@@ -188,17 +188,6 @@ def test_every_file_that_is_named_exists(document: Path) -> None:
     assert [name for name in names if not any((home / name).is_file() for home in homes)] == []
 
 
-def test_map_of_rooms_has_every_module_of_the_package() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    paths = [*(ROOT / "hpczero").glob("*.py"), *(ROOT / "hpczero").glob("*/__init__.py")]
-    rooms = {
-        path.name if path.parent.name == "hpczero" else f"{path.parent.name}/" for path in paths
-    }
-    rooms.remove("__init__.py")
-    assert len(rooms) > 20
-    assert [room for room in sorted(rooms) if not re.search(rf"(?<![\w/]){room}", text)] == []
-
-
 def test_every_test_that_is_named_exists() -> None:
     sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     tests = named(r"\b(test_\w+)\b(?!\.py)", GUIDES)

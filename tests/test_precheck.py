@@ -98,7 +98,7 @@ def test_every_mistake_is_told_as_it_is_later_without_torch_and_mpi(folder: Path
 
 COUNTS = """
 import runpy, sys
-from hpczero import start
+from hpczero.run.starting import first_seconds as start
 
 def report(error, report=start.report):
     print("imported:", *sorted({"torch", "mpi4py.MPI"} & set(sys.modules)), flush=True)
@@ -171,7 +171,8 @@ if int(os.environ["OMPI_COMM_WORLD_RANK"]):
 else:
     sys.argv.pop()
 if sys.argv.pop() == "unknown":
-    from hpczero import environment, errors
+    from hpczero import errors
+    from hpczero.options import environment
     environment.SIZE_VARIABLES = ()  # a launcher that sets others
     errors.launcher_rank = lambda: 0
 sys.argv[0] = "train"

@@ -216,7 +216,7 @@ def test_running_run_is_sampled_and_neither_locked_nor_stopped(tmp_path: Path) -
 DELETED_MEANWHILE = """
 import shutil
 from pathlib import Path
-from hpczero import sources
+from hpczero.run.sampling import sources
 from hpczero.errors import run
 from hpczero.sample import main
 chosen = sources._next

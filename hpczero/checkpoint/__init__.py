@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Checkpoints": "checkpoints",
     "Loaded": "reading",
-    "import_weights": "importing",
+    "import_weights": "foreign.importing",
     "load": "checkpoints",
     "save": "checkpoints",
 }

@@ -4,7 +4,7 @@ Owns: that no rank is taken for hung as long as the work gets on, and is if it d
 is that of all ranks; that it has the cores of those who wait. Must not know: what the work is, how it is shown.
 
 [Note: Meetings] The work is on a thread of rank 0. Meanwhile all ranks meet again and again, and rank 0 comes to a
-meeting once the work has got on since the last one (what that means: longwork.py). So every wait is short while it
+meeting once the work has got on since the last one (what that means: long_work.py). So every wait is short while it
 does; where it has not for HPCZERO_TIMEOUT, the watchdog ends the job as it ends any other hang.
 
 [Note: Sleeping] In a collective MPI asks for messages without a pause, at the price of a core. Here ranks start it, and

@@ -1,7 +1,7 @@
 """Options: what they are called, what they may be, and where they come from.
 
 Owns: every option of the training command, each exactly once. Must not know: MPI, torch, models, data, environment
-variables (``environment.py``), and how options are read: that is ``options.py``.
+variables (``environment.py``), and how options are read: that is ``reading.py``.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""One training run: the loop, its batches, its checkpoints. The rooms below say how it starts, stops, and what it leaves."""
+"""One training run: the loop, its checkpoints, and who holds it up."""

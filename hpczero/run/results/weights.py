@@ -2,7 +2,7 @@
 
 Owns: the file, and what sampling asks of any weights (``WeightSource``). Must not know: MPI, shards; one rank writes
 whole tensors, any rank reads them one at a time, so that no reader needs memory for more than one parameter. (Sharded
-checkpoints, with optimizer state, are another thing: ``checkpointweights.py``.)
+checkpoints, with optimizer state, are another thing: ``checkpoint_weights.py``.)
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Units: groups of parameters that are communicated together; what of them is on this rank, and what the program sees of it."""
+"""Units: groups of parameters that are communicated together, their shards, and what the program sees of them."""
