@@ -67,7 +67,7 @@ STUDIES = ROOT / "scaling" / "README.md"
 GUIDES.append(STUDIES)
 DOCUMENTS.append(STUDIES)
 MEASURING |= {f"scaling.{name}" for name in ("sweep", "report", "predict")}
-NOT_OURS |= {"--partition", "--time"}  # of sbatch
+NOT_OURS |= {"--partition", "--time", "--ntasks-per-node"}  # of sbatch
 
 
 def ids(paths: list[Path]) -> list[str]:

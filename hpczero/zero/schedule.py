@@ -14,7 +14,7 @@ What a module is given and what it returns stay the caller's: nothing is copied,
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,7 +35,7 @@ from hpczero.zero.calls.prefetch import Prefetch
 from hpczero.zero.calls.surroundings import refuse_mutation
 from hpczero.zero.calls.tensors import Attributes, TooMany, tensors_in
 from hpczero.zero.calls.untraced import untraced
-from hpczero.zero.calls.ways import Ways
+from hpczero.zero.calls.ways import Ways, inside
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.whole import UnitState
 
@@ -127,7 +127,7 @@ class Schedule:
                 users.setdefault(module, []).append(unit)
         for module, units in users.items():
             is_root = module is model
-            inner = list(_inside(module, users))
+            inner = list(inside(module, users))
             before = self._pre_forward(units, inner, is_root=is_root)
             after = self._post_forward(units, Attributes(module), is_root=is_root)
             self._around[module] = before, after
@@ -393,11 +393,3 @@ class Schedule:
     def in_backward(self) -> bool:
         """Whether a backward is running, or was interrupted."""
         return self._backward is not None
-
-
-def _inside(module: nn.Module, users: Container[nn.Module]) -> Iterator[nn.Module]:
-    """The modules below ``module`` whose calls count as its own: not those in ``users``, nor what is below those."""
-    for child in module.children():
-        if child not in users:
-            yield child
-            yield from _inside(child, users)

@@ -12,7 +12,7 @@ backward is through.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -144,3 +144,11 @@ def _nodes_behind(results: Any) -> Iterator[Node]:
             base = tensor._base
             if base is not None and base.grad_fn is not None:
                 yield base.grad_fn
+
+
+def inside(module: nn.Module, users: Container[nn.Module]) -> Iterator[nn.Module]:
+    """The modules below ``module`` whose calls count as its own: not those in ``users``, nor what is below those."""
+    for child in module.children():
+        if child not in users:
+            yield child
+            yield from inside(child, users)
