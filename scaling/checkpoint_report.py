@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from scaling.plot import Bar, draw_bars
-from scaling.record import Row, of_kind, where_and_when
-from scaling.spread import Spread, paired_ratios
-from scaling.table import table, with_spread
+from scaling.evidence.plot import Bar, draw_bars
+from scaling.evidence.record import Row, of_kind, where_and_when
+from scaling.evidence.spread import Spread, paired_ratios
+from scaling.evidence.table import table, with_spread
 
 TITLES = {
     "raw": "raw bytes",

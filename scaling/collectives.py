@@ -19,7 +19,7 @@ import tyro
 
 from hpczero.errors import ConfigError, run
 from hpczero.options.reading import parse_command_line
-from scaling.record import Row, circumstances
+from scaling.evidence.record import Row, circumstances
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology
@@ -66,7 +66,7 @@ def main() -> int:
     # Here and not at the top: this import starts MPI, which --help and bad options must not do.
     from hpczero.job.launch import start_topology
     from scaling.collectives_report import draw, text
-    from scaling.job import placement, record
+    from scaling.evidence.clock import placement, record
 
     topology = start_topology(None)
     if topology.size < 2:
@@ -87,7 +87,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
     import torch
     from mpi4py import MPI
 
-    from scaling.job import placement, seconds
+    from scaling.evidence.clock import placement, seconds
     from scaling.movers import movers, tuned
 
     torch.set_num_threads(1)

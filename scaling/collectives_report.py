@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from scaling.plot import Line, draw_lines
-from scaling.record import Row, of_kind, where_and_when
-from scaling.spread import Spread, paired_ratios
-from scaling.table import table, with_spread
+from scaling.evidence.plot import Line, draw_lines
+from scaling.evidence.record import Row, of_kind, where_and_when
+from scaling.evidence.spread import Spread, paired_ratios
+from scaling.evidence.table import table, with_spread
 
 LIBRARY = "MPI library"
 AUTO = "window, auto"

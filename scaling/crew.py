@@ -22,7 +22,7 @@ from typing import Any
 
 from hpczero.errors import ConfigError, HpcZeroError
 from scaling.contenders import Entry
-from scaling.record import LAUNCH, ROOT
+from scaling.evidence.record import LAUNCH, ROOT
 from scaling.workload import Workload
 
 PEERS_PYTHON = ROOT / ".venv" / "peers" / "bin" / "python"

@@ -2,7 +2,7 @@
 
 Owns: what is compared with what. Must not know: how it was measured, how it is written or drawn. A step takes as long
 as its slowest rank. What a point takes is the median of its jobs, and of each job the median of its steps: steps of one
-job are not independent of each other, jobs are (`scaling.jobs` says how sure that is). Speed-up and efficiency are
+job are not independent of each other, jobs are (`scaling.evidence.resampling` says how sure that is). Speed-up and efficiency are
 ratios of what two points take.
 """
 
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
+from scaling.evidence.record import Row, of_kind
+from scaling.evidence.resampling import Ratio, ratio_of_jobs, spread_of_jobs
+from scaling.evidence.spread import Spread
 from scaling.host import predict_on_host, transport_of
-from scaling.jobs import Ratio, ratio_of_jobs, spread_of_jobs
 from scaling.probe import Measured as MeasuredKernels
-from scaling.record import Row, of_kind
-from scaling.spread import Spread
 from scaling.study import Point, nodes_of
 
 PARTS = ("compute", "communication", "optimizer", "data", "other")

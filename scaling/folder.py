@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpczero.errors import ConfigError
-from scaling.record import Row, parse_rows
+from scaling.evidence.record import Row, parse_rows
 from scaling.setting import Setting, agrees
 from scaling.study import Point
 

@@ -24,8 +24,7 @@ import tyro
 
 from hpczero.errors import ConfigError, run
 from hpczero.options.reading import parse_command_line
-from scaling.gpu_goals import report
-from scaling.record import (
+from scaling.evidence.record import (
     HOME,
     LAUNCH,
     LEFT,
@@ -36,6 +35,7 @@ from scaling.record import (
     machine_name,
     slug,
 )
+from scaling.gpu_goals import report
 
 ALL_S = 450.0
 GRACE_S = 5.0

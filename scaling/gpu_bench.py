@@ -27,7 +27,7 @@ from torch import Tensor
 from hpczero.accelerator import Accelerator
 from hpczero.errors import HpcZeroError, abort_job
 from hpczero.models.config import GPTConfig, flops_per_token
-from scaling.record import LEFT, Row
+from scaling.evidence.record import LEFT, Row
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology

@@ -20,8 +20,8 @@ import torch
 from hpczero.accelerator import HostAccelerator, choose_accelerator
 from hpczero.errors import CommError, run
 from hpczero.kernels.tree_sum import tree_sum
+from scaling.evidence.record import Row
 from scaling.gpu_bench import DEVICE, TWIN, Bench, mps
-from scaling.record import Row
 
 if TYPE_CHECKING:
     from hpczero.comm import Collectives

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from scaling.record import Row
-from scaling.table import table
+from scaling.evidence.record import Row
+from scaling.evidence.table import table
 
 HIDDEN = ("kind", "all_ms")  # columns that are in the rows and not in the tables
 SLICED = "time-sliced: not judged"  # kernels of several processes take turns without CUDA MPS

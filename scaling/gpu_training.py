@@ -18,8 +18,8 @@ import hpczero
 from hpczero.errors import CommError, HpcZeroError
 from hpczero.models import GPT, GPTConfig
 from hpczero.models.config import parameter_count
+from scaling.evidence.record import Row
 from scaling.gpu_bench import Bench, tflops, tokens_per_s
-from scaling.record import Row
 
 STEPS = 4
 WARM_UP = 3

@@ -12,8 +12,8 @@ from hpczero.models.config import GPTConfig
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine
 from hpczero.predict.model import Prediction, predict
+from scaling.evidence.record import cores, machine_name
 from scaling.probe import Measured
-from scaling.record import cores, machine_name
 
 Known = Literal["flat", "hierarchical", "window"]
 # How ``Collectives.describe`` begins on one node, and which transport of the model that is.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpczero.errors import ConfigError, HpcZeroError
-from scaling.record import HOME, LAUNCH, ROOT, SCRIPTS
+from scaling.evidence.record import HOME, LAUNCH, ROOT, SCRIPTS
 
 POINT_SCRIPT = SCRIPTS / "slurm" / "point.sh"
 TAIL_LINES = 15

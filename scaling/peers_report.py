@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import median
 
 from scaling.contenders import BEFORE
-from scaling.plot import Bar, draw_bars
-from scaling.record import Row, of_kind, where_and_when
-from scaling.spread import Spread, paired_ratios
-from scaling.table import table, with_spread
+from scaling.evidence.plot import Bar, draw_bars
+from scaling.evidence.record import Row, of_kind, where_and_when
+from scaling.evidence.spread import Spread, paired_ratios
+from scaling.evidence.table import table, with_spread
 
 # What step times are divided by, and how the column is called.
 REFERENCES = {

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpczero.errors import ConfigError, run
-from scaling.crowding import Host, Share, cpus, foreign_share, numbers, oversubscribed
-from scaling.record import UNKNOWN, Row, circumstances
+from scaling.evidence.neighbours import Host, Share, cpus, foreign_share, numbers, oversubscribed
+from scaling.evidence.record import UNKNOWN, Row, circumstances
 from scaling.study import Point
 from scaling.workload import LEARNING_RATE
 
@@ -115,9 +115,9 @@ def measure(topology: Topology, point: Point, accelerator: Accelerator) -> Row:
     import hpczero
     from hpczero.models import flops_per_token
     from hpczero.models.config import parameter_count
-    from scaling.cpu import machine_seconds
-    from scaling.job import placement
-    from scaling.memory import PeakPss, pss_nbytes
+    from scaling.evidence.clock import placement
+    from scaling.evidence.cpu import machine_seconds
+    from scaling.evidence.memory import PeakPss, pss_nbytes
     from scaling.probe import measure as probe
     from scaling.rank import load_libraries
 

@@ -25,7 +25,7 @@ from hpczero.options.reading import parse_command_line
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine, machine_names
 from hpczero.predict.model import Prediction, largest_micro_batch, predict
-from scaling.record import HOME, Recorder, cores, machine_name
+from scaling.evidence.record import HOME, Recorder, cores, machine_name
 from scaling.study import find_model
 
 

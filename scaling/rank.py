@@ -20,7 +20,7 @@ import torch
 
 from hpczero.errors import run
 from scaling.contenders.base import Contender, adamw, batch
-from scaling.memory import PeakPss, pss_nbytes
+from scaling.evidence.memory import PeakPss, pss_nbytes
 from scaling.workload import Workload
 
 Reply = dict[str, Any]  # Any: JSON

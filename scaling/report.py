@@ -25,8 +25,8 @@ from scaling import (
     sweep_report,
     transports_report,
 )
+from scaling.evidence.record import HOME, Row, commit, of_kind, parse_rows
 from scaling.page import Report, page
-from scaling.record import HOME, Row, commit, of_kind, parse_rows
 from scaling.rows import is_sound
 
 

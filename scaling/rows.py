@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hpczero.errors import ConfigError
 from scaling.curves import PARTS
-from scaling.record import Row
+from scaling.evidence.record import Row
 from scaling.study import Point
 
 _WHERE = ("cpu", "cores", "commit", "date")

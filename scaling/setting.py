@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from hpczero.errors import ConfigError
-from scaling.record import Row, machine_name, versions
+from scaling.evidence.record import Row, machine_name, versions
 
 Setting = dict[str, str]
 

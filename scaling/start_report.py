@@ -5,9 +5,9 @@ Owns: what is compared with what. Must not know: how it was measured. Ratios are
 
 from __future__ import annotations
 
-from scaling.record import Row, of_kind
-from scaling.spread import Spread, paired_ratios
-from scaling.table import table, with_spread
+from scaling.evidence.record import Row, of_kind
+from scaling.evidence.spread import Spread, paired_ratios
+from scaling.evidence.table import table, with_spread
 
 THIS, OTHER = "this", "against"
 # What is looked at of each kind of case, and what it is called.

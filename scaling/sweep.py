@@ -23,9 +23,9 @@ import tyro
 from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.options.reading import parse_command_line
 from hpczero.options.values import Transport
+from scaling.evidence.record import Recorder, Row, circumstances, commit, cores, names_code
 from scaling.folder import StudyFolder, read_job, write_job
 from scaling.launchers import Local, Slurm, absolute
-from scaling.record import Recorder, Row, circumstances, commit, cores, names_code
 from scaling.setting import Setting, local, slurm
 from scaling.study import DEFAULT_STEPS, Grid, Point
 

@@ -21,13 +21,13 @@ from scaling.curves import (
     loss_difference,
     parity_groups,
 )
-from scaling.jobs import Ratio
-from scaling.plot import COLOURS, distinct, new_figure
-from scaling.record import Row, of_kind
+from scaling.evidence.plot import COLOURS, distinct, new_figure
+from scaling.evidence.record import Row, of_kind
+from scaling.evidence.resampling import Ratio
 from scaling.study import Point
 from scaling.sweep_report import CHECKPOINT, MIB, bars_are_intervals
 
-if TYPE_CHECKING:  # see scaling.plot
+if TYPE_CHECKING:  # see scaling.evidence.plot
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure

@@ -23,11 +23,11 @@ from scaling.curves import (
     loss_difference,
     parity_groups,
 )
-from scaling.jobs import RESAMPLES, Ratio
-from scaling.record import Row, of_kind
-from scaling.spread import CONFIDENCE, Spread
+from scaling.evidence.record import Row, of_kind
+from scaling.evidence.resampling import RESAMPLES, Ratio
+from scaling.evidence.spread import CONFIDENCE, Spread
+from scaling.evidence.table import table
 from scaling.study import DEFAULT_STEPS
-from scaling.table import table
 
 CHECKPOINT = "checkpoint"
 MIB = 2**20

@@ -19,7 +19,7 @@ import tyro
 
 from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.options.reading import parse_command_line
-from scaling.record import Row, circumstances
+from scaling.evidence.record import Row, circumstances
 from scaling.workload import WORKLOADS
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def main() -> int:
     )
     # Here and not at the top: this import starts MPI, which --help and bad options must not do.
     from hpczero.job.launch import start_topology
-    from scaling.job import placement, record
+    from scaling.evidence.clock import placement, record
     from scaling.transports_report import draw, text
 
     topology = start_topology(None)
@@ -99,7 +99,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
     import hpczero
     from scaling.contenders.base import batch
     from scaling.contenders.hpczero_stage import Contender
-    from scaling.job import placement, seconds
+    from scaling.evidence.clock import placement, seconds
 
     torch.set_num_threads(1)
     workload = WORKLOADS[options.workload]

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scaling.plot import Bar, draw_bars
-from scaling.record import Row, of_kind, where_and_when
-from scaling.spread import Spread, paired_ratios
-from scaling.table import table, with_spread
+from scaling.evidence.plot import Bar, draw_bars
+from scaling.evidence.record import Row, of_kind, where_and_when
+from scaling.evidence.spread import Spread, paired_ratios
+from scaling.evidence.table import table, with_spread
 
 
 def times(rows: list[Row]) -> dict[str, dict[int, float]]:

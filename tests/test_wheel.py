@@ -113,8 +113,8 @@ def test_installed_code_does_not_take_the_commit_of_a_repository_around_it(
     site: Path, tmp_path: Path
 ) -> None:
     code = (
-        "import scaling.record, hpczero.doctor.record as doctor\n"
-        "print(scaling.record.__file__, scaling.record.commit(), repr(doctor.commit()))"
+        "import scaling.evidence.record, hpczero.doctor.record as doctor\n"
+        "print(scaling.evidence.record.__file__, scaling.evidence.record.commit(), repr(doctor.commit()))"
     )
     env = {"PYTHONPATH": os.fspath(site)}
     said = run_command([sys.executable, "-c", code], 60, env, tmp_path)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.models.gpt import GPT
-from scaling.record import versions
+from scaling.evidence.record import versions
 from scaling.workload import LEARNING_RATE, SEED, Workload
 
 

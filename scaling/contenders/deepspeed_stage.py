@@ -12,7 +12,7 @@ import deepspeed  # type: ignore[import-not-found, unused-ignore]  # in the envi
 from torch import Tensor
 
 from scaling.contenders import base
-from scaling.record import versions
+from scaling.evidence.record import versions
 from scaling.workload import Workload
 
 ZERO = {"reduce_bucket_size": 4_000_000, "overlap_comm": False}

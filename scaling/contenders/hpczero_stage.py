@@ -8,7 +8,7 @@ import hpczero
 from hpczero.job.topology import Topology
 from hpczero.plan.rules import default_rule
 from scaling.contenders import base
-from scaling.record import versions
+from scaling.evidence.record import versions
 from scaling.workload import Workload
 
 

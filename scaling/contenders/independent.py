@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from scaling.contenders import base
-from scaling.record import versions
+from scaling.evidence.record import versions
 from scaling.workload import Workload
 
 

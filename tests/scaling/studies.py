@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scaling.record import Row
+from scaling.evidence.record import Row
 from scaling.study import Grid
 
 MIB = 2**20

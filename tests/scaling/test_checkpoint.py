@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scaling.checkpoint_report import draw, goals, holds, seconds, text
-from scaling.record import Row, read_rows
+from scaling.evidence.record import Row, read_rows
 from scaling.savers import forget
 from tests.helpers.mpirun import run_command
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scaling.collectives_report import draw, groups, text
-from scaling.record import Row
+from scaling.evidence.record import Row
 from tests.helpers.mpirun import run_ranks
 
 MIB = 2**20

@@ -7,8 +7,8 @@ from statistics import median
 import numpy as np
 import pytest
 
-from scaling.jobs import ratio_of_jobs, spread_of_jobs
-from scaling.spread import Spread
+from scaling.evidence.resampling import ratio_of_jobs, spread_of_jobs
+from scaling.evidence.spread import Spread
 
 CALM = [100.0 + 0.01 * step for step in range(100)]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpczero.errors import ConfigError
-from scaling.record import UNKNOWN, read_rows
+from scaling.evidence.record import UNKNOWN, read_rows
 from scaling.study import Grid
 from tests.helpers.mpirun import ROOT, Finished, run_command, run_ranks
 

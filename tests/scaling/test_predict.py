@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from hpczero.errors import ConfigError
+from scaling.evidence.record import ROOT, Row
 from scaling.host import host_machine, predict_on_host
 from scaling.predict_report import draw, text
 from scaling.probe import Measured
-from scaling.record import ROOT, Row
 from tests.helpers.mpirun import Finished, run_command
 
 KINDS = ("norm", "gelu", "add", "fork", "bias", "copy", "loss")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from scaling.cpu import machine_seconds, process_seconds
-from scaling.memory import PeakPss, pss_nbytes
-from scaling.record import Recorder, circumstances, of_kind, read_rows, slug
+from scaling.evidence.cpu import machine_seconds, process_seconds
+from scaling.evidence.memory import PeakPss, pss_nbytes
+from scaling.evidence.record import Recorder, circumstances, of_kind, read_rows, slug
 
 
 def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from hpczero.errors import ConfigError
 from scaling import report
-from scaling.record import Row
+from scaling.evidence.record import Row
 from tests.scaling.studies import rows
 
 GPU: list[Row] = [

@@ -6,7 +6,7 @@ import pytest
 
 from hpczero.errors import ConfigError
 from scaling import setting
-from scaling.record import machine_name
+from scaling.evidence.record import machine_name
 
 
 def test_a_partition_is_a_setting_and_a_time_limit_is_none() -> None:

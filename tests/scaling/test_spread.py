@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from scaling.spread import CONFIDENCE, Spread, interval_rank, paired_ratios
+from scaling.evidence.spread import CONFIDENCE, Spread, interval_rank, paired_ratios
 
 
 def coverage(count: int, rank: int) -> float:

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from scaling.record import Row
+from scaling.evidence.record import Row
 from scaling.start import HELP
 from scaling.start_report import OTHER, THIS, text
 from tests.helpers.mpirun import ROOT, run_command

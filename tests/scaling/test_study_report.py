@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from scaling.curves import curves
-from scaling.record import Row
+from scaling.evidence.record import Row
 from scaling.sweep_plots import FIGURES
 from scaling.sweep_report import as_csv, conditions, loss_parity, text
 from tests.scaling.studies import PARTS, rows

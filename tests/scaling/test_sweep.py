@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpczero.errors import ConfigError
+from scaling.evidence.record import parse_rows, read_rows
 from scaling.folder import StudyFolder
-from scaling.record import parse_rows, read_rows
 from scaling.study import Grid
 from scaling.sweep import collect
 from tests.helpers.mpirun import Finished, run_command

@@ -18,8 +18,8 @@ import pytest
 
 from scaling import report as report_command
 from scaling.curves import curves
+from scaling.evidence.record import Row
 from scaling.page import Report, page
-from scaling.record import Row
 from scaling.sweep_plots import FIGURES, draw
 from scaling.sweep_report import as_csv, loss_parity, text
 from tests.scaling.studies import PARTS, PROBE, rows

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scaling.job import placement
-from scaling.record import Row
+from scaling.evidence.clock import placement
+from scaling.evidence.record import Row
 from scaling.transports_report import draw, text
 from tests.helpers.mpirun import run_ranks
 

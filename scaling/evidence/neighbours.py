@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scaling.record import cpu_model
+from scaling.evidence.record import cpu_model
 
 
 @dataclass(frozen=True)

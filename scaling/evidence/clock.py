@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hpczero.job.topology import Topology
-from scaling.record import HOME, Recorder, Row, machine_name
+from scaling.evidence.record import HOME, Recorder, Row, machine_name
 
 
 def seconds(topology: Topology, call: Callable[[], object]) -> float:

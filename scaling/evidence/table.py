@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scaling.spread import Spread
+from scaling.evidence.spread import Spread
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]  # of the code: a checkout, or where pip has put it
+ROOT = Path(__file__).resolve().parents[2]  # of the code: a checkout, or where pip has put it
 IS_CHECKOUT = (ROOT / "install" / "launch.sh").is_file()
 HOME = ROOT if IS_CHECKOUT else Path.cwd()  # relative names of results begin here
 SCRIPTS = ROOT if IS_CHECKOUT else Path(sysconfig.get_path("data"), "share", "hpczero")

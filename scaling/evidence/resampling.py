@@ -16,7 +16,7 @@ from statistics import median
 
 import numpy as np
 
-from scaling.spread import CONFIDENCE, Spread, interval_rank
+from scaling.evidence.spread import CONFIDENCE, Spread, interval_rank
 
 RESAMPLES = 2000
 
@@ -46,7 +46,7 @@ class Ratio:
 def spread_of_jobs(jobs: Jobs) -> Spread:
     """The median of the jobs' medians, and its interval.
 
-    One job: that of order statistics over its steps (`scaling.spread`). Several: that of the bootstrap.
+    One job: that of order statistics over its steps (`scaling.evidence.spread`). Several: that of the bootstrap.
     """
     if len(jobs) == 1:
         return Spread.of(jobs[0])
