@@ -28,9 +28,9 @@ from hpczero.models.config import parameter_count
 from hpczero.options.reading import parse_command_line
 from scaling.checkpoint_report import draw, text
 from scaling.contenders import find_entry
-from scaling.crew import Crew
+from scaling.contenders.ranks import Crew
+from scaling.contenders.workload import WORKLOADS, Workload
 from scaling.evidence.record import HOME, Recorder, Row, circumstances, machine_name
-from scaling.workload import WORKLOADS, Workload
 
 BYTES_PER_PARAMETER = 12  # fp32 master and both moments of Adam
 OWN, PEER = "hpczero-3", "fsdp2"

@@ -14,12 +14,12 @@ import time
 from collections.abc import Iterator, Sequence
 
 from scaling.contenders import find_entry
-from scaling.crew import Crew
+from scaling.contenders.ranks import Crew
+from scaling.contenders.workload import WORKLOADS, Workload
 from scaling.evidence.cpu import machine_seconds, process_seconds
 from scaling.evidence.record import Row, circumstances, cores
 from scaling.host import predict_on_host
 from scaling.probe import Measured
-from scaling.workload import WORKLOADS, Workload
 
 PROGRAM = "scaling.probe"
 TOLERANCE = 0.20

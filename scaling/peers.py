@@ -26,13 +26,13 @@ from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.options.reading import parse_command_line
 from hpczero.options.values import Transport
 from scaling.contenders import ENTRIES, FLOOR, Entry, find_entry, from_tree
-from scaling.crew import PEERS_PYTHON, Crew
+from scaling.contenders.ranks import PEERS_PYTHON, Crew
+from scaling.contenders.workload import WORKLOADS, Workload
 from scaling.evidence.cpu import machine_seconds, process_seconds
 from scaling.evidence.memory import available_nbytes
 from scaling.evidence.record import HOME, Recorder, Row, circumstances, machine_name
 from scaling.groups import make_groups
 from scaling.peers_report import draw, text
-from scaling.workload import WORKLOADS, Workload
 
 ANCHORS = (FLOOR, "hpczero-3", "ddp", "fsdp2")
 LOSS_TOLERANCE = (

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpczero.errors import ConfigError, run
+from scaling.contenders.workload import LEARNING_RATE
 from scaling.evidence.neighbours import Host, Share, cpus, foreign_share, numbers, oversubscribed
 from scaling.evidence.record import UNKNOWN, Row, circumstances
 from scaling.study import Point
-from scaling.workload import LEARNING_RATE
 
 if TYPE_CHECKING:
     from hpczero.accelerator import Accelerator
@@ -115,11 +115,11 @@ def measure(topology: Topology, point: Point, accelerator: Accelerator) -> Row:
     import hpczero
     from hpczero.models import flops_per_token
     from hpczero.models.config import parameter_count
+    from scaling.contenders.rank import load_libraries
     from scaling.evidence.clock import placement
     from scaling.evidence.cpu import machine_seconds
     from scaling.evidence.memory import PeakPss, pss_nbytes
     from scaling.probe import measure as probe
-    from scaling.rank import load_libraries
 
     load_libraries()
     baseline = pss_nbytes()

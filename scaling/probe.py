@@ -2,7 +2,7 @@
 
 Owns: the pieces of work, and how their times are turned into those of others. Must not know: the models that are
 predicted; the sizes here are the same for all. All ranks of a job probe at once, as they will compute at once: cores
-share memory, caches and clock. Also one rank of a contender that can be asked to probe (`scaling.crew`).
+share memory, caches and clock. Also one rank of a contender that can be asked to probe (`scaling.contenders.ranks`).
 """
 
 from __future__ import annotations
@@ -235,9 +235,9 @@ def _between_ranks(topology: Any, whole: Any) -> dict[str, float]:
 
 
 def main() -> int:
-    """As ``python -m scaling.rank``, and answers ``probe`` too."""
-    from scaling.rank import Rank
-    from scaling.rank import main as answer
+    """As ``python -m scaling.contenders.rank``, and answers ``probe`` too."""
+    from scaling.contenders.rank import Rank
+    from scaling.contenders.rank import main as answer
 
     class Prober(Rank):
         def probe(self) -> dict[str, Any]:

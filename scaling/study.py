@@ -20,7 +20,7 @@ from typing import Any, Literal
 from hpczero.errors import ConfigError
 from hpczero.models.config import GPTConfig
 from hpczero.models.presets import PRESETS
-from scaling.workload import SEED, WORKLOADS
+from scaling.contenders.workload import SEED, WORKLOADS
 
 Kind = Literal["weak", "strong"]
 DEFINITIONS = {

@@ -19,8 +19,8 @@ import tyro
 
 from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.options.reading import parse_command_line
+from scaling.contenders.workload import WORKLOADS
 from scaling.evidence.record import Row, circumstances
-from scaling.workload import WORKLOADS
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology

@@ -35,7 +35,7 @@ NO_COMMANDS = {
     "hpczero.comm.devices.trial",
     "scaling.gpu_checks",
     "scaling.probe",
-    "scaling.rank",
+    "scaling.contenders.rank",
     "scaling.savers",
 }
 WITH_SUBCOMMANDS = ("hpczero.checkpoint", "hpczero.data")

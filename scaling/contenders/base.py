@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.models.gpt import GPT
+from scaling.contenders.workload import LEARNING_RATE, SEED, Workload
 from scaling.evidence.record import versions
-from scaling.workload import LEARNING_RATE, SEED, Workload
 
 
 class Contender(ABC):
-    """Made and driven by `scaling.rank`, in this order: ``connect``, ``build``, ``step`` many times, ``close``.
+    """Made and driven by `scaling.contenders.rank`, in this order: ``connect``, ``build``, ``step`` many times, ``close``.
 
     Attributes:
         rank, size: known after ``connect``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.nn.parallel import DistributedDataParallel
 
 from scaling.contenders import base
-from scaling.workload import Workload
+from scaling.contenders.workload import Workload
 
 
 class Contender(base.GlooContender):

@@ -12,8 +12,8 @@ import deepspeed  # type: ignore[import-not-found, unused-ignore]  # in the envi
 from torch import Tensor
 
 from scaling.contenders import base
+from scaling.contenders.workload import Workload
 from scaling.evidence.record import versions
-from scaling.workload import Workload
 
 ZERO = {"reduce_bucket_size": 4_000_000, "overlap_comm": False}
 # By default it keeps up to a billion parameters whole after forward, which is all of this model: one gather in a step

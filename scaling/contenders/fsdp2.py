@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from scaling.contenders import base
-from scaling.workload import Workload
+from scaling.contenders.workload import Workload
 
 
 class Contender(base.GlooContender):

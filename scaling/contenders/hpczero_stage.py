@@ -8,8 +8,8 @@ import hpczero
 from hpczero.job.topology import Topology
 from hpczero.plan.rules import default_rule
 from scaling.contenders import base
+from scaling.contenders.workload import Workload
 from scaling.evidence.record import versions
-from scaling.workload import Workload
 
 
 class Contender(base.Contender):

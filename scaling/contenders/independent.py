@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from scaling.contenders import base
+from scaling.contenders.workload import Workload
 from scaling.evidence.record import versions
-from scaling.workload import Workload
 
 
 class Contender(base.Contender):

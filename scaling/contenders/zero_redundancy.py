@@ -7,7 +7,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from scaling.contenders import base
-from scaling.workload import LEARNING_RATE, Workload
+from scaling.contenders.workload import LEARNING_RATE, Workload
 
 
 class Contender(base.GlooContender):

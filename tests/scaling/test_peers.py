@@ -13,11 +13,11 @@ import torch
 from hpczero.errors import ConfigError, HpcZeroError
 from scaling.contenders import ENTRIES, FLOOR, Entry, find_entry
 from scaling.contenders.base import adamw, batch, gpt
-from scaling.crew import Crew
+from scaling.contenders.ranks import Crew
+from scaling.contenders.workload import WORKLOADS
 from scaling.evidence.cpu import process_seconds
 from scaling.evidence.record import of_kind, read_rows
 from scaling.peers import ANCHORS, Options, check_losses, choose
-from scaling.workload import WORKLOADS
 from tests.helpers.mpirun import ROOT, run_command
 
 TINY = WORKLOADS["tiny"]

@@ -78,7 +78,7 @@ def test_ranks_are_averaged_in_seconds() -> None:
 
 
 def test_a_step_of_measured_kernels_scales_with_them() -> None:
-    from scaling.workload import WORKLOADS
+    from scaling.contenders.workload import WORKLOADS
 
     found = [
         predict_on_host(
@@ -99,9 +99,9 @@ def test_a_step_of_measured_kernels_scales_with_them() -> None:
 @pytest.mark.slow
 def test_this_host_is_measured_and_its_prediction_is_of_the_right_size() -> None:
     from scaling.contenders import find_entry
-    from scaling.crew import Crew
+    from scaling.contenders.ranks import Crew
+    from scaling.contenders.workload import WORKLOADS
     from scaling.host_check import PROGRAM, take_turn
-    from scaling.workload import WORKLOADS
 
     workload = WORKLOADS["gpt-8x512-short"]
     with Crew(find_entry("hpczero-3", transport="auto"), workload, size=2, program=PROGRAM) as crew:

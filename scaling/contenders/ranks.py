@@ -22,8 +22,8 @@ from typing import Any
 
 from hpczero.errors import ConfigError, HpcZeroError
 from scaling.contenders import Entry
+from scaling.contenders.workload import Workload
 from scaling.evidence.record import LAUNCH, ROOT
-from scaling.workload import Workload
 
 PEERS_PYTHON = ROOT / ".venv" / "peers" / "bin" / "python"
 START_TIMEOUT_S = 180.0  # importing, connecting
@@ -43,7 +43,12 @@ class Crew:
     """
 
     def __init__(
-        self, entry: Entry, workload: Workload, *, size: int, program: str = "scaling.rank"
+        self,
+        entry: Entry,
+        workload: Workload,
+        *,
+        size: int,
+        program: str = "scaling.contenders.rank",
     ) -> None:
         self.entry = entry
         self._workload = workload

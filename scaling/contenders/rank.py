@@ -1,4 +1,4 @@
-"""One rank of one contender: ``python -m scaling.rank JSON``, started by `scaling.crew`.
+"""One rank of one contender: ``python -m scaling.contenders.rank JSON``, started by `scaling.contenders.ranks`.
 
 Owns: the clock around steps. Must not know: the other contenders. Between commands it blocks in a read of its socket,
 never in MPI or gloo, so that a sleeping contender takes no CPU time.
@@ -20,8 +20,8 @@ import torch
 
 from hpczero.errors import run
 from scaling.contenders.base import Contender, adamw, batch
+from scaling.contenders.workload import Workload
 from scaling.evidence.memory import PeakPss, pss_nbytes
-from scaling.workload import Workload
 
 Reply = dict[str, Any]  # Any: JSON
 
