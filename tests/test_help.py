@@ -36,7 +36,7 @@ NO_COMMANDS = {
     "scaling.gpu_checks",
     "scaling.probe",
     "scaling.contenders.rank",
-    "scaling.savers",
+    "scaling.checkpoint.ways",
 }
 WITH_SUBCOMMANDS = ("hpczero.checkpoint", "hpczero.data")
 

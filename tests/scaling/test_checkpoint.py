@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from scaling.checkpoint_report import draw, goals, holds, seconds, text
+from scaling.checkpoint.report import draw, goals, holds, seconds, text
+from scaling.checkpoint.ways import forget
 from scaling.evidence.record import Row, read_rows
-from scaling.savers import forget
 from tests.helpers.mpirun import run_command
 
 SLOWER = (1.0, 3.0, 2.0, 10.0, 1.5, 1.0)

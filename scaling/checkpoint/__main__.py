@@ -26,7 +26,7 @@ from hpczero.checkpoint.disk.rawfile import filesystem_of
 from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.models.config import parameter_count
 from hpczero.options.reading import parse_command_line
-from scaling.checkpoint_report import draw, text
+from scaling.checkpoint.report import draw, text
 from scaling.contenders import find_entry
 from scaling.contenders.ranks import Crew
 from scaling.contenders.workload import WORKLOADS, Workload
@@ -108,7 +108,7 @@ def measure(options: Options) -> Iterator[Row]:
                     find_entry(name, transport="auto"),
                     options.what,
                     size=options.ranks,
-                    program="scaling.savers",
+                    program="scaling.checkpoint.ways",
                 )
             )
             for name in (OWN, PEER)

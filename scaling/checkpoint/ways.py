@@ -1,6 +1,6 @@
 """Savers: one rank's part of each way to put the state of a training on disk and back.
 
-``python -m scaling.savers JSON`` is a `scaling.contenders.rank` that takes further orders. Owns: what a save and a load of each
+``python -m scaling.checkpoint.ways JSON`` is a `scaling.contenders.rank` that takes further orders. Owns: what a save and a load of each
 way is, and the clock and the memory meter around it. Must not know: the order of a run. Frameworks are loaded by the
 way that needs them: a process of torch.distributed must not start MPI, and the other way round.
 
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from hpczero.errors import run
 from hpczero.models.config import parameter_count
-from scaling.checkpoint import BYTES_PER_PARAMETER
+from scaling.checkpoint.__main__ import BYTES_PER_PARAMETER
 from scaling.contenders.base import Contender, batch
 from scaling.contenders.rank import Rank, Reply, main
 from scaling.contenders.workload import Workload

@@ -1,0 +1,1 @@
+"""The checkpoint measurement: ``python -m scaling.checkpoint``."""
