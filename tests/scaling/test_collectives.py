@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scaling.collectives_report import draw, groups, text
+from scaling.collectives.report import draw, groups, text
 from scaling.evidence.record import Row
 from tests.helpers.mpirun import run_ranks
 

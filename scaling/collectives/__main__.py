@@ -65,7 +65,7 @@ def main() -> int:
     )
     # Here and not at the top: this import starts MPI, which --help and bad options must not do.
     from hpczero.job.launch import start_topology
-    from scaling.collectives_report import draw, text
+    from scaling.collectives.report import draw, text
     from scaling.evidence.clock import placement, record
 
     topology = start_topology(None)
@@ -87,8 +87,8 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
     import torch
     from mpi4py import MPI
 
+    from scaling.collectives.candidates import movers, tuned
     from scaling.evidence.clock import placement, seconds
-    from scaling.movers import movers, tuned
 
     torch.set_num_threads(1)
     selection = tuned(topology)

@@ -1,0 +1,1 @@
+"""The measurement of collectives: ``python -m scaling.collectives``."""
