@@ -15,7 +15,6 @@ import tyro
 from hpczero.errors import ConfigError, run
 from hpczero.options.reading import parse_command_line
 from scaling import (
-    gpu_goals,
     peers_report,
     predict_report,
     start_report,
@@ -26,6 +25,7 @@ from scaling import (
 from scaling.checkpoint import report as checkpoint_report
 from scaling.collectives import report as collectives_report
 from scaling.evidence.record import HOME, Row, commit, of_kind, parse_rows
+from scaling.gpu import goals as gpu_goals
 from scaling.page import Report, page
 from scaling.rows import is_sound
 

@@ -33,7 +33,7 @@ HEAVY = {
 # Started by commands on ranks of their own, not by people: their first argument is JSON.
 NO_COMMANDS = {
     "hpczero.comm.devices.trial",
-    "scaling.gpu_checks",
+    "scaling.gpu.checks",
     "scaling.probe",
     "scaling.contenders.rank",
     "scaling.checkpoint.ways",

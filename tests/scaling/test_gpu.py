@@ -11,10 +11,10 @@ import torch
 from hpczero.errors import ConfigError
 from hpczero.models.config import parameter_count
 from scaling.evidence.record import Row
-from scaling.gpu import Options, job, launcher
-from scaling.gpu_bench import TWIN, mps
-from scaling.gpu_goals import goals, report
-from scaling.gpu_training import plain_model
+from scaling.gpu.__main__ import Options, job, launcher
+from scaling.gpu.bench import TWIN, mps
+from scaling.gpu.goals import goals, report
+from scaling.gpu.training import plain_model
 
 NO_EXPORTS = """
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the checks of ``scaling.gpu_checks`` share: sizes, the device with its ranks, two clocks.
+"""What the checks of ``scaling.gpu.checks`` share: sizes, the device with its ranks, two clocks.
 
 Owns: how a time is taken, what differs between a device and its twin on the host, whether ranks take turns on a
 device, the cap of memory, how ranks print rows and end. Must not know: what is measured.

@@ -1,4 +1,4 @@
-"""Checks and measurements on one device that ranks share: ``mpirun -n 2 python -m scaling.gpu_checks NAME JSON``.
+"""Checks and measurements on one device that ranks share: ``mpirun -n 2 python -m scaling.gpu.checks NAME JSON``.
 
 Owns: what each check does in the ranks. Must not know: limits, goals, the order of a run. One JSON line is printed for
 each row, by rank 0 unless a rank has to end alone. ``twin`` runs the same code on the host with small sizes: so it is
@@ -21,7 +21,7 @@ from hpczero.accelerator import HostAccelerator, choose_accelerator
 from hpczero.errors import CommError, run
 from hpczero.kernels.tree_sum import tree_sum
 from scaling.evidence.record import Row
-from scaling.gpu_bench import DEVICE, TWIN, Bench, mps
+from scaling.gpu.bench import DEVICE, TWIN, Bench, mps
 
 if TYPE_CHECKING:
     from hpczero.comm import Collectives
@@ -217,7 +217,7 @@ def main() -> int:
         _heed(float(options["end"]))
     twin = bool(options.get("twin"))
     accelerator = HostAccelerator() if twin else choose_accelerator("cuda")  # before MPI
-    from scaling.gpu_training import TRAINING
+    from scaling.gpu.training import TRAINING
 
     bench = Bench(accelerator, TWIN if twin else DEVICE, twin=twin)
     for row in {**CHECKS, **TRAINING}[name](bench):

@@ -1,6 +1,6 @@
 """Training checks on one device that ranks share: parity, speed beside plain torch, memory, overlap, a model that fits.
 
-Owns: what each check trains. Must not know: limits, goals. See ``scaling.gpu_checks``, which runs them.
+Owns: what each check trains. Must not know: limits, goals. See ``scaling.gpu.checks``, which runs them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpczero.errors import CommError, HpcZeroError
 from hpczero.models import GPT, GPTConfig
 from hpczero.models.config import parameter_count
 from scaling.evidence.record import Row
-from scaling.gpu_bench import Bench, tflops, tokens_per_s
+from scaling.gpu.bench import Bench, tflops, tokens_per_s
 
 STEPS = 4
 WARM_UP = 3

@@ -1,7 +1,7 @@
 """Everything there is to check and measure on a GPU, in one command: ``python -m scaling.gpu``.
 
 Owns: which checks run on how many ranks, the limit of time, how a job is started and ended. Must not know: what a
-check does, what its figures should be (``scaling.gpu_goals``). Each check is a job of its own, so that one that
+check does, what its figures should be (``scaling.gpu.goals``). Each check is a job of its own, so that one that
 crashes or hangs costs only its own figures. Ranks share one device where there is no other: MPI and CUDA IPC allow it.
 """
 
@@ -35,7 +35,7 @@ from scaling.evidence.record import (
     machine_name,
     slug,
 )
-from scaling.gpu_goals import report
+from scaling.gpu.goals import report
 
 ALL_S = 450.0
 GRACE_S = 5.0
@@ -174,7 +174,7 @@ def job(
         settings: variables of its environment.
     """
     given = json.dumps({"twin": twin, "end": time.time() + limit_s})
-    command = [*launch, sys.executable, "-m", "scaling.gpu_checks", check, given]
+    command = [*launch, sys.executable, "-m", "scaling.gpu.checks", check, given]
     environment = {**_environment(limit_s), **(settings or {})}
     # Files, not pipes: a rank that outlives its launcher would keep a pipe open and us waiting.
     with (
