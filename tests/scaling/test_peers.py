@@ -17,7 +17,7 @@ from scaling.contenders.ranks import Crew
 from scaling.contenders.workload import WORKLOADS
 from scaling.evidence.cpu import process_seconds
 from scaling.evidence.record import of_kind, read_rows
-from scaling.peers import ANCHORS, Options, check_losses, choose
+from scaling.peers.__main__ import ANCHORS, Options, check_losses, choose
 from tests.helpers.mpirun import ROOT, run_command
 
 TINY = WORKLOADS["tiny"]

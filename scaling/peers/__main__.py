@@ -31,8 +31,8 @@ from scaling.contenders.workload import WORKLOADS, Workload
 from scaling.evidence.cpu import machine_seconds, process_seconds
 from scaling.evidence.memory import available_nbytes
 from scaling.evidence.record import HOME, Recorder, Row, circumstances, machine_name
-from scaling.groups import make_groups
-from scaling.peers_report import draw, text
+from scaling.peers.groups import make_groups
+from scaling.peers.report import draw, text
 
 ANCHORS = (FLOOR, "hpczero-3", "ddp", "fsdp2")
 LOSS_TOLERANCE = (

@@ -1,0 +1,1 @@
+"""hpczero beside its peers: ``python -m scaling.peers``."""
