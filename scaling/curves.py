@@ -17,8 +17,8 @@ from statistics import median
 from scaling.evidence.record import Row, of_kind
 from scaling.evidence.resampling import Ratio, ratio_of_jobs, spread_of_jobs
 from scaling.evidence.spread import Spread
-from scaling.host import predict_on_host, transport_of
-from scaling.probe import Measured as MeasuredKernels
+from scaling.predict.host import predict_on_host, transport_of
+from scaling.predict.probe import Measured as MeasuredKernels
 from scaling.study import Point, nodes_of
 
 PARTS = ("compute", "communication", "optimizer", "data", "other")

@@ -119,7 +119,7 @@ def measure(topology: Topology, point: Point, accelerator: Accelerator) -> Row:
     from scaling.evidence.clock import placement
     from scaling.evidence.cpu import machine_seconds
     from scaling.evidence.memory import PeakPss, pss_nbytes
-    from scaling.probe import measure as probe
+    from scaling.predict.probe import measure as probe
 
     load_libraries()
     baseline = pss_nbytes()

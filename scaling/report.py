@@ -14,13 +14,14 @@ import tyro
 
 from hpczero.errors import ConfigError, run
 from hpczero.options.reading import parse_command_line
-from scaling import predict_report, start_report, sweep_plots, sweep_report, transports_report
+from scaling import start_report, sweep_plots, sweep_report, transports_report
 from scaling.checkpoint import report as checkpoint_report
 from scaling.collectives import report as collectives_report
 from scaling.evidence.record import HOME, Row, commit, of_kind, parse_rows
 from scaling.gpu import goals as gpu_goals
 from scaling.page import Report, page
 from scaling.peers import report as peers_report
+from scaling.predict import report as predict_report
 from scaling.rows import is_sound
 
 

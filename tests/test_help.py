@@ -34,7 +34,7 @@ HEAVY = {
 NO_COMMANDS = {
     "hpczero.comm.devices.trial",
     "scaling.gpu.checks",
-    "scaling.probe",
+    "scaling.predict.probe",
     "scaling.contenders.rank",
     "scaling.checkpoint.ways",
 }

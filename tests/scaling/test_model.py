@@ -17,7 +17,7 @@ from hpczero.predict.job import Job
 from hpczero.predict.machine import FOLDER, Machine, Roofline, load_machine, machine_names
 from hpczero.predict.model import largest_micro_batch, predict
 from hpczero.predict.network import Wires
-from scaling.paper import (
+from scaling.predict.paper import (
     ANCHOR_TFLOPS,
     FIGURE_2,
     FIGURE_3,

@@ -12,9 +12,9 @@ import pytest
 
 from hpczero.errors import ConfigError
 from scaling.evidence.record import ROOT, Row
-from scaling.host import host_machine, predict_on_host
-from scaling.predict_report import draw, text
-from scaling.probe import Measured
+from scaling.predict.host import host_machine, predict_on_host
+from scaling.predict.probe import Measured
+from scaling.predict.report import draw, text
 from tests.helpers.mpirun import Finished, run_command
 
 KINDS = ("norm", "gelu", "add", "fork", "bias", "copy", "loss")
@@ -101,7 +101,7 @@ def test_this_host_is_measured_and_its_prediction_is_of_the_right_size() -> None
     from scaling.contenders import find_entry
     from scaling.contenders.ranks import Crew
     from scaling.contenders.workload import WORKLOADS
-    from scaling.host_check import PROGRAM, take_turn
+    from scaling.predict.check import PROGRAM, take_turn
 
     workload = WORKLOADS["gpt-8x512-short"]
     with Crew(find_entry("hpczero-3", transport="auto"), workload, size=2, program=PROGRAM) as crew:

@@ -104,7 +104,7 @@ def main() -> int:
         return check(options)
     found = list(forecast(options))
     if options.plot:
-        from scaling.predict_report import draw_forecast
+        from scaling.predict.report import draw_forecast
 
         said = f"{options.model}, stage {options.stage}, {found[0][0].job.machine.title}"
         draw_forecast(found, Path(options.plot), title=said)
@@ -112,7 +112,7 @@ def main() -> int:
         for prediction, most, checkpointed in found:
             sys.stdout.write(f"{json.dumps(as_json(prediction, most, checkpointed))}\n")
         return 0
-    from scaling.predict_report import forecast_table
+    from scaling.predict.report import forecast_table
 
     job = found[0][0].job
     batch = "fixed global batch" if options.global_batch else "fixed batch per rank or the largest"
@@ -172,8 +172,8 @@ def job_of(options: Options, ranks: int) -> Job:
     kernels, precision, transport = None, options.precision, options.transport
     machine: Machine
     if options.machine == "host":
-        from scaling.host import host_machine
-        from scaling.host_check import probe_host
+        from scaling.predict.check import probe_host
+        from scaling.predict.host import host_machine
 
         if ranks > cores():
             raise ConfigError(
@@ -201,8 +201,8 @@ def job_of(options: Options, ranks: int) -> Job:
 
 def show_paper(plot: str | None) -> int:
     """The super-linear curve beside the published one."""
-    from scaling.paper import FIGURE_2, FIGURE_3, calibrated, compare
-    from scaling.predict_report import draw_paper, paper_text
+    from scaling.predict.paper import FIGURE_2, FIGURE_3, calibrated, compare
+    from scaling.predict.report import draw_paper, paper_text
 
     curve = list(compare(FIGURE_3))
     said = paper_text(curve, list(compare(FIGURE_2)), calibrated().matmul_efficiency)
@@ -214,8 +214,8 @@ def show_paper(plot: str | None) -> int:
 
 def check(options: Options) -> int:
     """Measure, write the rows, print the table, draw the plot."""
-    from scaling.host_check import TOLERANCE, measure, say
-    from scaling.predict_report import draw, points, ratio, text
+    from scaling.predict.check import TOLERANCE, measure, say
+    from scaling.predict.report import draw, points, ratio, text
 
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)

@@ -18,10 +18,10 @@ from scaling.contenders.ranks import Crew
 from scaling.contenders.workload import WORKLOADS, Workload
 from scaling.evidence.cpu import machine_seconds, process_seconds
 from scaling.evidence.record import Row, circumstances, cores
-from scaling.host import predict_on_host
-from scaling.probe import Measured
+from scaling.predict.host import predict_on_host
+from scaling.predict.probe import Measured
 
-PROGRAM = "scaling.probe"
+PROGRAM = "scaling.predict.probe"
 TOLERANCE = 0.20
 WARM_UP = 2
 

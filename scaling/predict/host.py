@@ -13,7 +13,7 @@ from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine
 from hpczero.predict.model import Prediction, predict
 from scaling.evidence.record import cores, machine_name
-from scaling.probe import Measured
+from scaling.predict.probe import Measured
 
 Known = Literal["flat", "hierarchical", "window"]
 # How ``Collectives.describe`` begins on one node, and which transport of the model that is.
@@ -46,7 +46,7 @@ def host_machine(measured: Measured, ranks: int) -> Machine:
         nic_rate=measured.exchange or measured.memory_rate,
         nic_latency=measured.wait or 0.0,
         shares_memory=True,
-        sources={"all": "measured by scaling.probe"},
+        sources={"all": "measured by scaling.predict.probe"},
     )
 
 

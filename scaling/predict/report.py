@@ -15,7 +15,7 @@ from scaling.evidence.plot import Bar, Line, draw_bars, draw_lines
 from scaling.evidence.record import Row, commit, of_kind, where_and_when
 from scaling.evidence.spread import Spread
 from scaling.evidence.table import table, with_spread
-from scaling.paper import ANCHOR_TFLOPS, FIGURE_3, Comparison
+from scaling.predict.paper import ANCHOR_TFLOPS, FIGURE_3, Comparison
 
 
 def forecast_table(found: Sequence[tuple[Prediction, int, bool]]) -> str:
