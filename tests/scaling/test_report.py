@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpczero.errors import ConfigError
-from scaling import report
 from scaling.evidence.record import Row
+from scaling.report import __main__ as report
 from tests.scaling.studies import rows
 
 GPU: list[Row] = [

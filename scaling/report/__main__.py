@@ -19,10 +19,10 @@ from scaling.checkpoint import report as checkpoint_report
 from scaling.collectives import report as collectives_report
 from scaling.evidence.record import HOME, Row, commit, of_kind, parse_rows
 from scaling.gpu import goals as gpu_goals
-from scaling.page import Report, page
 from scaling.peers import report as peers_report
 from scaling.predict import report as predict_report
-from scaling.rows import is_sound
+from scaling.report.page import Report, page
+from scaling.report.rows import is_sound
 
 
 def gpu_text(rows: list[Row]) -> str:

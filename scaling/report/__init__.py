@@ -1,0 +1,1 @@
+"""All results as text and figures: ``python -m scaling.report``."""
