@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from scaling.evidence.record import Row
-from scaling.start import HELP
-from scaling.start_report import OTHER, THIS, text
+from scaling.start.__main__ import HELP
+from scaling.start.report import OTHER, THIS, text
 from tests.helpers.mpirun import ROOT, run_command
 from tests.test_help import WITH_SUBCOMMANDS, commands, subcommands
 

@@ -23,7 +23,7 @@ from typing import Literal
 from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.options.reading import parse_command_line
 from scaling.evidence.record import ROOT, Recorder, Row, circumstances, machine_name
-from scaling.start_report import OTHER, THIS, text
+from scaling.start.report import OTHER, THIS, text
 
 LIMIT_S = 600.0
 HELP = {

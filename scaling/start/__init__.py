@@ -1,0 +1,1 @@
+"""The first seconds of the commands: ``python -m scaling.start``."""
