@@ -26,7 +26,7 @@ from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine, machine_names
 from hpczero.predict.model import Prediction, largest_micro_batch, predict
 from scaling.evidence.record import HOME, Recorder, cores, machine_name
-from scaling.study import find_model
+from scaling.sweep.study import find_model
 
 
 @dataclass(frozen=True)

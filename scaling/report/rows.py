@@ -7,9 +7,9 @@ edited it; what is left of it is still worth showing.
 from __future__ import annotations
 
 from hpczero.errors import ConfigError
-from scaling.curves import PARTS
 from scaling.evidence.record import Row
-from scaling.study import Point
+from scaling.sweep.curves import PARTS
+from scaling.sweep.study import Point
 
 _WHERE = ("cpu", "cores", "commit", "date")
 

@@ -39,7 +39,7 @@ HELP = {
     "scaling.collectives": ("",),
     "scaling.gpu": ("",),
     "scaling.peers": ("",),
-    "scaling.point": ("",),
+    "scaling.sweep.point": ("",),
     "scaling.predict": ("",),
     "scaling.report": ("",),
     "scaling.start": ("",),

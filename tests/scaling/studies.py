@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from scaling.evidence.record import Row
-from scaling.study import Grid
+from scaling.sweep.study import Grid
 
 MIB = 2**20
 KINDS = ("norm", "gelu", "add", "fork", "bias", "copy", "loss")

@@ -12,7 +12,7 @@ import pytest
 
 from hpczero.errors import ConfigError
 from scaling.evidence.record import UNKNOWN, read_rows
-from scaling.study import Grid
+from scaling.sweep.study import Grid
 from tests.helpers.mpirun import ROOT, Finished, run_command, run_ranks
 
 POINT = Grid("weak", False, ["tiny"], [3], [1], [2]).points(steps=2, warm_up=1)[0]
@@ -21,8 +21,8 @@ POINT = Grid("weak", False, ["tiny"], [3], [1], [2]).points(steps=2, warm_up=1)[
 TWIN = """
 import json, time
 from hpczero import Topology
-from scaling.point import measure
-from scaling.study import Point
+from scaling.sweep.point import measure
+from scaling.sweep.study import Point
 from tests.helpers.late import LateAccelerator
 
 class Slow(LateAccelerator):
@@ -39,7 +39,7 @@ print(json.dumps(row))
 def order(path: Path, **changes: Any) -> list[str]:
     point = {**POINT.as_json(), **changes}
     text = json.dumps({"key": "k", "commit": "abc", "setting": {"x": "y"}, "point": point})
-    return ["-m", "scaling.point", text, str(path)]
+    return ["-m", "scaling.sweep.point", text, str(path)]
 
 
 def one(path: Path) -> dict[str, Any]:

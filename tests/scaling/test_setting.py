@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpczero.errors import ConfigError
-from scaling import setting
 from scaling.evidence.record import machine_name
+from scaling.sweep import setting
 
 
 def test_a_partition_is_a_setting_and_a_time_limit_is_none() -> None:

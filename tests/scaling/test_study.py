@@ -8,7 +8,7 @@ import json
 import pytest
 
 from hpczero.errors import ConfigError
-from scaling.study import Grid, Point
+from scaling.sweep.study import Grid, Point
 
 WEAK = Grid("weak", False, ["tiny"], [0, 3], [2, 1, 4], [3])
 STRONG = dataclasses.replace(WEAK, kind="strong", batches=[8])

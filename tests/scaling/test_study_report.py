@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scaling.curves import curves
 from scaling.evidence.record import Row
-from scaling.sweep_plots import FIGURES
-from scaling.sweep_report import as_csv, conditions, loss_parity, text
+from scaling.sweep.curves import curves
+from scaling.sweep.plots import FIGURES
+from scaling.sweep.report import as_csv, conditions, loss_parity, text
 from tests.scaling.studies import PARTS, rows
 
 CUDA: Row = {"device": "cuda", "device_name": "NVIDIA H200, 140 GiB"}

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from hpczero.errors import ConfigError, HpcZeroError
-from scaling import launchers
-from scaling import sweep as module
-from scaling.folder import StudyFolder
-from scaling.launchers import Slurm
-from scaling.study import Point
+from scaling.sweep import __main__ as module
+from scaling.sweep import launchers
+from scaling.sweep.folder import StudyFolder
+from scaling.sweep.launchers import Slurm
+from scaling.sweep.study import Point
 
 pytestmark = pytest.mark.machine
 
@@ -63,7 +63,7 @@ def test_points_become_jobs_and_one_more_collects(
     assert "--collect" in last
     assert f"--output={tmp_path / 'study' / 'logs'}/%x-%j.log" in first
     script = first.index(str(tmp_path / "point.sh"))
-    assert first[script + 1 : script + 4] == ["python", "-m", "scaling.point"]
+    assert first[script + 1 : script + 4] == ["python", "-m", "scaling.sweep.point"]
     assert json.loads(first[script + 4])["point"]["ranks"] == 2
 
 
@@ -144,7 +144,7 @@ def test_what_was_submitted_before_a_refusal_is_collected(
     with pytest.raises(HpcZeroError, match="sbatch refused"):
         study()
     first, last = (path.read_text().splitlines() for path in sorted(sbatch.iterdir()))
-    assert "scaling.point" in first
+    assert "scaling.sweep.point" in first
     assert {"--collect", "--dependency=afterany:101"} <= set(last)
     assert (
         "1 of 2 points are in the queue; the same command submits the rest"
@@ -160,7 +160,7 @@ def test_a_job_that_fails_leaves_no_row_of_an_earlier_tree(
     study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "commit", lambda: "abc+changes")
-    orders = [json.loads(job[-2]) for job in study().values() if "scaling.point" in job]
+    orders = [json.loads(job[-2]) for job in study().values() if "scaling.sweep.point" in job]
     for order in orders:
         path = tmp_path / "study" / "points" / f"{order['key']}.json"
         row = {"kind": "point", "point": order["point"], "samples_ms": {}, "commit": "abc+changes"}

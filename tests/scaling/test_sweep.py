@@ -11,9 +11,9 @@ import pytest
 
 from hpczero.errors import ConfigError
 from scaling.evidence.record import parse_rows, read_rows
-from scaling.folder import StudyFolder
-from scaling.study import Grid
-from scaling.sweep import collect
+from scaling.sweep.__main__ import collect
+from scaling.sweep.folder import StudyFolder
+from scaling.sweep.study import Grid
 from tests.helpers.mpirun import Finished, run_command
 
 POINTS = Grid("strong", False, ["tiny"], [0, 3], [1, 2], [4]).points(steps=3, warm_up=1)
@@ -95,7 +95,7 @@ def test_nodes_that_are_one_machine_are_called_emulated(tmp_path: Path) -> None:
     assert done.returncode == 0, done
     row = read_rows(tmp_path / "sweep-weak.jsonl")[1]
     assert (row["placement"], row["emulated"]) == ("2x1", True)
-    from scaling.sweep_report import text
+    from scaling.sweep.report import text
 
     assert text(read_rows(tmp_path / "sweep-weak.jsonl")).startswith("**Emulated nodes on one")
 
@@ -161,7 +161,9 @@ def test_wrong_use_is_refused_before_anything_runs(
 
 @pytest.mark.parametrize("order", ["{}", "[1]", "no json", '{"key": "a", "point": {"model": 1}}'])
 def test_a_point_that_is_none_is_refused_before_mpi_starts(order: str, tmp_path: Path) -> None:
-    done = run_command([sys.executable, "-m", "scaling.point", order, str(tmp_path / "row")], 30)
+    done = run_command(
+        [sys.executable, "-m", "scaling.sweep.point", order, str(tmp_path / "row")], 30
+    )
     assert done.returncode == ConfigError.exit_code, done
     assert "expected the JSON that" in done.stderr or "not a point of a sweep" in done.stderr
     assert not (tmp_path / "row").exists()

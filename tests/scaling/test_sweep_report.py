@@ -16,12 +16,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from scaling.curves import curves
 from scaling.evidence.record import Row
 from scaling.report import __main__ as report_command
 from scaling.report.page import Report, page
-from scaling.sweep_plots import FIGURES, draw
-from scaling.sweep_report import as_csv, loss_parity, text
+from scaling.sweep.curves import curves
+from scaling.sweep.plots import FIGURES, draw
+from scaling.sweep.report import as_csv, loss_parity, text
 from tests.scaling.studies import PARTS, PROBE, rows
 
 

@@ -15,8 +15,8 @@ import pytest
 import tyro
 
 from hpczero.options.reading import parse_command_line
-from scaling.study import Point
-from scaling.sweep import Options
+from scaling.sweep.__main__ import Options
+from scaling.sweep.study import Point
 from tests.helpers.mpirun import ROOT, Finished, run_command
 from tests.slurm.jobs import OPTIONS, Job, Submitter, words_of
 

@@ -24,10 +24,10 @@ from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.options.reading import parse_command_line
 from hpczero.options.values import Transport
 from scaling.evidence.record import Recorder, Row, circumstances, commit, cores, names_code
-from scaling.folder import StudyFolder, read_job, write_job
-from scaling.launchers import Local, Slurm, absolute
-from scaling.setting import Setting, local, slurm
-from scaling.study import DEFAULT_STEPS, Grid, Point
+from scaling.sweep.folder import StudyFolder, read_job, write_job
+from scaling.sweep.launchers import Local, Slurm, absolute
+from scaling.sweep.setting import Setting, local, slurm
+from scaling.sweep.study import DEFAULT_STEPS, Grid, Point
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,12 @@ class Order:
     def arguments(self, point: Point, path: Path) -> list[str]:
         """Of Python, for a job that measures ``point`` and writes its row to ``path``."""
         order = {"key": self.key(point), "commit": self.commit, "setting": self.setting}
-        return ["-m", "scaling.point", json.dumps({**order, "point": point.as_json()}), str(path)]
+        return [
+            "-m",
+            "scaling.sweep.point",
+            json.dumps({**order, "point": point.as_json()}),
+            str(path),
+        ]
 
 
 def measure(options: Options, folder: StudyFolder, points: Sequence[Point], order: Order) -> int:

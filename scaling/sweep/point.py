@@ -1,4 +1,4 @@
-"""One point of a scaling study, as one MPI job: ``mpirun -n 2 python -m scaling.point JSON FILE``.
+"""One point of a scaling study, as one MPI job: ``mpirun -n 2 python -m scaling.sweep.point JSON FILE``.
 
 Owns: the loop that is timed, and what a row says of it. Must not know: the study, the other points, how jobs are
 started. Every rank times its own steps; rank 0 writes the row when all is done, so a file is either whole or not there.
@@ -27,7 +27,7 @@ from hpczero.errors import ConfigError, run
 from scaling.contenders.workload import LEARNING_RATE
 from scaling.evidence.neighbours import Host, Share, cpus, foreign_share, numbers, oversubscribed
 from scaling.evidence.record import UNKNOWN, Row, circumstances
-from scaling.study import Point
+from scaling.sweep.study import Point
 
 if TYPE_CHECKING:
     from hpczero.accelerator import Accelerator
@@ -41,7 +41,7 @@ PARTS = ("compute", "communication", "optimizer", "data", "other", "checkpoint")
 def main() -> int:
     """Measure the point given as JSON and write its row to the file given. Collective over MPI's world."""
     if len(sys.argv) != 3 or sys.argv[1].startswith("-"):
-        sys.stdout.write(f"usage: python -m scaling.point JSON FILE\n\n{main.__doc__}\n")
+        sys.stdout.write(f"usage: python -m scaling.sweep.point JSON FILE\n\n{main.__doc__}\n")
         return 0 if sys.argv[1:] in (["--help"], ["-h"]) else ConfigError.exit_code
     order = read_order(sys.argv[1])
     point = Point.of_json(order["point"])

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from hpczero.errors import ConfigError
 from scaling.evidence.record import Row, parse_rows
-from scaling.setting import Setting, agrees
-from scaling.study import Point
+from scaling.sweep.setting import Setting, agrees
+from scaling.sweep.study import Point
 
 NEEDS = ("point", "samples_ms", "commit")  # of a row that can be collected
 

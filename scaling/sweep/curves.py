@@ -19,7 +19,7 @@ from scaling.evidence.resampling import Ratio, ratio_of_jobs, spread_of_jobs
 from scaling.evidence.spread import Spread
 from scaling.predict.host import predict_on_host, transport_of
 from scaling.predict.probe import Measured as MeasuredKernels
-from scaling.study import Point, nodes_of
+from scaling.sweep.study import Point, nodes_of
 
 PARTS = ("compute", "communication", "optimizer", "data", "other")
 BUSY_SHARE = 0.05  # of the processors, for other programs: more than that makes times worthless

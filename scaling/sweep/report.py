@@ -1,6 +1,6 @@
 """The report of `scaling.sweep`: its tables and its CSV.
 
-Owns: what is said. Must not know: how it was measured, how numbers are formed (`scaling.curves`), how they are drawn.
+Owns: what is said. Must not know: how it was measured, how numbers are formed (`scaling.sweep.curves`), how they are drawn.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-from scaling.curves import (
+from scaling.evidence.record import Row, of_kind
+from scaling.evidence.resampling import RESAMPLES, Ratio
+from scaling.evidence.spread import CONFIDENCE, Spread
+from scaling.evidence.table import table
+from scaling.sweep.curves import (
     PARTS,
     Curve,
     Measured,
@@ -23,11 +27,7 @@ from scaling.curves import (
     loss_difference,
     parity_groups,
 )
-from scaling.evidence.record import Row, of_kind
-from scaling.evidence.resampling import RESAMPLES, Ratio
-from scaling.evidence.spread import CONFIDENCE, Spread
-from scaling.evidence.table import table
-from scaling.study import DEFAULT_STEPS
+from scaling.sweep.study import DEFAULT_STEPS
 
 CHECKPOINT = "checkpoint"
 MIB = 2**20

@@ -1,6 +1,6 @@
 """Figures of a scaling study.
 
-Owns: what is drawn from the numbers of `scaling.curves`. Must not know: how they were formed. Every axis has its unit,
+Owns: what is drawn from the numbers of `scaling.sweep.curves`. Must not know: how they were formed. Every axis has its unit,
 every figure says when it is no scaling.
 """
 
@@ -10,7 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scaling.curves import (
+from scaling.evidence.plot import COLOURS, distinct, new_figure
+from scaling.evidence.record import Row, of_kind
+from scaling.evidence.resampling import Ratio
+from scaling.sweep.curves import (
     PARTS,
     Curve,
     Measured,
@@ -21,11 +24,8 @@ from scaling.curves import (
     loss_difference,
     parity_groups,
 )
-from scaling.evidence.plot import COLOURS, distinct, new_figure
-from scaling.evidence.record import Row, of_kind
-from scaling.evidence.resampling import Ratio
-from scaling.study import Point
-from scaling.sweep_report import CHECKPOINT, MIB, bars_are_intervals
+from scaling.sweep.report import CHECKPOINT, MIB, bars_are_intervals
+from scaling.sweep.study import Point
 
 if TYPE_CHECKING:  # see scaling.evidence.plot
     from matplotlib.axes import Axes

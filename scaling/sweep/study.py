@@ -89,7 +89,7 @@ class Point:
 
         Args:
             commit: of the code.
-            setting: what `scaling.setting` knows beforehand of where and how it will run.
+            setting: what `scaling.sweep.setting` knows beforehand of where and how it will run.
         """
         circumstances = {"commit": commit, "setting": dict(setting or {})}
         text = json.dumps({**self.as_json(), **circumstances}, sort_keys=True)

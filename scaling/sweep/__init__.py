@@ -1,0 +1,1 @@
+"""Scaling studies: ``python -m scaling.sweep``."""
