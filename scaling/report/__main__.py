@@ -14,7 +14,6 @@ import tyro
 
 from hpczero.errors import ConfigError, run
 from hpczero.options.reading import parse_command_line
-from scaling import transports_report
 from scaling.checkpoint import report as checkpoint_report
 from scaling.collectives import report as collectives_report
 from scaling.evidence.record import HOME, Row, commit, of_kind, parse_rows
@@ -26,6 +25,7 @@ from scaling.report.rows import is_sound
 from scaling.start import report as start_report
 from scaling.sweep import plots as sweep_plots
 from scaling.sweep import report as sweep_report
+from scaling.transports import report as transports_report
 
 
 def gpu_text(rows: list[Row]) -> str:

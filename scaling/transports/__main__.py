@@ -77,7 +77,7 @@ def main() -> int:
     # Here and not at the top: this import starts MPI, which --help and bad options must not do.
     from hpczero.job.launch import start_topology
     from scaling.evidence.clock import placement, record
-    from scaling.transports_report import draw, text
+    from scaling.transports.report import draw, text
 
     topology = start_topology(None)
     label = f"{options.workload}-{placement(topology)}{'-emulated' if options.emulated else ''}"

@@ -1,0 +1,1 @@
+"""A training step over each transport: ``python -m scaling.transports``."""
