@@ -1,79 +1,150 @@
-"""The rooms of the package, and the map of them in docs/architecture.md: ``python docs/rooms.py`` writes it anew.
+"""The rooms of the packages, and the maps of them in the documents: ``python docs/rooms.py`` writes these anew.
 
-Owns: the order of rooms, which tests/test_architecture.py holds the imports against, and the form of the map. What the
-map says of a room or a file is the first line of that room or file.
+Owns: the order of rooms, which tests/test_architecture.py holds the imports against, and the form of a map. What a map
+says of a room or a file is the first line of that room or file.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "hpczero"
-DOCUMENT = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- rooms: begin -->", "<!-- rooms: end -->"
 
-# Top first. A room is a folder; it imports from itself and from rooms below it. Three rooms are no folders: the
-# commands, the public names (of the package and of checkpoint, which are loaded on first use), and the errors.
-COMMANDS, NAMES, ERRORS = "commands", "names", "errors"
-ROOMS = (
-    COMMANDS,
-    "preflight",
-    "doctor",
-    "run",
-    "run.sampling",
-    "run.starting",
-    "run.stopping",
-    "run.results",
-    "predict",
-    "data",
-    NAMES,
-    "checkpoint.foreign",
-    "checkpoint",
-    "adapters",
-    "checkpoint.disk",
-    "zero",
-    "zero.update",
-    "zero.calls",
-    "zero.units",
-    "comm",
-    "comm.between",
-    "comm.inside",
-    "comm.devices",
-    "comm.algorithms",
-    "plan",
-    "memory",
-    "job",
-    "accelerator",
-    "options",
-    "models",
-    "kernels",
-    "files",
-    ERRORS,
+
+@dataclass(frozen=True)
+class House:
+    """A package as rooms. A room is a folder; it imports from itself and from the rooms after it.
+
+    Attributes:
+        package: its name.
+        document: which has its map between two marks, below the repository.
+        rooms: in their order, top first; dotted, without the package.
+        apart: files that are in a room of another name than their folder's, by their path without ``.py``.
+        titles: what the map says of rooms that are no folders.
+    """
+
+    package: str
+    document: str
+    rooms: tuple[str, ...]
+    apart: dict[str, str]
+    titles: dict[str, str]
+
+    @property
+    def folder(self) -> Path:
+        """Of the package."""
+        return ROOT / self.package
+
+    @property
+    def files(self) -> list[Path]:
+        """All files of the package."""
+        return sorted(self.folder.rglob("*.py"))
+
+    def room_of(self, path: Path) -> str:
+        """Room of a file of the package; it may be none of ``rooms``."""
+        place = path.relative_to(self.folder).with_suffix("").as_posix()
+        if path.name in self.apart and path.parent != self.folder:
+            return self.apart[path.name]
+        return self.apart.get(place, place.rpartition("/")[0].replace("/", "."))
+
+    def drawn(self) -> str:
+        """The map."""
+        lines = []
+        for room in self.rooms:
+            shown = [path for path in self.files if self.room_of(path) == room]
+            title, name = self.titles.get(room, ""), room
+            if not title:
+                entrance = self.folder / Path(*room.split(".")) / "__init__.py"
+                title, name = first_line(entrance), f"{room.replace('.', '/')}/"
+                shown = [path for path in shown if path != entrance]
+            lines += ["", f"**{name}** {title}", ""]
+            lines += [f"- `{path.relative_to(self.folder)}` {first_line(path)}" for path in shown]
+        return "\n".join([BEGIN, *lines, "", END])
+
+    def redrawn(self) -> tuple[Path, str]:
+        """The document, and its text with the map of today between the marks."""
+        path = ROOT / self.document
+        before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+        return path, before + self.drawn() + rest.partition(END)[2]
+
+
+HPCZERO = House(
+    "hpczero",
+    "docs/architecture.md",
+    (
+        "commands",
+        "preflight",
+        "doctor",
+        "run",
+        "run.sampling",
+        "run.starting",
+        "run.stopping",
+        "run.results",
+        "predict",
+        "data",
+        "names",
+        "checkpoint.foreign",
+        "checkpoint",
+        "adapters",
+        "checkpoint.disk",
+        "zero",
+        "zero.update",
+        "zero.calls",
+        "zero.units",
+        "comm",
+        "comm.between",
+        "comm.inside",
+        "comm.devices",
+        "comm.algorithms",
+        "plan",
+        "memory",
+        "job",
+        "accelerator",
+        "options",
+        "models",
+        "kernels",
+        "files",
+        "errors",
+    ),
+    {
+        "__main__.py": "commands",
+        "train": "commands",
+        "sample": "commands",
+        "commands": "commands",
+        "__init__": "names",
+        "checkpoint/__init__": "names",
+        "errors": "errors",
+    },
+    {
+        "commands": "The commands: options, then one call below.",
+        "names": "The public names, loaded on first use: `import hpczero` starts neither MPI nor torch.",
+        "errors": "The errors: their tree, exit codes, and the one way a command ends.",
+    },
 )
-LINES = {
-    COMMANDS: "The commands: options, then one call below.",
-    NAMES: "The public names, loaded on first use: `import hpczero` starts neither MPI nor torch.",
-    ERRORS: "The errors: their tree, exit codes, and the one way a command ends.",
-}
-
-
-def name_of(path: Path) -> str:
-    """Dotted name of a file of the package, without the package; ``__init__`` for the package itself."""
-    parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
-
-
-def room_of(path: Path) -> str:
-    """Room of a file of the package; it may be none of ``ROOMS``."""
-    parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
-    if parts[-1] == "__main__" or parts[0] in ("train", "sample", "commands"):
-        return COMMANDS
-    if parts in (("__init__",), ("checkpoint", "__init__")):
-        return NAMES
-    return ERRORS if parts == (ERRORS,) else ".".join(parts[:-1])
+SCALING = House(
+    "scaling",
+    "scaling/README.md",
+    (
+        "report",
+        "gpu",
+        "start",
+        "transports",
+        "peers",
+        "collectives",
+        "checkpoint",
+        "sweep",
+        "predict",
+        "contenders",
+        "evidence",
+        "package",
+    ),
+    {"__init__": "package"},
+    {"package": "The package itself, which is empty."},
+)
+HOUSES = (HPCZERO, SCALING)
 
 
 def first_line(path: Path) -> str:
@@ -82,34 +153,8 @@ def first_line(path: Path) -> str:
     return text.partition("\n")[0]
 
 
-def files() -> list[Path]:
-    """Of the package."""
-    return sorted((ROOT / PACKAGE).rglob("*.py"))
-
-
-def drawn() -> str:
-    """The map."""
-    lines = []
-    for room in ROOMS:
-        own = [path for path in files() if room_of(path) == room]
-        if room in LINES:
-            title, shown = LINES[room], own
-        else:
-            entrance = ROOT / PACKAGE / Path(*room.split(".")) / "__init__.py"
-            title, shown = first_line(entrance), [path for path in own if path != entrance]
-        folder = room if room in LINES else f"{room.replace('.', '/')}/"
-        lines += ["", f"**{folder}** {title}", ""]
-        lines += [f"- `{path.relative_to(ROOT / PACKAGE)}` {first_line(path)}" for path in shown]
-    return "\n".join([BEGIN, *lines, "", END])
-
-
-def with_map(text: str) -> str:
-    """``text`` with the map of today between its marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{drawn()}{after}"
-
-
 if __name__ == "__main__":
-    DOCUMENT.write_text(with_map(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    for house in HOUSES:
+        document, text = house.redrawn()
+        document.write_text(text, encoding="utf-8")
     sys.exit(0)

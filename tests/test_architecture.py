@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from docs.rooms import DOCUMENT, PACKAGE, ROOMS, files, name_of, room_of, with_map
+from docs.rooms import HOUSES, HPCZERO, House
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = HPCZERO.package
 MAX_LINES = 400
 
 # Who alone may import these, at whatever depth of the code.
@@ -99,61 +100,88 @@ def _imports(node: ast.AST, name: str, *, for_types_only: bool) -> Iterator[Impo
             yield from _imports(child, name, for_types_only=for_types_only)
 
 
+def name_of(path: Path, folder: Path) -> str:
+    parts = path.relative_to(folder).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
 @cache
-def package() -> dict[str, Module]:
-    found = {
-        name_of(path): Module(name_of(path), path, ast.parse(path.read_text())) for path in files()
-    }
+def modules(house: str) -> dict[str, Module]:
+    found = {}
+    for path in next(h for h in HOUSES if h.package == house).files:
+        name = name_of(path, ROOT / house)
+        found[name] = Module(name, path, ast.parse(path.read_text()))
     assert len(found) > 10, "the package was not found"
     return found
 
 
-def resolve(target: str) -> str | None:
+def package() -> dict[str, Module]:
+    return modules(PACKAGE)
+
+
+def resolve(target: str, house: str = PACKAGE) -> str | None:
     """Name of our module that ``target`` means, or None if it is not ours."""
-    if target != PACKAGE and not target.startswith(f"{PACKAGE}."):
+    if target != house and not target.startswith(f"{house}."):
         return None
-    name = target.removeprefix(PACKAGE).removeprefix(".")
-    while name and name not in package():
+    name = target.removeprefix(house).removeprefix(".")
+    while name and name not in modules(house):
         name = name.rpartition(".")[0]
     return name or "__init__"
 
 
-def edges(*, types_too: bool) -> Iterator[tuple[Module, str, int]]:
+def edges(*, types_too: bool, house: str = PACKAGE) -> Iterator[tuple[Module, str, int]]:
     """(importing module, name of the imported module of ours, line)."""
-    for module in package().values():
+    for module in modules(house).values():
         for imported in module.imports():
-            target = resolve(imported.target)
+            target = resolve(imported.target, house)
             counts = types_too or not imported.for_types_only
             if counts and target is not None and target != module.name:
                 yield module, target, imported.line
 
 
-def test_every_file_is_in_a_room() -> None:
-    assert [str(path) for path in files() if room_of(path) not in ROOMS] == []
+each_house = pytest.mark.parametrize("house", HOUSES, ids=lambda house: house.package)
 
 
-def test_imports_go_downward_only() -> None:
+@each_house
+def test_every_file_is_in_a_room(house: House) -> None:
+    assert [str(path) for path in house.files if house.room_of(path) not in house.rooms] == []
+
+
+@each_house
+def test_imports_go_downward_only(house: House) -> None:
     wrong = []
-    for module, target, line in edges(types_too=True):
-        mine, theirs = room_of(module.path), room_of(package()[target].path)
-        if ROOMS.index(theirs) < ROOMS.index(mine):
+    for module, target, line in edges(types_too=True, house=house.package):
+        theirs = house.room_of(modules(house.package)[target].path)
+        if house.rooms.index(theirs) < house.rooms.index(house.room_of(module.path)):
             wrong.append(f"{module.where(line)} imports {target}, which lies above it")
     assert wrong == []
 
 
-def test_map_of_the_rooms_is_the_one_in_the_document() -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
-    assert text == with_map(text), "python docs/rooms.py writes it"
+@each_house
+def test_map_of_the_rooms_is_the_one_in_the_document(house: House) -> None:
+    document, text = house.redrawn()
+    assert document.read_text(encoding="utf-8") == text, "python docs/rooms.py writes it"
+
+
+def test_the_package_knows_neither_its_measurements_nor_its_tests() -> None:
+    wrong = [
+        f"{module.where(imported.line)} imports {imported.target}"
+        for module in package().values()
+        for imported in module.imports()
+        if imported.target.partition(".")[0] in ("scaling", "tests", "docs")
+    ]
+    assert wrong == []
 
 
 def test_few_files_lie_beside_the_rooms() -> None:
-    here = [path for path in (ROOT / PACKAGE).iterdir() if path.name != "__pycache__"]
+    here = list(HPCZERO.folder.iterdir())
     assert len([path for path in here if not path.is_dir()]) <= MAX_ENTRIES
 
 
-def test_no_import_cycles_even_inside_functions() -> None:
-    below: dict[str, set[str]] = {name: set() for name in package()}
-    for module, target, _ in edges(types_too=False):
+@each_house
+def test_no_import_cycles_even_inside_functions(house: House) -> None:
+    below: dict[str, set[str]] = {name: set() for name in modules(house.package)}
+    for module, target, _ in edges(types_too=False, house=house.package):
         below[module.name].add(target)
     while True:  # take away what imports nothing that is left; a cycle never goes away
         leaves = {name for name, targets in below.items() if not targets & below.keys()}
@@ -196,8 +224,11 @@ def test_planning_and_the_lowest_rooms_run_without_torch() -> None:
     assert wrong == []
 
 
-def test_no_file_is_longer_than_can_be_read_at_once() -> None:
-    lengths = {m.name: len(m.path.read_text().splitlines()) for m in package().values()}
+@each_house
+def test_no_file_is_longer_than_can_be_read_at_once(house: House) -> None:
+    lengths = {
+        m.name: len(m.path.read_text().splitlines()) for m in modules(house.package).values()
+    }
     assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
 
 

@@ -1,8 +1,8 @@
 """Savers: one rank's part of each way to put the state of a training on disk and back.
 
-``python -m scaling.checkpoint.ways JSON`` is a `scaling.contenders.rank` that takes further orders. Owns: what a save and a load of each
-way is, and the clock and the memory meter around it. Must not know: the order of a run. Frameworks are loaded by the
-way that needs them: a process of torch.distributed must not start MPI, and the other way round.
+``python -m scaling.checkpoint.ways JSON`` is a `scaling.contenders.rank` that takes further orders. Owns: what a save
+and a load of each way is, and the clock and the memory meter around it. Must not know: the order of a run. Frameworks
+are loaded by the way that needs them: a process of torch.distributed must not start MPI, and the other way round.
 
 Every way ends with fsync of what it wrote: raw by each rank, DCP by ``FileSystemWriter(sync_files=True)``, which is its
 default and leaves the folder's own entry out, hpczero its file, manifest and folders.

@@ -48,6 +48,7 @@ def _deepspeed(stage: int) -> Entry:
     return Entry(name, title, "deepspeed_stage", "gloo", "peers", arguments={"stage": stage})
 
 
+RANK_PROGRAM = "scaling.contenders.rank"
 FLOOR = "independent"
 BEFORE = "before:"  # begins the name of a contender that runs another checkout's code
 ENTRIES = {
@@ -92,13 +93,19 @@ def find_entry(name: str, *, transport: str) -> Entry:
     )
 
 
+def rank_program(tree: Path) -> str | None:
+    """The module that is a rank of a contender in the checkout at ``tree``; None where no checkout is there."""
+    names = (RANK_PROGRAM, "scaling.rank")  # newest first
+    return next((n for n in names if (tree / f"{n.replace('.', '/')}.py").is_file()), None)
+
+
 def from_tree(entry: Entry, tree: Path) -> Entry:
     """The same contender with the code of the checkout in ``tree``.
 
     Raises:
         ConfigError: no checkout is there.
     """
-    if not (tree / "scaling" / "rank.py").is_file():
+    if rank_program(tree) is None:
         raise ConfigError(
             f"--against: got {tree}, expected the folder of a checkout of hpczero; type: "
             "git worktree add --detach ../before COMMIT"

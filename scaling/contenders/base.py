@@ -19,7 +19,9 @@ from scaling.evidence.record import versions
 
 
 class Contender(ABC):
-    """Made and driven by `scaling.contenders.rank`, in this order: ``connect``, ``build``, ``step`` many times, ``close``.
+    """Made and driven by `scaling.contenders.rank`.
+
+    The order is: ``connect``, ``build``, ``step`` many times, ``close``.
 
     Attributes:
         rank, size: known after ``connect``.

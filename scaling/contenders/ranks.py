@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hpczero.errors import ConfigError, HpcZeroError
-from scaling.contenders import Entry
+from scaling.contenders import RANK_PROGRAM, Entry, rank_program
 from scaling.contenders.workload import Workload
 from scaling.evidence.record import LAUNCH, ROOT
 
@@ -48,12 +48,12 @@ class Crew:
         workload: Workload,
         *,
         size: int,
-        program: str = "scaling.contenders.rank",
+        program: str = RANK_PROGRAM,
     ) -> None:
         self.entry = entry
         self._workload = workload
         self._size = size
-        self._program = program
+        self._program = program if entry.tree is None else rank_program(entry.tree) or program
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lines: list[Any] = []  # Any: typeshed has no public name for what makefile returns
         self.pids: list[int] = []

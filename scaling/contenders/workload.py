@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hpczero.errors import ConfigError
 from hpczero.models.config import GPTConfig, parameter_count
+from hpczero.models.presets import PRESETS
 
 SEED = 0  # of initial weights and data
 LEARNING_RATE = 3e-4
@@ -59,3 +61,18 @@ WORKLOADS = {
         Workload("tiny", layers=2, hidden=64, heads=2, sequences=2, vocab_size=256, context=32),
     )
 }
+
+
+def find_model(name: str) -> GPTConfig:
+    """The sizes of a workload or of a preset.
+
+    Raises:
+        ConfigError: no such name.
+    """
+    if name in WORKLOADS:
+        return WORKLOADS[name].model
+    if name in PRESETS:
+        return PRESETS[name]
+    raise ConfigError(
+        f"--models: got {name!r}, expected some of {', '.join([*WORKLOADS, *PRESETS])}"
+    )

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from scaling.evidence.record import cpu_model
 
+BUSY_SHARE = 0.05  # of the processors, for other programs: more than that makes times worthless
+
 
 @dataclass(frozen=True)
 class Host:

@@ -25,8 +25,8 @@ from hpczero.options.reading import parse_command_line
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine, machine_names
 from hpczero.predict.model import Prediction, largest_micro_batch, predict
+from scaling.contenders.workload import find_model
 from scaling.evidence.record import HOME, Recorder, cores, machine_name
-from scaling.sweep.study import find_model
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from datetime import date
 from pathlib import Path
 
 from hpczero.predict.model import Prediction
+from scaling.evidence.neighbours import BUSY_SHARE
 from scaling.evidence.plot import Bar, Line, draw_bars, draw_lines
 from scaling.evidence.record import Row, commit, of_kind, where_and_when
 from scaling.evidence.spread import Spread
 from scaling.evidence.table import table, with_spread
 from scaling.predict.paper import ANCHOR_TFLOPS, FIGURE_3, Comparison
-from scaling.sweep.curves import BUSY_SHARE
 
 
 def forecast_table(found: Sequence[tuple[Prediction, int, bool]]) -> str:

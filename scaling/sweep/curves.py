@@ -2,8 +2,8 @@
 
 Owns: what is compared with what. Must not know: how it was measured, how it is written or drawn. A step takes as long
 as its slowest rank. What a point takes is the median of its jobs, and of each job the median of its steps: steps of one
-job are not independent of each other, jobs are (`scaling.evidence.resampling` says how sure that is). Speed-up and efficiency are
-ratios of what two points take.
+job are not independent of each other, jobs are (`scaling.evidence.resampling` says how sure that is). Speed-up and
+efficiency are ratios of what two points take.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
+from scaling.evidence.neighbours import BUSY_SHARE
 from scaling.evidence.record import Row, of_kind
 from scaling.evidence.resampling import Ratio, ratio_of_jobs, spread_of_jobs
 from scaling.evidence.spread import Spread
@@ -22,7 +23,6 @@ from scaling.predict.probe import Measured as MeasuredKernels
 from scaling.sweep.study import Point, nodes_of
 
 PARTS = ("compute", "communication", "optimizer", "data", "other")
-BUSY_SHARE = 0.05  # of the processors, for other programs: more than that makes times worthless
 
 
 @dataclass(frozen=True)

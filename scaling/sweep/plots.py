@@ -1,7 +1,7 @@
 """Figures of a scaling study.
 
-Owns: what is drawn from the numbers of `scaling.sweep.curves`. Must not know: how they were formed. Every axis has its unit,
-every figure says when it is no scaling.
+Owns: what is drawn from the numbers of `scaling.sweep.curves`. Must not know: how they were formed. Every axis has its
+unit, every figure says when it is no scaling.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The report of `scaling.sweep`: its tables and its CSV.
 
-Owns: what is said. Must not know: how it was measured, how numbers are formed (`scaling.sweep.curves`), how they are drawn.
+Owns: what is said. Must not know: how it was measured, how numbers are formed (`scaling.sweep.curves`), how they are
+drawn.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ from typing import Any, Literal
 
 from hpczero.errors import ConfigError
 from hpczero.models.config import GPTConfig
-from hpczero.models.presets import PRESETS
-from scaling.contenders.workload import SEED, WORKLOADS
+from scaling.contenders.workload import SEED, find_model
 
 Kind = Literal["weak", "strong"]
 DEFINITIONS = {
@@ -234,18 +233,3 @@ def nodes_of(ranks: int, ranks_per_node: int | None) -> int:
             f"--ranks: got {ranks}, expected a multiple of --ranks_per_node {ranks_per_node} (or fewer than that)"
         )
     return ranks // ranks_per_node
-
-
-def find_model(name: str) -> GPTConfig:
-    """The sizes of a workload or of a preset.
-
-    Raises:
-        ConfigError: no such name.
-    """
-    if name in WORKLOADS:
-        return WORKLOADS[name].model
-    if name in PRESETS:
-        return PRESETS[name]
-    raise ConfigError(
-        f"--models: got {name!r}, expected some of {', '.join([*WORKLOADS, *PRESETS])}"
-    )
