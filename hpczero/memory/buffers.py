@@ -6,8 +6,8 @@ autograd's saved tensors keep pointing at it while it is resized.
 [Note: Refilling freed parameters]
 A parameter is a view of its unit's buffer for the whole run. Freeing is ``untyped_storage().resize_(0)``; taking again
 resizes to the old size, and the views are valid again. Neither touches a version counter, so autograd accepts the
-refilled weights in backward (torch 2.13, measured in tests/test_device.py). Replacing the storage instead would leave
-saved views such as ``weight.t()`` on the old memory.
+refilled weights in backward (torch 2.13, measured in tests/memory/test_buffers.py). Replacing the storage instead would
+leave saved views such as ``weight.t()`` on the old memory.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from hpczero.checkpoint.disk.writers import PosixWriter
 from hpczero.errors import CheckpointNotWritten
 from tests.checkpoint.programs import Program, first_ranks, state_digests
 from tests.helpers.parallel import parallel_assert
-from tests.small_models import raises_on_all
+from tests.helpers.small_models import raises_on_all
 
 if TYPE_CHECKING:
     from mpi4py import MPI

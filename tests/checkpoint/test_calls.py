@@ -17,7 +17,7 @@ from hpczero.checkpoint import Checkpoints
 from hpczero.checkpoint.disk.lock import Lock
 from hpczero.errors import CheckpointError, ConfigError, StepError
 from tests.helpers.parallel import parallel_assert
-from tests.small_models import MLP, adamw, mlp_backward, raises_on_all, zeroified
+from tests.helpers.small_models import MLP, adamw, mlp_backward, raises_on_all, zeroified
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -27,7 +27,7 @@ from tests.checkpoint.damage import (
 )
 from tests.checkpoint.programs import Program
 from tests.helpers.parallel import parallel_assert
-from tests.small_models import raises_on_all
+from tests.helpers.small_models import raises_on_all
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -23,7 +23,7 @@ from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.errors import ConfigError, CorruptCheckpoint
 from tests.checkpoint.foreign import checkpoint, gpt_checkpoint, on_root, read_all, same, state
 from tests.checkpoint.programs import Program, first_ranks
-from tests.small_models import tiny_gpt, tiny_tokens
+from tests.helpers.small_models import tiny_gpt, tiny_tokens
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -16,7 +16,7 @@ from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.errors import ConfigError, CorruptCheckpoint
 from tests.checkpoint.damage import resigned
 from tests.helpers.parallel import parallel_assert
-from tests.small_models import MLP, raises_on_all, sgd, zeroified
+from tests.helpers.small_models import MLP, raises_on_all, sgd, zeroified
 
 if TYPE_CHECKING:
     from mpi4py import MPI

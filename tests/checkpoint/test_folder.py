@@ -16,7 +16,7 @@ from hpczero.files.durable import sync
 from hpczero.options.config import RunConfig, RunOptions
 from hpczero.run.results.folder import RunFolder
 from tests.checkpoint.test_signed import put
-from tests.test_regularfile import at_once
+from tests.files.test_regular import at_once
 
 
 def commit(folder: Folder, step: int, content: bytes = b"state") -> Path:

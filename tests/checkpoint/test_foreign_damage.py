@@ -31,9 +31,9 @@ from hpczero.run.results.weights import Weights, write_weights
 from tests.checkpoint.damage import flip
 from tests.checkpoint.foreign import checkpoint, on_root, other_state, state, theirs
 from tests.checkpoint.programs import Program
+from tests.files.test_regular import at_once
 from tests.helpers.parallel import parallel_assert
-from tests.small_models import raises_on_all, tiny_gpt
-from tests.test_regularfile import at_once
+from tests.helpers.small_models import raises_on_all, tiny_gpt
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -33,7 +33,7 @@ from tests.checkpoint.foreign import (
 )
 from tests.checkpoint.programs import Net, Program, first_ranks
 from tests.helpers.parallel import parallel_assert
-from tests.small_models import raises_on_all, tiny_gpt, tiny_tokens, zeroified
+from tests.helpers.small_models import raises_on_all, tiny_gpt, tiny_tokens, zeroified
 
 if TYPE_CHECKING:
     from mpi4py import MPI

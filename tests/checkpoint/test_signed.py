@@ -18,9 +18,9 @@ from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.errors import CheckpointMismatch, CorruptCheckpoint
 from tests.checkpoint.damage import Change, fingerprint, golden_copy, remove, resigned
 from tests.checkpoint.programs import Program
+from tests.files.test_regular import at_once
 from tests.helpers.parallel import parallel_assert
-from tests.small_models import raises_on_all
-from tests.test_regularfile import at_once
+from tests.helpers.small_models import raises_on_all
 
 if TYPE_CHECKING:
     from mpi4py import MPI

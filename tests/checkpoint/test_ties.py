@@ -20,7 +20,7 @@ from hpczero.checkpoint.foreign.exporting import Form, export
 from hpczero.checkpoint.foreign.weight_files import WeightFiles
 from hpczero.errors import CheckpointMismatch
 from tests.checkpoint.foreign import theirs
-from tests.small_models import tiny_gpt
+from tests.helpers.small_models import tiny_gpt
 
 HEAD, TABLE = "lm_head.weight", "wte.weight"
 

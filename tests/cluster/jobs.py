@@ -100,7 +100,7 @@ def train() -> None:
     from torch import nn
 
     import hpczero
-    from tests.small_models import adamw, tiny_gpt, tiny_tokens
+    from tests.helpers.small_models import adamw, tiny_gpt, tiny_tokens
 
     topology = hpczero.Topology.of_world()
     late = random.Random(topology.rank)  # when and how long: on each rank at other places
@@ -154,7 +154,7 @@ def differ(how: str) -> None:
     import torch
 
     import hpczero
-    from tests.small_models import MLP, adamw
+    from tests.helpers.small_models import MLP, adamw
 
     topology = hpczero.Topology.of_world()
     model = MLP(sizes=(6, 6, 6, 6))

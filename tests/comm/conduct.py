@@ -16,7 +16,7 @@ import torch
 import hpczero
 from hpczero.errors import CommError
 from tests.helpers.parallel import parallel_assert
-from tests.small_models import raises_on_all
+from tests.helpers.small_models import raises_on_all
 
 if TYPE_CHECKING:
     from mpi4py import MPI

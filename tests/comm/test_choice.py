@@ -17,7 +17,7 @@ from hpczero.errors import CommError, ConfigError, TopologyError
 from hpczero.memory.buffers import Use
 from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert
-from tests.small_models import MLP, adamw, raises_on_all, zeroified
+from tests.helpers.small_models import MLP, adamw, raises_on_all, zeroified
 
 if TYPE_CHECKING:
     from mpi4py import MPI

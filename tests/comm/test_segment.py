@@ -13,7 +13,7 @@ from hpczero.comm.inside import segment
 from hpczero.comm.inside.segment import PAGE, Counters, Segment
 from hpczero.errors import CommError
 from tests.helpers.parallel import parallel_assert
-from tests.small_models import raises_on_all
+from tests.helpers.small_models import raises_on_all
 
 if TYPE_CHECKING:
     from mpi4py import MPI

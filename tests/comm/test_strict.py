@@ -11,7 +11,7 @@ from torch import Tensor
 import hpczero
 from hpczero.errors import CommError
 from tests.helpers.parallel import parallel_assert
-from tests.small_models import MLP, adamw, raises_on_all, zeroified
+from tests.helpers.small_models import MLP, adamw, raises_on_all, zeroified
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -14,7 +14,7 @@ from hpczero.job.topology import Topology
 from hpczero.options.config import DataOptions
 from hpczero.run.starting.own_text import open_tokens
 from tests.helpers.parallel import parallel_assert
-from tests.small_models import raises_on_all
+from tests.helpers.small_models import raises_on_all
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -18,7 +18,7 @@ from hpczero.data import ByteTokenizer, Corpus, TokenFile, prepare, slabs
 from hpczero.data import token_writer as tokenwriter
 from hpczero.data.appendix import LINE_NBYTES, digest
 from hpczero.errors import DataError
-from tests.test_regularfile import at_once
+from tests.files.test_regular import at_once
 
 FLIPS = 400
 

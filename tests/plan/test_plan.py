@@ -237,7 +237,7 @@ def test_exchange_is_bounded_however_large_the_model() -> None:
     assert 0.99 * EXCHANGE_BYTES < memory.exchange <= EXCHANGE_BYTES
 
 
-# --- bytes moved; what really moves is counted in tests/test_traffic.py
+# --- bytes moved; what really moves is counted in tests/zero/test_traffic.py
 
 
 def test_traffic_of_one_rank_is_nothing() -> None:

@@ -28,7 +28,7 @@ from scaling.predict.paper import (
     largest_batch,
     state_nbytes,
 )
-from tests.test_regularfile import at_once
+from tests.files.test_regular import at_once
 
 SMALL = GPTConfig(vocab_size=4096, context=256, layers=4, hidden=512, heads=8)
 # Round numbers, so that formulas can be written out: 1 FLOP costs 1e-12 s, a byte 1e-11 s inside a node, 1e-10 between.

@@ -9,8 +9,8 @@ from pathlib import Path
 from scaling.evidence.record import Row
 from scaling.start.__main__ import HELP
 from scaling.start.report import OTHER, THIS, text
+from tests.commands.test_help import WITH_SUBCOMMANDS, commands, subcommands
 from tests.helpers.mpirun import ROOT, run_command
-from tests.test_help import WITH_SUBCOMMANDS, commands, subcommands
 
 
 def rows() -> list[Row]:

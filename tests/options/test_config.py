@@ -1,0 +1,397 @@
+"""Options: names, defaults, strictness, and the same verdict on every rank before MPI or torch start."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpczero.errors import ConfigError
+from hpczero.options.config import RunConfig, RunOptions, TrainOptions
+from hpczero.options.environment import Environment
+from hpczero.options.reading import load_toml, read_run_config, to_toml
+from hpczero.options.values import parse_nodes
+from hpczero.plan.batch import Batch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Adding, removing or renaming an option is a decision that users feel: it is made here as well.
+SECTIONS = {
+    "run": "name folder seed overwrite",
+    "model": "preset layers hidden heads context positions checkpoint_activations",
+    "data": "path tokenizer cache",
+    "train": "steps global_batch micro_batch accumulation learning_rate min_learning_rate warmup weight_decay "
+    "betas clip",
+    "parallel": "stage precision nodes transport algorithms overlap device",
+    "evaluation": "every batches",
+    "checkpoint": "every keep background writer required",
+    "resume": "from",
+    "log": "every level progress tensorboard plot peak_tflops stragglers_every",
+}
+OPTIONS = [f"{section}.{name}" for section, names in SECTIONS.items() for name in names.split()]
+
+
+def option_names(config: RunConfig) -> list[str]:
+    return [
+        f"{section.name}.{option.name.removesuffix('_')}"
+        for section in dataclasses.fields(config)
+        for option in dataclasses.fields(getattr(config, section.name))
+    ]
+
+
+def toml_error(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_run_config([str(file)])
+    return str(caught.value)
+
+
+def test_list_of_options_is_frozen() -> None:
+    assert option_names(RunConfig()) == OPTIONS
+
+
+def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        read_run_config(["--help"])
+    assert end.value.code == 0
+    words = capsys.readouterr().out.replace("│", " ").split()
+    found = [word.removeprefix("--") for word in words if word.startswith("--") and "." in word]
+    assert found == OPTIONS
+    for option, following in itertools.pairwise([*OPTIONS, None]):
+        stop = words.index(f"--{following}") if following else len(words)
+        explained = words[words.index(f"--{option}") : stop]
+        assert "(default:" in explained
+        assert len(explained) >= 5, explained  # name, type, explanation, "(default:", value
+
+
+def test_byte_order_mark_before_toml_is_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nsteps = 7\n", encoding="utf-8-sig")
+    assert read_run_config([str(file)]).train.steps == 7
+
+
+def test_command_line_overrides_toml_and_toml_overrides_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nsteps = 7\nclip = 2\n[parallel]\nstage = 1\n")
+    config = read_run_config([str(file), "--train.steps", "9", "--log.plot", "false"])
+    assert (config.train.steps, config.train.clip, config.parallel.stage) == (9, 2.0, 1)
+    assert config.log.plot is False
+    assert config.train.warmup == TrainOptions().warmup
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [],
+        ["--train.betas", "0.5", "0.75", "--train.micro_batch", "3", "--run.overwrite", "true"],
+        ["--data.path", 'a "quoted"\\ path\twith\x7f control é 漢', "--log.peak_tflops", "1e-7"],
+        ["--parallel.nodes", "2x2", "--model.positions", "learned", "--train.clip", "0"],
+    ],
+)
+def test_written_toml_reads_back_as_the_same_options(args: list[str], tmp_path: Path) -> None:
+    config = read_run_config(args)
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(config), encoding="utf-8")
+    assert load_toml(file, RunConfig) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[train]\nstep = 3", ["train.step", "did you mean", "train.steps"]),
+        ("[trian]\nsteps = 3", ["trian", "did you mean", "train"]),
+        ("[model]\nxyzzy = 3", ["model.xyzzy", "model.preset", "model.layers"]),
+        ("train = 3", ["train: got 3", "section [train]"]),
+        ("[train]\nsteps = 'many'", ["train.steps", "'many'", "expected int"]),
+        ("[train]\nsteps = 3.0", ["train.steps", "3.0", "expected int"]),
+        ("[train]\nsteps = true", ["train.steps", "True", "expected int"]),
+        ("[train]\nclip = '1'", ["train.clip", "expected float"]),
+        ("[train]\nbetas = [0.9]", ["train.betas", "list of 2"]),
+        ("[train]\nbetas = [0.9, 'x']", ["train.betas", "expected float"]),
+        ("[train]\nmicro_batch = 'x'", ["train.micro_batch", "expected int"]),
+        ("[parallel]\nstage = 7", ["parallel.stage", "got 7", "0, 1, 2, 3"]),
+        ("[parallel]\nstage = true", ["parallel.stage", "got True"]),
+        ("[log]\nplot = 1", ["log.plot", "expected bool"]),
+        ("[train]\nsteps = -1", ["train.steps", "got -1", "at least 1"]),
+        ("[train]\nsteps =", ["not TOML", "at end of document"]),
+    ],
+)
+def test_bad_toml_names_file_option_and_remedy(
+    text: str, expected: list[str], tmp_path: Path
+) -> None:
+    message = toml_error(tmp_path, text)
+    for part in [str(tmp_path / "run.toml"), *expected]:
+        assert part in message
+
+
+@pytest.mark.parametrize("name", ["missing.toml", "."])
+def test_toml_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read as options") as caught:
+        read_run_config([str(tmp_path / name)])
+    assert str(tmp_path / name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--train.step", "3"], ["--train.step", "Perhaps you meant", "--train.steps"]),
+        (["--train.steps", "many"], ["--train.steps", "'many'"]),
+        (["--train.steps"], ["--train.steps", "Missing value"]),
+        (["--train.steps", "3", "more"], ["more"]),
+        (["--parallel.stage", "7"], ["--parallel.stage", "'7'", "'0', '1', '2', '3'"]),
+        (["--log.plot", "maybe"], ["--log.plot", "'true', 'false'"]),
+    ],
+)
+def test_bad_command_line_names_the_option_on_one_line(
+    args: list[str], expected: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_run_config(args)
+    for part in expected:
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--train.steps", "0"],
+        ["--train.global_batch", "-8"],
+        ["--train.micro_batch", "0"],
+        ["--train.learning_rate", "nan"],
+        ["--train.learning_rate", "0"],
+        ["--train.min_learning_rate", "1"],
+        ["--train.warmup", "-1"],
+        ["--train.betas", "0.9", "1.0"],
+        ["--train.clip", "inf"],
+        ["--train.clip", "-1"],
+        ["--model.layers", "0"],
+        ["--run.seed", "-1"],
+        ["--run.name", "../elsewhere"],
+        ["--run.name", ".."],
+        ["--parallel.nodes", "4"],
+        ["--parallel.nodes", "0x2"],
+        ["--evaluation.batches", "-1"],
+        ["--log.every", "0"],
+        ["--log.peak_tflops", "0"],
+    ],
+)
+def test_value_out_of_range_names_option_and_value(args: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_run_config(args)
+    for part in (args[0].removeprefix("--"), args[1].removeprefix("-")):
+        assert part in str(caught.value)
+
+
+def train_command(args: list[str], rank: int) -> subprocess.CompletedProcess[str]:
+    """The command as one rank of a job runs it up to where MPI would start; the last line lists what was imported."""
+    program = (
+        "import runpy, sys\n"
+        "try:\n"
+        "    runpy.run_module('hpczero.train', run_name='__main__')\n"
+        "finally:\n"
+        "    print([name for name in ('torch', 'mpi4py.MPI') if name in sys.modules])\n"
+    )
+    environment = {**os.environ, "OMPI_COMM_WORLD_RANK": str(rank)}
+    return subprocess.run(
+        [sys.executable, "-c", program, *args],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--train.step", "3"], "--train.step"),
+        (["--parallel.stage", "7"], "--parallel.stage"),
+        (["missing.toml"], "missing.toml"),
+        (["--model.preset", "gpt-nanno"], "gpt-nano"),
+        (["--model.heads", "3"], "hidden is 256, expected a multiple of heads"),
+    ],
+)
+def test_bad_option_ends_each_rank_with_78_before_torch_and_mpi(
+    args: list[str], message: str, rank: int
+) -> None:
+    done = train_command(args, rank)
+    assert done.returncode == 78
+    assert done.stderr.startswith(f"[rank {rank}] ConfigError: ")
+    assert message in done.stderr
+    assert done.stdout.splitlines() == ["[]"]
+
+
+def test_help_comes_from_first_rank_alone_without_torch_and_mpi() -> None:
+    first, second = (train_command(["--help"], rank) for rank in (0, 1))
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert "--train.steps" in first.stdout
+    assert first.stdout.splitlines()[-1] == "[]"
+    assert second.stdout.splitlines() == ["[]"]
+
+
+def test_error_has_no_colours_on_the_terminal_a_launcher_gives_its_ranks() -> None:
+    parent, child = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-m", "hpczero.train", "--train.step", "3"],
+        env={**os.environ, "TERM": "xterm-256color"},
+        cwd=ROOT,
+        stdout=child,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(parent)
+    os.close(child)
+    assert done.returncode == 78
+    assert "--train.steps" in done.stderr
+    assert done.stderr.isascii()
+    assert "\x1b" not in done.stderr
+
+
+sizes = st.integers(1, 40)
+
+
+@given(micro=sizes, accumulation=sizes, world_size=sizes)
+def test_any_two_batch_sizes_fix_the_third(micro: int, accumulation: int, world_size: int) -> None:
+    whole = micro * accumulation * world_size
+    expected = Batch(whole, micro, accumulation)
+    for options in (
+        TrainOptions(micro_batch=micro, accumulation=accumulation),
+        TrainOptions(global_batch=whole, accumulation=accumulation),
+        TrainOptions(global_batch=whole, micro_batch=micro),
+        TrainOptions(global_batch=whole, micro_batch=micro, accumulation=accumulation),
+    ):
+        assert Batch.resolve(options, world_size) == expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_default_batch_is_the_same_on_one_to_four_ranks(world_size: int) -> None:
+    batch = Batch.resolve(TrainOptions(), world_size)
+    assert batch == Batch(12, 12 // world_size, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "expected"),
+    [
+        (TrainOptions(), 5, Batch(15, 3, 1)),
+        (TrainOptions(), 400, Batch(400, 1, 1)),
+        (TrainOptions(micro_batch=5), 2, Batch(20, 5, 2)),
+        (TrainOptions(accumulation=2), 4, Batch(16, 2, 2)),
+    ],
+)
+def test_default_batch_is_rounded_up_to_what_any_number_of_ranks_divides(
+    options: TrainOptions, world_size: int, expected: Batch
+) -> None:
+    assert Batch.resolve(options, world_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "expected"),
+    [
+        (TrainOptions(global_batch=10), 4, ["got 10", "4 rank(s)", "8 or 12"]),
+        (TrainOptions(global_batch=3, accumulation=2), 2, ["got 3", "accumulation 2", "such as 4"]),
+        (TrainOptions(global_batch=10, micro_batch=3), 2, ["got 10", "micro_batch 3", "6 or 12"]),
+        (
+            TrainOptions(global_batch=10, micro_batch=2, accumulation=2),
+            2,
+            ["got 10", "micro_batch 2 x accumulation 2 x 2 rank(s) is 8"],
+        ),
+    ],
+)
+def test_batch_sizes_that_contradict_name_all_factors(
+    options: TrainOptions, world_size: int, expected: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Batch.resolve(options, world_size)
+    for part in expected:
+        assert part in str(caught.value)
+
+
+def test_pinned_options_mean_the_same_global_batch_on_other_ranks() -> None:
+    options = TrainOptions(micro_batch=2, accumulation=3)
+    config = dataclasses.replace(RunConfig(), train=options)
+    pinned = config.pinned(Batch.resolve(options, world_size=4).global_batch)
+    assert Batch.resolve(pinned.train, world_size=4) == Batch(24, 2, 3)
+    assert Batch.resolve(pinned.train, world_size=2) == Batch(24, 2, 6)
+
+
+def test_learning_rate_rises_linearly_then_falls_to_its_floor() -> None:
+    options = TrainOptions(steps=21, warmup=4, learning_rate=1.0, min_learning_rate=0.2)
+    rates = [options.learning_rate_factor(step) for step in range(options.steps)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == 1.0
+    assert rates[12] == pytest.approx(0.6)  # half way down
+    assert rates[20] == pytest.approx(0.2)
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates[4:]))
+    assert options.learning_rate_factor(100) == pytest.approx(0.2)
+
+
+def test_learning_rate_falls_to_a_tenth_by_default() -> None:
+    options = TrainOptions(steps=1000, warmup=0)
+    assert options.learning_rate_factor(0) == 1.0
+    assert options.learning_rate_factor(999) == pytest.approx(0.1)
+
+
+def test_run_name_may_be_what_a_folder_may_be() -> None:
+    assert RunOptions(name="gpt2-124M_lr+1.5e-3").name == "gpt2-124M_lr+1.5e-3"
+
+
+def test_nodes_fill_one_after_the_other() -> None:
+    assert parse_nodes("2x3", 6) == [0, 0, 0, 1, 1, 1]
+    assert parse_nodes("1x1", 1) == [0]
+
+
+@pytest.mark.parametrize("text", ["2x2", "1x3"])
+def test_nodes_of_other_size_than_the_job_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="the job has 6"):
+        parse_nodes(text, 6)
+
+
+@pytest.mark.parametrize("text", ["", "2", "x", "2x", "2x0", "-1x2", "2 x 2", "2x2x2"])
+def test_nodes_of_other_form_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected nodes x ranks per node"):
+        parse_nodes(text, 4)
+
+
+def test_environment_is_read_into_one_record() -> None:
+    assert Environment.read({}) == Environment(strict=False, fake_nodes=None, timeout_s=1800.0)
+    variables = {"HPCZERO_STRICT": "1", "HPCZERO_FAKE_NODES": "2x2", "HPCZERO_TIMEOUT": "2.5"}
+    assert Environment.read(variables) == Environment(True, "2x2", 2.5)
+    assert Environment.read(dict.fromkeys(variables, "")) == Environment()
+    assert Environment.read({"HPCZERO_STRICT": "0", "HPCZERO_TIMEOUT": "0"}).timeout_s == 0.0
+    named = Environment.read({"HPCZERO_ALGORITHMS": "measure", "XDG_CACHE_HOME": "/cache"})
+    assert Environment.read({"HPCZERO_KEEP_HEAP": "0"}).keep_heap is False
+    assert Environment.read({"HPCZERO_OVERLAP": "0"}).overlap is False
+    assert Environment.read({"MALLOC_TRIM_THRESHOLD_": "131072"}).tunes_malloc
+    assert (named.algorithms, named.cache) == ("measure", Path("/cache/hpczero"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HPCZERO_STRICT", "yes"),
+        ("HPCZERO_KEEP_HEAP", "no"),
+        ("HPCZERO_OVERLAP", "2"),
+        ("HPCZERO_FAKE_NODES", "two"),
+        ("HPCZERO_TIMEOUT", "soon"),
+        ("HPCZERO_TIMEOUT", "-1"),
+        ("HPCZERO_TIMEOUT", "inf"),
+    ],
+)
+def test_unusable_environment_variable_is_named(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Environment.read({name: value})

@@ -1,0 +1,531 @@
+"""``runs/NAME`` means the same everywhere: what a run's folder, its checkpoints and one of them are to each command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import hpczero
+from hpczero.checkpoint import __main__ as command
+from hpczero.checkpoint.disk.folder import Folder, read_manifest
+from hpczero.checkpoint.disk.format import MANIFEST_FILE, MASTER
+from hpczero.checkpoint.foreign.exporting import export
+from hpczero.data import Corpus, TokenFile, Tokenizer, prepare
+from hpczero.errors import ConfigError
+from hpczero.models import GPT, GPTConfig, generate
+from tests.checkpoint.damage import flip_in, resigned, shorten
+from tests.checkpoint.programs import Program
+from tests.helpers.mpirun import Finished, run_ranks
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.processes import end_family
+from tests.helpers.runs import steps, train
+from tests.runs.test_resume import rank_pids, start
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+pytestmark = pytest.mark.limit(300)  # many starts of jobs each
+
+PROMPT = "def "
+NUM_TOKENS = 24
+SAMPLE = ["-m", "hpczero.sample"]
+CHOICES = ["--prompt", PROMPT, "--tokens", str(NUM_TOKENS)]
+
+
+def sample(path: Path, *args: object, ranks: int = 1) -> Finished:
+    return run_ranks(ranks, [*SAMPLE, path, *CHOICES, *map(str, args)], timeout=100)
+
+
+ONE_AFTER_THE_OTHER = """
+import json, sys
+from hpczero.errors import HpcZeroError, launcher_rank, report
+from hpczero.sample import main
+for words in json.loads(sys.argv[1]):
+    sys.argv, code = ["sample", *words], 0
+    try:
+        main()
+    except HpcZeroError as error:
+        code = report(error)
+    if launcher_rank() == 0:
+        sys.stdout.write(f"{code}=====")
+        sys.stdout.flush()
+"""
+
+
+def samples(*calls: Sequence[object], ranks: int = 2) -> tuple[list[str], str]:
+    """What each of ``calls`` of the command writes, or its exit code, and what all say on stderr; in one job."""
+    words = json.dumps([[*map(str, call), *CHOICES] for call in calls])
+    job = run_ranks(ranks, ["-c", ONE_AFTER_THE_OTHER, words], timeout=100)
+    assert job.returncode == 0, job
+    assert "Traceback" not in job.stderr, job
+    parts = job.stdout.split("=====")[:-1]
+    assert len(parts) == len(calls), job
+    return [part.removesuffix("\n0") for part in parts], job.stderr
+
+
+def text_of(checkpoint: Path, tokenizer: Tokenizer, scratch: Path) -> str:
+    """What a dense model writes that was filled with the weights that ``export`` gives."""
+    out = scratch / f"exported-{len(list(scratch.iterdir()))}"
+    export(checkpoint, out)
+    tensors = {
+        name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()
+    }
+    model = GPT(GPTConfig(**read_manifest(checkpoint).meta["extra"]["model"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors.pop(name))
+    assert not tensors
+    threads = torch.get_num_threads()
+    torch.set_num_threads(
+        1
+    )  # as in a job; where others are at work, more of them wait for one another
+    tokens = generate(
+        model,
+        torch.from_numpy(tokenizer.encode(PROMPT.encode())),
+        num_tokens=NUM_TOKENS,
+        context=model.config.context,
+        temperature=0.8,
+        top_k=50,
+    )
+    torch.set_num_threads(threads)
+    return tokenizer.decode(tokens.tolist()).decode(errors="replace")
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two token files of equal vocabularies, in which the same ids stand for other texts."""
+    folder = tmp_path_factory.mktemp("books")
+    found = []
+    for name, words in (("a", "the quick brown fox"), ("b", "jumping lazy dogs over")):
+        text = folder / f"{name}.txt"
+        text.write_text("".join(f"{words} {n % 97} {words[::-1]}\n" for n in range(3000)))
+        prepare(Corpus.of_paths([text]), folder / f"{name}.h5", tokenizer="bpe", vocab_size=290)
+        found.append(folder / f"{name}.h5")
+    one, other = (TokenFile.open(path) for path in found)
+    assert one.vocab_size == other.vocab_size == 290
+    assert one.tokenizer.decode([280]) != other.tokenizer.decode([280])
+    return found[0], found[1]
+
+
+def tokenizer_of(path: Path) -> Tokenizer:
+    with TokenFile.open(path) as tokens:
+        return tokens.tokenizer
+
+
+@pytest.fixture(scope="module")
+def made(books: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two finished runs of 6 steps with checkpoints of steps 2, 4 and 6, each trained on a book of its own."""
+    folder = tmp_path_factory.mktemp("made")
+    for name, book in zip(("r", "o"), books, strict=True):
+        job = train(folder, 1, run__name=name, data__path=book, train__steps=6, checkpoint__every=2)
+        assert job.returncode == 0, job
+        assert steps(folder, name) == [6, 4, 2]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(
+    made: Path, books: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    """What the checkpoints of both runs write."""
+    return {
+        f"{name}{step}": text_of(
+            step_path(made, step, name), tokenizer_of(book), tmp_path_factory.mktemp("out")
+        )
+        for name, book in zip("ro", books, strict=True)
+        for step in (2, 4, 6)
+    }
+
+
+@pytest.fixture
+def runs(made: Path, tmp_path: Path) -> Path:
+    """``r`` was lost before it had written its results; ``o`` is finished."""
+    shutil.copytree(made, tmp_path / "runs")
+    (tmp_path / "runs" / "r" / "model.safetensors").unlink()
+    return tmp_path / "runs"
+
+
+def step_path(runs: Path, step: int, name: str = "r") -> Path:
+    return runs / name / "checkpoints" / f"step-{step:09d}"
+
+
+def damage(checkpoint: Path) -> None:
+    """Change one bit of a parameter."""
+    master = read_manifest(checkpoint).dataset(MASTER)
+    assert master is not None
+    flip_in(checkpoint, master, 5)
+
+
+def hollow_out(checkpoint: Path) -> None:
+    """Leave the folder alone, with nothing in it."""
+    for file in checkpoint.iterdir():
+        file.unlink()
+
+
+# --- sampling
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_text_of_a_stopped_run_is_that_of_its_exported_checkpoint(
+    runs: Path, texts: dict[str, str], ranks: int
+) -> None:
+    places = {"": 6, "checkpoints": 6, "checkpoints/step-000000004": 4}
+    found, said = samples(*([runs / "r" / place] for place in places), ranks=ranks)
+    assert found == [texts[f"r{step}"] for step in places.values()], said
+    paths = [step_path(runs, step) for step in places.values()]
+    told = [line for line in said.splitlines() if not line.startswith("start: ")]
+    assert told == [f"weights of step {read_manifest(p).step}: {p}" for p in paths]
+
+
+def test_running_run_is_sampled_and_neither_locked_nor_stopped(tmp_path: Path) -> None:
+    """It saves at every step and keeps one checkpoint, so most of what is chosen is deleted soon after."""
+    process = start(tmp_path, train__steps=100_000, checkpoint__every=1, checkpoint__keep=1)
+    try:
+        while not steps(tmp_path):
+            assert process.poll() is None, (tmp_path / "stdout").read_text()
+        checkpoints = tmp_path / "r" / "checkpoints"
+        locks = [file.name for file in checkpoints.glob(".lock*")]
+        seen = []
+        for ranks in (1, 2):
+            job = sample(tmp_path / "r", ranks=ranks)
+            assert job.returncode == 0, job
+            assert job.stdout.startswith(PROMPT)
+            seen.append(job.stderr.split("weights of step ")[1].split(":")[0])
+        assert len(locks) == 1
+        assert [file.name for file in checkpoints.glob(".lock*")] == locks
+        assert process.poll() is None
+        os.kill(rank_pids(tmp_path)[0], signal.SIGUSR1)
+        assert process.wait(60) == 75, (tmp_path / "stdout").read_text()
+    finally:
+        end_family(process.pid)
+    first, second = (int(step.replace(",", "")) for step in seen)
+    assert first < second <= steps(tmp_path)[0]
+    assert "no checkpoint" not in (tmp_path / "stdout").read_text()
+
+
+DELETED_MEANWHILE = """
+import shutil
+from pathlib import Path
+from hpczero.run.sampling import sources
+from hpczero.errors import run
+from hpczero.sample import main
+chosen = sources._next
+def deletes(path, tried, failed):
+    place, asked_for = chosen(path, tried, failed)
+    if not tried:
+        shutil.rmtree(place)
+        shutil.move(Path(place).parents[1] / "newer", Path(place).with_name("step-000000006"))
+    return place, asked_for
+sources._next = deletes
+run(main)
+"""
+
+
+def test_checkpoint_that_is_deleted_meanwhile_is_answered_by_what_is_newest_then(
+    runs: Path, texts: dict[str, str]
+) -> None:
+    step_path(runs, 6).rename(runs / "r" / "newer")
+    job = run_ranks(2, ["-c", DELETED_MEANWHILE, runs / "r", *CHOICES], timeout=100)
+    assert job.returncode == 0, job
+    assert job.stdout == texts["r6"] + "\n", job
+    assert job.stderr.count("step-000000004: was deleted meanwhile") == 1, job
+
+
+def test_corrupt_checkpoint_is_named_and_the_one_before_sampled(
+    runs: Path, texts: dict[str, str]
+) -> None:
+    harms: dict[str, Callable[[Path], object]] = {
+        "values": damage,
+        "manifest": lambda path: (path / MANIFEST_FILE).write_text("{}"),
+        "size": lambda path: shorten(path, -1),
+        "name": lambda path: path.rename(path.with_name("step-000000009")),
+        "nothing": hollow_out,
+    }
+    for name, harm in harms.items():
+        shutil.copytree(runs / "r", runs / name)
+        harm(step_path(runs, 6, name))
+    found, said = samples(*([runs / name] for name in harms))
+    assert found == [texts["r4"]] * len(harms), said
+    for name in harms:
+        newest = step_path(runs, 9 if name == "name" else 6, name)
+        assert said.count(f"{newest}: ") == 1, said
+        assert f"sampling from the older {step_path(runs, 4, name)}" in said
+    assert f"{step_path(runs, 6, 'values')}: corrupt: elements 0 to " in said
+    assert "of /state/master (wte.weight[" in said
+
+
+def test_corrupt_checkpoint_that_is_asked_for_or_the_last_one_ends_with_65(runs: Path) -> None:
+    damage(step_path(runs, 6))
+    damage(step_path(runs, 4))
+    (step_path(runs, 2) / MANIFEST_FILE).unlink()
+    found, said = samples([step_path(runs, 6)], [runs / "r"])
+    assert found == ["65", "65"], said
+    assert "2 older ones are not sound either" in said
+    job = sample(step_path(runs, 6), ranks=2)
+    assert job.returncode == 65, job
+    assert "step-000000006: corrupt: elements" in job.stderr, job
+    assert (job.stdout, "Traceback" in job.stderr) == ("", False), job
+
+
+def test_final_weights_are_sampled_unless_a_checkpoint_is_newer_or_they_are_damaged(
+    runs: Path, books: tuple[Path, Path], texts: dict[str, str], tmp_path: Path
+) -> None:
+    shutil.copytree(runs / "o", runs / "old")
+    old = (runs / "o" / "model.safetensors").read_bytes()
+    changes: dict[str, Any] = {"run__name": "o", "train__steps": 8, "checkpoint__every": 2}
+    assert train(runs, 1, data__path=books[1], **changes).returncode == 0
+    text = text_of(step_path(runs, 8, "o"), tokenizer_of(books[1]), tmp_path)
+    new = (runs / "o" / "model.safetensors").read_bytes()
+    contents = {"newer": old, "short": new[:-1], "flipped": new[:-5] + b"12345"}
+    for name, content in contents.items():
+        shutil.copytree(runs / "o", runs / name)
+        (runs / name / "model.safetensors").write_bytes(content)
+    found, said = samples([runs / "old"], [runs / "o"], *([runs / name] for name in contents))
+    assert found == [texts["o6"], text, text, text, text], said
+    chosen = [line for line in said.splitlines() if line.startswith("weights of step")]
+    assert chosen == [
+        f"weights of step 6: {runs / 'old' / 'model.safetensors'}",
+        f"weights of step 8: {runs / 'o' / 'model.safetensors'}",
+        *(f"weights of step 8: {step_path(runs, 8, name)}" for name in contents),
+    ]
+    for name in ("short", "flipped"):
+        assert f"{runs / name / 'model.safetensors'}: " in said
+        assert f"sampling from the older {step_path(runs, 8, name)}" in said
+
+
+# --- tokenizers
+
+
+def test_what_is_set_aside_keeps_its_tokenizer_and_the_new_line_has_its_own(
+    runs: Path, books: tuple[Path, Path], texts: dict[str, str], tmp_path: Path
+) -> None:
+    """Both have the same number of ids, so nothing but the tokenizers themselves tells them apart."""
+    assert text_of(step_path(runs, 6), tokenizer_of(books[1]), tmp_path) != texts["r6"]
+    changes = {"train__steps": 8, "checkpoint__every": 8}
+    job = train(runs, 1, resume__from=runs / "o", data__path=books[1], **changes)
+    assert job.returncode == 0, job
+    (first,) = (runs / "r" / "checkpoints").glob("aside-*")
+    new = text_of(step_path(runs, 8), tokenizer_of(books[1]), tmp_path)
+    # With results of its own it begins elsewhere once more: they are set aside, too.
+    shutil.copytree(runs / "r", runs / "again")
+    job = train(runs, 1, run__name="again", resume__from=first, data__path=books[0], **changes)
+    assert job.returncode == 0, job
+    second = max((runs / "again" / "checkpoints").glob("aside-*"))
+    assert (second / "model.safetensors").exists()
+    newest = text_of(step_path(runs, 8, "again"), tokenizer_of(books[0]), tmp_path)
+    one = first / "step-000000006"
+    found, said = samples(
+        [first],
+        [one],
+        [runs / "r"],
+        [runs / "r" / "checkpoints"],
+        [second],
+        [second / "step-000000008"],
+        [runs / "again"],
+        [runs / "again" / "checkpoints"],
+        # Named all the same, the other token file is refused.
+        [one, "--token-file", books[0]],
+        [one, "--token-file", books[1]],
+        [second / "model.safetensors", "--token-file", books[0]],
+    )
+    old = texts["r6"]
+    assert found == [old, old, new, new, new, new, newest, newest, old, "78", "78"], said
+    assert f"{books[1]}: has another tokenizer (bpe of 290 ids, " in said
+    assert f"{books[0]}: has another tokenizer (bpe of 290 ids, " in said
+
+
+def strip(checkpoint: Path, *names: str) -> None:
+    """As an earlier version saved it, or another program."""
+
+    def change(body: dict[str, Any]) -> None:
+        for name in names:
+            del body["meta"]["extra"][name]
+
+    resigned(checkpoint, change)
+
+
+def test_checkpoint_without_a_tokenizer_is_read_with_the_token_file_of_its_run_alone(
+    runs: Path, books: tuple[Path, Path], texts: dict[str, str]
+) -> None:
+    lacks = {"earlier": ["tokenizer"], "foreign": ["tokenizer", "data"], "other": ["model"]}
+    for name, fields in lacks.items():
+        shutil.copytree(runs / "r", runs / name)
+        strip(step_path(runs, 6, name), *fields)
+    right, wrong = (["--token-file", book] for book in books)
+    found, said = samples(
+        [runs / "earlier"],
+        [runs / "earlier", *wrong],
+        [runs / "earlier", *right],
+        [runs / "foreign", *right],
+        [runs / "other", *right],
+    )
+    assert found == ["78", "78", texts["r6"], texts["r6"], "78"], said
+    assert f"{step_path(runs, 6, 'earlier')}: has no tokenizer in it" in said
+    assert f"{books[1]}: is not what {step_path(runs, 6, 'earlier')} was trained on" in said
+    assert said.count("nobody can tell whether") == 1, said
+    assert "it was not saved by hpczero.train" in said
+
+
+def test_run_does_not_go_on_with_tokens_of_another_tokenizer(
+    runs: Path, books: tuple[Path, Path]
+) -> None:
+    """Also where all else that a checkpoint says of its data is the same."""
+
+    def change(body: dict[str, Any]) -> None:
+        body["meta"]["extra"]["tokenizer"] = tokenizer_of(books[1]).to_json()
+
+    resigned(step_path(runs, 6), change)
+    job = train(runs, 1, data__path=books[0], train__steps=8)
+    assert job.returncode == 78, job
+    assert "tokenizer was bpe of 290 ids, " in job.stderr, job
+    strip(step_path(runs, 6), "tokenizer")  # what an earlier version saved goes on
+    job = train(runs, 1, data__path=books[0], train__steps=8)
+    assert job.returncode == 0, job
+    assert "tokenizer" in read_manifest(step_path(runs, 8)).meta["extra"]
+
+
+def test_exported_weights_bring_their_tokenizer_back(
+    runs: Path, texts: dict[str, str], tmp_path: Path
+) -> None:
+    export(runs / "o", tmp_path / "weights")
+    for source, out in ((tmp_path / "weights", "exported"), (runs / "o", "final")):
+        call("import", source, tmp_path / out / "step-000000006")
+    found, said = samples([tmp_path / "exported"], [tmp_path / "final"], ranks=1)
+    assert found == [texts["o6"]] * 2, said
+
+
+# --- the other commands
+
+
+def call(*args: object) -> int:
+    """The command, in this process."""
+    before, sys.argv = sys.argv, ["checkpoint", *map(str, args)]
+    try:
+        return command.main()
+    finally:
+        sys.argv = before
+
+
+KINDS: dict[str, Callable[[Path], Path]] = {
+    "run": lambda run: run,
+    "folder": lambda run: run / "checkpoints",
+    "one": lambda run: run / "checkpoints" / "step-000000006",
+    "link": lambda run: link_to(run),
+}
+
+
+def link_to(run: Path) -> Path:
+    (run.parent / "link").symlink_to(run, target_is_directory=True)
+    return run.parent / "link"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_path_is_listed_verified_and_exported(
+    runs: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = KINDS[kind](runs / "r")
+    expected = [6] if kind == "one" else [6, 4, 2]
+    assert call("ls", path) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [int(line.split()[0]) for line in lines] == expected
+    assert call("verify", path) == 0
+    assert capsys.readouterr().out.count(": sound, ") == len(expected)
+    assert call("export", path, tmp_path / "out") == 0
+    assert "of step 6 in " in capsys.readouterr().out
+    damage(step_path(runs, 6))
+    assert call("verify", path) == 2
+
+
+def test_what_was_set_aside_is_listed_below_the_run(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = runs / "r" / "checkpoints"
+    (checkpoints / "aside-20260101T000000Z").mkdir()
+    step_path(runs, 6).rename(checkpoints / "aside-20260101T000000Z" / "step-000000006")
+    assert call("ls", runs / "r") == 0
+    first = capsys.readouterr().out
+    assert call("ls", checkpoints) == 0
+    assert capsys.readouterr().out == first
+    assert [line.split()[0] for line in first.splitlines()] == ["step", "4", "2", "set", "6"]
+
+
+@pytest.mark.parametrize("out", ["new", "old", "old/checkpoints", "new/step-000000007"])
+def test_import_puts_a_checkpoint_where_every_command_finds_it(
+    runs: Path, tmp_path: Path, out: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export(runs / "r", tmp_path / "weights")
+    (runs / "old" / "checkpoints").mkdir(parents=True)  # of a run that has not saved yet
+    assert call("import", tmp_path / "weights", runs / out) == 0
+    (step,) = [7] if "step" in out else [0]
+    place = runs / "new" if "new" in out else runs / "old" / "checkpoints"
+    assert [path.name for path in Folder(place).candidates()] == [f"step-{step:09d}"]
+    assert f"{place}/step-{step:09d}: imported" in capsys.readouterr().out
+    assert call("verify", runs / out.partition("/")[0]) == 0
+    with pytest.raises(ConfigError, match="holds checkpoints already"):
+        call("import", tmp_path / "weights", runs / out)
+
+
+def test_import_under_the_name_of_another_step_is_refused(runs: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is the name of step 7, and step is 3; call it step-00"):
+        call("import", runs / "o", tmp_path / "new" / "step-000000007", "--step", 3)
+
+
+def test_where_nothing_is_it_is_said_what_was_looked_for_and_what_is_there(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "r"
+    (run / "checkpoints" / "aside-20260101T000000Z").mkdir(parents=True)
+    (run / "config.toml").touch()
+    cases = {
+        run: f"looked for step-... in {run}/checkpoints, which holds aside-20260101T000000Z; {run} holds checkpoints, "
+        f"config.toml; what was set aside has a path of its own, as {run}/checkpoints/aside-20260101T000000Z",
+        run / "checkpoints" / "aside-20260101T000000Z": "looked for step-..., and it holds nothing",
+        run / "config.toml": "it is a file",
+        tmp_path / "runs" / "s": "it does not exist",
+    }
+    for path, expected in cases.items():
+        for words in (("verify", path), ("export", path, tmp_path / "out")):
+            with pytest.raises(ConfigError) as error:
+                call(*words)
+            assert f"{path}: no checkpoint there: {expected}; give the folder of a run" in str(
+                error.value
+            )
+    job = sample(run, ranks=2)
+    assert job.returncode == 78, job
+    assert f"{run}: no weights there, final ones or a checkpoint: {cases[run]}" in job.stderr, job
+    assert f"`touch {run}/SAVE`" in job.stderr, job
+
+
+def test_folder_of_an_own_loop_is_not_mistaken_for_that_of_a_run(runs: Path) -> None:
+    """It holds checkpoints itself, and an empty folder of that name besides."""
+    shutil.move(runs / "r" / "checkpoints", runs / "own")
+    (runs / "own" / "checkpoints").mkdir()
+    assert call("verify", runs / "own") == 0
+    shutil.copytree(runs / "o" / "checkpoints", runs / "own" / "checkpoints", dirs_exist_ok=True)
+    damage(runs / "own" / "checkpoints" / "step-000000006")
+    assert call("verify", runs / "own") == 2
+
+
+@pytest.mark.mpi
+def test_folder_of_a_run_is_loaded_by_a_program_of_ones_own(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    program = Program(topology)
+    program.train(2)
+    program.save(folder / "r" / "checkpoints")
+    comm.Barrier()
+    found = hpczero.checkpoint.load(folder / "r", program.model)
+    parallel_assert(comm, found.path == folder / "r" / "checkpoints" / "step-000000002")
+    # The checkpoints of one's own are those of the very folder one saves to.
+    with program.checkpoints(folder / "r") as checkpoints:
+        parallel_assert(comm, checkpoints.load() is None)
+        parallel_assert(comm, checkpoints.load(folder / "r") is not None)
+    program.close()

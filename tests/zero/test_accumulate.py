@@ -1,0 +1,238 @@
+"""The mean over micro-batches and ranks is their sum in the documented order, times one factor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hpczero
+from hpczero.errors import ConfigError, StepError
+from hpczero.models import GPT
+from hpczero.run.results.metrics import read_metrics
+from tests.equality.reference import tree_sum
+from tests.helpers.mpirun import run_ranks
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import MLP, adamw, check_trains, mlp_input, raises_on_all, zeroified
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+PARTS = 3
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def loss_of(model: nn.Module, rank: int, part: int) -> Tensor:
+    """Not divided by anything."""
+    loss: Tensor = model(mlp_input(10 * part + rank)).square().mean()
+    return loss
+
+
+def sum_in_order(terms: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """One after another, as backward passes come."""
+    total = dict(terms[0])
+    for term in terms[1:]:
+        total = {name: total[name] + term[name] for name in total}
+    return total
+
+
+def times_one_factor(ranks: list[dict[str, Tensor]], parts: int) -> dict[str, Tensor]:
+    """The tree over ranks, then one product in fp32."""
+    factor = torch.tensor(1.0 / (len(ranks) * parts), dtype=torch.float32)
+    return {name: tree_sum([rank[name] for rank in ranks]) * factor for name in ranks[0]}
+
+
+def plain_gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+
+def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return sorted(found) == sorted(expected) and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2, 3)
+@STAGES
+@pytest.mark.parametrize("transport", ["flat", "hierarchical", "window"])
+def test_gradient_is_the_sum_times_one_factor_bit_for_bit(
+    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
+) -> None:
+    plain = MLP()
+    expected = times_one_factor(
+        [
+            sum_in_order(
+                [plain_gradients(plain, loss_of(plain, rank, part)) for part in range(PARTS)]
+            )
+            for rank in range(comm.size)
+        ],
+        PARTS,
+    )
+    model = MLP()
+    with zeroified(model, adamw(model), stage=stage, topology=topology, transport=transport):
+        for part in range(PARTS):
+            with hpczero.accumulate(model, part, PARTS):
+                loss_of(model, comm.rank, part).backward()
+        parallel_assert(comm, equal(hpczero.full_gradients(model), expected))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2, 3)
+def test_bf16_takes_the_same_mean(comm: MPI.Intracomm, topology: Topology) -> None:
+    # division of the loss by 4 is exact, so that both ways give the same bits
+    found = []
+    for divisor in (1, 4):
+        model = MLP()
+        with zeroified(model, adamw(model), stage=3, topology=topology, precision="bf16"):
+            for part in range(4):
+                accumulate = hpczero.accumulate(model, part, 4)
+                no_sync = hpczero.no_sync(model) if part < 3 else nullcontext()
+                with accumulate if divisor == 1 else no_sync:
+                    (loss_of(model, comm.rank, part) / divisor).backward()
+            found.append(hpczero.full_gradients(model))
+    parallel_assert(comm, equal(*found))
+
+
+# --- misuse
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_parts_out_of_range_or_order(comm: MPI.Intracomm, topology: Topology) -> None:
+    model = MLP()
+    optimizer = adamw(model)
+
+    def run(part: int, parts: int) -> None:
+        with hpczero.accumulate(model, part, parts):
+            loss_of(model, comm.rank, part).backward()
+
+    with zeroified(model, optimizer, stage=3, topology=topology):
+        for part, parts in ((3, 3), (-1, 3), (0, 0)):
+            with pytest.raises(ConfigError, match=f"part {part} of {parts}, expected one of 0 to"):
+                run(part, parts)
+        run(0, 3)
+        for part, parts in ((2, 3), (1, 4)):
+            with pytest.raises(StepError, match="does not follow the part before"):
+                run(part, parts)
+        with pytest.raises(StepError, match=r"parts that were never completed.*zero_grad\(\)"):
+            run(0, 3)
+        raises_on_all(comm, StepError, "never reduced", optimizer.step)
+        check_trains(comm, model, optimizer)
+        with hpczero.no_sync(model):
+            loss_of(model, comm.rank, 0).backward()
+        with pytest.raises(StepError, match=r"gradients of no_sync .* keep to one way"):
+            run(0, 2)
+        check_trains(comm, model, optimizer)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_other_factors_on_one_rank_are_refused(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model = MLP()
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, stage=stage, topology=topology):
+        parts = 2 + comm.rank
+        for part in range(parts):
+            with hpczero.accumulate(model, part, parts):
+                loss_of(model, comm.rank, part).backward()
+        said = r"has gradients of 3 micro-batches .*where rank 0 has gradients of 2 micro-batches"
+        raises_on_all(comm, StepError, said, optimizer.step)
+        optimizer.zero_grad()
+        loss_of(model, comm.rank, 0).backward()
+        hpczero.clip_grad_norm_(model, 1.0 + comm.rank)
+        raises_on_all(comm, StepError, "clipped with max_norm=2.0", optimizer.step)
+        check_trains(comm, model, optimizer)
+
+
+# --- the training command
+
+RECORDING = """
+import sys, torch, hpczero, hpczero.train
+from hpczero.data import Batches
+
+folder, samples = sys.argv.pop(1), []
+draw, clip = Batches.micro_batch, hpczero.clip_grad_norm_
+
+def micro_batch(*args):
+    samples.append(draw(*args))
+    return samples[-1]
+
+def record(model, max_norm):
+    found = (samples, model.config, hpczero.full_state_dict(model), hpczero.full_gradients(model))
+    torch.save(found, f"{folder}/rank{hpczero.sharding(model).topology.rank}.pt")
+    return clip(model, max_norm)
+
+Batches.micro_batch, hpczero.clip_grad_norm_ = micro_batch, record
+sys.exit(hpczero.train.main())
+"""
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As each of three ranks on two cores: sums of kernels depend on the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_training_command_multiplies_by_one_factor(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"line {i} of the text\n" for i in range(300)))
+    options = {
+        "model.preset": "gpt-micro",
+        "model.layers": 1,
+        "model.hidden": 32,
+        "model.context": 16,
+        "train.steps": 1,
+        "train.micro_batch": 1,
+        "train.accumulation": PARTS,
+        "evaluation.batches": 0,
+        "data.path": tmp_path / "text.txt",
+        "data.cache": tmp_path,
+        "run.folder": tmp_path,
+    }
+    given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    done = run_ranks(3, ["-c", RECORDING, str(tmp_path), *given], timeout=100)
+    assert done.returncode == 0, done
+    ranks, losses = [], []
+    for rank in range(3):
+        path = tmp_path / f"rank{rank}.pt"
+        samples, config, values, found = torch.load(path, weights_only=False)
+        if rank == 0:
+            model = GPT(config)
+            model.load_state_dict(values)
+        parts = [model(*map(torch.from_numpy, part)) for part in samples]
+        assert len(parts) == PARTS
+        losses.append(sum((loss.detach() / PARTS).item() for loss in parts))
+        ranks.append(sum_in_order([plain_gradients(model, loss) for loss in parts]))
+    expected = times_one_factor(ranks, PARTS)
+    assert sorted(found) == sorted(expected)
+    wrong = [name for name in found if not torch.equal(found[name], expected[name])]
+    assert wrong == []
+    (line,) = read_metrics(tmp_path / "default" / "metrics.jsonl")
+    assert line.loss == sum(losses) / 3
+
+
+@pytest.mark.mpi
+def test_a_backward_outside_after_the_first_part(comm: MPI.Intracomm, topology: Topology) -> None:
+    model = MLP()
+    with zeroified(model, adamw(model), stage=2, topology=topology):
+        with hpczero.accumulate(model, 0, 2):
+            model(mlp_input(comm.rank)).sum().backward()
+        with pytest.raises(StepError, match="of accumulate was to come"):
+            model(mlp_input(comm.rank)).sum().backward()
+        model.zero_grad()
+        model(mlp_input(comm.rank)).sum().backward()

@@ -1,0 +1,327 @@
+"""At the model's boundary in half precision: whose tensors are cast, and what the loss scale reaches (issue 15)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hpczero
+from hpczero.errors import StepError
+from hpczero.plan.precision import LossScale, Precision
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import MLP, adamw, mlp_input, zeroified
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
+
+FP16 = Precision(param="fp16", loss_scale=LossScale(initial=64.0))
+
+
+class FromBatch(MLP):
+    """Takes a batch, adds what it found, returns nothing that needs a gradient."""
+
+    def forward(self, batch: dict[str, Any]) -> Any:  # type: ignore[override]
+        assert batch["x"].dtype is not torch.float32
+        batch["logits"] = super().forward(batch["x"])
+        batch["seen"].append(batch["logits"].square().mean())
+        return None
+
+
+@pytest.mark.parametrize("precision", ["bf16", FP16], ids=["bf16", "fp16"])
+def test_a_batch_stays_the_callers_and_keeps_what_the_model_adds(
+    comm: MPI.Intracomm, topology: Topology, precision: str | Precision
+) -> None:
+    model = FromBatch()
+    with zeroified(model, adamw(model), stage=3, precision=precision, topology=topology):
+        x = mlp_input(comm.rank)
+        batch: dict[str, Any] = {"x": x, "seen": []}
+        model(batch)
+        parallel_assert(comm, batch["x"] is x and x.dtype is torch.float32)
+        parallel_assert(comm, batch["logits"].dtype is torch.float32)
+        (batch["logits"].sum() + batch["seen"][0]).backward()
+        parallel_assert(comm, hpczero.clip_grad_norm_(model, 1e9) > 0)
+
+
+class InPlace(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1.0
+        return super().forward(x)
+
+
+def test_a_change_of_a_cast_argument_is_refused(comm: MPI.Intracomm, topology: Topology) -> None:
+    model = InPlace()
+    with zeroified(model, adamw(model), stage=3, precision="bf16", topology=topology):
+        with pytest.raises(StepError, match="changed a tensor among its arguments in place"):
+            model(mlp_input(comm.rank))
+        model.zero_grad()
+
+
+def test_the_gradient_of_an_input_has_no_loss_scale(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    plain = MLP()
+    x = mlp_input(comm.rank).requires_grad_()
+    plain(x).square().mean().backward()
+    expected, x.grad = x.grad, None
+    model = MLP()
+    with zeroified(model, adamw(model), stage=3, precision=FP16, topology=topology):
+        model(x).square().mean().backward()
+        assert x.grad is not None
+        assert expected is not None
+        close = torch.allclose(x.grad, expected, rtol=0.02, atol=2e-3 * float(expected.abs().max()))
+        parallel_assert(comm, close, f"{x.grad} instead of {expected}")
+
+
+class Beside(MLP):
+    """Returns a loss, or leaves it on itself."""
+
+    def __init__(self, *, returned: bool) -> None:
+        super().__init__()
+        self.returned = returned
+        self.beside: Tensor | None = None
+        self.router = nn.Linear(7, 4)
+        with torch.no_grad():
+            self.router.weight.fill_(0.3)
+            self.router.bias.copy_(torch.arange(4.0))
+
+    def forward(self, x: Tensor) -> Any:
+        self.beside = self.router(x).softmax(-1).square().mean()
+        output = super().forward(x)
+        return (output, self.beside) if self.returned else output
+
+
+def test_a_loss_left_on_an_attribute_carries_the_loss_scale(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    norms = []
+    for returned in (True, False):
+        model = Beside(returned=returned)
+        with zeroified(model, adamw(model), stage=3, precision=FP16, topology=topology):
+            results = model(mlp_input(comm.rank))
+            output, beside = results if returned else (results, model.beside)
+            assert beside is not None
+            (1e-3 * output.square().mean() + 10 * beside).backward()
+            norms.append(hpczero.clip_grad_norm_(model, 1e9))
+    parallel_assert(comm, norms[0] == norms[1], str(norms))
+
+
+class Written(MLP):
+    """Puts its result in several places at once."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.kept: Any = 0.0
+        self.state: Tensor | None = None
+        self.raw = nn.Parameter(torch.full((3,), 0.2))
+
+    def forward(self, batch: Any) -> Any:
+        x = batch["x"] if isinstance(batch, dict) else batch
+        if self.how == "state":
+            x = x if self.state is None else x + self.state.mean()
+            self.state = super().forward(x).sum(dim=1, keepdim=True)
+            return self.state
+        y = super().forward(x)
+        if self.how == "dict":
+            batch["logits"] = y
+            return batch
+        if self.how == "attribute":
+            self.kept = {"logits": y}
+            return self.kept
+        if self.how == "parameter":
+            return {"logits": y, "raw": self.raw}
+        if self.how == "number first":
+            self.kept = y.square().mean() if self.training else 0.0
+            return {"logits": y}
+        return (
+            {"logits": y + self(x)["logits"]}
+            if self.how == "nested" and self._once()
+            else {"logits": y}
+        )
+
+    def _once(self) -> bool:
+        self.kept, first = 1.0 - self.kept, not self.kept
+        return bool(first)
+
+
+def _loss(model: Written, x: Tensor) -> Tensor:
+    model.state = None
+    if model.how == "number first":
+        model.eval()
+        model(x)
+        model.train()
+    found = model({"x": x} if model.how == "dict" else x)
+    if model.how == "state":
+        return (found + model(x) + model(x)).square().mean()
+    loss: Tensor = found["logits"].square().mean()
+    if model.how == "parameter":
+        loss = loss + found["raw"].square().sum()
+    return loss + model.kept if model.how == "number first" else loss
+
+
+@pytest.mark.parametrize(
+    "how", ["dict", "attribute", "parameter", "number first", "state", "nested"]
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_loss_scale_enters_once(
+    comm: MPI.Intracomm, topology: Topology, stage: int, how: str
+) -> None:
+    if how == "parameter" and stage == 3:
+        return  # refused by name: a parameter is gone when forward is through
+    plain = Written(how)
+    sum(_loss(plain, mlp_input(rank)) / comm.size for rank in range(comm.size)).backward()  # type: ignore[union-attr]
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    model = Written(how)
+    with zeroified(model, adamw(model), stage=stage, precision=FP16, topology=topology):
+        _loss(model, mlp_input(comm.rank)).backward()
+        found = hpczero.full_gradients(model)
+    largest = max(float(g.abs().max()) for g in expected.values())
+    worst = max(float((found[n] - g).abs().max()) for n, g in expected.items() if n != "raw")
+    if how == "parameter":
+        worst = max(worst, float((found["raw"] - expected["raw"]).abs().max()))
+    parallel_assert(comm, worst < 0.02 * largest, f"off by {worst / largest} of the largest")
+
+
+class Moving(MLP):
+    def forward(self, batch: Any) -> Any:
+        y = super().forward(batch["x"])
+        batch["moved"] = batch.pop("x")
+        return y
+
+
+@pytest.mark.parametrize("precision", ["bf16", FP16], ids=["bf16", "fp16"])
+def test_inputs_that_a_model_moves_in_their_container_stay_the_callers(
+    comm: MPI.Intracomm, topology: Topology, precision: str | Precision
+) -> None:
+    model = Moving()
+    with zeroified(model, adamw(model), stage=3, precision=precision, topology=topology):
+        x = mlp_input(comm.rank).requires_grad_() * 1.0
+        batch = {"x": x}
+        model(batch)
+        parallel_assert(comm, batch["moved"] is x)
+
+
+class Unreadable(Mapping[str, Tensor]):
+    """Refused in half precision: it holds a tensor, and cannot be written to."""
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.held
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["held"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Encodes(MLP):
+    """Computes in a method, with something beside the input."""
+
+    def encode(self, x: Tensor, beside: Any = None) -> Tensor:
+        return super().forward(x)
+
+    def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+        return self.encode(x)
+
+
+@pytest.mark.parametrize("precision", ["bf16", FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["encode", "__call__"])
+def test_after_arguments_that_cannot_be_cast_calls_are_cast_as_before(
+    comm: MPI.Intracomm, topology: Topology, name: str, precision: str | Precision
+) -> None:
+    model, x = Encodes(), mlp_input(comm.rank)
+    with zeroified(model, adamw(model), stage=2, precision=precision, topology=topology):
+        hpczero.register_forward(model, "encode")
+        expected = model(x)
+        batch = {"x": x, "bad": Unreadable(torch.ones(2))}
+        with pytest.raises(StepError, match="Unreadable is a mapping that cannot be written to"):
+            getattr(model, name)(x, batch)
+        parallel_assert(comm, batch["x"] is x, "the caller's batch holds cast copies")
+        for found in (model(x), model.encode(x)):
+            parallel_assert(comm, found.dtype is torch.float32 and torch.equal(found, expected))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", FP16], ids=["fp32", "bf16", "fp16"])
+def test_a_container_that_raises_changes_no_call(
+    comm: MPI.Intracomm, topology: Topology, precision: str | Precision
+) -> None:
+    class Closed(Unreadable):
+        def __getitem__(self, key: str) -> Tensor:
+            raise OSError("file is closed")
+
+    model, x = Encodes(), mlp_input(comm.rank)
+    with zeroified(model, adamw(model), stage=3, precision=precision, topology=topology):
+        expected = model(x)
+        model.store = Closed(x)  # type: ignore[assignment]
+        parallel_assert(comm, torch.equal(model(x), expected))
+        parallel_assert(comm, torch.equal(model(x, {"store": Closed(x)}), expected))
+
+
+def test_in_fp16_a_penalty_and_a_part_alone_are_refused(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model = MLP()
+    with zeroified(model, adamw(model), stage=0, precision=FP16, topology=topology):
+        x = mlp_input(comm.rank).requires_grad_()
+        output = model(x)
+        with pytest.raises(StepError, match="gradient of gradients"):
+            torch.autograd.grad(output.sum(), x, create_graph=True)
+        model.zero_grad()
+        with pytest.raises(StepError, match="carry no loss scale; call the model itself"):
+            model.layers[0](x.detach().half())
+
+
+@pytest.mark.parametrize("precision", ["bf16", FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_call_in_inference_mode_is_one_without_grad(
+    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str | Precision
+) -> None:
+    model = MLP()
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, stage=stage, precision=precision, topology=topology):
+        with torch.no_grad():
+            expected = model(mlp_input(comm.rank))
+        with torch.inference_mode():
+            inside = mlp_input(comm.rank)
+            found = model(inside)
+        parallel_assert(comm, torch.equal(found, expected) and found.dtype is torch.float32)
+        model(mlp_input(comm.rank)).square().sum().backward()
+        optimizer.step()
+
+
+class WithPositions(MLP):
+    """Adds what it keeps in fp32, as sinusoidal positions are kept."""
+
+    positions: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.linspace(0, 1, 7), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.positions)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_where_two_dtypes_meet_torchs_error_says_why(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model = WithPositions()
+    with zeroified(model, adamw(model), stage=stage, precision="bf16", topology=topology):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"(?s)BFloat16.*give it x.dtype.*autocast"):
+                model(mlp_input(comm.rank))
+        model.positions = model.positions.bfloat16()
+        model(mlp_input(comm.rank)).sum().backward()
+        parallel_assert(comm, hpczero.clip_grad_norm_(model, 1e9) > 0)

@@ -1,0 +1,198 @@
+"""Methods other than forward train as forward does, once they are registered (issue 15)."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hpczero
+from hpczero.errors import ConfigError, PlanError, StepError
+from hpczero.zero.calls import tensors
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import MLP, mlp_input, zeroified
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3, 3), 0.3))
+
+    def doubled(self, x: Tensor) -> Tensor:
+        return 2 * x @ self.weight
+
+
+class Encoder(MLP):
+    """A forward that calls another method, which is also called alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([0.5, 1.5, -1.0]))
+        self.inner = nn.ModuleList([Inner()])
+
+    def encode(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x)
+
+
+def loss(model: Encoder, rank: int) -> Tensor:
+    inner = model.inner[0]
+    assert isinstance(inner, Inner)
+    x = mlp_input(rank)
+    return (model.encode(x) - inner.doubled(model(-x))).square().mean()
+
+
+def register(model: nn.Module) -> None:
+    for name in ("encode", "inner.0.doubled", "encode"):
+        hpczero.register_forward(model, name)
+
+
+@pytest.mark.parametrize("transport", ["window", "flat"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_registered_methods_train_as_in_one_process(
+    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
+) -> None:
+    plain = Encoder()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        sum(loss(plain, rank) / comm.size for rank in range(comm.size)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    model = Encoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with zeroified(model, optimizer, stage=stage, topology=topology, transport=transport):
+        register(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss(model, comm.rank).backward()
+            optimizer.step()
+        with hpczero.gathered(model):
+            pairs = zip(model.parameters(), plain.parameters(), strict=True)
+            worst = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    parallel_assert(comm, worst < 1e-6, f"differs by {worst}")
+    parallel_assert(comm, "encode" not in model.__dict__, "release leaves it registered")
+
+
+def test_arguments_and_results_are_cast_in_half_precision(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model = Encoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with zeroified(model, optimizer, stage=3, topology=topology, precision="bf16"):
+        register(model)
+        output = model.encode(mlp_input(comm.rank))
+        parallel_assert(comm, output.dtype is torch.float32 and output.requires_grad)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_casts_and_scales_once_whoever_calls(
+    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str
+) -> None:
+    found = []
+    for registered, name in ((False, "__call__"), (True, "__call__"), (True, "encode")):
+        model = Encoder()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"stage": stage, "topology": topology, "precision": precision}
+        with zeroified(model, optimizer, **options):
+            if registered:
+                register(model)
+            getattr(model, name)(mlp_input(comm.rank)).square().mean().backward()
+            found.append(hpczero.full_gradients(model))
+    for other in found[1:]:
+        same = all(torch.equal(found[0][name], other[name]) for name in found[0])
+        parallel_assert(comm, same and len(other) == len(found[0]))
+
+
+def test_function_put_on_the_object_is_registered_and_given_back(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model, x = Encoder(), mlp_input(0)
+    own = partial(Encoder.encode, model)
+    model.__dict__["encode"] = own
+    expected = model.encode(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with zeroified(model, optimizer, stage=3, topology=topology):
+        register(model)
+        parallel_assert(comm, torch.equal(model.encode(x), expected))
+    parallel_assert(comm, model.__dict__["encode"] is own)
+
+
+def test_module_with_a_registered_method_is_not_copied(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    # the copy's method would run on the original's parameters
+    model = nn.Sequential(nn.Sequential(Inner(), nn.Linear(3, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with zeroified(model, optimizer, stage=0, topology=topology):
+        hpczero.register_forward(model, "0.0.doubled")
+        with pytest.raises(PlanError, match=r"registered by hpczero\.register_forward cannot be"):
+            copy.deepcopy(model.get_submodule("0.0"))
+
+
+def test_transforms_of_torch_func_are_refused(comm: MPI.Intracomm, topology: Topology) -> None:
+    model = Encoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with zeroified(model, optimizer, stage=3, topology=topology):
+        register(model)
+        with pytest.raises(StepError, match=r"a transform of torch\.func"):
+            torch.func.grad(lambda x: model.encode(x).sum())(mlp_input(comm.rank))
+
+
+def test_a_registered_method_leads_no_search_into_the_sharded_model(
+    comm: MPI.Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensors, "MOST_OBJECTS", 20)
+    model = Encoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with zeroified(model, optimizer, stage=3, topology=topology, precision="fp16") as sharding:
+        register(model)
+        output = model(mlp_input(comm.rank))
+        parallel_assert(comm, output.requires_grad)
+        assert sharding.schedule is not None
+        parallel_assert(comm, not sharding.schedule.kept.units, "units stay whole")
+        output.sum().backward()
+
+
+class Fragile(Encoder):
+    def encode(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            raise FloatingPointError("in the method")
+        return super().encode(x)
+
+
+def test_error_in_a_method_leaves_nothing_whole(comm: MPI.Intracomm, topology: Topology) -> None:
+    model, x = Fragile(), mlp_input(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with zeroified(model, optimizer, stage=3, topology=topology, transport="flat") as sharding:
+        register(model)
+        with pytest.raises(FloatingPointError):
+            model.encode(x[:1])
+        parallel_assert(comm, sharding.memory.current.get("unsharded", 0) == 0)
+        with torch.no_grad():
+            parallel_assert(comm, torch.equal(model.encode(x), Fragile().encode(x)))
+
+
+def test_without_registration_the_error_names_the_ways_out(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model = Encoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with zeroified(model, optimizer, stage=3, topology=topology):
+        with pytest.raises(StepError, match=r"hpczero\.register_forward"):
+            model.encode(mlp_input(comm.rank))
+        with pytest.raises(ConfigError, match="expected a method of Encoder"):
+            hpczero.register_forward(model, "decode")

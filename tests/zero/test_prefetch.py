@@ -1,0 +1,199 @@
+"""Units made whole ahead of their use: the forecast, what is held, and the same bits with it and without."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hpczero
+from hpczero.zero.calls.prefetch import Prefetch
+from hpczero.zero.units.unit import Unit
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import adamw, tiny_gpt, tiny_tokens, zeroified
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+A, B, C, D = (cast(Unit, name) for name in "ABCD")
+
+
+def run_pass(prefetch: Prefetch, *units: Unit) -> list[Unit | None]:
+    prefetch.begin("forward")
+    return [prefetch.next_after(unit) for unit in units]
+
+
+def test_first_pass_has_no_forecast_and_the_second_has_the_first() -> None:
+    prefetch = Prefetch()
+    assert run_pass(prefetch, A, B, C) == [None, None, None]
+    assert prefetch.end() == []
+    assert run_pass(prefetch, A, B, C) == [B, C, None]
+    assert prefetch.end() == []
+
+
+def test_forward_and_backward_have_forecasts_of_their_own() -> None:
+    prefetch = Prefetch()
+    run_pass(prefetch, A, B)
+    prefetch.end()
+    prefetch.begin("backward")
+    assert prefetch.next_after(B) is None
+    prefetch.end()
+    assert run_pass(prefetch, A) == [B]
+
+
+def test_unit_used_twice_in_a_row_counts_once_and_one_called_again_later_counts_again() -> None:
+    prefetch = Prefetch()
+    run_pass(prefetch, A, A, B, A, C)
+    prefetch.end()
+    assert run_pass(prefetch, A, A, B, A, C) == [B, None, A, C, None]
+
+
+def test_pass_that_departs_has_no_forecast_from_there_on_and_gives_back_what_it_did_not_use() -> (
+    None
+):
+    prefetch = Prefetch()
+    run_pass(prefetch, A, B, C, D)
+    prefetch.end()
+    assert run_pass(prefetch, A, C, D) == [B, None, None]
+    assert prefetch.end() == [B]
+    assert run_pass(prefetch, A, C, D) == [C, D, None]
+
+
+def test_outside_of_a_pass_there_is_no_forecast() -> None:
+    prefetch = Prefetch()
+    run_pass(prefetch, A, B)
+    prefetch.end()
+    assert prefetch.next_after(A) is None
+
+
+def test_pass_that_was_interrupted_is_forgotten() -> None:
+    prefetch = Prefetch()
+    run_pass(prefetch, A, B, C)
+    prefetch.end()
+    run_pass(prefetch, A)  # an exception; no end
+    assert run_pass(prefetch, A, B) == [B, C]
+
+
+class Fork(nn.Module):
+    """Uses other blocks from call to call, and one of them twice; the same on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(13, 13), nn.Tanh()) for _ in range(5))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(0.0, 0.4, generator=generator)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        routes = (
+            (0, 1, 2, 3),
+            (0, 1, 2, 3),
+            (0, 2, 1, 4, 2),
+            (0, 2, 1, 4, 2),
+            (3, 4),
+            (0, 1, 2, 3),
+        )
+        for index in routes[self.calls % len(routes)]:
+            x = self.blocks[index](x)
+        self.calls += 1
+        return x.square().mean()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("transport", ["hierarchical", "window"])
+def test_overlap_changes_no_bit_and_leaves_nothing_whole(
+    comm: MPI.Intracomm, transport: str
+) -> None:
+    if comm.size == 4:
+        nodes = [0, 0, 1, 1]
+    elif transport == "window":
+        pytest.skip("shared memory needs two ranks on a node")
+    else:
+        nodes = list(range(comm.size))
+    topology = hpczero.Topology.create(comm, nodes)
+    found: dict[bool, Any] = {}
+    for overlap in (False, True):
+        model = Fork()
+        optimizer, losses = adamw(model), []
+        with zeroified(
+            model, optimizer, topology=topology, transport=transport, overlap=overlap
+        ) as sharding:
+            for step in range(8):
+                for _ in range(2):  # two forwards, one of them without a backward
+                    x = torch.randn(
+                        3, 13, generator=torch.Generator().manual_seed(comm.rank + step)
+                    )
+                    loss = model(x)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+                held = [
+                    unit.spec.name for unit in sharding.units if unit.whole.state.name != "SHARDED"
+                ]
+                parallel_assert(comm, not held, f"step {step}: {held} are still whole")
+            state = hpczero.full_state_dict(model) or {}
+            found[overlap] = losses, {name: t.numpy().tobytes() for name, t in state.items()}
+    topology.free()
+    parallel_assert(comm, found[False] == found[True], f"{found[False][0]}\n{found[True][0]}")
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("transport", ["hierarchical", "window"])
+def test_bytes_held_between_nodes_equal_the_plan(
+    comm: MPI.Intracomm, stage: int, transport: str
+) -> None:
+    if comm.size == 2 and transport == "window":
+        pytest.skip("shared memory needs two ranks on a node")
+    topology = hpczero.Topology.create(comm, [2 * rank // comm.size for rank in range(comm.size)])
+    model = tiny_gpt(vocab_size=512, context=64, layers=4, hidden=64, heads=4)
+    optimizer, batch = adamw(model), tiny_tokens(comm.rank)
+    with zeroified(
+        model, optimizer, stage=stage, topology=topology, transport=transport
+    ) as sharding:
+        for _ in range(3):
+            sharding.memory.reset_peak()
+            model(batch, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sharing = sharding.collectives.sharing
+        plan, memory = sharding.plan.memory(sharing=sharing), sharding.memory
+        peak = memory.peak.get("unsharded", 0)
+        parallel_assert(comm, sharing.overlap)
+        # What is lent or gathered ahead may be back before the next is taken: never more than the plan, seldom as much.
+        said = f"peak {peak}, plan {plan.unsharded}"
+        parallel_assert(comm, peak <= 1.03 * plan.unsharded, said)
+        parallel_assert(comm, stage < 3 or peak >= 0.5 * plan.unsharded, said)
+        exchange = memory.current.get("exchange", 0)
+        said = f"exchange {exchange}, plan {plan.exchange}"
+        parallel_assert(comm, abs(exchange - plan.exchange) <= 0.03 * plan.exchange, said)
+    topology.free()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(4)
+def test_a_rank_whose_peer_is_late_holds_no_more_than_the_plan(comm: MPI.Intracomm) -> None:
+    topology = hpczero.Topology.create(comm, [2 * rank // comm.size for rank in range(comm.size)])
+    model = tiny_gpt(vocab_size=512, context=64, layers=6, hidden=64, heads=4)
+    optimizer, batch = adamw(model), tiny_tokens(comm.rank)
+    with zeroified(model, optimizer, topology=topology, transport="window") as sharding:
+        if topology.local_rank == 0:
+            for module in model.modules():
+                module.register_forward_hook(lambda *_: time.sleep(0.004))
+        for _ in range(3):
+            sharding.memory.reset_peak()
+            model(batch, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        plan = sharding.plan.memory(sharing=sharding.collectives.sharing)
+        peak = sharding.memory.peak.get("unsharded", 0)
+        parallel_assert(comm, peak <= 1.03 * plan.unsharded, f"peak {peak}, plan {plan.unsharded}")
+    topology.free()

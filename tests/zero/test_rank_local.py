@@ -1,0 +1,217 @@
+"""What one rank alone does in its program: it changes no other rank's results, and no rank waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hpczero
+from hpczero.errors import StepError
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import (
+    MLP,
+    adamw,
+    distance,
+    mlp_input,
+    raises_on_all,
+    sgd,
+    zeroified,
+)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["window", "flat", "hierarchical"])
+
+
+def _train(
+    comm: MPI.Intracomm, model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int = 3
+) -> list[Tensor]:
+    for step in range(steps):
+        model(mlp_input(10 * step + comm.rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with hpczero.gathered(model):
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+LOGGERS: dict[str, Callable[[list[Any], Tensor], None]] = {
+    "norm": lambda log, out: log.append(out.norm().item()),
+    "norm with its graph": lambda log, out: log.append(out.norm()),
+    "detached": lambda log, out: log.append(out.detach().norm()),
+}
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("place", ["block", "layer"])
+@pytest.mark.parametrize("logger", LOGGERS)
+def test_a_hook_that_logs_on_one_rank_alone(
+    comm: MPI.Intracomm, topology: Topology, transport: str, place: str, logger: str
+) -> None:
+    found = []
+    for logs in (False, True):
+        model = MLP()
+        optimizer = sgd(model)
+        log: list[Any] = []
+        with zeroified(model, optimizer, stage=3, topology=topology, transport=transport):
+            if logs and comm.rank == comm.size - 1:
+                block = model.layers[1]
+                assert isinstance(block, nn.Sequential)
+                (block if place == "block" else block[1]).register_forward_hook(
+                    lambda module, args, out, log=log: LOGGERS[logger](log, out)
+                )
+            found.append(_train(comm, model, optimizer))
+        parallel_assert(comm, bool(log) == (logs and comm.rank == comm.size - 1))
+    parallel_assert(comm, _same(*found), "logging changes the result")
+
+
+class Matches(nn.Module):
+    """Returns lists beside its tensor, as many as its batch has matches: on some ranks more than are searched."""
+
+    def __init__(self, many: int) -> None:
+        super().__init__()
+        self.many = many
+        self.linear = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, list[list[int]]]:
+        return self.linear(x), self.linear.weight[:2], [[0] for _ in range(self.many)]
+
+
+class Detector(nn.Module):
+    def __init__(self, many: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Matches(many) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for block in self.blocks:
+            x, weight, _ = block(x)
+            kept.append(weight)
+        return x + sum(weight.sum() for weight in kept)
+
+
+@TRANSPORTS
+def test_one_rank_returns_more_than_is_searched(
+    comm: MPI.Intracomm, topology: Topology, transport: str
+) -> None:
+    found = []
+    for many in (3, 11_000):
+        torch.manual_seed(1)
+        model = Detector(many if comm.rank == 0 else 3)
+        optimizer = sgd(model)
+        with zeroified(model, optimizer, stage=3, topology=topology, transport=transport):
+            found.append(_train(comm, model, optimizer))
+            with torch.no_grad():
+                model(mlp_input(comm.rank))  # returns views of weights, which are given back
+    parallel_assert(comm, _same(*found), "the number of lists changes the result")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("by", ["groups", "model", "zero_grad"])
+def test_a_parameter_that_is_used_in_the_first_step_alone_rests_afterwards(
+    comm: MPI.Intracomm, topology: Topology, stage: int, by: str
+) -> None:
+    def clear(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if by == "zero_grad":
+            optimizer.zero_grad()
+        parameters = optimizer.param_groups[0]["params"] if by == "groups" else model.parameters()
+        for parameter in parameters:
+            parameter.grad = None
+
+    def train(model: Any, optimizer: torch.optim.Optimizer, ranks: list[int]) -> None:
+        for step in range(4):
+            losses = []
+            for rank in ranks:
+                x = mlp_input(10 * step + rank)
+                x = model.layers[0](x) if step == 0 else x.tile(1, 3)[:, :15].detach()
+                losses.append(model.layers[2](model.layers[1](x)).square().mean())
+            sum(losses, torch.zeros(())).div(len(ranks)).backward()
+            optimizer.step()
+            clear(model, optimizer)
+
+    plain, model = MLP(), MLP()
+    train(plain, adamw(plain, weight_decay=0.1), list(range(comm.size)))
+    optimizer = adamw(model, weight_decay=0.1)
+    with zeroified(model, optimizer, stage=stage, topology=topology):
+        train(model, optimizer, [comm.rank])
+        with hpczero.gathered(model):
+            worst = distance(model, plain)
+    parallel_assert(comm, worst < 1e-5, f"differs by {worst} from one process")
+
+
+def test_pieces_set_to_none_between_two_backwards_of_a_step_are_refused(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model = MLP()
+    optimizer = sgd(model)
+    with zeroified(model, optimizer, stage=2, topology=topology):
+        for _ in range(2):
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.grad = None
+            model(mlp_input(comm.rank)).sum().backward()
+        raises_on_all(comm, StepError, "set to None between two backwards", optimizer.step)
+        optimizer.zero_grad()
+        _train(comm, model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("transport", ["window", "flat"])
+def test_values_that_were_changed_before_a_step_that_is_skipped_stand(
+    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
+) -> None:
+    plain, model = MLP(), MLP()
+    reference, optimizer = sgd(plain), sgd(model)
+
+    def decay(chosen: torch.optim.Optimizer) -> None:
+        with torch.no_grad():
+            for parameter in chosen.param_groups[0]["params"]:
+                parameter.mul_(0.75)
+
+    for scale in (1.0, float("inf"), 1.0):
+        x = [mlp_input(rank) for rank in range(comm.size)]
+        torch.stack([plain(each).square().mean() for each in x]).mean().backward()
+        decay(reference)
+        if scale == 1.0:
+            reference.step()
+        reference.zero_grad()
+    precision = hpczero.Precision(nonfinite="skip")
+    options: dict[str, Any] = {"stage": stage, "transport": transport, "precision": precision}
+    with zeroified(model, optimizer, topology=topology, **options):
+        for scale in (1.0, float("inf"), 1.0):
+            (model(mlp_input(comm.rank)).square().mean() * scale).backward()
+            decay(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        with hpczero.gathered(model):
+            worst = distance(model, plain)
+    parallel_assert(comm, worst < 1e-5, f"differs by {worst} from one process")
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_buffer_that_is_gone_on_one_rank_is_refused(
+    comm: MPI.Intracomm, topology: Topology, transport: str, rank: int
+) -> None:
+    model = MLP()
+    model.register_buffer("first", torch.full((4,), 2.0))
+    model.register_buffer("second", torch.ones(5))
+    optimizer = sgd(model)
+    with zeroified(model, optimizer, topology=topology, transport=transport):
+        model(mlp_input(comm.rank)).sum().backward()
+        if comm.rank == rank:
+            model.first = None  # type: ignore[assignment]
+        raises_on_all(comm, StepError, "no buffer first", optimizer.step)
+        second = model.get_buffer("second")
+        parallel_assert(comm, bool((second == 1).all()), str(second))

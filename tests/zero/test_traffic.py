@@ -1,0 +1,324 @@
+"""Bytes and calls that really go to MPI in a step: 2Ψ(N-1)/N for stages 0 to 2, 3Ψ(N-1)/N for stage 3, plus padding.
+
+Counted on the communicator itself, from the arguments of its calls, so neither the transport's accounts nor the plan
+can hide or invent any.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import hpczero
+from hpczero.plan import TrafficPlan
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import adamw, tiny_gpt, tiny_tokens, zeroified
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Sharding, Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
+
+OPERATIONS = ("all_gather", "reduce_scatter")
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class Wire:
+    """Calls and bytes that this rank gave to MPI for other ranks in collectives over the shards, or to agree."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.nbytes: Counter[str] = Counter()
+
+    def count(self, operation: str, nbytes: int) -> None:
+        self.calls[operation] += 1
+        self.nbytes[operation] += nbytes
+
+    def clear(self) -> None:
+        self.calls.clear()
+        self.nbytes.clear()
+
+
+@contextmanager
+def counted(topology: Topology) -> Iterator[tuple[Topology, Wire]]:
+    """The topology with communicators that count; any call they do not know fails the test."""
+    from mpi4py import MPI
+
+    wire = Wire()
+
+    class Knowing(MPI.Intracomm):
+        known: tuple[str, ...] = ()
+
+        def __getattribute__(self, name: str) -> Any:
+            if name[:1].isupper() and name not in ("Get_size", "Get_rank", *type(self).known):
+                raise AssertionError(f"{name} is not counted")
+            return super().__getattribute__(name)
+
+    class Shard(Knowing):
+        known = ("Allgather", "Alltoall")
+
+        def Allgather(self, send: Any, receive: Any) -> None:
+            _, count, block = receive  # each rank sends its own block to all others
+            wire.count("all_gather", (self.size - 1) * count * block.size)
+            super().Allgather(send, receive)
+
+        def Alltoall(self, send: Any, receive: Any) -> None:
+            _, count, block = send  # one block for each rank, its own stays
+            wire.count("reduce_scatter", (self.size - 1) * count * block.size)
+            super().Alltoall(send, receive)
+
+    class World(Knowing):
+        known = ("Allgather", "Allreduce", "Bcast")
+
+        def Allgather(self, send: Any, receive: Any) -> None:
+            wire.count("agreement", (self.size - 1) * send.nbytes)
+            super().Allgather(send, receive)
+
+        def Allreduce(self, send: Any, receive: Any, op: Any = MPI.SUM) -> None:
+            wire.count("agreement", (self.size - 1) * receive.nbytes)
+            super().Allreduce(send, receive, op)
+
+        def Bcast(self, buffer: Any, root: int = 0) -> None:
+            wire.count("broadcast", buffer[0].nbytes)
+            super().Bcast(buffer, root)
+
+    class Inside(Knowing):
+        known = ("Allgather", "Split", "Iprobe", "Barrier")  # the others carry nothing
+
+        def Allgather(self, send: Any, receive: Any) -> None:
+            _, count, block = receive
+            wire.count("inside", (self.size - 1) * count * block.size)
+            super().Allgather(send, receive)
+
+    counting = dataclasses.replace(
+        topology,
+        shard=Shard(topology.shard),
+        world=World(topology.world),
+        node=Inside(topology.node),
+        rail=topology.rail and Inside(topology.rail),
+    )
+    yield counting, wire
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: Any,
+    sharding: Sharding,
+    *,
+    micro_steps: int = 1,
+    synced: int | None = None,
+) -> None:
+    """One optimizer step of ``micro_steps`` backwards, of which the last ``synced`` reduce."""
+    tokens = tiny_tokens(sharding.topology.rank)
+    synced = micro_steps if synced is None else synced
+    for micro_step in range(micro_steps):
+        with ExitStack() as stack:
+            if micro_step < micro_steps - synced:
+                stack.enter_context(hpczero.no_sync(model))
+            model(tokens, tokens).backward()
+    hpczero.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def check(comm: MPI.Intracomm, wire: Wire, sharding: Sharding, plan: TrafficPlan) -> None:
+    """What was counted is what the plan says and what the transport's accounts say."""
+    calls = {"all_gather": plan.all_gathers, "reduce_scatter": plan.reduce_scatters}
+    nbytes = {
+        "all_gather": plan.all_gather_nbytes,
+        "reduce_scatter": plan.reduce_scatter_nbytes,
+    }
+    said = f"{wire.calls} {wire.nbytes}, planned {plan}"
+    parallel_assert(comm, all(wire.calls[op] == calls[op] for op in calls), said)
+    parallel_assert(comm, all(wire.nbytes[op] == nbytes[op] for op in nbytes), said)
+    parallel_assert(comm, wire.calls["broadcast"] == 0, said)
+    few = wire.calls["agreement"] == 2 and wire.nbytes["agreement"] < 128  # clip and step
+    parallel_assert(comm, few, said)
+    stats = sharding.collectives.stats
+    parallel_assert(comm, all(stats.calls[op] == calls[op] for op in calls), str(stats))
+    parallel_assert(comm, all(stats.sent_nbytes[op] == nbytes[op] for op in nbytes), str(stats))
+
+
+def measured(model: nn.Module, optimizer: Any, sharding: Sharding, wire: Wire, **how: Any) -> None:
+    """A step to warm up, then one that is counted."""
+    train_step(model, optimizer, sharding, **how)
+    wire.clear()
+    sharding.collectives.stats.reset()
+    train_step(model, optimizer, sharding, **how)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_moves_two_or_three_times_the_model_and_its_padding(
+    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str
+) -> None:
+    model = tiny_gpt()
+    psi, optimizer, size = sum(p.numel() for p in model.parameters()), adamw(model), comm.size
+    units = 1 + len(model.blocks)
+    with (
+        counted(topology) as (counting, wire),
+        zeroified(
+            model, optimizer, stage=stage, topology=counting, transport="flat", precision=precision
+        ) as state,
+    ):
+        measured(model, optimizer, state, wire)
+        padding = state.plan.padding_numel
+        parallel_assert(comm, 0 < padding < 64 * size * units, str(padding))
+        # In elements. A replicated optimizer gathers reduced gradients, which are fp32 always.
+        times, item = (3 if stage == 3 else 2), ITEMSIZE[precision]
+        gathered = wire.nbytes["all_gather"] // (4 if stage == 0 else item)
+        reduced = wire.nbytes["reduce_scatter"] // item
+        expected = times * (psi + padding) * (size - 1)
+        parallel_assert(comm, (gathered + reduced) * size == expected, str(wire.nbytes))
+        parallel_assert(comm, wire.calls["all_gather"] == (2 if stage == 3 else 1) * units)
+        parallel_assert(comm, wire.calls["reduce_scatter"] == units)
+        check(comm, wire, state, state.plan.traffic())
+
+
+@pytest.mark.parametrize(("micro_steps", "synced"), [(3, 3), (3, 1), (3, 2)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_accumulation_moves_what_the_plan_says(
+    comm: MPI.Intracomm, topology: Topology, stage: int, micro_steps: int, synced: int
+) -> None:
+    model = tiny_gpt()
+    optimizer = adamw(model)
+    with (
+        counted(topology) as (counting, wire),
+        zeroified(
+            model, optimizer, stage=stage, topology=counting, transport="flat", precision="bf16"
+        ) as state,
+    ):
+        how: dict[str, Any] = {"micro_steps": micro_steps, "synced": synced}
+        measured(model, optimizer, state, wire, **how)
+        check(comm, wire, state, state.plan.traffic(**how))
+        # by hand: reductions only where synced, and at stage 3 two gathers in every pass
+        units = 1 + len(model.blocks)
+        gathers = {0: synced, 1: 1, 2: 1, 3: 2 * micro_steps}[stage] * units
+        parallel_assert(comm, wire.calls["reduce_scatter"] == synced * units, str(wire.calls))
+        parallel_assert(comm, wire.calls["all_gather"] == gathers, str(wire.calls))
+
+
+@pytest.mark.parametrize("transport", ["window", "ipc"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_shared_memory_on_one_node_sends_no_parameter_and_no_gradient(
+    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str, transport: str
+) -> None:
+    model = tiny_gpt()
+    optimizer = adamw(model)
+    with (
+        counted(topology) as (counting, wire),
+        zeroified(
+            model,
+            optimizer,
+            stage=stage,
+            topology=counting,
+            transport=transport,
+            precision=precision,
+        ) as state,
+    ):
+        measured(model, optimizer, state, wire)
+        said = f"{wire.calls} {wire.nbytes}; {state.collectives.stats}"
+        few = wire.calls["agreement"] == 2 and wire.nbytes["agreement"] < 128
+        parallel_assert(comm, few, said)
+        # Only a replicated optimizer gathers what is nobody's parameter: whole reduced gradients, in fp32.
+        padded = sum(unit.layout.padded_numel for unit in state.plan.units)
+        gathered = 4 * padded * (comm.size - 1) // comm.size if stage == 0 else 0
+        parallel_assert(comm, wire.nbytes["inside"] == gathered, said)
+        parallel_assert(comm, set(wire.nbytes) <= {"agreement", "inside"}, said)
+        accounts_equal_plan(comm, state)
+
+
+def accounts_equal_plan(comm: MPI.Intracomm, state: Sharding) -> None:
+    stats, plan = state.collectives.stats, state.plan.traffic(sharing=state.collectives.sharing)
+    said = f"{stats}, planned {plan}"
+    parallel_assert(comm, stats.calls["all_gather"] == plan.all_gathers, said)
+    parallel_assert(comm, stats.calls["reduce_scatter"] == plan.reduce_scatters, said)
+    parallel_assert(comm, stats.sent_nbytes["all_gather"] == plan.all_gather_nbytes, said)
+    parallel_assert(comm, stats.sent_nbytes["reduce_scatter"] == plan.reduce_scatter_nbytes, said)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("transport", ["hierarchical", "window"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_between_two_nodes_the_accounts_are_the_plan(
+    comm: MPI.Intracomm, stage: int, precision: str, transport: str
+) -> None:
+    half = comm.size // 2
+    topology = hpczero.Topology.create(comm, [0] * half + [1] * half)
+    model = tiny_gpt()
+    optimizer = adamw(model)
+    with zeroified(
+        model,
+        optimizer,
+        stage=stage,
+        topology=topology,
+        transport=transport,
+        precision=precision,
+    ) as state:
+        train_step(model, optimizer, state)
+        state.collectives.stats.reset()
+        train_step(model, optimizer, state)
+        accounts_equal_plan(comm, state)
+        # by hand: over the network goes every shard of the other node once per collective
+        if transport == "window" and stage == 3 and precision == "fp32":
+            shards = sum(unit.layout.shard_numel for unit in state.plan.units)
+            found = sum(state.collectives.stats.sent_nbytes[op] for op in OPERATIONS)
+            parallel_assert(comm, found == 3 * 4 * shards, f"{found}, {shards}")
+    topology.free()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_checkpointed_blocks_move_no_more(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model = tiny_gpt(checkpoint_activations=True)
+    optimizer = adamw(model)
+    with (
+        counted(topology) as (counting, wire),
+        zeroified(model, optimizer, stage=stage, topology=counting, transport="flat") as state,
+    ):
+        measured(model, optimizer, state, wire)
+        check(comm, wire, state, state.plan.traffic())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_frozen_blocks_are_not_reduced(comm: MPI.Intracomm, topology: Topology, stage: int) -> None:
+    model = tiny_gpt()
+    model.blocks[0].requires_grad_(False)
+    optimizer = adamw(model)
+    with (
+        counted(topology) as (counting, wire),
+        zeroified(model, optimizer, stage=stage, topology=counting, transport="flat") as state,
+    ):
+        measured(model, optimizer, state, wire)
+        check(comm, wire, state, state.plan.traffic())
+        parallel_assert(comm, wire.calls["reduce_scatter"] == 2, str(wire.calls))
+
+
+@pytest.mark.ranks(2)
+def test_forward_without_gradients_gathers_once(comm: MPI.Intracomm, topology: Topology) -> None:
+    model, tokens = tiny_gpt(), tiny_tokens(comm.rank)
+    with (
+        counted(topology) as (counting, wire),
+        zeroified(model, None, stage=3, topology=counting, transport="flat") as state,
+    ):
+        wire.clear()
+        with torch.no_grad():
+            model(tokens)
+        padded = sum(unit.layout.padded_numel for unit in state.plan.units)
+        parallel_assert(comm, wire.calls == {"all_gather": 3}, str(wire.calls))
+        expected = 4 * padded * (comm.size - 1) // comm.size
+        parallel_assert(comm, wire.nbytes["all_gather"] == expected, str(wire.nbytes))
