@@ -153,6 +153,12 @@ def first_line(path: Path) -> str:
     return text.partition("\n")[0]
 
 
+def without_map(text: str) -> str:
+    """A document's text without its map, which people look things up in and type nothing from."""
+    before, mark, rest = text.partition(BEGIN)
+    return before + (rest.partition(END)[2] if mark else "")
+
+
 if __name__ == "__main__":
     for house in HOUSES:
         document, text = house.redrawn()

@@ -82,7 +82,7 @@ def test_output_on_a_full_disk_is_one_line_and_exit_code_1() -> None:
 
 
 def test_log_on_a_full_disk_does_not_end_a_run() -> None:
-    program = "from hpczero import log\nlog.configure(rank=0, node_index=0, level='info')\n"
+    program = "from hpczero.job import log\nlog.configure(rank=0, node_index=0, level='info')\n"
     program += "for n in range(5000): log.info('line %d of a log that nobody will read', n)\n"
     program += "import os, sys; os.write(2, b'alive'); os._exit(0)"
     with open("/dev/full", "w") as full:

@@ -288,7 +288,9 @@ def test_program_knows_the_options(shown: Shown) -> None:
     words = shlex.split(verdict(shown).typed(shown.text))
     words = words[: words.index("--")] if "--" in words else words
     assert words[:2] == ["python", "-m"]
-    options = import_module(words[2]).Options
+    package = import_module(words[2])
+    command = import_module(f"{words[2]}.__main__") if hasattr(package, "__path__") else package
+    options = command.Options
     default = options(kind=tyro.MISSING) if "kind" in options.__annotations__ else options()
     assert parse_command_line(options, words[3:], prog="", description="", default=default)
 

@@ -118,4 +118,4 @@ def test_installed_code_does_not_take_the_commit_of_a_repository_around_it(
     )
     env = {"PYTHONPATH": os.fspath(site)}
     said = run_command([sys.executable, "-c", code], 60, env, tmp_path)
-    assert said.stdout.split() == [f"{site}/scaling/record.py", "unknown", "''"], said
+    assert said.stdout.split() == [f"{site}/scaling/evidence/record.py", "unknown", "''"], said

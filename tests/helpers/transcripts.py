@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from docs.rooms import without_map
 from tests.helpers.mpirun import ROOT, Finished, run_command
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -50,7 +51,7 @@ def commands_of(page: Path) -> list[Shown]:
         if SCRIPT_MARK not in block:
             lines = block.replace("\\\n", " ").splitlines()
             found.update({bare: None for line in lines if (bare := without_comment(line))})
-    prose = BLOCK.sub("", page.read_text())
+    prose = BLOCK.sub("", without_map(page.read_text()))
     found.update(dict.fromkeys(AFTER_PROMPT.findall(prose)))
     found.update({span: None for span in SPAN.findall(prose) if TYPED.match(span)})
     return [Shown(name, text) for text in found]

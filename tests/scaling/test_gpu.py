@@ -27,7 +27,7 @@ if launcher_rank() == 1:
 def planted(fault: str) -> list[str]:
     """What comes before a check so that it runs with ``fault`` in its process: statements."""
     first = "import sys, time\nfrom hpczero.errors import launcher_rank, run\n"
-    first += "from scaling import gpu_checks, gpu_training\n"
+    first += "from scaling.gpu import checks as gpu_checks, training as gpu_training\n"
     last = "sys.argv = sys.argv[3:]\nrun(gpu_checks.main)\n"
     return [sys.executable, "-c", f"{first}{fault}\n{last}"]
 
