@@ -36,7 +36,7 @@ os._exit(9)
 HOLDS = """
 import sys
 from pathlib import Path
-from hpczero.checkpoint import claims, lock as module
+from hpczero.checkpoint.disk import claims, lock as module
 from hpczero.errors import CheckpointBusy
 module.BEAT_S, claims.DEAD_S = float(sys.argv[2]), float(sys.argv[3])
 lock = module.Lock(Path(sys.argv[1]))
