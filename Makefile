@@ -1,6 +1,7 @@
 # make train   set up and train on the text of the standard library, then write some text: RANKS=2 ARGS="--section.key value"
 # make picture set up, train the same and put its loss plot at docs/loss.png: ARGS as above
 # make test    set up and run every test: ARGS="-k zero" goes to pytest, HPCZERO_TEST_RANKS="2 3" narrows the MPI runs
+# make quick   lint and the tests of what has changed, in under two minutes: ARGS="--since COMMIT"
 # make lint    set up, ruff and mypy
 # make docs    set up and write the pages of the public interface to build/docs; warnings are errors
 # make setup   the set-up alone: install/setup.sh says what can be chosen
@@ -11,7 +12,7 @@ ARGS ?=
 PYTHON := .venv/bin/python
 SOURCES := $(sort $(dir $(wildcard hpczero/*.py tests/*.py scaling/*.py examples/*.py docs/*.py)))
 
-.PHONY: setup train picture test lint docs
+.PHONY: setup train picture test quick lint docs
 .NOTPARALLEL:
 
 setup:
@@ -27,6 +28,9 @@ picture: setup
 
 test: setup
 	@$(PYTHON) tests/run.py $(ARGS)
+
+quick: setup
+	@$(PYTHON) tests/quick.py $(ARGS)
 
 lint: setup
 	$(PYTHON) -m ruff check $(SOURCES)

@@ -8,6 +8,7 @@ last line says ``N passed, N failed, N skipped``; the exit code is 0 only if som
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -24,11 +25,12 @@ from tests.helpers.processes import end_family, launch_environment  # noqa: E402
 from tests.helpers.records import Record, read_records  # noqa: E402
 
 RANKS = "1 2 3 4 5"
-PHASE_LIMIT_S = 3300.0
+MPI_FILES = "mpi-files"  # which have tests for which numbers of ranks, as the first phase has found
+QUIET_S = 3600.0  # longer than any test may take on a machine as slow as is waited for: nothing goes on any more
 MAX_LAUNCHES = 6  # of one phase: a machine on which everything hangs must not take all day
 LANES = 2  # of the tests of one process, which mostly wait for jobs of theirs
-EXIT_HANG, EXIT_PHASE_LIMIT = 86, 124
-WHY = {EXIT_HANG: "it hung", EXIT_PHASE_LIMIT: "the time of its phase was up"}
+EXIT_HANG, EXIT_QUIET = 86, 124
+WHY = {EXIT_HANG: "it hung", EXIT_QUIET: "no test began or ended for long"}
 EXIT_TERMINATED = 128 + signal.SIGTERM
 PYTEST_ENDED_WELL = (0, 5)  # all passed; nothing to run
 
@@ -177,11 +179,14 @@ class Lane:
         self._output = (
             None if name == phase.names[0] else (folder / f"{phase.ranks}.{name}.out").open("w+")
         )
-        self._launches = 0
+        if not phase.ranks:
+            self._arguments.append(f"--mpi-files={folder / MPI_FILES}")
+        self._launches, self._launched = 0, 0.0
         self._process = self._launch()
 
     def _launch(self) -> subprocess.Popen[bytes]:
         self._launches += 1
+        self._launched = time.time()
         self._records.unlink(missing_ok=True)
         environment = launch_environment(
             OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"), PYTHONPATH=os.fspath(ROOT)
@@ -206,23 +211,24 @@ class Lane:
         if not self.tally.add(records, code):
             self.ended = True
         elif self._launches == MAX_LAUNCHES:
-            self._give_up(f"{MAX_LAUNCHES} launches")
+            self._give_up(f"{MAX_LAUNCHES} launches used up")
         else:
             for record in records:
                 if record.outcome != "elsewhere":
                     record.append_to(self._done)
             self._process = self._launch()
 
-    def out_of_time(self) -> None:
-        """The phase is over."""
-        if not self.ended:
-            print(f"{PHASE_LIMIT_S:.0f} s are over: ending {self._phase}", file=sys.stderr)
+    def end_if_quiet(self) -> None:
+        """End it where no test has begun or ended for long: pytest itself is stuck, and whatever watches over tests."""
+        heard = self._records.stat().st_mtime if self._records.exists() else self._launched
+        if not self.ended and time.time() - max(heard, self._launched) > QUIET_S:
+            print(f"nothing heard for {QUIET_S:.0f} s: ending {self._phase}", file=sys.stderr)
             self.stop()
-            self.tally.add(read_records(self._records), EXIT_PHASE_LIMIT)
-            self._give_up(f"{PHASE_LIMIT_S:g} s")
+            self.tally.add(read_records(self._records), EXIT_QUIET)
+            self._give_up(f"nothing heard for {QUIET_S:g} s")
 
-    def _give_up(self, used: str) -> None:
-        self.tally.failed.append(("(the rest)", f"not run: {used} used up"))
+    def _give_up(self, why: str) -> None:
+        self.tally.failed.append(("(the rest)", f"not run: {why}"))
         self.ended = True
 
     def stop(self) -> None:
@@ -241,7 +247,6 @@ class Lane:
 def run_phase(phase: Phase, arguments: list[str], expression: str, folder: Path) -> Tally:
     """All tests of ``phase``: those of its lanes side by side, then those that must be alone."""
     whole = Tally()
-    deadline = time.monotonic() + PHASE_LIMIT_S
     for names in (phase.names, ["alone"]):
         if names == ["alone"] and not (folder / f"{phase.ranks}.claims" / "alone").exists():
             break  # no lane has left anything to it
@@ -250,8 +255,7 @@ def run_phase(phase: Phase, arguments: list[str], expression: str, folder: Path)
             while not all(lane.ended for lane in lanes):
                 time.sleep(0.1)
                 for lane in lanes:
-                    if time.monotonic() > deadline:
-                        lane.out_of_time()
+                    lane.end_if_quiet()
                     lane.look()
         finally:
             for lane in lanes:
@@ -260,6 +264,24 @@ def run_phase(phase: Phase, arguments: list[str], expression: str, folder: Path)
             lane.show()
             whole.join(lane.tally)
     return whole
+
+
+def narrowed(arguments: list[str], phase: Phase, folder: Path) -> list[str]:
+    """``arguments`` with only those files in place of folders that have tests for ``phase``, if that is known.
+
+    The phase of one rank, or the only one, looks at all: what no phase runs must be told by some.
+    """
+    found = folder / MPI_FILES
+    if phase.ranks < 2 or os.environ.get("HPCZERO_TEST_RANKS") or not found.exists():
+        return arguments
+    files = json.loads(found.read_text()).get(str(phase.ranks))
+    words: list[str] = []
+    for argument in arguments:
+        inside = (ROOT / argument).is_dir() and files is not None
+        words += (
+            [f for f in files if Path(f).is_relative_to(ROOT / argument)] if inside else [argument]
+        )
+    return words
 
 
 def main() -> int:
@@ -284,7 +306,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="hpczero-tests-") as folder:
         for phase in phases:
             start = time.monotonic()
-            tally = run_phase(phase, arguments, options.expression, Path(folder))
+            tally = run_phase(
+                phase, narrowed(arguments, phase, Path(folder)), options.expression, Path(folder)
+            )
             lines.append(f"phase {phase}: {tally} in {time.monotonic() - start:.1f} s")
             print(lines[-1], flush=True)
             total.passed += tally.passed

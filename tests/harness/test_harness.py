@@ -243,7 +243,7 @@ def test_run_ranks_ends_a_job_at_its_limit_and_shows_the_output(tmp_path: Path) 
     start = time.monotonic()
     with pytest.raises(pytest.fail.Exception, match="not done within 2 s") as raised:
         run_ranks(2, ["-c", textwrap.dedent(code), tmp_path], timeout=2)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 45
     assert "still waiting" in str(raised.value)
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert len(pids) == 2

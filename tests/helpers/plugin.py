@@ -8,6 +8,7 @@ or without MPI.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 import time
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 EXIT_DISAGREE = 3
+MOST_RANKS = 8
 GRACE_S = 15.0  # how long a rank that failed waits for the others to end the same test
 
 
@@ -36,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("hpczero")
     group.addoption("--test-limit", type=float, default=120.0, help="seconds a test may take")
     group.addoption("--records", type=Path, help="file that rank 0 adds a line to per test")
+    group.addoption("--mpi-files", type=Path, help="file for which files have MPI tests, by ranks")
     group.addoption("--done", type=Path, help="records of tests that are not to run again")
 
 
@@ -92,16 +95,25 @@ class Ranks:
 
     # --- which tests
 
-    @pytest.hookimpl(trylast=True)
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
-    ) -> None:
+    ) -> Generator[None, object, object]:
+        """Before others choose: note where the MPI tests are. After them: leave out what is not for here."""
+        noted: Path | None = config.getoption("--mpi-files")
+        if noted:
+            noted.write_text(json.dumps(_mpi_files(items)))
+        result = yield
+        self._choose(config, items)
+        return result
+
+    def _choose(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Leave out what needs another number of ranks and what an earlier launch already ran."""
         kept: list[pytest.Item] = []
         left_out: list[pytest.Item] = []
         spared = self._spared(items)
         for item in items:
-            here = self.comm is None or (self._wants(item, self.size) and item not in spared)
+            here = self.comm is None or (_wants(item, self.size) and item not in spared)
             if not here:
                 self._record(item, "elsewhere", "needs another number of ranks")
             (kept if here and item.nodeid not in self.done else left_out).append(item)
@@ -122,7 +134,7 @@ class Ranks:
         for item in items:
             case = getattr(item, "callspec", None)
             by_case = case is not None and any(mark.name == "ranks" for mark in case.marks)
-            if self._wants(item, 2) and self._wants(item, self.size) and not by_case:
+            if _wants(item, 2) and _wants(item, self.size) and not by_case:
                 cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
         return {
             item
@@ -130,13 +142,6 @@ class Ranks:
             for number, item in enumerate(found)
             if len(found) >= share and number % share != zlib.crc32(test.encode()) % share
         }
-
-    @staticmethod
-    def _wants(item: pytest.Item, size: int) -> bool:
-        for mark in item.iter_markers("ranks"):
-            if size not in mark.args:
-                return False
-        return all(size >= mark.kwargs.get("min_size", 1) for mark in item.iter_markers("mpi"))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -243,6 +248,23 @@ class Ranks:
         self.watchdog.close()
         if self.comm is not None:
             self.comm.Free()
+
+
+def _wants(item: pytest.Item, size: int) -> bool:
+    """Whether a test runs on that many ranks."""
+    for mark in item.iter_markers("ranks"):
+        if size not in mark.args:
+            return False
+    return all(size >= mark.kwargs.get("min_size", 1) for mark in item.iter_markers("mpi"))
+
+
+def _mpi_files(items: list[pytest.Item]) -> dict[str, list[str]]:
+    """Files with tests for each number of ranks."""
+    marked = [item for item in items if item.get_closest_marker("mpi")]
+    return {
+        str(size): sorted({str(item.path) for item in marked if _wants(item, size)})
+        for size in range(1, MOST_RANKS + 1)
+    }
 
 
 def _headline(report: pytest.TestReport) -> str:

@@ -2,7 +2,8 @@
 
 pytest catches what a test raises, so a rank that failed before a collective leaves the others waiting for ever and no
 abort fires. The rank whose limit passes first asks all ranks for their Python stacks (a signal that the interpreter
-answers even inside an MPI call), prints them and aborts. All ranks run on one machine.
+answers even inside an MPI call), prints them and aborts. All ranks run on one machine, and a limit stretches with its
+pace (``pace.py``).
 
 Must not know: pytest.
 """
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.helpers.pace import SLOWEST, Limit, pace
 from tests.helpers.processes import end_family
 
 if TYPE_CHECKING:
@@ -61,12 +63,15 @@ class Watchdog:
         self._ranks = comm.allgather(mine) if comm else [mine]
         self._timer: threading.Timer | None = None
         self._expired = threading.Event()
+        self._lock = threading.Lock()  # of the timer, which its own thread may set anew
         self._name = ""
         self._limit_s = 0.0
+        self._limit = Limit(0.0)
 
     def start(self, name: str, limit_s: float) -> None:
         """Watch ``name`` from now on, for ``limit_s`` seconds."""
         self._name, self._limit_s = name, limit_s
+        self._limit = Limit(limit_s)
         self._stacks.seek(0)
         self._stacks.truncate()
         self._arm(limit_s + self._rank * STAGGER_S)
@@ -75,15 +80,17 @@ class Watchdog:
         """This rank failed and waits for the others: give them ``grace_s``; ``note`` is told if they do not come."""
         self._stacks.write(note.rstrip() + "\n")
         self._stacks.flush()
-        self._arm(min(grace_s, self._limit_s + self._rank * STAGGER_S))
+        self._limit = Limit(min(grace_s, self._limit_s + self._rank * STAGGER_S))
+        self._arm(self._limit.seconds)
 
     def stop(self) -> None:
         """What was watched is over. Does not return once the limit has passed: the verdict is spoken."""
+        with self._lock:
+            if self._timer is not None and not self._expired.is_set():
+                self._timer.cancel()
+                self._timer = None
         if self._expired.is_set():
             threading.Event().wait()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         faulthandler.cancel_dump_traceback_later()
 
     def close(self) -> None:
@@ -94,13 +101,24 @@ class Watchdog:
 
     def _arm(self, seconds: float) -> None:
         self.stop()
-        self._timer = threading.Timer(seconds, self._expire)
+        self._wait(seconds, self._limit)
+
+    def _wait(self, seconds: float, limit: Limit) -> None:
+        self._timer = threading.Timer(seconds, self._expire, [limit])
         self._timer.daemon = True
         self._timer.start()
-        faulthandler.dump_traceback_later(seconds + LAST_RESORT_S, exit=True, file=self._stderr)
+        last_s = seconds * SLOWEST + LAST_RESORT_S
+        faulthandler.dump_traceback_later(last_s, exit=True, file=self._stderr)
 
-    def _expire(self) -> None:
-        self._expired.set()
+    def _expire(self, limit: Limit) -> None:
+        more_s = limit.more_s(pace())
+        with self._lock:
+            if limit is not self._limit or self._timer is None:
+                return  # what was watched has ended meanwhile
+            if more_s:
+                self._wait(more_s, limit)
+                return
+            self._expired.set()
         for pid, _ in self._ranks:
             if Path(f"/proc/{pid}").exists():
                 os.kill(pid, STACKS)
