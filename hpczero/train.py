@@ -44,6 +44,7 @@ def main() -> int:
                 return code
         # These start torch and MPI, which --help and bad options must not do.
         from hpczero.accelerator import choose_accelerator
+        from hpczero.adapters.gpt import GPTAdapter
         from hpczero.run.starting.uncompiled import leave_out_compiler
 
         leave_out_compiler()
@@ -51,7 +52,7 @@ def main() -> int:
         meet_the_other_ranks_in_mpi_init(environment.timeout_s)
         from hpczero.run.loop import train
 
-        return train(config, model, accelerator, signals)
+        return train(config, GPTAdapter(model), accelerator, signals)
 
 
 def model_config(options: ModelOptions) -> GPTConfig:

@@ -2,7 +2,7 @@
 
 Owns: the loop that is timed, and what a row says of it. Must not know: the study, the other points, how jobs are
 started. Every rank times its own steps; rank 0 writes the row when all is done, so a file is either whole or not there.
-The loop makes the calls of ``hpczero.run.loop`` in their order; the tokens are drawn at random and lie in memory.
+The steps are those of training (``hpczero.run.step``); the tokens are drawn at random and lie in memory.
 
 A device does later what the host starts now. Before a clock is read that separates one part of a step from the next,
 the host waits for the device, so that a part's time is the device's; where it stood still for collectives, its own
@@ -209,6 +209,7 @@ class Trainer:
         import hpczero
         from hpczero.data import Batches
         from hpczero.models import GPT
+        from hpczero.run.step import TrainingStep
 
         self.topology, self.point, self.accelerator = topology, point, accelerator
         with torch.device("meta"):
@@ -227,8 +228,16 @@ class Trainer:
         stack.push(self._release)
         tokens = draw_tokens(point.config.vocab_size, point.seed)
         self._batches = Batches(tokens, point.config.context, point.global_batch, point.seed)
-        self._collectives = hpczero.sharding(self.model).collectives
-        self._exposed_s = 0.0  # of a device, when it was last waited for
+        self._step = TrainingStep(
+            self.model,
+            self.optimizer,
+            loss=lambda model, inputs, targets: model(inputs, targets),
+            samples=self._samples,
+            accumulation=point.batch // point.micro_batch,
+            accelerator=accelerator,
+            clip=1.0,
+            exact=True,
+        )
         self._checkpoints = _checkpoints(self.model, topology, point, stack)
         self._done = 0
 
@@ -238,55 +247,22 @@ class Trainer:
         if kind is None:  # collective: after an error the other ranks may be elsewhere
             hpczero.release(self.model)
 
+    def _samples(self, number: int, micro_step: int) -> tuple[Any, Any]:  # Any: numpy arrays
+        topology, accumulation = self.topology, self.point.batch // self.point.micro_batch
+        return self._batches.micro_batch(
+            number, micro_step, topology.rank, topology.size, accumulation
+        )
+
     def step(self) -> tuple[Any, float]:  # Any: StepSplit, which would load the framework
         """One optimizer step: (its split on this rank, loss of this rank's samples). Collective."""
-        import torch
+        from hpczero.run.results.metrics import StepSplit
 
-        import hpczero
-        from hpczero.run.results.metrics import StepSplit, Stopwatch
-
-        point, topology, device = self.point, self.topology, self.accelerator.device
-        accumulation = point.batch // point.micro_batch
-        watch = Stopwatch(self._waited_s)
-        losses = []
-        for micro_step in range(accumulation):
-            with watch.phase("data"):
-                x, y = self._batches.micro_batch(
-                    self._done, micro_step, topology.rank, topology.size, accumulation
-                )
-            with hpczero.accumulate(self.model, micro_step, accumulation):
-                with watch.phase("forward"):
-                    sample = (torch.from_numpy(part).to(device) for part in (x, y))
-                    loss = self.model(*sample)
-                with watch.phase("backward"):
-                    loss.backward()
-                    if micro_step == accumulation - 1:
-                        self._finish()
-            losses.append(loss.detach() / accumulation)
-        with watch.phase("optimizer"):
-            hpczero.clip_grad_norm_(self.model, 1.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self._finish()
-        with watch.phase("communication"):
-            total = sum(loss.item() for loss in losses)
-            topology.gather(total)
-        step_s = watch.elapsed_s()
+        taken = self._step.take(self._done)
         self._done += 1
-        if self._checkpoints is not None and self._done % point.checkpoint_every == 0:
-            with watch.phase("checkpoint"):
+        if self._checkpoints is not None and self._done % self.point.checkpoint_every == 0:
+            with taken.watch.phase("checkpoint"):
                 self._checkpoints.save(self._done)
-        return StepSplit.of(watch, step_s), total
-
-    def _finish(self) -> None:
-        """Wait for the device, before a clock is read; on the host all is done already."""
-        self.accelerator.finish()
-        self._exposed_s = self._collectives.exposed.seconds() or 0.0
-
-    def _waited_s(self) -> float:
-        """Seconds this rank has stood still for collectives so far, by the clock of whatever computes."""
-        host = self.accelerator.is_host
-        return self._collectives.stats.seconds if host else self._exposed_s
+        return StepSplit.of(taken.watch, taken.step_s), taken.losses[self.topology.rank]
 
 
 def draw_tokens(vocab_size: int, seed: int) -> Any:  # Any: a numpy array

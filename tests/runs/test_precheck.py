@@ -70,12 +70,14 @@ for name, config in configs.items():
 started = sorted({"torch", "mpi4py.MPI"} & set(sys.modules))
 
 from hpczero.accelerator import choose_accelerator
+from hpczero.adapters.gpt import GPTAdapter
 from hpczero.run.loop import train
 from hpczero.run.stopping.signals import Signals
 
 for name, config in configs.items():
     try:
-        train(config, model_config(config.model), choose_accelerator("cpu"), Signals())
+        adapter = GPTAdapter(model_config(config.model))
+        train(config, adapter, choose_accelerator("cpu"), Signals())
     except HpcZeroError as error:
         told[name] += [type(error).__name__, str(error)]
 print(json.dumps({"told": told, "started": started}))

@@ -1,0 +1,53 @@
+"""What the training command knows of a model: the contract of an adapter, one file for each kind of model.
+
+Owns: the contract. Must not know: any model; how it is sharded, fed or saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from hpczero.models.config import GPTConfig
+
+
+class Adapter(Protocol):
+    """A model as the training command sees it (issue 17, seam S9). Nothing here is collective."""
+
+    @property
+    def config(self) -> GPTConfig:
+        """Its sizes, as checkpoints and weight files name them."""
+        ...
+
+    @property
+    def context(self) -> int:
+        """Tokens of one sample."""
+        ...
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward and backward, without recomputation."""
+        ...
+
+    def with_vocabulary(self, size: int) -> Adapter:
+        """The same model for another number of token ids."""
+        ...
+
+    def build(self) -> nn.Module:
+        """The plain torch model, on the device that torch makes tensors on."""
+        ...
+
+    def initializer(self, model: nn.Module, seed: int) -> Callable[[str, Tensor], None]:
+        """What ``zeroify`` fills parameters with: f(name, whole fp32 tensor), by (seed, name, shape) alone."""
+        ...
+
+    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean over the tokens of a micro-batch, a scalar; ``inputs`` and ``targets`` are int64 (B, T)."""
+        ...
+
+    def decays(self, name: str, parameter: Tensor) -> bool:
+        """Whether weight decay applies to this parameter."""
+        ...

@@ -1,0 +1,60 @@
+"""The GPT of ``hpczero.models`` as the training command sees it.
+
+Owns: nothing but the calls. Must not know: how it is sharded, fed or saved. torch is imported when a model is built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hpczero.models.config import GPTConfig, flops_per_token
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class GPTAdapter:
+    """See ``Adapter``; ``config`` gives the sizes."""
+
+    config: GPTConfig
+
+    @property
+    def context(self) -> int:
+        """Tokens of one sample."""
+        return self.config.context
+
+    @property
+    def flops_per_token(self) -> float:
+        """6 per parameter of a product, and those of attention; see ``hpczero.models.flops_per_token``."""
+        return flops_per_token(self.config)
+
+    def with_vocabulary(self, size: int) -> GPTAdapter:
+        """The same sizes, with ``size`` token ids."""
+        return GPTAdapter(dataclasses.replace(self.config, vocab_size=size))
+
+    def build(self) -> nn.Module:
+        """The network, with torch's default weights in it, or none on the meta device."""
+        from hpczero.models.gpt import GPT
+
+        return GPT(self.config)
+
+    def initializer(self, model: nn.Module, seed: int) -> Callable[[str, Tensor], None]:
+        """GPT-2's initial weights for ``seed``."""
+        from hpczero.models.gpt import GPT
+
+        assert isinstance(model, GPT), "built by this adapter"
+        return partial(model.initialize, seed=seed)
+
+    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy in nats per token."""
+        loss: Tensor = model(inputs, targets)
+        return loss
+
+    def decays(self, name: str, parameter: Tensor) -> bool:
+        """Weight matrices and embeddings decay; biases and norms do not."""
+        return parameter.dim() >= 2

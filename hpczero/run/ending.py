@@ -1,0 +1,83 @@
+"""How a run ends: its final weights, plot and last lines, or what to type to go on.
+
+Owns: what is written and said then. Must not know: steps, how anything is sharded.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import hpczero
+from hpczero.errors import EXIT_REQUEUE
+from hpczero.job import log
+from hpczero.options.config import RunConfig
+from hpczero.run.results.folder import RunFolder
+from hpczero.run.results.metrics import process_peak_nbytes, read_metrics
+from hpczero.run.results.weights import write_weights
+from hpczero.run.setup import Run
+from hpczero.run.starting import resume
+
+
+def stopped(run: Run, done: int) -> int:
+    """End a run that was asked to stop after ``done`` steps and has saved; returns 75. Collective."""
+    next_command = resume.next_command(run.config, in_series=bool(run.environment.series))
+    log.info("stopped after step %d, as asked; %s", done, next_command)
+    run.attempts.end(done, EXIT_REQUEUE)
+    _give_back(run)
+    return EXIT_REQUEUE
+
+
+def finished(run: Run, held_out_loss: float | None) -> int:
+    """Write the results of a run that has done all its steps; returns 0. Collective.
+
+    Args:
+        run: its steps are done.
+        held_out_loss: after the last one, if it was measured.
+    """
+    sharding, config = hpczero.sharding(run.model), run.config
+    log.debug(
+        "peak memory %.0f MiB, %.1f s in collectives",
+        process_peak_nbytes() / 2**20,
+        sharding.collectives.stats.seconds,
+    )
+    weights = hpczero.full_state_dict(run.model)
+    with run.given.topology.agreed("write the results"):
+        if weights is not None:
+            run.lock.lock.check()
+            write_weights(
+                run.folder.weights,
+                weights,
+                model=run.adapter.config,
+                tokenizer=run.tokens.tokenizer,
+                step=config.train.steps,
+            )
+            if config.log.plot:
+                draw_losses(config, run.folder)
+            run.attempts.end(config.train.steps, 0)
+    if held_out_loss is not None:
+        log.info(
+            "held-out loss: %.4f nats per token, %.4f nats per byte of text",
+            held_out_loss,
+            held_out_loss / run.tokens.validation.bytes_per_token,
+        )
+    prompt = "" if config.data.path else " --prompt 'def '"  # the default text is Python
+    path = run.folder.path
+    log.info("done: python -m hpczero.sample %s%s shows what it learnt", path, prompt)
+    _give_back(run)
+    return 0
+
+
+def _give_back(run: Run) -> None:
+    hpczero.release(run.model)
+    run.tokens.close()
+
+
+def draw_losses(config: RunConfig, folder: RunFolder) -> None:
+    """Plot what metrics.jsonl holds. On one rank only."""
+    # Here and not at the top: half a second and 40 MB that only one rank should pay.
+    from hpczero.run.results.plot import plot_losses
+
+    where = f"{socket.gethostname()}, {time.strftime('%Y-%m-%d')}"
+    title = f"{config.run.name}: {config.model.preset}, ZeRO stage {config.parallel.stage}\n{where}"
+    plot_losses(read_metrics(folder.metrics), folder.plot, title=title)

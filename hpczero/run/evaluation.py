@@ -1,0 +1,69 @@
+"""The loss over held-out text, now and then.
+
+Owns: when it is due, and what it is. Must not know: training, where the text comes from.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hpczero.accelerator import Accelerator
+from hpczero.data import HeldOut
+from hpczero.job.topology import Topology
+from hpczero.run.step import Loss
+
+
+class Evaluation:
+    """Of one model, over the same samples each time."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        held_out: HeldOut | None,
+        *,
+        loss: Loss,
+        topology: Topology,
+        accelerator: Accelerator,
+        micro_batch: int,
+        every: int,
+        steps: int,
+    ) -> None:
+        """Not collective.
+
+        Args:
+            model: zeroified or not.
+            held_out: the samples; None: there is nothing to evaluate.
+            loss: of a micro-batch, its mean.
+            topology: its world shares the samples.
+            accelerator: where the model is.
+            micro_batch: samples at once.
+            every: steps between evaluations; 0: after the last step alone.
+            steps: of the run.
+        """
+        self._model, self._held_out, self._loss = model, held_out, loss
+        self._topology, self._accelerator = topology, accelerator
+        self._micro_batch, self._every, self._steps = micro_batch, every, steps
+
+    def after(self, done: int) -> float | None:
+        """``mean_loss`` if it is due after ``done`` steps, else None. Collective over topology.world."""
+        if self._held_out is None or not is_due(done, self._every, self._steps):
+            return None
+        return self.mean_loss(self._held_out)
+
+    @torch.no_grad()
+    def mean_loss(self, held_out: HeldOut) -> float:
+        """Mean loss over the held-out set, nats per token, equal on every rank. Collective over topology.world."""
+        self._model.eval()
+        total = 0.0
+        rank, size = self._topology.rank, self._topology.size
+        for part in held_out.batches(micro_batch=self._micro_batch, rank=rank, world_size=size):
+            sample = (torch.from_numpy(a).to(self._accelerator.device) for a in (part.x, part.y))
+            total += self._loss(self._model, *sample).item() * part.num_samples
+        self._model.train()
+        return sum(self._topology.gather(total)) / len(held_out)
+
+
+def is_due(done: int, every: int, num_steps: int) -> bool:
+    """Whether something that happens each ``every`` steps (0: never) and after the last one happens now."""
+    return done == num_steps or (every > 0 and done % every == 0)

@@ -1,0 +1,66 @@
+"""The record of a step, from what the step, the shards and the device say.
+
+Owns: which figure comes from where. Must not know: what becomes of a record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import hpczero
+from hpczero.run.results.metrics import (
+    StepMetrics,
+    achieved_tflops,
+    device_fields,
+    process_peak_nbytes,
+)
+from hpczero.run.setup import Run
+from hpczero.run.step import Taken
+
+
+def metrics_of(run: Run, taken: Taken, done: int, held_out_loss: float | None) -> StepMetrics:
+    """The record of the step that makes ``done``, before the save that may follow it. Not collective."""
+    sharding, watch = hpczero.sharding(run.model), taken.watch
+    tokens = run.batch.global_batch * run.adapter.context
+    tokens_per_s = tokens / taken.step_s
+    size = run.given.topology.size
+    tflops = achieved_tflops(tokens_per_s, run.adapter.flops_per_token, size)
+    peak = run.config.log.peak_tflops
+    return StepMetrics(
+        step=done,
+        tokens=done * tokens,
+        loss=taken.loss,
+        held_out_loss=held_out_loss,
+        learning_rate=taken.learning_rate,
+        grad_norm=taken.grad_norm,
+        loss_scale=sharding.loss_scale,
+        skipped_steps=sharding.skipped_steps,
+        tokens_per_s=tokens_per_s,
+        tflops=tflops,
+        mfu=None if peak is None else tflops / peak,
+        step_ms=taken.step_s * 1e3,
+        data_ms=watch.ms("data"),
+        forward_ms=watch.ms("forward"),
+        backward_ms=watch.ms("backward"),
+        optimizer_ms=watch.ms("optimizer"),
+        communication_ms=taken.communication_ms,
+        checkpoint_ms=0.0,
+        **peaks(run, taken.exposed_s),
+    )
+
+
+def after_save(run: Run, taken: Taken, measured: StepMetrics) -> StepMetrics:
+    """``measured`` with what a save after the step has cost. Not collective."""
+    saving_ms = taken.watch.ms("checkpoint")
+    return dataclasses.replace(measured, checkpoint_ms=saving_ms, **peaks(run, taken.exposed_s))
+
+
+def peaks(run: Run, exposed_s: float) -> dict[str, Any]:
+    """The fields of ``StepMetrics`` that a save after the step may raise."""
+    sharding = hpczero.sharding(run.model)
+    return {
+        "state_peak_nbytes": sum(sharding.memory.peak.values()) + sharding.optimizer_nbytes(),
+        "process_peak_nbytes": process_peak_nbytes(),
+        **device_fields(run.given.accelerator.usage(), exposed_s),
+    }

@@ -1,0 +1,153 @@
+"""One optimizer step over the micro-batches of a rank: what training does, and what measurements measure.
+
+Owns: the order of calls in a step and the clocks around them. Must not know: how anything is sharded, where samples
+come from, what follows a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+import hpczero
+from hpczero.accelerator import Accelerator
+from hpczero.run.results.metrics import Stopwatch
+
+# (step, micro step) -> inputs and targets of this rank, NumPy arrays.
+Samples = Callable[[int, int], tuple[Any, Any]]
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+WORK = ("data", "forward", "backward")
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A step that is done, as this rank saw it.
+
+    Attributes:
+        losses: mean over the samples of each rank, before the update, in rank order.
+        grad_norm: 2-norm of the mean gradient before clipping.
+        learning_rate: of the first group in this update.
+        step_s: seconds the step took.
+        exposed_s: seconds the device's computation stood still for collectives; 0 on the host.
+        watch: phases ``data``, ``forward``, ``backward``, ``optimizer``, ``communication``; it goes on running.
+    """
+
+    losses: list[float]
+    grad_norm: float
+    learning_rate: float
+    step_s: float
+    exposed_s: float
+    watch: Stopwatch
+
+    @property
+    def loss(self) -> float:
+        """Over the global batch."""
+        return sum(self.losses) / len(self.losses)
+
+    @property
+    def own_s(self) -> float:
+        """Seconds of this rank's own work: loading, forward and backward without the waits for others."""
+        return (sum(map(self.watch.ms, WORK)) - self.watch.waited_ms(*WORK)) / 1e3
+
+    @property
+    def communication_ms(self) -> float:
+        """Inside collectives and in waits for them, in whatever phase."""
+        return self.watch.waited_ms(*WORK, "optimizer") + self.watch.ms("communication")
+
+
+class TrainingStep:
+    """Takes the steps of one model, one after the other."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        loss: Loss,
+        samples: Samples,
+        accumulation: int,
+        accelerator: Accelerator,
+        clip: float | None = None,
+        scheduler: LRScheduler | None = None,
+        exact: bool = False,
+    ) -> None:
+        """Not collective.
+
+        Args:
+            model: zeroified with ``optimizer``.
+            optimizer: its parameters are this rank's shards.
+            loss: of a micro-batch, from the model, inputs and targets.
+            samples: what this rank computes in a step and a micro step.
+            accumulation: micro steps in a step.
+            accelerator: where the model is.
+            clip: largest norm of the gradient; None leaves it as it is.
+            scheduler: of the learning rate; steps after each update.
+            exact: wait for the device before each clock is read. Phases are those of the device then, and a step
+                takes a little longer. On the host nothing is to be waited for.
+        """
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._loss, self._samples, self._accumulation = loss, samples, accumulation
+        self._accelerator, self._exact = accelerator, exact and not accelerator.is_host
+        self._clip = math.inf if clip is None else clip
+        sharding = hpczero.sharding(model)
+        self._topology, self._collectives = sharding.topology, sharding.collectives
+        self._known_exposed_s = 0.0
+
+    def take(self, number: int) -> Taken:
+        """Step ``number``, counted from 0. Collective over the topology of the model.
+
+        Raises:
+            StepError: as ``optimizer.step`` of a zeroified model.
+        """
+        exposed_s = self._exposed_s()
+        watch = Stopwatch(self._waited_s)
+        micro_losses: list[Tensor] = []
+        for micro_step in range(self._accumulation):
+            with watch.phase("data"):
+                arrays = self._samples(number, micro_step)
+            with hpczero.accumulate(self._model, micro_step, self._accumulation):
+                with watch.phase("forward"):
+                    inputs, targets = (self._accelerator.bring(torch.from_numpy(a)) for a in arrays)
+                    loss = self._loss(self._model, inputs, targets)
+                with watch.phase("backward"):
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    if micro_step == self._accumulation - 1:
+                        self._finish()
+            micro_losses.append(loss.detach() / self._accumulation)
+        with watch.phase("optimizer"):
+            grad_norm = hpczero.clip_grad_norm_(self._model, self._clip)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self._finish()
+        learning_rate = float(self._optimizer.param_groups[0]["lr"])
+        if self._scheduler is not None:
+            self._scheduler.step()
+        with watch.phase("communication"):
+            losses = self._topology.gather(sum(loss.item() for loss in micro_losses))
+        return Taken(
+            losses=losses,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            step_s=watch.elapsed_s(),
+            exposed_s=self._exposed_s() - exposed_s,
+            watch=watch,
+        )
+
+    def _finish(self) -> None:
+        if self._exact:
+            self._accelerator.finish()
+            self._known_exposed_s = self._exposed_s()
+
+    def _waited_s(self) -> float:
+        """Seconds that this rank has stood still for collectives so far, by the clock of whatever computes."""
+        return self._known_exposed_s if self._exact else self._collectives.stats.seconds
+
+    def _exposed_s(self) -> float:
+        return self._collectives.exposed.seconds() or 0.0
