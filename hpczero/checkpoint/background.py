@@ -47,7 +47,7 @@ class Background:
     def start(self, work: Callable[[Topology], Path]) -> None:
         """Collective over world the first time."""
         if self._own is None:
-            self._own = replace(self._topology, world=self._topology.world.Dup())
+            self._own = replace(self._topology, world=self._topology.world.beside())
         own = self._own
         self._ended, self._then = False, None
 
@@ -104,7 +104,7 @@ class Background:
     def close(self) -> None:
         """Collective over world."""
         if self._own is not None:
-            self._own.world.Free()
+            self._own.world.comm.Free()
             self._own = None
 
 

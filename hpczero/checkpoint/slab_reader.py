@@ -105,7 +105,7 @@ class SlabReader:
                 data = np.empty(dataset.nbytes, dtype=np.uint8)
                 self.fill(descriptor, dataset, range(dataset.numel), data)
         with topology.watchdog.watch(f"checkpoint: handing {dataset.name} out"):
-            return torch.from_numpy(topology.world.bcast(data))
+            return torch.from_numpy(topology.world.comm.bcast(data))
 
     def fill(self, descriptor: int, dataset: Dataset, window: range, into: Bytes) -> None:
         """Read whole slabs, each held against its digest. Not collective; any thread.
@@ -131,7 +131,7 @@ class SlabReader:
         topology = self._topology
         order = sorted(range(len(runs)), key=lambda index: runs[index])
         ascending = [runs[index] for index in order]
-        exchange = Exchange(topology.world, topology.watchdog, ascending)
+        exchange = Exchange(topology.world.comm, topology.watchdog, ascending)
         return _Wanted(self._dataset(name), runs, order, exchange)
 
     def _dataset(self, name: str) -> Dataset:

@@ -108,11 +108,11 @@ def take(
         _check_names(sharding, inventory.table, kinds)
         text = _extra_fields(extra)
     with topology.watchdog.watch("checkpoint: what the optimizers of all ranks keep"):
-        found = topology.world.allgather(kinds)
+        found = topology.world.comm.allgather(kinds)
     kinds = _merge_kinds(found)
     with topology.watchdog.watch("checkpoint: numbers of the optimizer, random streams"):
-        scalars = topology.world.gather(inventory.scalars(kinds))
-        rng = topology.world.gather(streams.capture())
+        scalars = topology.world.comm.gather(inventory.scalars(kinds))
+        rng = topology.world.comm.gather(streams.capture())
 
     table = inventory.table
     parts = [

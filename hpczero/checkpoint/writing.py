@@ -146,12 +146,12 @@ def _write_parts(
         with _stage(topology, "open the file"):
             writer = kind(path)
         with topology.watchdog.watch("checkpoint: opening the file"), _stage(topology, "join in"):
-            writer.join(topology.world)
+            writer.join(topology.world.comm)
         for part in parts:
             dataset = part.dataset
             with _stage(topology, f"read {dataset.name} out of the model"):
                 values = part.values()
-            exchange = Exchange(topology.world, topology.watchdog, part.held)
+            exchange = Exchange(topology.world.comm, topology.watchdog, part.held)
             digests: list[str] = []
             for windows in exchange.rounds(dataset):
                 window = windows[topology.rank]
@@ -176,7 +176,7 @@ def _write_parts(
                 writer.abandon()
         raise
     with topology.watchdog.watch("checkpoint: collecting digests"):
-        everybody = topology.world.gather(mine)
+        everybody = topology.world.comm.gather(mine)
     if everybody is None:
         return [part.dataset for part in parts]
     return [

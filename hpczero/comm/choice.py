@@ -1,4 +1,4 @@
-"""Which transport serves a topology.
+"""Which transport serves a group.
 
 Owns: the names users may ask for, and the choice where they do not. Must not know: units, stages.
 """
@@ -16,12 +16,13 @@ from hpczero.accelerator import Accelerator, Attached, Export, HostAccelerator
 from hpczero.comm.background import can_run_in_background
 from hpczero.comm.between.selection import DEFAULT, Selection
 from hpczero.comm.between.tuning import tune
-from hpczero.comm.collectives import Collectives
+from hpczero.comm.collectives import Collectives, shard_group
 from hpczero.comm.devices.awareness import reach_of
 from hpczero.comm.flat import Flat
 from hpczero.comm.hierarchical import Hierarchical, Inside
 from hpczero.comm.inside.segment import Segment
 from hpczero.errors import CommError, ConfigError
+from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.options.values import Transport, check_algorithms
 from hpczero.plan.transports import fastest_transport
@@ -30,7 +31,7 @@ logger = logging.getLogger("hpczero.comm")
 
 
 def choose(
-    topology: Topology,
+    topology: Topology | Group,
     transport: str = "auto",
     *,
     strict: bool = False,
@@ -39,10 +40,10 @@ def choose(
     overlap: bool = True,
     accelerator: Accelerator | None = None,
 ) -> Collectives:
-    """A transport over ``topology``. Collective over its world.
+    """A transport. Collective over its ranks.
 
     Args:
-        topology: the ranks.
+        topology: its shard group are the ranks; or any group.
         transport: ``flat`` for any nodes; ``hierarchical`` sends messages between nodes and inside them; ``window``
             shares memory inside nodes; ``ipc`` lets ranks of a node read each other's device memory; ``auto`` takes the
             fastest that works.
@@ -60,9 +61,10 @@ def choose(
     """
     check_transport_name(transport)
     check_algorithms(algorithms)
-    reach = reach_of(accelerator or HostAccelerator(), topology)
+    group = shard_group(topology)
+    reach = reach_of(accelerator or HostAccelerator(), group)
     if transport == "auto":
-        transport = _automatic(topology, reach.accelerator)
+        transport = _automatic(group, reach.accelerator)
     if transport == "window" and not reach.accelerator.is_host:
         error = ConfigError(
             "transport: window shares memory of the host, and the model is on a device; use ipc, or leave it to auto"
@@ -87,18 +89,18 @@ def choose(
         topology,
         strict=strict,
         node_dtype=node_dtype,
-        selection=_selection(topology, algorithms, node_dtype),
+        selection=_selection(group, algorithms, node_dtype),
         inside=inside,
-        overlap=overlap and _can_overlap(topology, reach.accelerator),
+        overlap=overlap and _can_overlap(group, reach.accelerator),
         reach=reach,
     )
 
 
-def _can_overlap(topology: Topology, accelerator: Accelerator) -> bool:
-    wanted = topology.num_nodes > 1 or not accelerator.is_host
+def _can_overlap(group: Group, accelerator: Accelerator) -> bool:
+    wanted = group.num_nodes > 1 or not accelerator.is_host
     if not wanted or can_run_in_background():
         return wanted
-    if topology.is_root:
+    if group.is_root:
         logger.warning(
             "this MPI does not let two threads call it (thread level below MPI_THREAD_MULTIPLE), so nothing moves "
             "while the model computes; build or configure MPI with thread support"
@@ -117,64 +119,59 @@ def check_transport_name(transport: str) -> None:
         raise ConfigError(f"transport: got {transport!r}, expected one of {', '.join(known)}")
 
 
-def _selection(topology: Topology, algorithms: str, node_dtype: torch.dtype) -> Selection:
+def _selection(group: Group, algorithms: str, node_dtype: torch.dtype) -> Selection:
     if algorithms not in ("auto", "measure", "default"):
         return Selection.parse(algorithms)
     # Between faked nodes there is no network; what is measured there would be the weather.
-    nothing_to_learn = topology.faked and algorithms == "auto"
-    if (
-        algorithms == "default"
-        or nothing_to_learn
-        or topology.num_nodes == 1
-        or topology.rail is None
-    ):
+    nothing_to_learn = group.faked and algorithms == "auto"
+    if algorithms == "default" or nothing_to_learn or group.num_nodes == 1 or group.rail is None:
         return DEFAULT
-    return tune(topology, node_dtype, fresh=algorithms == "measure")
+    return tune(group, node_dtype, fresh=algorithms == "measure")
 
 
-def _automatic(topology: Topology, accelerator: Accelerator) -> str:
-    if not topology.is_rectangular and topology.is_root:
+def _automatic(group: Group, accelerator: Accelerator) -> str:
+    if not group.is_rectangular and group.is_root:
         logger.info("nodes have different numbers of ranks: flat transport")
     best = partial(
         fastest_transport,
-        topology.local_size,
-        topology.num_nodes,
+        group.local_size,
+        group.num_nodes,
         on_host=accelerator.is_host,
-        rectangular=topology.is_rectangular,
+        rectangular=group.is_rectangular,
     )
     chosen, problem = best(), ""
     if chosen == "ipc":
-        problem = _export_problem(topology, accelerator)
+        problem = _export_problem(group, accelerator)
         said = "ranks of a node do not see each other's device memory: %s"
     elif chosen == "window":
-        problem = _sharing_problem(topology)
+        problem = _sharing_problem(group)
         said = "ranks of a node share no memory: %s"
     if not problem:
         return chosen
-    if topology.is_root:
+    if group.is_root:
         logger.warning(said, problem)
     return best(shares=False)
 
 
-def _export_problem(topology: Topology, accelerator: Accelerator) -> str:
+def _export_problem(group: Group, accelerator: Accelerator) -> str:
     """Why ranks of some node cannot read each other's device memory; empty if they can. Collective over world."""
     block: Export | None = None
     attached: list[Attached] = []
     try:
-        with topology.agreed("export device memory"):
+        with group.agreed("export device memory"):
             block = accelerator.export(1)
-        tickets = topology.node.allgather(block.ticket if block is not None else b"")
-        with topology.agreed("map device memory of peers"):
+        tickets = group.node.allgather(block.ticket if block is not None else b"")
+        with group.agreed("map device memory of peers"):
             for rank, ticket in enumerate(tickets):
-                if rank != topology.node.rank:
+                if rank != group.node.rank:
                     attached.append(accelerator.attach(ticket, 1))
         # Mapped is not enough: what is written now must be seen through the mapping.
         if block is not None:
-            block.memory.fill_((topology.node.rank + 1) % 256)
+            block.memory.fill_((group.node.rank + 1) % 256)
             accelerator.finish()
-        topology.node.Barrier()
-        with topology.agreed("read device memory of peers"):
-            peers = [rank for rank in range(len(tickets)) if rank != topology.node.rank]
+        group.node.Barrier()
+        with group.agreed("read device memory of peers"):
+            peers = [rank for rank in range(len(tickets)) if rank != group.node.rank]
             for rank, peer in zip(peers, attached, strict=True):
                 if int(peer.memory[0].item()) != (rank + 1) % 256:
                     raise CommError(
@@ -185,17 +182,17 @@ def _export_problem(topology: Topology, accelerator: Accelerator) -> str:
     finally:
         for peer in attached:
             peer.close()
-        topology.node.Barrier()
+        group.node.Barrier()
         if block is not None:
             block.close()
     return ""
 
 
-def _sharing_problem(topology: Topology) -> str:
+def _sharing_problem(group: Group) -> str:
     """Why ranks of some node cannot share memory; empty if they can. Collective over world."""
     try:
-        with topology.agreed("share memory"):
-            Segment.create(topology.node, 1, "a trial")
+        with group.agreed("share memory"):
+            Segment.create(group.node, 1, "a trial")
     except CommError as error:
         return str(error)
     return ""

@@ -30,6 +30,7 @@ from hpczero.comm.devices.access import HostReach, Reach
 from hpczero.comm.devices.exposed import Exposed
 from hpczero.comm.strict import OrderCheck
 from hpczero.errors import CommError
+from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Buffer, Memory, Use
 from hpczero.plan.layout import Sharing
@@ -76,14 +77,14 @@ class Work:
 
 
 class Collectives(ABC):
-    """One way to move flat buffers over ``topology.shard``, and where their memory comes from.
+    """One way to move flat buffers over ``group.ordered``, and where their memory comes from.
 
     Subclasses implement the underscored verbs; checks, order and accounts are here, once.
     """
 
     def __init__(
         self,
-        topology: Topology,
+        topology: Topology | Group,
         *,
         strict: bool = False,
         memory: Memory | None = None,
@@ -93,13 +94,15 @@ class Collectives(ABC):
         """Collective when ``strict`` (a communicator is duplicated for the order check).
 
         Args:
-            topology: the ranks; it must outlive the transport. Its watchdog looks at every call.
+            topology: its shard group are the ranks; or any group. It must outlive the transport, and its watchdog looks
+                at every call.
             strict: agree on (step, unit, operation, bytes) before every call and name the odd rank.
             memory: ledger to count buffers in; None makes a new one.
             node_dtype: dtype each node's partial sum is rounded to (``Precision.reduce``), whatever the transport.
             reach: where the buffers are, and how MPI gets at them; None for the host's memory.
         """
-        self.topology = topology
+        self.topology = topology if isinstance(topology, Topology) else None
+        self.group = group = shard_group(topology)
         self.reach = reach or HostReach()
         self.node_dtype = node_dtype
         self.memory = memory or Memory()
@@ -108,8 +111,8 @@ class Collectives(ABC):
         self.fingerprint = 0
         self.step = 0
         self._depth = 0
-        self._order = OrderCheck(topology.world) if strict else None
-        self._watchdog = topology.watchdog
+        self._order = OrderCheck(group.comm) if strict else None
+        self._watchdog = group.watchdog
 
     def allocate(
         self,
@@ -122,7 +125,7 @@ class Collectives(ABC):
     ) -> Buffer:
         """A flat buffer this transport can send from and receive into.
 
-        Collective over topology.world for other uses than PRIVATE: the same calls in the same order on every rank,
+        Collective over the group for other uses than PRIVATE: the same calls in the same order on every rank,
         and ``settle`` after the last of them.
 
         Args:
@@ -153,11 +156,11 @@ class Collectives(ABC):
         return []
 
     def settle(self) -> None:
-        """All buffers with a use have been asked for. Collective over topology.world."""
+        """All buffers with a use have been asked for. Collective over the group."""
         return
 
     def all_gather(self, full: Tensor, *, name: str) -> Work:
-        """Fill ``full`` from every rank's shard, in place. Collective over topology.shard.
+        """Fill ``full`` from every rank's shard, in place. Collective over the group.
 
         Args:
             full: (num_shards * shard_numel,); this rank's shard already lies in its slice.
@@ -182,8 +185,8 @@ class Collectives(ABC):
     ) -> Work:
         """``out (+)= scale *`` this rank's shard of the fp32 sum of every rank's ``full``.
 
-        Collective over topology.shard. The sum has one order whatever the transport (`kernels.tree_sum` over
-        ``topology.reduction_groups``).
+        Collective over the group. The sum has one order whatever the transport (`kernels.tree_sum` over
+        ``group.reduction_groups``).
 
         Args:
             full: (num_shards * shard_numel,) fp32, bf16 or fp16; not changed.
@@ -198,7 +201,7 @@ class Collectives(ABC):
         shard = self._check(full, name)
         if out.dtype != torch.float32 or out.numel() != shard or not out.is_contiguous():
             raise CommError(
-                f"rank {self.topology.rank}: reduce_scatter of {name!r} into {out.numel()} x {out.dtype}, "
+                f"rank {self.group.rank}: reduce_scatter of {name!r} into {out.numel()} x {out.dtype}, "
                 f"expected {shard} contiguous float32"
             )
         sent = self._sent_nbytes(full, shard, Use.REDUCE)
@@ -208,38 +211,38 @@ class Collectives(ABC):
             return self._reduce_scatter(full, out, shard, scale, accumulate, name)
 
     def broadcast(self, full: Tensor, *, root: int, name: str) -> Work:
-        """Give every rank ``root``'s content of ``full``. Collective over topology.world; ``root`` is a world rank.
+        """Give every rank ``root``'s content of ``full``. Collective over the group; ``root`` is a rank of it.
 
         Bytes are moved as they are: any dtype will do.
         """
         nbytes = full.numel() * full.element_size()
-        sent = nbytes if self.topology.rank == root else 0
+        sent = nbytes if self.group.rank == root else 0
         with self._issue("broadcast", name, sent, key=nbytes):
             return self._broadcast(full, root, name) if full.numel() else Work(name)
 
     def agree(self, flags: npt.NDArray[np.uint8], *, name: str) -> npt.NDArray[np.uint8]:
-        """Bitwise OR of ``flags`` over all ranks. Blocking; collective over topology.world."""
+        """Bitwise OR of ``flags`` over all ranks. Blocking; collective over the group."""
         with self._issue("agree", name, len(flags)):
             found = np.empty_like(flags)
-            self.topology.world.Allreduce(np.ascontiguousarray(flags), found, op=MPI.BOR)
+            self.group.comm.Allreduce(np.ascontiguousarray(flags), found, op=MPI.BOR)
             return found
 
     def share(self, values: npt.NDArray[np.float64], *, name: str) -> npt.NDArray[np.float64]:
         """``values`` of every rank as (world size, len(values)), in rank order.
 
-        Blocking; collective over topology.world. For the few numbers of a step's agreement; the same bits on every
+        Blocking; collective over the group. For the few numbers of a step's agreement; the same bits on every
         rank, unlike an MPI sum.
         """
-        sent = values.nbytes * (self.topology.size - 1)
+        sent = values.nbytes * (self.group.size - 1)
         with self._issue("share", name, sent, key=values.nbytes):
-            found = np.empty((self.topology.size, len(values)), dtype=np.float64)
-            self.topology.world.Allgather(np.ascontiguousarray(values), found)
+            found = np.empty((self.group.size, len(values)), dtype=np.float64)
+            self.group.comm.Allgather(np.ascontiguousarray(values), found)
             return found
 
     def barrier(self, *, name: str = "barrier") -> None:
-        """Wait for every rank. Collective over topology.world."""
+        """Wait for every rank. Collective over the group."""
         with self._issue("barrier", name, 0):
-            self.topology.world.Barrier()
+            self.group.comm.Barrier()
 
     @property
     def sharing(self) -> Sharing:
@@ -292,16 +295,16 @@ class Collectives(ABC):
 
     def _broadcast(self, full: Tensor, root: int, name: str) -> Work:
         whole = Blocks.of(full, 0, full.numel(), full.numel(), 1)
-        self.reach.broadcast(self.topology.world, whole, root)
+        self.reach.broadcast(self.group.comm, whole, root)
         return Work(name)
 
     def _check(self, full: Tensor, name: str) -> int:
         """Shard size of ``full`` in elements."""
         self._check_movable(full, name)
-        shards = self.topology.shard.size
+        shards = self.group.size
         if full.numel() % shards:
             raise CommError(
-                f"rank {self.topology.rank}: buffer of {name!r} has {full.numel()} elements, expected a "
+                f"rank {self.group.rank}: buffer of {name!r} has {full.numel()} elements, expected a "
                 f"multiple of {shards} shards"
             )
         return full.numel() // shards
@@ -309,7 +312,7 @@ class Collectives(ABC):
     def _check_movable(self, full: Tensor, name: str) -> None:
         if full.dtype not in MOVABLE or full.dim() != 1 or not full.is_contiguous():
             raise CommError(
-                f"rank {self.topology.rank}: buffer of {name!r} is {tuple(full.shape)} {full.dtype} "
+                f"rank {self.group.rank}: buffer of {name!r} is {tuple(full.shape)} {full.dtype} "
                 f"(contiguous: {full.is_contiguous()}), expected flat contiguous "
                 f"{', '.join(str(d) for d in MOVABLE)}"
             )
@@ -353,3 +356,8 @@ class _Issue:
             self._owner.stats.seconds += time.perf_counter() - self._start
             self._owner.exposed.end(self._span)
         self._watch.__exit__(None, None, None)
+
+
+def shard_group(ranks: Topology | Group) -> Group:
+    """The ranks that share: of a topology its shard group."""
+    return ranks.shard if isinstance(ranks, Topology) else ranks

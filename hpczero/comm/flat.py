@@ -13,6 +13,7 @@ from hpczero.comm.algorithms import Exchange, Gather, LibraryExchange, LibraryGa
 from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
 from hpczero.comm.collectives import Collectives, Work
 from hpczero.comm.devices.access import Reach
+from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum
 from hpczero.memory.buffers import Memory, Scratch
@@ -27,7 +28,7 @@ class Flat(Collectives):
 
     def __init__(
         self,
-        topology: Topology,
+        topology: Topology | Group,
         *,
         strict: bool = False,
         memory: Memory | None = None,
@@ -51,8 +52,8 @@ class Flat(Collectives):
         """
         super().__init__(topology, strict=strict, memory=memory, node_dtype=node_dtype, reach=reach)
         over = self.reach
-        self._gather = over.gather(gather, topology.shard, chunk_nbytes=chunk_nbytes)
-        self._exchange = over.exchange(exchange, topology.shard, chunk_nbytes=chunk_nbytes)
+        self._gather = over.gather(gather, self.group.ordered, chunk_nbytes=chunk_nbytes)
+        self._exchange = over.exchange(exchange, self.group.ordered, chunk_nbytes=chunk_nbytes)
         self._received = Scratch(self.memory, category="exchange", device=self.device)
 
     def describe(self) -> str:
@@ -60,14 +61,14 @@ class Flat(Collectives):
         return f"flat, all-gather {self._gather.name}, exchange {self._exchange.name}"
 
     def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work:
-        shards = self.topology.shard.size
+        shards = self.group.size
         self._gather(Blocks.of(full, 0, shard_numel, shard_numel, shards))
         return Work(name)
 
     def _reduce_scatter(
         self, full: Tensor, out: Tensor, shard_numel: int, scale: float, accumulate: bool, name: str
     ) -> Work:
-        shards, me, item = self.topology.shard.size, self.topology.shard_index, full.element_size()
+        shards, me, item = self.group.size, self.group.index, full.element_size()
         if shards == 1:  # nothing to exchange, and nothing to wait for
             tree_sum([full], out, groups=[[0]], scale=scale, accumulate=accumulate)
             return Work(name)
@@ -86,7 +87,7 @@ class Flat(Collectives):
             tree_sum(
                 blocks,
                 out[start : start + count],
-                groups=self.topology.reduction_groups,
+                groups=self.group.reduction_groups,
                 scale=scale,
                 accumulate=accumulate,
                 node_dtype=self.node_dtype,

@@ -25,7 +25,7 @@ from hpczero.comm.algorithms.blocks import CHUNK_BYTES
 from hpczero.comm.background import Queue
 from hpczero.comm.between.rails import Rails
 from hpczero.comm.between.selection import DEFAULT, Selection
-from hpczero.comm.collectives import Collectives, Work
+from hpczero.comm.collectives import Collectives, Work, shard_group
 from hpczero.comm.devices.access import Reach
 from hpczero.comm.inside.level import Messages, NodeLevel, Parts
 from hpczero.comm.inside.peers import Ipc
@@ -33,6 +33,7 @@ from hpczero.comm.inside.places import IN_TURN
 from hpczero.comm.inside.window import Window
 from hpczero.comm.lending import Lending, LentBuffer
 from hpczero.errors import TopologyError
+from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum
 from hpczero.memory.buffers import Buffer, Memory, Use
@@ -51,7 +52,7 @@ class Hierarchical(Collectives):
 
     def __init__(
         self,
-        topology: Topology,
+        topology: Topology | Group,
         *,
         strict: bool = False,
         memory: Memory | None = None,
@@ -82,7 +83,8 @@ class Hierarchical(Collectives):
             ConfigError: an algorithm that does not work on this number of nodes; on every rank.
             CommError: no shared memory; on every rank.
         """
-        if topology.rail is None:
+        group = shard_group(topology)
+        if group.rail is None:
             error = TopologyError(
                 "nodes have different numbers of ranks, so there are no rails; use the flat transport, or start the "
                 "same number of ranks on every node"
@@ -90,18 +92,18 @@ class Hierarchical(Collectives):
             error.agreed = True
             raise error
         super().__init__(topology, strict=strict, memory=memory, node_dtype=node_dtype, reach=reach)
-        self._nodes = topology.num_nodes
+        self._nodes = group.num_nodes
         self._chunk_nbytes = chunk_nbytes
         accelerator = self.reach.accelerator
         # On one host nothing is gained by overlap: the ranks fill the cores. A device computes by itself.
         runs_beside = overlap and (self._nodes > 1 or not accelerator.is_host)
         # The threads of two models would mix up their messages on one communicator.
-        self._own = [_own(topology.rail), _own(topology.node)] if runs_beside else []
-        rail, node = self._own or (topology.rail, topology.node)
+        self._own = [_own(group.rail), _own(group.node)] if runs_beside else []
+        rail, node = self._own or (group.rail, group.node)
         self._rails = Rails(
             rail,
             self.memory,
-            local_size=topology.node.size,
+            local_size=group.node.size,
             node_dtype=node_dtype,
             selection=self._fitted(selection),
             chunk_nbytes=chunk_nbytes,
@@ -109,13 +111,13 @@ class Hierarchical(Collectives):
         )
         messages = Messages(node, self.memory, chunk_nbytes=chunk_nbytes, reach=self.reach)
         self._put_off: deque[Work] = deque()
-        self._queue = Queue(topology.watchdog, accelerator) if runs_beside else None
+        self._queue = Queue(group.watchdog, accelerator) if runs_beside else None
         self._lending = Lending()
         self._node: NodeLevel = messages
         beside = self._queue is not None
-        if topology.node.size > 1 and inside == "window":
+        if group.node.size > 1 and inside == "window":
             self._node = Window(
-                topology,
+                group,
                 self.memory,
                 messages,
                 drain=lambda: self._finish_until(None),
@@ -123,9 +125,9 @@ class Hierarchical(Collectives):
                 overlap=beside,
                 shares_wholes=not strict,
             )
-        elif topology.node.size > 1 and inside == "ipc":
+        elif group.node.size > 1 and inside == "ipc":
             self._node = Ipc(
-                topology,
+                group,
                 self.memory,
                 accelerator,
                 messages,
@@ -214,7 +216,7 @@ class Hierarchical(Collectives):
         self._node.settle()
 
     def _sent_nbytes(self, full: Tensor, shard_numel: int, use: Use) -> int:
-        nodes, local = self._nodes, self.topology.node.size
+        nodes, local = self._nodes, self.group.node.size
         inside = 0 if self._node.shares(full, use) else (local - 1) * nodes * full.element_size()
         between = self._rails.wire(full.dtype) if use is Use.REDUCE else full.dtype
         return ((nodes - 1) * between.itemsize + inside) * shard_numel
@@ -223,7 +225,7 @@ class Hierarchical(Collectives):
         if self._queue is not None:
 
             def gather() -> None:
-                self._rails.gather(full, shard_numel, self.topology.local_rank)
+                self._rails.gather(full, shard_numel, self.group.local_rank)
                 rest = self._node.spread(full)
                 if rest is not None:
                     rest()
@@ -231,7 +233,7 @@ class Hierarchical(Collectives):
             wait = self._queue.start(f"all_gather of {name!r} (step {self.step})", gather)
             return self._elsewhere(name, wait)
         if self._nodes > 1:
-            self._rails.gather(full, shard_numel, self.topology.local_rank)
+            self._rails.gather(full, shard_numel, self.group.local_rank)
         rest = self._node.spread(full)
         return Work(name) if rest is None else self._later("all_gather", name, rest)
 
@@ -268,7 +270,7 @@ class Hierarchical(Collectives):
     def _sum_in_node(
         self, parts: Parts, out: Tensor, itemsize: int, scale: float, accumulate: bool
     ) -> None:
-        local = range(self.topology.node.size)
+        local = range(self.group.node.size)
         most = min(self._chunk_nbytes, self._node.most_nbytes // len(local))
         chunk = max(most // itemsize, 1)
         for start in range(0, out.numel(), chunk):

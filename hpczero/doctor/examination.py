@@ -40,20 +40,20 @@ def examine(
     with TimeLimit("the first collective (duplicating the world communicator)", time_limit_s):
         topology = Topology.create(MPI.COMM_WORLD)
     with TimeLimit("gathering facts from all ranks", time_limit_s):
-        ranks = topology.world.allgather(_own_facts(topology, environment))
+        ranks = topology.world.comm.allgather(_own_facts(topology, environment))
     yield launch.check_nodes(ranks)
     yield launch.check_cores(ranks, environment)
     yield launch.check_binding(ranks)
     yield launch.check_threads(ranks)
     yield from variables.check_environment(environment)
     with TimeLimit("moving bytes between all ranks", time_limit_s):
-        moved = probes.try_moves(topology.world)
+        moved = probes.try_moves(topology.world.comm)
     yield mpi.check_trials("move (Allgather)", moved)
     with TimeLimit("summing over all ranks", time_limit_s):
-        summed = probes.try_sums(topology.world)
+        summed = probes.try_sums(topology.world.comm)
     yield mpi.check_trials("sum (Allreduce)", summed)
     with TimeLimit("the bandwidth measurement", time_limit_s):
-        speed = probes.measure_pair(topology.world)
+        speed = probes.measure_pair(topology.world.comm)
     yield mpi.check_pair(speed, same_node=ranks[0].node_index == ranks[-1].node_index)
     if topology.num_nodes > 1 and topology.is_rectangular:
         with TimeLimit("measuring the algorithms between nodes", time_limit_s):
@@ -62,7 +62,7 @@ def examine(
     with TimeLimit("importing torch on rank 0", time_limit_s):
         # One rank only: a thousand imports at once can keep a parallel file system busy for minutes.
         found = software.import_torch() if topology.is_root else None
-        torch_facts = topology.world.bcast(found, root=0)
+        torch_facts = topology.world.comm.bcast(found, root=0)
     yield software.check_torch(*torch_facts)
     devices = software.gpu_devices()
     yield software.check_gpu(devices, ranks[0].versions, _word_of_mpi() if devices else "")
@@ -70,7 +70,7 @@ def examine(
     vendor, version = MPI.get_vendor()
     yield storage.check_mpi_io(vendor, version, environment)
     with TimeLimit(f"the trial HDF5 file in {directory}", time_limit_s):
-        hdf5 = probes.try_hdf5(topology.world, directory)
+        hdf5 = probes.try_hdf5(topology.world.comm, directory)
     yield storage.check_one_mpi(storage.loaded_mpi_libraries())
     yield storage.check_hdf5(hdf5, directory)
     with TimeLimit("freeing the communicators", time_limit_s):

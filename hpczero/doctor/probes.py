@@ -67,7 +67,7 @@ def measure_between_nodes(topology: Topology) -> tuple[str, list[str]]:
 
     from hpczero.comm.between.tuning import tune
 
-    selection = tune(topology, torch.float32)
+    selection = tune(topology.world, torch.float32)
     return selection.describe(), selection.table()
 
 

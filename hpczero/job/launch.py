@@ -42,7 +42,7 @@ def start_topology(nodes: str | None) -> Topology:
             check_placement([len(ranks) for ranks in topology.nodes], environment)
     if node_of_rank is None:
         return topology
-    faked = Topology.create(topology.world, node_of_rank)
+    faked = Topology.create(topology.world.comm, node_of_rank)
     topology.free()
     return faked
 

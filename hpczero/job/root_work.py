@@ -51,7 +51,7 @@ def done_by_root(
         HpcZeroError: as ``Topology.agreed``, where ``work`` raised.
     """
     with topology.watchdog.watch(f"waiting for all ranks to {what}"):
-        cores = topology.node.allgather(os.sched_getaffinity(0))
+        cores = topology.world.node.allgather(os.sched_getaffinity(0))
     task = LongWork(work, frozenset().union(*cores)) if topology.is_root else None
     limit_s = topology.watchdog.timeout_s
     period_s = min(max(limit_s / 10, SHORTEST_S), LONGEST_S) if limit_s else LONGEST_S
@@ -109,7 +109,7 @@ def _finished(
 def _anywhere(topology: Topology, *mine: bool) -> tuple[bool, ...]:
     """Whether each holds on any rank. Collective over world. See [Note: Sleeping]."""
     found = np.empty(len(mine), dtype=np.int64)
-    request = topology.world.Iallreduce(np.array(mine, dtype=np.int64), found)  # a sum
+    request = topology.world.comm.Iallreduce(np.array(mine, dtype=np.int64), found)  # a sum
     sleep_s = LEAST_SLEEP_S
     while not request.Test():
         time.sleep(sleep_s)

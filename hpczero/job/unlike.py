@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpczero.job.topology import Topology
+from hpczero.job.group import Group
 
 
-def unlike(topology: Topology, mine: Sequence[str], root: int = 0) -> tuple[str, str] | None:
+def unlike(group: Group, mine: Sequence[str], root: int = 0) -> tuple[str, str] | None:
     """What this rank has and ``root`` has not, and the other way round; None where both have the same. Collective.
 
     Args:
-        topology: compared over its world.
+        group: the ranks that are compared.
         mine: lines of this rank, in an order that counts.
-        root: world rank whose lines are expected.
+        root: rank of the group whose lines are expected.
     """
-    text = topology.broadcast_text("\n".join(mine), root)
+    text = group.broadcast_text("\n".join(mine), root)
     expected = text.split("\n") if text else []
     if list(mine) == expected:
         return None

@@ -125,7 +125,9 @@ def examine(
     with topology.agreed("make a folder for the files"):
         place = str(_fresh_folder(folder)) if topology.is_root else ""
     place = topology.broadcast_text(place)
-    leaders = topology.world.Split(0 if topology.local_rank == 0 else MPI.UNDEFINED, topology.rank)
+    leaders = topology.world.comm.Split(
+        0 if topology.local_rank == 0 else MPI.UNDEFINED, topology.rank
+    )
     report = None
     if topology.local_rank == 0:
         names = leaders.allgather(node_name(environment))
@@ -140,7 +142,7 @@ def examine(
             pairs=try_pairs(leaders, names, pair_nbytes, most_rounds),
         )
         leaders.Free()
-    reports = [found for found in topology.world.allgather(report) if found is not None]
+    reports = [found for found in topology.world.comm.allgather(report) if found is not None]
     if topology.is_root:
         shutil.rmtree(place, ignore_errors=True)
     return reports

@@ -35,7 +35,7 @@ class Evaluation:
             model: zeroified or not.
             held_out: the samples; None: there is nothing to evaluate.
             loss: of a micro-batch, its mean.
-            topology: its world shares the samples.
+            topology: its data group shares the samples.
             accelerator: where the model is.
             micro_batch: samples at once.
             every: steps between evaluations; 0: after the last step alone.
@@ -46,22 +46,22 @@ class Evaluation:
         self._micro_batch, self._every, self._steps = micro_batch, every, steps
 
     def after(self, done: int) -> float | None:
-        """``mean_loss`` if it is due after ``done`` steps, else None. Collective over topology.world."""
+        """``mean_loss`` if it is due after ``done`` steps, else None. Collective over topology.data."""
         if self._held_out is None or not is_due(done, self._every, self._steps):
             return None
         return self.mean_loss(self._held_out)
 
     @torch.no_grad()
     def mean_loss(self, held_out: HeldOut) -> float:
-        """Mean loss over the held-out set, nats per token, equal on every rank. Collective over topology.world."""
+        """Mean loss over the held-out set, nats per token, equal on every rank. Collective over topology.data."""
         self._model.eval()
         total = 0.0
-        rank, size = self._topology.rank, self._topology.size
+        rank, size = self._topology.data.rank, self._topology.data.size
         for part in held_out.batches(micro_batch=self._micro_batch, rank=rank, world_size=size):
             sample = (torch.from_numpy(a).to(self._accelerator.device) for a in (part.x, part.y))
             total += self._loss(self._model, *sample).item() * part.num_samples
         self._model.train()
-        return sum(self._topology.gather(total)) / len(held_out)
+        return sum(self._topology.data.gather(total)) / len(held_out)
 
 
 def is_due(done: int, every: int, num_steps: int) -> bool:

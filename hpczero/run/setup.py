@@ -129,9 +129,9 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
         return None
     with topology.agreed("hold the ranks against the batch of this run"):
         if topology.is_root:
-            resume.check_ranks(config, RunFolder.of(config.run), topology.size)
+            resume.check_ranks(config, RunFolder.of(config.run), topology.data.size)
     with topology.agreed("spread the batch over the ranks"):
-        batch = Batch.resolve(config.train, topology.size)
+        batch = Batch.resolve(config.train, topology.data.size)
     try:
         style = config.log.progress
         tokens = open_tokens(config.data, topology, progress=style, signals=given.signals)
@@ -178,7 +178,7 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
             attempts.begin(begin.step)
     tell_header(hpczero.sharding(model), accelerator, tokens, config, batch, context)
 
-    rank, size, accumulation = topology.rank, topology.size, batch.accumulation
+    rank, size, accumulation = topology.data.rank, topology.data.size, batch.accumulation
     step = TrainingStep(
         model,
         optimizer,
@@ -224,7 +224,7 @@ def build(
 ) -> tuple[nn.Module, AdamW]:
     """The model in shards with its initial weights, and its optimizer. Collective over the topology's world."""
     # Weights and samples have generators of their own; this is for whatever else a model draws.
-    torch.manual_seed(zlib.crc32(f"{config.run.seed} {topology.rank}".encode()))
+    torch.manual_seed(zlib.crc32(f"{config.run.seed} {topology.data.rank}".encode()))
     # A model on the meta device holds nothing; zeroify fills the shards of this rank.
     with torch.device("meta"):
         model = adapter.build()

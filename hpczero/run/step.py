@@ -31,7 +31,7 @@ class Taken:
     """A step that is done, as this rank saw it.
 
     Attributes:
-        losses: mean over the samples of each rank, before the update, in rank order.
+        losses: mean over the samples of each rank of the data group, before the update, in rank order.
         grad_norm: 2-norm of the mean gradient before clipping.
         learning_rate: of the first group in this update.
         step_s: seconds the step took.
@@ -130,7 +130,7 @@ class TrainingStep:
         if self._scheduler is not None:
             self._scheduler.step()
         with watch.phase("communication"):
-            losses = self._topology.gather(sum(loss.item() for loss in micro_losses))
+            losses = self._topology.data.gather(sum(loss.item() for loss in micro_losses))
         return Taken(
             losses=losses,
             grad_norm=grad_norm,

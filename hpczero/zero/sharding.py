@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from hpczero.comm import Collectives
 from hpczero.errors import StepError
+from hpczero.job.topology import Topology
 from hpczero.job.unlike import unlike
 from hpczero.memory.buffers import DTYPES, Memory
 from hpczero.plan import Plan
@@ -57,6 +58,7 @@ class Sharding:
         model: nn.Module,
         optimizer: Optimizer | None,
         plan: Plan,
+        topology: Topology,
         collectives: Collectives,
         *,
         owns_topology: bool = False,
@@ -67,14 +69,15 @@ class Sharding:
             model: checked, its parameters still its own.
             optimizer: over the model's parameters, not yet over shards; None for inference.
             plan: the units.
-            collectives: closed by ``detach``.
-            owns_topology: ``detach`` also frees ``collectives.topology``.
+            topology: the ranks that train together.
+            collectives: over its shard group; closed by ``detach``.
+            owns_topology: ``detach`` also frees ``topology``.
         """
         self.model = model
         self.optimizer = optimizer
         self.plan = plan
         self.precision = plan.precision
-        self.topology = collectives.topology
+        self.topology = topology
         self.collectives = collectives
         self._owns_topology = owns_topology
         self.scaler = LossScaler(plan.precision.loss_scale)
@@ -277,7 +280,7 @@ class Sharding:
         self.step.norms.forget()
         if self.micro_batches > 1:
             self.step.note_scaling(f"gradients of {self.micro_batches} micro-batches (accumulate)")
-        return 1.0 / (self.topology.shard.size * self.micro_batches * self.scaler.scale)
+        return 1.0 / (self.topology.data.size * self.micro_batches * self.scaler.scale)
 
     def _forget_interrupted(self) -> None:
         assert self.schedule is not None, "hooks are attached"
@@ -301,7 +304,7 @@ class Sharding:
         Raises:
             StepError: on every rank; names buffers.
         """
-        differs = unlike(self.topology, self._describe_buffers(), root)
+        differs = unlike(self.topology.world, self._describe_buffers(), root)
         with self.topology.agreed("share the buffers"):
             if differs:
                 raise StepError(

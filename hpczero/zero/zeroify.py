@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from hpczero.accelerator import Accelerator, accelerator_of, choose_accelerator
 from hpczero.comm import Collectives, check_transport_name, choose
 from hpczero.errors import PlanError, explain_exhaustion
+from hpczero.job.mesh import DEGREES
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import DTYPES
 from hpczero.memory.heap import keep_freed_memory
@@ -89,8 +90,9 @@ def zeroify(
     """
     name, given = (transport, None) if isinstance(transport, str) else ("", transport)
     owns_topology = topology is None and given is None
-    topology = topology or (given.topology if given else Topology.of_world())
+    topology = topology or (_topology_of(given) if given else Topology.of_world())
     with topology.agreed("plan the model"):
+        _check_degrees(topology)
         _check_arguments(model, optimizer)
         environment = Environment.read()
         precision = Precision.of(precision)
@@ -133,7 +135,7 @@ def zeroify(
     with torch.no_grad():
         for buffer in model.buffers():
             buffer.data = buffer.data.to(accelerator.device)
-    sharding = Sharding(model, optimizer, plan, collectives, owns_topology=owns_topology)
+    sharding = Sharding(model, optimizer, plan, topology, collectives, owns_topology=owns_topology)
     for unit in sharding.units:
         unit.load(_filler(unit, collectives, initialize))
     sharding.share_buffers()
@@ -281,9 +283,29 @@ def _need(plan: Plan, topology: Topology, *, trains: bool) -> str:
     )
 
 
+def _topology_of(collectives: Collectives) -> Topology:
+    if collectives.topology is None:
+        raise PlanError(
+            "the transport was made over a group of ranks; give zeroify its topology too"
+        )
+    return collectives.topology
+
+
+def _check_degrees(topology: Topology) -> None:
+    """Refuse degrees beside ``shard``: gradients would not be summed over their ranks."""
+    mesh = topology.mesh
+    others = zip(DEGREES, mesh.degrees, strict=True)
+    more = [f"{name} {degree}" for name, degree in others if name != "shard" and degree > 1]
+    if more:
+        raise PlanError(
+            f"got a mesh of {', '.join(more)} beside shard {mesh.shard}, expected shard alone: a model is trained over "
+            "one group of ranks. For several jobs side by side, give each Topology.create(comm) of its own ranks"
+        )
+
+
 def _check_transport(collectives: Collectives, topology: Topology, precision: Precision) -> None:
     """Refuse a transport over other ranks, or one that rounds sums elsewhere than the precision says."""
-    if collectives.topology is not topology:
+    if collectives.group is not topology.shard:
         raise PlanError("collectives move data over another topology than the one given; pass one")
     expected = DTYPES[precision.reduce]
     if collectives.node_dtype != expected:
@@ -324,7 +346,7 @@ def _filler(
 
     def from_initialize(values: Tensor) -> None:
         assert initialize is not None, "chosen below"
-        with collectives.topology.agreed(f"initialise unit {unit.spec.name!r}"), torch.no_grad():
+        with collectives.group.agreed(f"initialise unit {unit.spec.name!r}"), torch.no_grad():
             for slot in layout.slots:
                 initialize(slot.name, values[slot.offset : slot.stop].view(slot.shape))
         mine = np.array([_checksum(values)], dtype=np.uint32).view(np.uint8)

@@ -43,7 +43,7 @@ class Mover:
 def tuned(topology: Topology) -> Selection:
     """What hpczero chooses between these nodes, measured now. Collective."""
     two_level = topology.is_rectangular and topology.num_nodes > 1
-    return tune(topology, torch.float32, fresh=True) if two_level else DEFAULT
+    return tune(topology.shard, torch.float32, fresh=True) if two_level else DEFAULT
 
 
 @contextmanager
@@ -64,14 +64,14 @@ def movers(topology: Topology, shard_nbytes: int, auto: Selection) -> Iterator[l
             messages = stack.enter_context(_closing(Hierarchical(topology, inside="messages")))
             found.append(_gather("hierarchical", messages, whole))
             found.append(_reduce("hierarchical", messages, whole, out))
-        if topology.is_rectangular and topology.node.size > 1:
+        if topology.is_rectangular and topology.world.node.size > 1:
             found += _window(topology, stack, numel, out, auto)
         yield found
 
 
 def _library(topology: Topology, whole: torch.Tensor, out: torch.Tensor) -> Iterator[Mover]:
     """In the order of world ranks, which suits it best."""
-    world, nbytes = topology.world, out.numel() * 4
+    world, nbytes = topology.world.comm, out.numel() * 4
     gathered = MPI.buffer.fromaddress(whole.data_ptr(), whole.numel() * 4)
     summed = MPI.buffer.fromaddress(out.data_ptr(), nbytes)
     yield Mover(

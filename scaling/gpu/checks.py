@@ -142,7 +142,7 @@ def collectives(bench: Bench) -> Iterator[Row]:
     ways: dict[str, Callable[[], Collectives]] = {
         "staged": lambda: Flat(bench.topology, reach=staged)
     }
-    if isinstance(reach_of(accelerator, bench.topology), DirectReach):
+    if isinstance(reach_of(accelerator, bench.topology.shard), DirectReach):
         ways["mpi"] = lambda: Flat(bench.topology, reach=DirectReach(accelerator))
     ways["ipc"] = lambda: Hierarchical(bench.topology, inside="ipc", reach=staged)
     for nbytes in bench.sizes.messages:

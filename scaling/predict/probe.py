@@ -227,7 +227,9 @@ def _between_ranks(topology: Any, whole: Any) -> dict[str, float]:
             call()
         return (time.perf_counter() - start) / times
 
-    gathered = mean(lambda: topology.world.Allgather(MPI.IN_PLACE, [buffer, nbytes, MPI.BYTE]), 5)
+    gathered = mean(
+        lambda: topology.world.comm.Allgather(MPI.IN_PLACE, [buffer, nbytes, MPI.BYTE]), 5
+    )
     return {
         "exchange": nbytes * (topology.size - 1) / gathered,
         "wait": mean(topology.barrier, 200),

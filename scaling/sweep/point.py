@@ -159,7 +159,7 @@ def measure(topology: Topology, point: Point, accelerator: Accelerator) -> Row:
         "probe": probed,
         "share": share,
     }
-    ranks = topology.world.gather(mine, root=0) or [mine]
+    ranks = topology.world.comm.gather(mine, root=0) or [mine]
     hosts = [rank["share"].host for rank in ranks]
     return {
         **circumstances(),

@@ -40,7 +40,7 @@ def bits(tensor: Tensor) -> bytes:
 
 def shard_owners(topology: Topology) -> list[int]:
     """World rank that owns each shard."""
-    return [int(rank) for rank in topology.shard.allgather(topology.rank)]
+    return [int(rank) for rank in topology.shard.ordered.allgather(topology.rank)]
 
 
 def expected_sum(

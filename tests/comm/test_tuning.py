@@ -50,7 +50,7 @@ def nodes(comm: MPI.Intracomm) -> Iterator[Topology]:
 def test_every_algorithm_that_fits_is_measured_and_all_ranks_choose_alike(
     comm: MPI.Intracomm, nodes: Topology
 ) -> None:
-    selection = tune(nodes, torch.float32)
+    selection = tune(nodes.shard, torch.float32)
     parallel_assert(comm, len(set(comm.allgather(repr(selection)))) == 1)
     fits = set(ALGORITHMS["all_gather"]) - ({"doubling"} if nodes.num_nodes == 3 else set())
     first = selection.gathers[0]
@@ -71,12 +71,12 @@ def test_every_algorithm_that_fits_is_measured_and_all_ranks_choose_alike(
 
 
 def test_the_next_job_measures_nothing_unless_asked(comm: MPI.Intracomm, nodes: Topology) -> None:
-    first = tune(nodes, torch.float32)
-    second = tune(nodes, torch.float32)
+    first = tune(nodes.shard, torch.float32)
+    second = tune(nodes.shard, torch.float32)
     parallel_assert(comm, second.origin == "measured before", second.origin)
     same = (second.gathers, second.exchanges) == (first.gathers, first.exchanges)
     parallel_assert(comm, same, f"{first} {second}")
-    third = tune(nodes, torch.float32, fresh=True)
+    third = tune(nodes.shard, torch.float32, fresh=True)
     parallel_assert(comm, third.origin.startswith("measured in"), third.origin)
 
 
@@ -104,7 +104,7 @@ def test_what_wins_by_its_latency_does_not_serve_blocks_that_were_too_long_to_me
         return took, nbytes * seconds_of_a_byte * runs
 
     monkeypatch.setattr(tuning, "_time", over_a_slow_link)
-    selection = tune(nodes, torch.float32)
+    selection = tune(nodes.shard, torch.float32)
     said = str(selection)
     parallel_assert(comm, max(choice.at_nbytes for choice in selection.gathers) == measured, said)
     parallel_assert(comm, selection.gather_for(2**14).algorithm == "library", said)
@@ -115,19 +115,19 @@ def test_what_wins_by_its_latency_does_not_serve_blocks_that_were_too_long_to_me
 @pytest.mark.ranks(4)
 def test_other_nodes_are_remembered_apart(comm: MPI.Intracomm, nodes: Topology) -> None:
     other = hpczero.Topology.create(comm, [0, 1, 0, 1])
-    parallel_assert(comm, cache_file(nodes) != cache_file(other))
+    parallel_assert(comm, cache_file(nodes.shard) != cache_file(other.shard))
     other.free()
 
 
 def test_what_cannot_be_read_or_written_costs_a_measurement_and_no_more(
     comm: MPI.Intracomm, nodes: Topology, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = cache_file(nodes)
+    path = cache_file(nodes.shard)
     if nodes.is_root:
         path.parent.mkdir(parents=True)
         path.write_text("{")
     with caplog.at_level(logging.WARNING, "hpczero.comm"):
-        origin = tune(nodes, torch.float32).origin
+        origin = tune(nodes.shard, torch.float32).origin
     parallel_assert(comm, origin.startswith("measured in"), origin)
     warned = [record for record in caplog.records if "measured anew" in record.getMessage()]
     parallel_assert(comm, len(warned) == int(nodes.is_root))
@@ -135,7 +135,7 @@ def test_what_cannot_be_read_or_written_costs_a_measurement_and_no_more(
         path.unlink()
         path.parent.rmdir()
         path.parent.write_text("in the way")
-    origin = tune(nodes, torch.float32).origin
+    origin = tune(nodes.shard, torch.float32).origin
     parallel_assert(comm, origin.startswith("measured in"), origin)
 
 

@@ -84,7 +84,7 @@ def test_hang_in_shared_memory_names_the_unit_whose_gradient_is_missing() -> Non
             "with topology.agreed('read the data'): pass",
             "the agreement of all ranks after 'read the data'",
         ),
-        ("hpczero.Topology.create(topology.world)", "Topology.create"),
+        ("hpczero.Topology.create(topology.world.comm)", "Topology.create"),
     ],
 )
 def test_rank_that_leaves_before_any_sharding_is_a_hang(body: str, what: str) -> None:

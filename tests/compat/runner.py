@@ -215,7 +215,7 @@ def _clear(model: nn.Module, outcome: Outcome) -> None:
 
 
 def _of_all_ranks(outcome: Outcome, losses: list[list[float]], topology: Topology) -> Outcome:
-    found = topology.world.allgather((outcome.error, outcome.named, outcome.numbers, losses))
+    found = topology.world.comm.allgather((outcome.error, outcome.named, outcome.numbers, losses))
     errors = [error for error, *_ in found]
     if any(errors) and not all(errors):
         outcome.error = f"on some ranks only: {errors}"

@@ -49,6 +49,6 @@ def equals_one_process(topology: Topology) -> Callable[[Case], None]:
             for name, found in runs.items():
                 problems += [f"{name}, {problem}" for problem in differences(found, expected)]
             problems += first_step_apart(runs)
-        parallel_assert(topology.world, not problems, "\n".join(problems[:12]))
+        parallel_assert(topology.world.comm, not problems, "\n".join(problems[:12]))
 
     return check

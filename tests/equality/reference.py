@@ -200,11 +200,13 @@ def _of_all_ranks(records: Sequence[Record], topology: Topology) -> list[Record]
     Raises:
         AssertionError: on every rank, if whole gradients or norms differ between ranks.
     """
-    agreed = topology.world.allgather(
+    agreed = topology.world.comm.allgather(
         [(record.grad_norm.hex(), _checksum(record.gradients)) for record in records]
     )
     assert agreed.count(agreed[0]) == len(agreed), "ranks hold different gradients or norms"
-    everybody = topology.world.allgather([(record.losses, record.between) for record in records])
+    everybody = topology.world.comm.allgather(
+        [(record.losses, record.between) for record in records]
+    )
     together = []
     for record, numbers in zip(records, zip(*everybody, strict=True), strict=True):
         losses, between = (tuple(chain.from_iterable(each)) for each in zip(*numbers, strict=True))

@@ -67,11 +67,11 @@ def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
 
 def test_equals_stock_fsdp2(topology, process_group):
     case = gpt_case(models.gpt, max_norm=4.5)
-    theirs = train_fsdp2(case, topology.rank, topology.world.allgather)
+    theirs = train_fsdp2(case, topology.rank, topology.world.comm.allgather)
     problems = []
     for stage in (0, 3):
         mine = train_sharded(case, topology, stage=stage)
         if topology.is_root:
             wrong = differences(mine, theirs, later_gradients=LATER_GRADIENTS)
             problems += [f"stage {stage}, {problem}" for problem in wrong]
-    parallel_assert(topology.world, not problems, "\n".join(problems[:12]))
+    parallel_assert(topology.world.comm, not problems, "\n".join(problems[:12]))

@@ -53,7 +53,7 @@ def test_equals_one_forward_and_backward_of_the_global_batch(topology, name):
                 later_gradients=LATER_GRADIENTS,
             )
             problems += [f"stage {stage}, {problem}" for problem in wrong]
-    parallel_assert(topology.world, not problems, "\n".join(problems[:12]))
+    parallel_assert(topology.world.comm, not problems, "\n".join(problems[:12]))
 
 
 def _joined(case: Case, size: int):

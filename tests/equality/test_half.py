@@ -175,7 +175,7 @@ def sharded_steps(case: Case, topology: Topology, stage: int, precision: Precisi
         steps.append(Step([], norm, state.loss_scale, state.skipped_steps, masters))
     hpczero.release(model)
     for done, of_ranks in zip(
-        steps, zip(*topology.world.allgather(losses), strict=True), strict=True
+        steps, zip(*topology.world.comm.allgather(losses), strict=True), strict=True
     ):
         done.losses = list(of_ranks)
     return steps
@@ -211,7 +211,7 @@ def check(
         expected = [by_hand.step(step) for step in range(case.steps)]
         for stage, found in enumerate(runs):
             problems += [f"stage {stage}, {problem}" for problem in deviations(found, expected)]
-    parallel_assert(topology.world, not problems, "\n".join(problems[:12]))
+    parallel_assert(topology.world.comm, not problems, "\n".join(problems[:12]))
     return expected
 
 
@@ -323,4 +323,4 @@ def test_a_skipped_step_changes_no_bit(topology):
     moved = [
         not torch.equal(found[2].masters[name], before) for name, before in found[1].masters.items()
     ]
-    parallel_assert(topology.world, all(same) and all(moved))
+    parallel_assert(topology.world.comm, all(same) and all(moved))

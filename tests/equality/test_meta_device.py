@@ -40,4 +40,4 @@ def test_gpt_from_the_meta_device_trains_to_the_same_bits_as_one_built_whole(top
     for stage in case.stages:
         runs[f"meta, stage {stage}"] = train_sharded(case, topology, stage=stage)
     apart = first_step_apart(runs)
-    parallel_assert(topology.world, not apart, "\n".join(apart))
+    parallel_assert(topology.world.comm, not apart, "\n".join(apart))

@@ -60,7 +60,7 @@ def all_stages(
         for transport in transports
     }
     apart = first_step_apart(runs)
-    parallel_assert(topology.world, not apart, "\n".join(apart))
+    parallel_assert(topology.world.comm, not apart, "\n".join(apart))
     return runs
 
 

@@ -126,4 +126,4 @@ def test_one_loss_through_two_sharded_models(topology, stages):
             errors += [relative_error(mine[name], value) for name, value in theirs.items()]
     for model in pair:
         hpczero.release(model)
-    parallel_assert(topology.world, max(errors) <= TOLERANCE, f"off by {max(errors):.1e}")
+    parallel_assert(topology.world.comm, max(errors) <= TOLERANCE, f"off by {max(errors):.1e}")

@@ -77,7 +77,7 @@ def state_of(model: nn.Module, topology: Topology) -> dict[str, Any]:
         "values": {name: _hex(value) for name, value in values.items()},
         "optimizer": _optimizer_state(sharding, optimizer),
         "options": [[g["lr"], g["weight_decay"], list(g["betas"])] for g in optimizer.param_groups],
-        "random": topology.world.allgather(_draw()),
+        "random": topology.world.comm.allgather(_draw()),
     }
 
 
@@ -93,7 +93,9 @@ def _optimizer_state(
             start = layout.overlap(topology.shard_index, name).start
             mine += [(key, name, start, _hex(v)) for key, v in optimizer.state[shard].items()]
     found: dict[str, dict[str, list[str]]] = {}
-    entries = {entry[:3]: entry[3] for rank in topology.world.allgather(mine) for entry in rank}
+    entries = {
+        entry[:3]: entry[3] for rank in topology.world.comm.allgather(mine) for entry in rank
+    }
     for (key, name, _), elements in sorted(entries.items()):
         if key == "step":
             found.setdefault(key, {})[name] = elements

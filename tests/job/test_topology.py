@@ -55,8 +55,8 @@ def test_node_map_is_what_was_given(comm: MPI.Intracomm, place: Callable[[int], 
         mine = expected[topology.node_index]
         parallel_assert(comm, topology.nodes == tuple(expected), str(topology.nodes))
         parallel_assert(comm, mine[topology.local_rank] == comm.rank)
-        parallel_assert(comm, topology.local_size == len(mine) and topology.faked)
-        peers = topology.node.allgather(comm.rank)
+        parallel_assert(comm, topology.local_size == len(mine) and topology.world.faked)
+        peers = topology.world.node.allgather(comm.rank)
         parallel_assert(comm, tuple(peers) == mine, str(peers))
 
 
@@ -67,7 +67,7 @@ def test_shard_order_is_a_bijection_and_rail_major_on_even_nodes(
     with on_nodes(comm, place(comm.size)) as topology:
         owners = comm.allgather(topology.shard_index)
         parallel_assert(comm, sorted(owners) == list(range(comm.size)), str(owners))
-        in_order = topology.shard.allgather(comm.rank)
+        in_order = topology.shard.ordered.allgather(comm.rank)
         parallel_assert(comm, [owners[rank] for rank in in_order] == list(range(comm.size)))
         even = len({len(ranks) for ranks in topology.nodes}) == 1
         parallel_assert(comm, topology.is_rectangular == even)
@@ -84,25 +84,25 @@ def test_reduction_groups_are_the_shards_of_each_node_in_local_order(
     with on_nodes(comm, place(comm.size)) as topology:
         owners = comm.allgather(topology.shard_index)
         expected = tuple(tuple(owners[rank] for rank in ranks) for ranks in topology.nodes)
-        parallel_assert(comm, topology.reduction_groups == expected, str(topology.reduction_groups))
+        parallel_assert(comm, topology.shard.reduction_groups == expected, str(expected))
 
 
 @pytest.mark.ranks(4)
 def test_rail_joins_equal_local_ranks_of_all_nodes(comm: MPI.Intracomm) -> None:
     with on_nodes(comm, cyclic(comm.size)) as topology:
-        rail = topology.rail
+        rail = topology.world.rail
         parallel_assert(comm, rail is not None)
         assert rail is not None
         found = rail.allgather((topology.node_index, topology.local_rank))
         parallel_assert(comm, found == [(g, topology.local_rank) for g in range(2)], str(found))
         # all-gather over rail then node is the shard order: contiguous and in place
-        rails = topology.node.allgather(rail.allgather(topology.shard_index))
+        rails = topology.world.node.allgather(rail.allgather(topology.shard_index))
         parallel_assert(comm, [*itertools.chain(*rails)] == list(range(comm.size)), str(rails))
 
 
 def test_ranks_of_this_machine_are_one_node(comm: MPI.Intracomm, topology: Topology) -> None:
     parallel_assert(comm, topology.nodes == (tuple(range(comm.size)),), str(topology.nodes))
-    parallel_assert(comm, not topology.faked and topology.is_rectangular)
+    parallel_assert(comm, not topology.world.faked and topology.is_rectangular)
     parallel_assert(comm, topology.shard_index == topology.rank == comm.rank)
     text = topology.describe()
     parallel_assert(comm, f"1 node(s) x {comm.size} rank(s)" in text, text)
@@ -132,10 +132,10 @@ def test_node_list_that_is_wrong_on_one_rank_is_refused_by_all(comm: MPI.Intraco
 def test_two_topologies_live_in_one_process(comm: MPI.Intracomm) -> None:
     with on_nodes(comm, None) as one, on_nodes(comm, cyclic(comm.size)) as other:
         if other.is_root:  # traffic on one is not seen by the other
-            other.world.bcast("other", root=0)
+            other.world.comm.bcast("other", root=0)
             text = one.broadcast_text("one")
         else:
-            received = other.world.bcast(None, root=0)
+            received = other.world.comm.bcast(None, root=0)
             text = one.broadcast_text("")
             assert received == "other"
         parallel_assert(comm, text == "one", text)
@@ -147,9 +147,11 @@ def test_communicators_are_ours_named_and_freed(comm: MPI.Intracomm) -> None:
     from mpi4py import MPI
 
     topology = hpczero.Topology.create(comm)
-    parts = [topology.world, topology.shard, topology.node, topology.rail, topology.replicate]
+    world = topology.world
+    parts = [world.comm, world.ordered, world.node, world.rail, topology.replicate.comm]
     names = [part.Get_name() for part in parts if part is not None]
-    expected = [f"hpczero.{name}" for name in ("world", "shard", "node", "rail", "replicate")]
+    expected = ["hpczero.world", *(f"hpczero.world.{name}" for name in ("ordered", "node", "rail"))]
+    expected.append("hpczero.replicate" if comm.size > 1 else "hpczero.world")
     parallel_assert(comm, names == expected, str(names))
     same = [MPI.Comm.Compare(part, comm) == MPI.IDENT for part in parts if part is not None]
     parallel_assert(comm, not any(same), "a communicator of the caller is used")

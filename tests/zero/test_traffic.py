@@ -99,14 +99,15 @@ def counted(topology: Topology) -> Iterator[tuple[Topology, Wire]]:
             wire.count("inside", (self.size - 1) * count * block.size)
             super().Allgather(send, receive)
 
+    world = topology.world
     counting = dataclasses.replace(
-        topology,
-        shard=Shard(topology.shard),
-        world=World(topology.world),
-        node=Inside(topology.node),
-        rail=topology.rail and Inside(topology.rail),
+        world,
+        ordered=Shard(world.ordered),
+        comm=World(world.comm),
+        node=Inside(world.node),
+        rail=world.rail and Inside(world.rail),
     )
-    yield counting, wire
+    yield dataclasses.replace(topology, world=counting, data=counting, shard=counting), wire
 
 
 def train_step(

@@ -32,7 +32,7 @@ from mpi4py import MPI
 from hpczero.comm.algorithms import EXCHANGES, GATHERS
 from hpczero.comm.between.rails import Rails
 from hpczero.comm.between.selection import DEFAULT, Choice, Selection, boundary, candidate_name
-from hpczero.job.topology import Topology
+from hpczero.job.group import Group
 from hpczero.memory.buffers import Memory
 from hpczero.options.environment import Environment
 from hpczero.plan.layout import ROUND_BYTES
@@ -55,52 +55,52 @@ MARGIN = 0.95  # of the default's time: what replaces it must be below
 Trial = Callable[[], None]
 
 
-def tune(topology: Topology, node_dtype: torch.dtype, *, fresh: bool = False) -> Selection:
-    """The selection for these nodes: remembered, or measured in about BUDGET_S. Collective over the topology's world.
+def tune(group: Group, node_dtype: torch.dtype, *, fresh: bool = False) -> Selection:
+    """The selection for these nodes: remembered, or measured in about BUDGET_S. Collective over the group.
 
     Args:
-        topology: several nodes of equal size.
+        group: several nodes of equal size.
         node_dtype: in which partial sums travel.
         fresh: measure even where something is remembered.
     """
-    path = cache_file(topology)
-    found = None if fresh else _remembered(topology, path)
+    path = cache_file(group)
+    found = None if fresh else _remembered(group, path)
     if found is not None:
         return found
     began = time.perf_counter()
-    with topology.watchdog.watch("measuring the algorithms between nodes"):
-        gathers = _measure(topology, _gather_trials(topology), budget_s=BUDGET_S / 2)
-        spent = max(topology.gather(time.perf_counter() - began))
-        trials = _exchange_trials(topology, node_dtype)
-        exchanges = _measure(topology, trials, budget_s=BUDGET_S - spent)
-    took = topology.gather(time.perf_counter() - began)[0]
+    with group.watchdog.watch("measuring the algorithms between nodes"):
+        gathers = _measure(group, _gather_trials(group), budget_s=BUDGET_S / 2)
+        spent = max(group.gather(time.perf_counter() - began))
+        trials = _exchange_trials(group, node_dtype)
+        exchanges = _measure(group, trials, budget_s=BUDGET_S - spent)
+    took = group.gather(time.perf_counter() - began)[0]
     selection = Selection(gathers, exchanges, origin=f"measured in {took:.1f} s")
-    if topology.is_root:
+    if group.is_root:
         _remember(path, selection)
     return selection
 
 
-def cache_file(topology: Topology) -> Path:
-    """Where this kind of nodes is remembered. Collective over the topology's world; equal on all ranks.
+def cache_file(group: Group) -> Path:
+    """Where this kind of nodes is remembered. Collective over the group; equal on all ranks.
 
     Nodes are of one kind if their names differ in digits only: a job that lands on other nodes of the same cluster
     uses what the first one measured.
     """
-    with topology.watchdog.watch("naming the nodes"):
-        kinds = topology.world.allgather(re.sub(r"\d+", "#", MPI.Get_processor_name()))
-    shape = (VERSION, MPI.Get_library_version(), topology.nodes, sorted(set(kinds)))
+    with group.watchdog.watch("naming the nodes"):
+        kinds = group.comm.allgather(re.sub(r"\d+", "#", MPI.Get_processor_name()))
+    shape = (VERSION, MPI.Get_library_version(), group.nodes, sorted(set(kinds)))
     name = f"nodes-{zlib.crc32(repr(shape).encode()):08x}.json"
     try:
         folder = Environment.read().cache.expanduser()
     except RuntimeError:  # no home
         folder = Path(os.devnull)  # where nothing can be kept
-    return Path(topology.broadcast_text(str(folder / name)))
+    return Path(group.broadcast_text(str(folder / name)))
 
 
-def _remembered(topology: Topology, path: Path) -> Selection | None:
+def _remembered(group: Group, path: Path) -> Selection | None:
     """What rank 0 finds in ``path``, on every rank. Collective."""
     found = None
-    if topology.is_root:
+    if group.is_root:
         try:
             found = Selection.from_json(json.loads(path.read_text()), origin="measured before")
             logger.info("algorithms between nodes are those of %s", path)
@@ -108,8 +108,8 @@ def _remembered(topology: Topology, path: Path) -> Selection | None:
             pass  # the first job on such nodes
         except (OSError, ValueError) as error:
             logger.warning("%s is not used, and measured anew: %s", path, error)
-    with topology.watchdog.watch("reading the remembered algorithms"):
-        agreed: Selection | None = topology.world.bcast(found, root=0)
+    with group.watchdog.watch("reading the remembered algorithms"):
+        agreed: Selection | None = group.comm.bcast(found, root=0)
     return agreed
 
 
@@ -141,50 +141,50 @@ class Candidates:
         self.trial = contextmanager(trial)
 
 
-def _rails(topology: Topology, node_dtype: torch.dtype, selection: Selection) -> Rails:
-    assert topology.rail is not None, "nodes of equal size"
+def _rails(group: Group, node_dtype: torch.dtype, selection: Selection) -> Rails:
+    assert group.rail is not None, "nodes of equal size"
     return Rails(
-        topology.rail,
+        group.rail,
         Memory(),
-        local_size=topology.node.size,
+        local_size=group.node.size,
         node_dtype=node_dtype,
         selection=selection,
     )
 
 
-def _gather_trials(topology: Topology) -> Candidates:
+def _gather_trials(group: Group) -> Candidates:
     default = DEFAULT.gathers[0]
     every = [
         Choice(kind.name, chunk)
         for kind in GATHERS
-        if kind.fits(topology.num_nodes)
+        if kind.fits(group.num_nodes)
         for chunk in (CHUNKS[kind.name] if kind.in_rounds else (ROUND_BYTES,))
     ]
     choices = (default, *(choice for choice in every if choice != default))
 
     def trial(choice: Choice, nbytes: int) -> Iterator[Trial]:
-        rails = _rails(topology, torch.float32, Selection((choice,), DEFAULT.exchanges))
-        blocks = torch.ones(topology.num_nodes * nbytes, dtype=torch.uint8)
+        rails = _rails(group, torch.float32, Selection((choice,), DEFAULT.exchanges))
+        blocks = torch.ones(group.num_nodes * nbytes, dtype=torch.uint8)
         yield partial(rails.gather, blocks, nbytes, 0)  # a buffer of this rail alone
         rails.close()
 
     return Candidates(choices, trial)
 
 
-def _exchange_trials(topology: Topology, node_dtype: torch.dtype) -> Candidates:
+def _exchange_trials(group: Group, node_dtype: torch.dtype) -> Candidates:
     default = DEFAULT.exchanges[0]
-    names = [kind.name for kind in EXCHANGES if kind.fits(topology.num_nodes)]
+    names = [kind.name for kind in EXCHANGES if kind.fits(group.num_nodes)]
     every = [Choice(name, chunk) for name in names for chunk in CHUNKS[name]]
     choices = (default, *(choice for choice in every if choice != default))
 
     def trial(choice: Choice, nbytes: int) -> Iterator[Trial]:
-        rails = _rails(topology, node_dtype, Selection(DEFAULT.gathers, (choice,)))
+        rails = _rails(group, node_dtype, Selection(DEFAULT.gathers, (choice,)))
         numel = nbytes // node_dtype.itemsize
-        whole = torch.ones(topology.num_nodes * numel)
+        whole = torch.ones(group.num_nodes * numel)
         out = torch.empty(numel)
 
         def parts(start: int, count: int) -> list[torch.Tensor]:
-            return [whole[start : start + count]] * topology.node.size
+            return [whole[start : start + count]] * group.node.size
 
         yield partial(rails.reduce, parts, out, torch.float32, 1.0, False)
         rails.close()
@@ -195,7 +195,7 @@ def _exchange_trials(topology: Topology, node_dtype: torch.dtype) -> Candidates:
 # --- measurement -----------------------------------------------------------------------------------------------------
 
 
-def _measure(topology: Topology, candidates: Candidates, *, budget_s: float) -> tuple[Choice, ...]:
+def _measure(group: Group, candidates: Candidates, *, budget_s: float) -> tuple[Choice, ...]:
     """The choice at every size that the budget allows. Collective; see [Note: Measuring]."""
     left_s, running, default = budget_s, list(candidates.choices), candidates.choices[0]
     chosen: list[Choice] = []
@@ -216,7 +216,7 @@ def _measure(topology: Topology, candidates: Candidates, *, budget_s: float) -> 
                 break
         times: dict[Choice, float] = {}
         for choice in here:
-            times[choice], spent = _time(topology, candidates, choice, nbytes, runs)
+            times[choice], spent = _time(group, candidates, choice, nbytes, runs)
             left_s -= spent
         best = min(times, key=lambda choice: times[choice])
         if default in times and times[best] > MARGIN * times[default]:
@@ -244,15 +244,15 @@ def _that_differ(choices: list[Choice], nbytes: int) -> list[Choice]:
 
 
 def _time(
-    topology: Topology, candidates: Candidates, choice: Choice, nbytes: int, runs: int
+    group: Group, candidates: Candidates, choice: Choice, nbytes: int, runs: int
 ) -> tuple[float, float]:
     """Seconds of the fastest run on the slowest rank, and of everything. Collective; equal on all ranks."""
     began = time.perf_counter()
     best = float("inf")
     with candidates.trial(choice, nbytes) as run:
         for _ in range(runs):
-            topology.barrier()
+            group.barrier()
             start = time.perf_counter()
             run()
-            best = min(best, max(topology.gather(time.perf_counter() - start)))
-    return best, max(topology.gather(time.perf_counter() - began))
+            best = min(best, max(group.gather(time.perf_counter() - start)))
+    return best, max(group.gather(time.perf_counter() - began))

@@ -23,7 +23,7 @@ from mpi4py import MPI
 
 from hpczero.accelerator import Accelerator
 from hpczero.comm.devices.access import DirectReach, HostReach, Reach, StagedReach
-from hpczero.job.topology import Topology
+from hpczero.job.group import Group
 from hpczero.options.environment import Environment
 
 logger = logging.getLogger("hpczero.comm")
@@ -45,18 +45,18 @@ class Claim:
     reason: str
 
 
-def reach_of(accelerator: Accelerator, topology: Topology) -> Reach:
-    """How MPI gets at the memory of ``accelerator``. Collective over the topology's world; rank 0 decides for all."""
+def reach_of(accelerator: Accelerator, group: Group) -> Reach:
+    """How MPI gets at the memory of ``accelerator``. Collective over the group; rank 0 decides for all."""
     if accelerator.is_host:
         return HostReach()
     text = ""
-    with topology.agreed("find out whether MPI takes device memory"):
-        if topology.is_root:
+    with group.agreed("find out whether MPI takes device memory"):
+        if group.is_root:
             aware, reason = decide(Environment.read().gpu_aware, claim(), tried_once)
             text = f"{int(aware)} {reason}"
-    flag, _, reason = topology.broadcast_text(text).partition(" ")
+    flag, _, reason = group.broadcast_text(text).partition(" ")
     reach: Reach = DirectReach(accelerator) if flag == "1" else StagedReach(accelerator)
-    if topology.is_root:
+    if group.is_root:
         logger.info("%s: %s", reach.name, reason)
     return reach
 

@@ -21,7 +21,7 @@ from hpczero.accelerator import Accelerator
 from hpczero.comm.inside.level import Parts
 from hpczero.comm.inside.places import Arena, Ground
 from hpczero.comm.inside.segment import Counters
-from hpczero.job.topology import Topology
+from hpczero.job.group import Group
 from hpczero.memory.buffers import Buffer, Memory
 
 LOCATIONS = 8  # reductions that a rank may start before its peers have read the first of them
@@ -34,7 +34,7 @@ class SharedGradients:
 
     def __init__(
         self,
-        topology: Topology,
+        group: Group,
         memory: Memory,
         accelerator: Accelerator,
         *,
@@ -46,7 +46,7 @@ class SharedGradients:
         """Not collective.
 
         Args:
-            topology: borrowed.
+            group: borrowed.
             memory: ledger.
             accelerator: whose memory it is.
             drain: enters every block of ``reading`` that was put off.
@@ -55,8 +55,8 @@ class SharedGradients:
             tells_late: peers are told where a gradient lies when the block of ``reading`` is entered, by a thread that
                 may wait for the device, and not by the call.
         """
-        self._node = topology.node
-        self._topology = topology
+        self._node = group.node
+        self._group = group
         self._accelerator = accelerator
         self._drain = drain
         self._waiting = waiting
@@ -140,5 +140,5 @@ class SharedGradients:
         with self._waiting():
             self._drain()  # this rank may be the one that has not read
             if not self._counters.reached(self._read, reduction):
-                with self._topology.watchdog.watch(what):
+                with self._group.watchdog.watch(what):
                     self._counters.wait(self._read, reduction)

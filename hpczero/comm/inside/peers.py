@@ -27,7 +27,7 @@ from hpczero.comm.inside import gradients
 from hpczero.comm.inside.level import Messages, NodeLevel, Parts
 from hpczero.comm.inside.places import Ground
 from hpczero.comm.inside.segment import Counters
-from hpczero.job.topology import Topology
+from hpczero.job.group import Group
 from hpczero.memory.buffers import Buffer, Memory, Use
 from hpczero.plan.layout import PLACE_ALIGNMENT, PULLED_IN_TURN, pulled_nbytes
 
@@ -54,7 +54,7 @@ class Ipc(NodeLevel):
 
     def __init__(
         self,
-        topology: Topology,
+        group: Group,
         memory: Memory,
         accelerator: Accelerator,
         messages: Messages,
@@ -66,7 +66,7 @@ class Ipc(NodeLevel):
         """Not collective.
 
         Args:
-            topology: borrowed.
+            group: borrowed.
             memory: ledger.
             accelerator: of this rank; ranks of a node may share one device.
             messages: moves buffers that do not fit; closed by ``close``.
@@ -74,13 +74,13 @@ class Ipc(NodeLevel):
             waiting: around a wait for other ranks, see ``Collectives.waiting``.
             overlap: as in ``Window``.
         """
-        super().__init__(topology.node, memory, device=accelerator.device)
-        self._topology = topology
+        super().__init__(group.node, memory, device=accelerator.device)
+        self._group = group
         self._accelerator = accelerator
         self._messages = messages
         self._overlap = overlap
         self._gradients = gradients.SharedGradients(
-            topology,
+            group,
             memory,
             accelerator,
             drain=drain,
@@ -108,7 +108,7 @@ class Ipc(NodeLevel):
         return super().allocate(numel, dtype, category=category, use=use, keep=keep)
 
     def settle(self) -> None:
-        """See ``NodeLevel``. Collective over the topology's world.
+        """See ``NodeLevel``. Collective over the group.
 
         Raises:
             CommError: there is not enough memory, or peers cannot map it; on every rank.
@@ -117,12 +117,12 @@ class Ipc(NodeLevel):
         self._place_nbytes = places // PULLED_IN_TURN
         self._first_place = -(-self._gradients.lay_out() // PLACE_ALIGNMENT) * PLACE_ALIGNMENT
         nbytes = self._first_place + places
-        with self._topology.agreed("export memory to the ranks of the node"):
+        with self._group.agreed("export memory to the ranks of the node"):
             self._block = self._accelerator.export(nbytes)
         block = self._block
         assert block is not None, "exported"
         tickets = self.comm.allgather((block.ticket, nbytes))
-        with self._topology.agreed("map the memory of the ranks of the node"):
+        with self._group.agreed("map the memory of the ranks of the node"):
             for rank, (ticket, size) in enumerate(tickets):
                 if rank == self.comm.rank:
                     self._parts.append(block.memory)

@@ -24,7 +24,7 @@ from hpczero.comm.inside import gradients
 from hpczero.comm.inside.level import Messages, NodeLevel, Parts
 from hpczero.comm.inside.places import Ground
 from hpczero.comm.inside.segment import Counters, Segment
-from hpczero.job.topology import Topology
+from hpczero.job.group import Group
 from hpczero.memory.buffers import Buffer, Memory, Use
 
 # Columns of the counters: arrivals at spread, those of gradients, then releases.
@@ -117,7 +117,7 @@ class Window(NodeLevel):
 
     def __init__(
         self,
-        topology: Topology,
+        group: Group,
         memory: Memory,
         messages: Messages,
         *,
@@ -129,7 +129,7 @@ class Window(NodeLevel):
         """Not collective.
 
         Args:
-            topology: borrowed.
+            group: borrowed.
             memory: ledger.
             messages: moves buffers that lie elsewhere; closed by ``close``.
             drain: enters every block of ``reading`` that was put off.
@@ -139,13 +139,13 @@ class Window(NodeLevel):
             shares_wholes: False gives each rank whole parameters of its own, in memory that is gone while they are
                 sharded, as it is between nodes: a program that reads them then fails on one node too.
         """
-        super().__init__(topology.node, memory)
-        self._topology = topology
+        super().__init__(group.node, memory)
+        self._group = group
         self._messages = messages
         self._overlap = overlap
         self.shares_wholes = shares_wholes
         self._gradients = gradients.SharedGradients(
-            topology,
+            group,
             memory,
             HostAccelerator(),
             drain=drain,
@@ -161,7 +161,7 @@ class Window(NodeLevel):
     def allocate(
         self, numel: int, dtype: torch.dtype, *, category: str, use: Use, keep: bool
     ) -> Buffer:
-        """As ``Collectives.allocate``; collective over the topology's world where the memory is shared."""
+        """As ``Collectives.allocate``; collective over the group where the memory is shared."""
         if use is Use.GATHER and self.shares_wholes:
             return self._allocate_whole(numel, dtype, category, keep)
         if use is Use.REDUCE:
@@ -172,7 +172,7 @@ class Window(NodeLevel):
         self, numel: int, dtype: torch.dtype, category: str, keep: bool
     ) -> WholeBuffer:
         nbytes = numel * dtype.itemsize
-        with self._topology.agreed("share memory for parameters"):
+        with self._group.agreed("share memory for parameters"):
             segment = Segment.create(self.comm, nbytes, f"{nbytes:,} bytes of parameters")
         whole = WholeBuffer(
             self,
@@ -182,20 +182,20 @@ class Window(NodeLevel):
             dtype,
             memory=self.memory,
             category=category,
-            lasts=keep or self._topology.num_nodes == 1,
+            lasts=keep or self._group.num_nodes == 1,
         )
-        with self._topology.agreed("claim shared memory for parameters"):
+        with self._group.agreed("claim shared memory for parameters"):
             segment.claim(*whole.part)
         self._wholes.append(whole)
         self._places[whole.tensor.data_ptr()] = whole
         return whole
 
     def settle(self) -> None:
-        """See ``NodeLevel``: lays the arena out. Collective over the topology's world."""
+        """See ``NodeLevel``: lays the arena out. Collective over the group."""
         self._counters = Counters(self.comm, FIRST_WHOLE + len(self._wholes), naps=self._overlap)
         each = self._gradients.lay_out()
         nbytes = each * self.comm.size
-        with self._topology.agreed("share memory for gradients"):
+        with self._group.agreed("share memory for gradients"):
             segment = Segment.create(self.comm, nbytes, f"{nbytes:,} bytes of gradients")
         self._gradients.open(SegmentGround(segment, self.comm.rank, each), self._counters)
 

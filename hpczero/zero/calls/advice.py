@@ -52,7 +52,7 @@ class Advice:
                 len(self._held_elsewhere),
                 self._held_elsewhere[0],
             )
-        if self._topology.size > 1:
+        if self._topology.data.size > 1:
             self._handle = self._model.register_forward_pre_hook(self._count, with_kwargs=True)
             self._look_for_statistics()
 
@@ -66,7 +66,7 @@ class Advice:
         generator = (
             zlib.crc32(str(torch.initial_seed()).encode())
             if not self._steps
-            else self._topology.rank
+            else self._topology.data.rank
         )
         return self._samples % 2**32, generator
 
@@ -79,7 +79,7 @@ class Advice:
                 "local_samples * topology.size / global_samples, or give all ranks equal batches",
                 self._samples,
             )
-        if same_generator and not self._steps and self._topology.size > 1 and self._drops():
+        if same_generator and not self._steps and self._topology.data.size > 1 and self._drops():
             self._tell(
                 "all ranks draw the same random numbers (torch.initial_seed() is equal), so dropout drops the same "
                 "elements on each; call torch.manual_seed(seed + 1 + topology.rank) after zeroify"

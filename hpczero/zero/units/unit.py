@@ -56,7 +56,7 @@ class Unit:
         self.whole = WholeParameters(spec, parameters, stage=stage, precision=precision, comm=comm)
         self.optimized = Shards(spec.layout, torch.empty(0), start=0, pieces=range(0))
         self._mine = self.whole.mine
-        self._owned_numel = len(spec.layout.shard_range(comm.topology.shard_index))
+        self._owned_numel = len(spec.layout.shard_range(comm.group.index))
         if spec.trainable:
             self._allocate_state(precision)
             self._rest = self._master
@@ -89,7 +89,7 @@ class Unit:
         self._has_reduced = False
         self._reduction: Work | None = None
         # A replicated optimizer steps on the pieces of a sharded one: kernels round the tail of a tensor differently.
-        index = comm.topology.shard_index
+        index = comm.group.index
         pieces = range(index, index + 1) if stage.shards_optimizer else range(layout.num_shards)
         self.optimized = Shards(layout, self._master, start=owned.start, pieces=pieces)
 
@@ -321,7 +321,7 @@ class Unit:
         """Views of what this rank holds of a slot's reduced gradient; ``owned``: each element on one rank only."""
         if not self.has_gradient:
             return []
-        mine = self._comm.topology.shard_index
+        mine = self._comm.group.index
         parts = self.optimized.parts_at(position, self._reduced)
         return [part for piece, part in parts if piece == mine or not owned]
 
@@ -352,7 +352,7 @@ class Unit:
 
     def owned_shards(self) -> Iterator[tuple[int, nn.Parameter]]:
         """Slot and optimizer's view of each part of ``owned_values``, in order."""
-        return self.optimized.of_piece(self._comm.topology.shard_index)
+        return self.optimized.of_piece(self._comm.group.index)
 
     def replicated(self, owned: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every shard that the optimizer of this rank sees, with its values. Collective where it is replicated.

@@ -70,7 +70,7 @@ class WholeParameters:
         self._spec = spec
         self._comm = comm
         self._sharded = stage.shards_parameters
-        layout, index = spec.layout, comm.topology.shard_index
+        layout, index = spec.layout, comm.group.index
         self.mine = slice(index * layout.shard_numel, (index + 1) * layout.shard_numel)
         in_flight = self._sharded and not comm.sharing.lasting
         self._buffer = comm.allocate(
@@ -276,7 +276,7 @@ class WholeParameters:
         """Raises StepError where the parameters are ``doubtful``."""
         if self.doubtful:
             raise StepError(
-                f"rank {self._comm.topology.rank}: the last `with hpczero.gathered(model)` block was left by an "
+                f"rank {self._comm.group.rank}: the last `with hpczero.gathered(model)` block was left by an "
                 "exception, or refused, after parameters had been changed; load a checkpoint, or repeat the change in "
                 "a `with hpczero.gathered(model, modifier_rank=0):` that ends well"
             )
@@ -343,7 +343,7 @@ class WholeParameters:
         Raises:
             StepError: names the parameter.
         """
-        rank, trainable = self._comm.topology.rank, self._spec.trainable
+        rank, trainable = self._comm.group.rank, self._spec.trainable
         if self.holds:
             raise StepError(
                 f"rank {rank}: optimizer.step() inside `with hpczero.gathered(model):` would leave old values in the "
@@ -372,14 +372,14 @@ class WholeParameters:
         for guard, slot in zip(self.guards, self._spec.layout.slots, strict=True):
             if guard.is_swapped:
                 raise StepError(
-                    f"rank {self._comm.topology.rank}: torch swapped the tensor of parameter {slot.name!r} for another "
+                    f"rank {self._comm.group.rank}: torch swapped the tensor of parameter {slot.name!r} for another "
                     "one, which took hpczero's hooks along, so it would train no more; call "
                     "torch.__future__.set_swap_module_params_on_conversion(False) and use no torch.utils.swap_tensors "
                     "after zeroify; build and zeroify the model anew"
                 )
 
     def _check_values(self) -> None:
-        rank = self._comm.topology.rank
+        rank = self._comm.group.rank
         for parameter, slot, version in zip(
             self.parameters, self._spec.layout.slots, self._versions, strict=True
         ):

@@ -24,7 +24,7 @@ def whole_copy(values: Tensor, layout: ShardLayout, comm: Collectives, *, name: 
     if values.numel() == layout.padded_numel:
         return values[: layout.numel].detach().to(torch.float32, copy=True)
     full = torch.empty(layout.padded_numel, dtype=torch.float32, device=comm.device)
-    index = comm.topology.shard_index
+    index = comm.group.index
     full[index * layout.shard_numel : (index + 1) * layout.shard_numel].copy_(values.detach())
     comm.all_gather(full, name=name).wait()
     return full[: layout.numel]

@@ -46,7 +46,7 @@ class StepCounts:
 
 
 class Step:
-    """Pre- and post-hook of one optimizer. All public methods are collective over topology.world."""
+    """Pre- and post-hook of one optimizer. All public methods are collective over the transport's group."""
 
     def __init__(
         self,
@@ -179,13 +179,13 @@ class Step:
     def _check_reduced(self) -> None:
         if self._in_backward() or self._incomplete:
             raise StepError(
-                f"rank {self._comm.topology.rank}: the last backward did not finish (an exception?), so some "
+                f"rank {self._comm.group.rank}: the last backward did not finish (an exception?), so some "
                 "gradients are missing; call optimizer.zero_grad() and run backward again before the step"
             )
         waiting = [unit.spec.name for unit in self._units if unit.has_local_gradients]
         if waiting:
             raise StepError(
-                f"rank {self._comm.topology.rank}: {len(waiting)} unit(s), first {waiting[0]!r}, hold gradients "
+                f"rank {self._comm.group.rank}: {len(waiting)} unit(s), first {waiting[0]!r}, hold gradients "
                 "that were never reduced over ranks; run the last backward before the step outside no_sync"
             )
 
@@ -222,7 +222,7 @@ class Step:
         return itertools.chain.from_iterable(unit.shards for unit in self._units)
 
     def _tell_nothing_to_do(self) -> None:
-        if self._comm.topology.is_root and not self._told:
+        if self._comm.group.is_root and not self._told:
             self._told = True
             logger.warning(
                 "step %d: no parameter has a gradient, so the optimizer changes nothing, as in plain torch; was "
@@ -263,7 +263,7 @@ class Step:
         if not same_options:
             self._refuse_unequal(options)
         if rest[1]:
-            with self._comm.topology.agreed("take the step"):
+            with self._comm.group.agreed("take the step"):
                 if error is not None:
                     raise error
         if not same_replicas:
@@ -283,7 +283,7 @@ class Step:
             for unit in self._units:
                 if unit.usage.late:
                     raise StepError(
-                        f"rank {self._comm.topology.rank}: gradients of unit {unit.spec.name!r} in "
+                        f"rank {self._comm.group.rank}: gradients of unit {unit.spec.name!r} in "
                         "optimizer.param_groups were set to None between two backwards of one step, which only this "
                         "rank sees; use optimizer.zero_grad() or model.zero_grad()"
                     )
@@ -293,12 +293,12 @@ class Step:
 
     def _refuse_unequal(self, options: Sequence[str]) -> None:
         """Raise on every rank; those whose options differ from rank 0's say in what. Collective."""
-        topology = self._comm.topology
-        differs = unlike(topology, options)
-        with topology.agreed("take the step"):
+        group = self._comm.group
+        differs = unlike(group, options)
+        with group.agreed("take the step"):
             if differs:
                 raise StepError(
-                    f"rank {topology.rank}: the optimizer has {differs[0]}, where rank 0 has {differs[1]}. Give "
+                    f"rank {group.rank}: the optimizer has {differs[0]}, where rank 0 has {differs[1]}. Give "
                     "schedulers that look at a loss the mean over ranks "
                     "(sum(topology.gather(loss.item())) / topology.size), and every rank the same numbers"
                 )
@@ -323,7 +323,7 @@ class Step:
         elif self.counts.in_a_row >= self._precision.max_skips:
             reason = f"{self.counts.in_a_row} steps in a row were skipped"
         else:
-            if self._comm.topology.is_root:
+            if self._comm.group.is_root:
                 logger.warning(
                     "step %d skipped: a gradient is not finite (loss scale %g, %d skipped so far)",
                     self._comm.step,

@@ -1,0 +1,221 @@
+"""Group: ranks that share something, how they lie on nodes, and small agreements between them.
+
+Owns: the named, duplicated communicators of one group. Must not know: what the ranks share; units, tensors, stages.
+
+With G nodes of L ranks each, rank (node g, local l) has index ``l*G + g`` (rail-major): an all-gather over the rail
+and then over the node is contiguous and in place.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import numpy as np
+from mpi4py import MPI
+
+from hpczero.job.agreed import agreed, spans
+from hpczero.job.watchdog import Watchdog
+
+Nodes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Communicators and node map of some ranks; ranks are numbered within the group.
+
+    Attributes:
+        comm: all of them, in rank order.
+        ordered: the same ranks in the order of their index.
+        node: ranks of this node; rail: ranks with this local rank, one per node; None where nodes are uneven.
+        nodes: ranks of every node, nodes in order of their first rank.
+        faked: whether ``nodes`` was given rather than found.
+        watchdog: ends the job when a call over these ranks does not return; of the whole topology.
+    """
+
+    comm: MPI.Intracomm
+    ordered: MPI.Intracomm
+    node: MPI.Intracomm
+    rail: MPI.Intracomm | None
+    nodes: Nodes
+    faked: bool
+    watchdog: Watchdog
+
+    @classmethod
+    def create(
+        cls, comm: MPI.Intracomm, nodes: Nodes, name: str, watchdog: Watchdog, *, faked: bool
+    ) -> Group:
+        """Split ``comm``, which is the group's from now on. Collective over ``comm``; ``free`` undoes it.
+
+        Args:
+            comm: the ranks.
+            nodes: which of them are on each node.
+            name: of the group, for what a debugger or a trace shows of its communicators.
+            watchdog: borrowed.
+            faked: whether ``nodes`` was given.
+        """
+        node_index = next(g for g, ranks in enumerate(nodes) if comm.rank in ranks)
+        local_rank = nodes[node_index].index(comm.rank)
+        rectangular = len({len(ranks) for ranks in nodes}) == 1
+        index = local_rank * len(nodes) + node_index if rectangular else comm.rank
+        return cls(
+            comm=named(comm, name),
+            ordered=named(comm.Split(0, index), f"{name}.ordered"),
+            node=named(comm.Split(node_index, local_rank), f"{name}.node"),
+            rail=named(comm.Split(local_rank, node_index), f"{name}.rail") if rectangular else None,
+            nodes=nodes,
+            faked=faked,
+            watchdog=watchdog,
+        )
+
+    def part(self, ranks: Sequence[int], name: str) -> Group:
+        """The group of ``ranks``, which this rank is one of. Collective over this group: each rank with its own part.
+
+        A rank by itself needs no other for that.
+
+        Args:
+            ranks: in rising order; the parts of all ranks are disjoint or equal.
+            name: as for ``create``.
+        """
+        if len(ranks) == 1:
+            own = named(MPI.COMM_SELF.Dup(), name)
+            return Group(own, own, own, own, ((0,),), self.faked, self.watchdog)
+        comm = self.comm.Split(ranks[0], self.rank)
+        here = [tuple(ranks.index(rank) for rank in node if rank in ranks) for node in self.nodes]
+        nodes = tuple(sorted((node for node in here if node), key=lambda node: node[0]))
+        assert isinstance(comm, MPI.Intracomm), "split from an intracommunicator"
+        return Group.create(comm, nodes, name, self.watchdog, faked=self.faked)
+
+    def beside(self) -> Group:
+        """This group with a communicator of its own, for another thread. Collective; free its ``comm`` alone."""
+        return replace(self, comm=self.comm.Dup())
+
+    def free(self) -> None:
+        """Free the communicators. Collective; the group must not be used afterwards."""
+        comms = (self.rail, self.node, self.ordered, self.comm)
+        for comm in {id(comm): comm for comm in comms if comm is not None}.values():
+            comm.Free()
+
+    # --- who is where
+
+    @property
+    def rank(self) -> int:
+        """Of this process, within the group."""
+        return self.comm.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return self.comm.size
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this is the group's rank 0."""
+        return self.comm.rank == 0
+
+    @property
+    def index(self) -> int:
+        """Place of this rank in ``ordered``: which shard of everything the group shares is its own."""
+        return self.ordered.rank
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, G."""
+        return len(self.nodes)
+
+    @property
+    def node_index(self) -> int:
+        """Which node this rank is on, g."""
+        return next(g for g, ranks in enumerate(self.nodes) if self.rank in ranks)
+
+    @property
+    def local_rank(self) -> int:
+        """Place of this rank within its node, l."""
+        return self.node.rank
+
+    @property
+    def local_size(self) -> int:
+        """Ranks of the group on this node."""
+        return self.node.size
+
+    @property
+    def is_rectangular(self) -> bool:
+        """Whether every node has the same number of ranks."""
+        return self.rail is not None
+
+    @property
+    def reduction_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Indices node by node, in local order: the order in which gradients are summed."""
+        if not self.is_rectangular:
+            return self.nodes
+        num_nodes = len(self.nodes)
+        return tuple(
+            tuple(local * num_nodes + g for local in range(len(ranks)))
+            for g, ranks in enumerate(self.nodes)
+        )
+
+    # --- small agreements; all are collective over the group
+
+    def agreed(self, what: str) -> AbstractContextManager[None]:
+        """Run rank-local work inside; if any rank raises, all ranks raise. See ``hpczero.job.agreed``."""
+        return agreed(self.comm, self.watchdog, what)
+
+    def gather(self, value: float) -> list[float]:
+        """``value`` of every rank in rank order, on every rank."""
+        mine = np.array([value], dtype=np.float64)
+        found = np.empty(self.size, dtype=np.float64)
+        with self.watchdog.watch("Topology.gather"):
+            self.comm.Allgather(mine, found)
+        return [float(v) for v in found]
+
+    def gather_text(self, text: str) -> list[str]:
+        """``text`` of every rank in rank order, on every rank."""
+        with self.watchdog.watch("Topology.gather_text"):
+            return [str(found) for found in self.comm.allgather(text)]
+
+    def hosts(self) -> list[str]:
+        """Name of the host of every rank in rank order, on every rank."""
+        return self.gather_text(socket.gethostname())
+
+    def broadcast_text(self, text: str, root: int = 0) -> str:
+        """``text`` of rank ``root`` on every rank."""
+        with self.watchdog.watch("Topology.broadcast_text"):
+            found = self.comm.bcast(text if self.rank == root else None, root=root)
+        return str(found)
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        with self.watchdog.watch("Topology.barrier"):
+            self.comm.Barrier()
+
+    def describe(self) -> str:
+        """Node map in a few lines, for a run header."""
+        with self.watchdog.watch("Topology.describe"):
+            hosts = self.comm.gather((self.node_index, socket.gethostname()), root=0)
+        shape = (
+            f"{self.num_nodes} node(s) x {len(self.nodes[0])} rank(s)"
+            if self.is_rectangular
+            else f"{self.num_nodes} uneven nodes, {self.size} ranks (flat shard order)"
+        )
+        note = ", nodes faked by option" if self.faked else ""
+        vendor, version = MPI.get_vendor()
+        lines = [
+            f"topology: {shape}{note}, {vendor} {'.'.join(map(str, version))}, "
+            f"MPI {MPI.Get_version()[0]}.{MPI.Get_version()[1]}"
+        ]
+        if hosts is not None:
+            names = dict(hosts)
+            for g, ranks in list(enumerate(self.nodes))[:8]:
+                lines.append(f"  node {g} ({names[g]}): ranks {spans(ranks)}")
+            if self.num_nodes > 8:
+                lines.append(f"  ... {self.num_nodes - 8} more nodes")
+        return "\n".join(lines)
+
+
+def named(comm: MPI.Comm, name: str) -> MPI.Intracomm:
+    """``comm`` under a name that debuggers and traces show."""
+    assert isinstance(comm, MPI.Intracomm), "split from an intracommunicator"
+    comm.Set_name(f"hpczero.{name}")
+    return comm
