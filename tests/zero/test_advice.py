@@ -54,7 +54,7 @@ def told(
     return [
         record.getMessage()
         for record in caplog.records
-        if record.name == "hpczero.zero.calls.advice"
+        if record.name == "hpczero.advice"
     ]
 
 
