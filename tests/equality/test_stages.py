@@ -137,4 +137,4 @@ def test_a_device_whose_copies_are_late_gives_the_same_bits(
         ]
     }
     apart = first_step_apart(runs)
-    parallel_assert(two_nodes.world, not apart, "\n".join(apart))
+    parallel_assert(two_nodes.world.comm, not apart, "\n".join(apart))

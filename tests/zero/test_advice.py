@@ -51,11 +51,7 @@ def told(
             model(inputs(step)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if record.name == "hpczero.advice"
-    ]
+    return [record.getMessage() for record in caplog.records if record.name == "hpczero.advice"]
 
 
 def once_on_root(comm: MPI.Intracomm, messages: list[str], part: str) -> None:
