@@ -129,6 +129,7 @@ TABLE = {
         after="-n", shows=r"tests/run.py -k layout\n"
     ),  # tests that run tests: whoever runs this file has typed it
     "make lint": Verdict(after="-n", shows="ruff check .*\n.*\n.*mypy", needs="ruff and mypy"),
+    "make quick": Verdict(after="-n", shows="tests/quick.py", needs="what has changed"),
     "make train": Verdict(after=MAKE, shows="done: "),
     "make picture": Verdict(after=MAKE, shows="docs/loss.png"),
     # What make would type is typed for `make train` itself.

@@ -1,0 +1,119 @@
+"""What every adapter must do. A new one adds a file beside ``test_gpt.py`` with a subclass and its ``make``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hpczero
+from hpczero.accelerator import HostAccelerator
+from hpczero.adapters.base import Adapter
+from hpczero.run.step import TrainingStep
+from tests.helpers.parallel import parallel_assert
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+VOCABULARY, SEQUENCES = 11, 6
+
+
+def filled(adapter: Adapter, seed: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The whole model with its initial weights, and these."""
+    model = adapter.build()
+    fill = adapter.initializer(model, seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            fill(name, parameter)
+    return model, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def samples(context: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets that can be learnt: each token's successor."""
+    inputs = torch.arange(SEQUENCES * context).reshape(SEQUENCES, context) * 3 % VOCABULARY
+    return inputs, (inputs + 1) % VOCABULARY
+
+
+class AdapterSuite:
+    """Subclass it as ``TestX`` and set ``make`` to what builds the adapter, a small one."""
+
+    make: Any
+
+    @pytest.fixture
+    def adapter(self) -> Adapter:
+        adapter: Adapter = type(self).make()
+        return adapter.with_vocabulary(VOCABULARY)
+
+    def test_it_says_what_is_planned_and_told_of_it(self, adapter: Adapter) -> None:
+        assert adapter.config.vocab_size == VOCABULARY
+        assert adapter.context >= 2
+        numel = sum(p.numel() for p in adapter.build().parameters())
+        assert adapter.flops_per_token > numel
+
+    def test_meta_device_makes_the_same_parameters_without_memory(self, adapter: Adapter) -> None:
+        with torch.device("meta"):
+            model = adapter.build()
+        assert {p.device.type for p in model.parameters()} == {"meta"}
+        shapes = [(name, p.shape) for name, p in adapter.build().named_parameters()]
+        assert [(name, p.shape) for name, p in model.named_parameters()] == shapes
+
+    def test_initial_values_depend_on_seed_name_and_shape_alone(self, adapter: Adapter) -> None:
+        _, first = filled(adapter, seed=1)
+        torch.manual_seed(12345)
+        with torch.device("meta"):
+            model = adapter.build()
+        fill = adapter.initializer(model, 1)
+        for name in reversed(first):
+            again = torch.full_like(first[name], torch.nan)
+            fill(name, again)
+            assert torch.equal(again, first[name]), name
+        other = filled(adapter, seed=2)[1]
+        assert any(not torch.equal(other[name], first[name]) for name in first)
+
+    def test_loss_is_the_mean_over_a_micro_batch(self, adapter: Adapter) -> None:
+        model, _ = filled(adapter, seed=1)
+        model.eval()
+        inputs, targets = samples(adapter.context)
+        whole = adapter.loss(model, inputs, targets)
+        halves = [adapter.loss(model, inputs[i::2], targets[i::2]) for i in (0, 1)]
+        assert whole.dim() == 0
+        torch.testing.assert_close(whole, sum(halves) / torch.tensor(2.0))
+
+    def test_something_decays(self, adapter: Adapter) -> None:
+        model = adapter.build()
+        assert any(adapter.decays(name, p) for name, p in model.named_parameters())
+
+    @pytest.mark.mpi
+    @pytest.mark.ranks(1, 2, 3)
+    @pytest.mark.parametrize("stage", [0, 3])
+    def test_it_learns_in_shards(
+        self, comm: MPI.Intracomm, topology: Topology, adapter: Adapter, stage: int
+    ) -> None:
+        with torch.device("meta"):
+            model = adapter.build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+        hpczero.zeroify(
+            model,
+            optimizer,
+            stage=stage,
+            topology=topology,
+            initialize=adapter.initializer(model, 1),
+        )
+        inputs, targets = samples(adapter.context)
+        arrays = inputs.numpy(), targets.numpy()
+        step = TrainingStep(
+            model,
+            optimizer,
+            loss=adapter.loss,
+            samples=lambda number, micro: arrays,
+            accumulation=1,
+            accelerator=HostAccelerator(),
+        )
+        losses = [step.take(number).loss for number in range(40)]
+        parallel_assert(comm, losses[-1] < 0.7 * losses[0], f"{losses[0]} to {losses[-1]}")
+        parallel_assert(comm, len({*comm.allgather(losses[-1])}) == 1)
+        hpczero.release(model)
