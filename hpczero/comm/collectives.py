@@ -33,7 +33,7 @@ from hpczero.errors import CommError
 from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Buffer, Memory, Use
-from hpczero.plan.layout import Sharing
+from hpczero.plan.footprint import Footprint
 
 # MPI moves bytes; which dtypes may be summed is decided by our own kernels, not by the MPI library.
 MOVABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -245,9 +245,9 @@ class Collectives(ABC):
             self.group.comm.Barrier()
 
     @property
-    def sharing(self) -> Sharing:
+    def footprint(self) -> Footprint:
         """What ranks of a node hold together in GATHER and REDUCE buffers."""
-        return Sharing()
+        return Footprint()
 
     @property
     def exchange_nbytes(self) -> int:

@@ -37,7 +37,7 @@ from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum
 from hpczero.memory.buffers import Buffer, Memory, Use
-from hpczero.plan.layout import Sharing
+from hpczero.plan.footprint import Footprint
 
 # Sums in shared memory that a rank may put off: it need not wait for peers that are this many units behind.
 PUT_OFF = IN_TURN - 1
@@ -146,7 +146,7 @@ class Hierarchical(Collectives):
         keep: bool = False,
     ) -> Buffer:
         """See ``Collectives``."""
-        if self._queue is not None and use is Use.REDUCE and isinstance(self._node, Messages):
+        if self._queue is not None and use is Use.REDUCE and not self._node.reads_peers:
             lent = LentBuffer(
                 numel,
                 dtype,
@@ -160,14 +160,14 @@ class Hierarchical(Collectives):
         return self._node.allocate(numel, dtype, category=category, use=use, keep=keep)
 
     @property
-    def sharing(self) -> Sharing:
+    def footprint(self) -> Footprint:
         """See ``Collectives``."""
-        local = 1 if isinstance(self._node, Messages) else self._node.comm.size
-        shares_wholes = isinstance(self._node, Window) and self._node.shares_wholes
+        local = self._node.comm.size if self._node.reads_peers else 1
+        shares_wholes = self._node.shares_wholes
         pulls = local > 1 and not shares_wholes
         lasting = shares_wholes and self._nodes == 1
         rounds = max(choice.chunk_nbytes for choice in self._rails.selection.exchanges)
-        return Sharing(
+        return Footprint(
             local,
             lasting=lasting,
             nodes=self._nodes,
@@ -181,7 +181,7 @@ class Hierarchical(Collectives):
         names = {Window: "shared memory", Ipc: "peers' memory", Messages: "messages"}
         inside = names[type(self._node)]
         if not self.reach.accelerator.is_host:
-            inside += f" ({self.reach.name})" if isinstance(self._node, Messages) else " of devices"
+            inside += f" ({self.reach.name})" if not self._node.reads_peers else " of devices"
         if self._nodes == 1:
             return f"{inside} on one node" + (", while the model computes" if self._queue else "")
         between = f"between nodes {self._rails.selection.describe()}"

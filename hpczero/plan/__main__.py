@@ -146,15 +146,14 @@ def build_report(options: Options) -> Report:
     local = per_node or options.ranks
     transport = choose_transport(options, local, device)
 
-    def of_node(ranks: int) -> int | None:
-        return None if transport == "flat" else per_node or ranks
+    def of_node(ranks: int) -> int:
+        return per_node or ranks
 
     machine = Machine(
         options.ranks,
         choose_memory(options, described),
         local_size=of_node(options.ranks),
-        shares_memory=transport == "window",
-        pulls=transport == "ipc",
+        transport=transport,
     )
 
     def size(stage: int, ranks: int) -> Fit:

@@ -13,7 +13,7 @@ from itertools import chain, islice
 
 from hpczero.plan.peak import Run
 from hpczero.plan.sizing import largest
-from hpczero.plan.transports import fastest_transport
+from hpczero.plan.transports import Named, fastest_transport
 
 Fits = Callable[[Run], bool]
 MOST_ANSWERS = 4
@@ -169,7 +169,7 @@ def _fewest_nodes(run: Run, fits: Fits) -> Run | None:
     return None
 
 
-def _between_nodes(transport: str) -> str:
+def _between_nodes(transport: Named) -> Named:
     return "hierarchical" if transport == "flat" else transport
 
 

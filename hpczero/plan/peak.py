@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from hpczero.plan.layout import Sharing
+from hpczero.plan.footprint import Footprint, footprint_of
 from hpczero.plan.plan import FP32_BYTES, MemoryPlan, Plan
 from hpczero.plan.sizing import (
-    Machine,
     Transformer,
     accumulated_nbytes,
     activation_nbytes,
     blockwise_plan,
 )
+from hpczero.plan.transports import Named
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Run:
     network: Network
     ranks: int
     local_size: int
-    transport: str
+    transport: Named
     stage: int
     precision: str
     sequence: int
@@ -100,20 +100,14 @@ class Run:
         return self.network.plan(self.ranks, self.stage, self.precision)
 
     @property
-    def sharing(self) -> Sharing:
-        """What ranks of a node hold together."""
-        return Machine(
-            self.ranks,
-            0,
-            local_size=None if self.transport == "flat" else self.local_size,
-            shares_memory=self.transport == "window",
-            pulls=self.transport == "ipc",
-        ).sharing
+    def footprint(self) -> Footprint:
+        """Of the transport."""
+        return footprint_of(self.transport, ranks=self.ranks, local_size=self.local_size)
 
     @cached_property
     def memory(self) -> MemoryPlan:
         """States and buffers of a rank."""
-        return self.plan.memory(sharing=self.sharing)
+        return self.plan.memory(footprint=self.footprint)
 
     @cached_property
     def activations(self) -> int:
@@ -178,33 +172,33 @@ class Run:
     @property
     def shared(self) -> int:
         """Of the bytes of a rank, how many are its part of memory that its node shares; high estimate."""
-        sharing = self.sharing
-        if self.transport != "window" or sharing.ranks == 1:
+        footprint = self.footprint
+        if self.transport != "window" or footprint.ranks == 1:
             return 0
         wholes = 0
         if self.plan.stage.shards_optimizer:
             item = self.plan.precision.param_itemsize
-            wholes = item * sum(u.layout.padded_numel for u in self.plan.units) // sharing.ranks
+            wholes = item * sum(u.layout.padded_numel for u in self.plan.units) // footprint.ranks
         return wholes + self.memory.exchange + self._spare + self._kept_gradients
 
     @property
     def least_shared(self) -> int:
         """The same as a low estimate: whole parameters, where a node keeps one copy of them."""
-        stage, sharing = self.plan.stage, self.sharing
-        kept = stage.shards_optimizer and (sharing.lasting or not stage.shards_parameters)
-        return self.memory.parameters if self.shared and kept and sharing.copies > 1 else 0
+        stage, footprint = self.plan.stage, self.footprint
+        kept = stage.shards_optimizer and (footprint.lasting or not stage.shards_parameters)
+        return self.memory.parameters if self.shared and kept and footprint.copies > 1 else 0
 
     @property
     def mapped(self) -> int:
         """Bytes of address space that one process maps, shared memory of its node included; high estimate."""
-        return self.most - self.shared + self.shared * self.sharing.ranks
+        return self.most - self.shared + self.shared * self.footprint.ranks
 
     @property
     def least_mapped(self) -> int:
         """The same as a low estimate."""
         moments = self.moments(is_root=False)
         private = max(moments.loss, moments.step) - self.shared
-        return max(private, 0) + self.shared * self.sharing.ranks
+        return max(private, 0) + self.shared * self.footprint.ranks
 
     @property
     def _spare(self) -> int:

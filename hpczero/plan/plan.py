@@ -13,14 +13,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hpczero.errors import ConfigError, PlanError
-from hpczero.plan.layout import (
-    ShardLayout,
-    Sharing,
+from hpczero.plan.footprint import (
+    Footprint,
     exchange_chunk,
     places_in_turn,
     pulled_nbytes,
     rail_chunk,
 )
+from hpczero.plan.layout import ShardLayout
 from hpczero.plan.precision import Precision
 from hpczero.plan.traffic import TrafficPlan, unit_traffic
 
@@ -188,24 +188,24 @@ class Plan:
         return sum(unit.layout.padded_numel - unit.layout.numel for unit in self.units)
 
     def memory(
-        self, *, optimizer_bytes: int = ADAM_STATE_BYTES, sharing: Sharing | None = None
+        self, *, optimizer_bytes: int = ADAM_STATE_BYTES, footprint: Footprint | None = None
     ) -> MemoryPlan:
         """Bytes each rank holds, padding included. See docs/architecture.md for the table.
 
         Args:
             optimizer_bytes: state per element: 8 for Adam, 4 for SGD with momentum, 0 for plain SGD.
-            sharing: of the transport (``Collectives.sharing``); None: ranks share nothing.
+            footprint: of the transport (``Collectives.footprint``); None: ranks share nothing.
 
         Source: Rajbhandari et al., ZeRO, SC20, sec. 5; differs from the paper's 16Ψ in that reduced gradients are fp32.
         """
-        sharing = sharing or Sharing()
+        footprint = footprint or Footprint()
         stage, item = self.stage, self.precision.param_itemsize
         full = sum(unit.layout.padded_numel for unit in self.units)
         trainable = sum(unit.layout.padded_numel for unit in self.trainable_units)
         frozen = full - trainable
         owned = trainable // self.num_shards if stage.shards_optimizer else trainable
-        if stage.shards_optimizer and (sharing.lasting or not stage.shards_parameters):
-            parameters = item * full // sharing.copies
+        if stage.shards_optimizer and (footprint.lasting or not stage.shards_parameters):
+            parameters = item * full // footprint.copies
         elif stage.shards_parameters:
             # At rest only masters exist; in fp32 the master is the parameter.
             parameters = item * frozen // self.num_shards
@@ -218,55 +218,55 @@ class Plan:
             master=FP32_BYTES * owned if self.precision.has_masters else 0,
             gradients=gradients,
             optimizer=optimizer_bytes * owned,
-            unsharded=self._unsharded_nbytes(sharing),
-            exchange=self.exchange_nbytes(sharing),
+            unsharded=self._unsharded_nbytes(footprint),
+            exchange=self.exchange_nbytes(footprint),
         )
 
-    def _unsharded_nbytes(self, sharing: Sharing) -> int:
+    def _unsharded_nbytes(self, footprint: Footprint) -> int:
         """Peak of whole parameters and gradients in flight: the root unit's and the largest other module's.
 
-        With ``sharing.overlap``, of one more: one module is made whole ahead, one gradient is still being reduced.
+        With ``footprint.overlap``, of one more: one module is made whole ahead, one gradient is still being reduced.
         """
         live: dict[tuple[str, ...], int] = {}
         for unit in self.units:
             whole = unit.layout.padded_numel * self.precision.param_itemsize
             nbytes = 0
-            if self.stage.shards_parameters and not sharing.lasting:
-                nbytes += whole // sharing.copies
-            if unit.trainable and not self.stage.keeps_local_gradients and sharing.ranks == 1:
+            if self.stage.shards_parameters and not footprint.lasting:
+                nbytes += whole // footprint.copies
+            if unit.trainable and not self.stage.keeps_local_gradients and footprint.ranks == 1:
                 nbytes += whole
             live[unit.modules] = live.get(unit.modules, 0) + nbytes
         root = live.pop(("",), 0)
         largest = sorted(live.values(), reverse=True)
-        shared = sharing.copies > 1  # where a peer still uses the one before, its memory stays
-        return root + sum(largest[: 1 + sharing.overlap + shared])
+        shared = footprint.copies > 1  # where a peer still uses the one before, its memory stays
+        return root + sum(largest[: 1 + footprint.overlap + shared])
 
-    def exchange_nbytes(self, sharing: Sharing | None = None) -> int:
+    def exchange_nbytes(self, footprint: Footprint | None = None) -> int:
         """Bytes through which gradients reach the ranks that sum them."""
-        if sharing is not None and (sharing.ranks > 1 or sharing.nodes > 1):
-            return self._place_nbytes(sharing)
+        if footprint is not None and (footprint.ranks > 1 or footprint.nodes > 1):
+            return self._place_nbytes(footprint)
         largest = max((unit.layout.shard_numel for unit in self.trainable_units), default=0)
         return exchange_chunk(largest, self.num_shards, self.precision.param_itemsize) * (
             self.num_shards * self.precision.param_itemsize
         )
 
-    def _place_nbytes(self, sharing: Sharing) -> int:
+    def _place_nbytes(self, footprint: Footprint) -> int:
         """Places in shared memory from which peers read, or their messages, and what is on its way between nodes."""
         item = self.precision.param_itemsize
         sizes = [unit.layout.padded_numel * item for unit in self.trainable_units]
-        private = sharing.ranks == 1
+        private = footprint.ranks == 1
         places = [] if private or self.stage.keeps_local_gradients else places_in_turn(sizes)
-        if sharing.pulls and self.stage.shards_optimizer:
-            parts = [unit.layout.padded_numel * item // sharing.ranks for unit in self.units]
+        if footprint.pulls and self.stage.shards_optimizer:
+            parts = [unit.layout.padded_numel * item // footprint.ranks for unit in self.units]
             places = [*places, pulled_nbytes(parts)]
-        if sharing.nodes == 1:
+        if footprint.nodes == 1:
             return sum(places)
         largest = max((unit.layout.shard_numel for unit in self.trainable_units), default=0)
         wire = self._node_itemsize
-        chunk = rail_chunk(largest, sharing.nodes, wire, sharing.round_nbytes)
-        local = self.num_shards // sharing.nodes
+        chunk = rail_chunk(largest, footprint.nodes, wire, footprint.round_nbytes)
+        local = self.num_shards // footprint.nodes
         inside = local * chunk * item if private and local > 1 else 0  # what peers of the node send
-        return sum(places) + 4 * sharing.nodes * wire * chunk + inside
+        return sum(places) + 4 * footprint.nodes * wire * chunk + inside
 
     @property
     def _node_itemsize(self) -> int:
@@ -274,14 +274,14 @@ class Plan:
         return 2 if self.precision.reduce in ("bf16", "fp16") else FP32_BYTES
 
     def traffic(
-        self, *, micro_steps: int = 1, synced: int = 1, sharing: Sharing | None = None
+        self, *, micro_steps: int = 1, synced: int = 1, footprint: Footprint | None = None
     ) -> TrafficPlan:
         """What each rank sends in one optimizer step.
 
         Args:
             micro_steps: forward-backward passes in the step.
             synced: how many of them reduce gradients, i.e. run outside ``no_sync``.
-            sharing: of the transport (``Collectives.sharing``); None: everything is a message.
+            footprint: of the transport (``Collectives.footprint``); None: everything is a message.
 
         Source: Rajbhandari et al., ZeRO, SC20, sec. 7: 2Ψ for stages 0 to 2, 3Ψ for stage 3, times (N-1)/N.
         """
@@ -293,7 +293,7 @@ class Plan:
                 trainable=unit.trainable,
                 param_itemsize=self.precision.param_itemsize,
                 node_itemsize=self._node_itemsize,
-                sharing=sharing or Sharing(),
+                footprint=footprint or Footprint(),
                 micro_steps=micro_steps,
                 synced=synced,
             )
@@ -301,9 +301,9 @@ class Plan:
         ]
         return sum(parts, TrafficPlan())
 
-    def describe(self, sharing: Sharing | None = None) -> str:
+    def describe(self, footprint: Footprint | None = None) -> str:
         """A few lines for a run header: units, bytes held, bytes moved by a transport that shares so."""
-        memory, traffic = self.memory(sharing=sharing), self.traffic(sharing=sharing)
+        memory, traffic = self.memory(footprint=footprint), self.traffic(footprint=footprint)
         sizes = sorted({unit.layout.numel for unit in self.units})
         spread = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
         mib = 2**20
@@ -322,7 +322,7 @@ class Plan:
             f"  sent per rank and step: {traffic.nbytes / mib:,.1f} MiB in "
             f"{traffic.all_gathers} all-gathers and {traffic.reduce_scatters} reduce-scatters"
         )
-        if sharing is not None and sharing.ranks > 1:
+        if footprint is not None and footprint.ranks > 1:
             as_messages = self.traffic().nbytes / mib
             sent += f"; {as_messages:,.1f} MiB if the ranks of a node shared no memory"
         return "\n".join((units, held, sent))

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from hpczero.plan.layout import ShardLayout, Sharing
+from hpczero.plan.footprint import Footprint, footprint_of
+from hpczero.plan.layout import ShardLayout
 from hpczero.plan.plan import FP32_BYTES, MemoryPlan, Plan, Stage, UnitSpec
 from hpczero.plan.precision import Precision
 from hpczero.plan.traffic import TrafficPlan
+from hpczero.plan.transports import Named
 
 HALF_BYTES = 2
 # fp32 master, momentum and variance of mixed-precision Adam (ZeRO paper, sec. 3.1).
@@ -231,30 +233,20 @@ class Machine:
     Attributes:
         ranks: ranks that share it.
         memory_nbytes: what each may use beside the runtime itself.
-        local_size: ranks of a node, where nodes form a hierarchy; None: one communicator of all ranks.
-        shares_memory: whether ranks of a node share memory (transport ``window``).
-        pulls: whether they read each other's device memory (transport ``ipc``).
+        local_size: ranks of a node; None: all are on one.
+        transport: between them.
     """
 
     ranks: int
     memory_nbytes: int
     local_size: int | None = None
-    shares_memory: bool = False
-    pulls: bool = False
+    transport: Named = "flat"
 
     @property
-    def sharing(self) -> Sharing:
-        """What ranks of a node hold together."""
-        if self.local_size is None:
-            return Sharing()
-        local, nodes = min(self.local_size, self.ranks), -(-self.ranks // self.local_size)
-        if (
-            self.pulls
-        ):  # devices compute by themselves, so communication goes on beside it on one node too
-            return Sharing(local, nodes=nodes, overlap=True, pulls=local > 1)
-        if not self.shares_memory or local == 1:
-            return Sharing(nodes=nodes, overlap=nodes > 1)
-        return Sharing(local, lasting=nodes == 1, nodes=nodes, overlap=nodes > 1)
+    def footprint(self) -> Footprint:
+        """Of the transport."""
+        local = self.local_size or self.ranks
+        return footprint_of(self.transport, ranks=self.ranks, local_size=local)
 
 
 def fit(
@@ -281,7 +273,7 @@ def fit(
         accumulation: forwards per step; with more than one, ``accumulated_nbytes`` are needed too.
     """
     plan = blockwise_plan(shapes, num_shards=machine.ranks, stage=stage, precision=precision)
-    memory = plan.memory(sharing=machine.sharing)
+    memory = plan.memory(footprint=machine.footprint)
     waiting = accumulated_nbytes(plan, accumulation)
     room = machine.memory_nbytes - memory.total - waiting
 
@@ -300,7 +292,7 @@ def fit(
     return Fit(
         stage=stage,
         memory=memory,
-        traffic=plan.traffic(micro_steps=accumulation, sharing=machine.sharing),
+        traffic=plan.traffic(micro_steps=accumulation, footprint=machine.footprint),
         ideal_nbytes=ideal_state_nbytes(stage, plan.numel, data_parallel=machine.ranks),
         micro_batch=plain,
         micro_batch_checkpointed=checkpointed,

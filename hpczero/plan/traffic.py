@@ -1,14 +1,15 @@
 """Bytes on the wire, unit by unit.
 
 Owns: the count of collectives and of elements sent. Must not know: torch, MPI, any transport beyond what its ranks
-hold together (``Sharing``).
+hold together (``Footprint``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpczero.plan.layout import ShardLayout, Sharing
+from hpczero.plan.footprint import Footprint
+from hpczero.plan.layout import ShardLayout
 
 FP32_BYTES = 4
 
@@ -55,7 +56,7 @@ def unit_traffic(
     trainable: bool,
     param_itemsize: int,
     node_itemsize: int,
-    sharing: Sharing,
+    footprint: Footprint,
     micro_steps: int,
     synced: int,
 ) -> TrafficPlan:
@@ -65,14 +66,14 @@ def unit_traffic(
     them whole. Otherwise one gather follows: of the updated parameters, or, with a replicated optimizer, of the
     reduced fp32 gradient after every reduction. Partial sums travel between nodes in the dtype they are rounded to.
     """
-    shards, shard, nodes = layout.num_shards, layout.shard_numel, sharing.nodes
+    shards, shard, nodes = layout.num_shards, layout.shard_numel, footprint.nodes
     between, inside = (
         (nodes - 1) * shard,
         (shards - nodes) * shard,
     )  # together (N-1)/N of the padded unit
-    shared = sharing.ranks > 1
+    shared = footprint.ranks > 1
     reductions = synced if trainable else 0
-    if shards_parameters and not sharing.lasting:
+    if shards_parameters and not footprint.lasting:
         gathers, gather_itemsize = 2 * micro_steps, param_itemsize
     elif shards_optimizer:
         gathers, gather_itemsize = int(trainable), param_itemsize

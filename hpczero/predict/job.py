@@ -11,7 +11,7 @@ from typing import Literal
 
 from hpczero.errors import ConfigError
 from hpczero.models.config import GPTConfig, parameter_shapes
-from hpczero.plan.layout import Sharing
+from hpczero.plan.footprint import Footprint
 from hpczero.plan.plan import Plan
 from hpczero.plan.sizing import Fit, activation_nbytes, blockwise_plan, fit
 from hpczero.plan.sizing import Machine as Room
@@ -99,15 +99,14 @@ class Job:
         return Room(
             self.data_parallel,
             self.machine.usable,
-            local_size=None if self.transport == "flat" else self.local,
-            shares_memory=self.transport == "window",
-            pulls=self.transport == "ipc",
+            local_size=self.local,
+            transport=self.transport,
         )
 
     @property
-    def sharing(self) -> Sharing:
-        """What ranks of a node hold together."""
-        return self.room.sharing
+    def footprint(self) -> Footprint:
+        """Of the transport."""
+        return self.room.footprint
 
     @property
     def work(self) -> Kernels:

@@ -73,11 +73,11 @@ class Wires:
     def exposed(self, block_f: float, block_b: float, head_b: float) -> tuple[float, float]:
         """(seconds of communication that nothing hides, of all communication) in one step."""
         job, stage = self.job, self.job.plan.stage
-        steps, sharing = job.accumulation, job.sharing
+        steps, footprint = job.accumulation, job.footprint
         root, *blocks = job.plan.units
         # Flat has no queue: every call of it is over when it returns.
-        hides = job.overlap and sharing.overlap and job.transport != "flat"
-        gathers = stage.shards_parameters and not sharing.lasting
+        hides = job.overlap and footprint.overlap and job.transport != "flat"
+        gathers = stage.shards_parameters and not footprint.lasting
         exposed = whole = AGREEMENTS * self._agreement_s()
         for step in range(steps):
             last = step == steps - 1

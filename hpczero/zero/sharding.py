@@ -177,7 +177,7 @@ class Sharding:
             self.units,
             gradient_factor=self._gradient_factor,
             sharded=self.plan.stage.shards_parameters,
-            ahead=self.plan.stage.shards_parameters and self.collectives.sharing.overlap,
+            ahead=self.plan.stage.shards_parameters and self.collectives.footprint.overlap,
         )
         for unit in self.units:
             self._show_gradients(unit)

@@ -162,7 +162,7 @@ def speed(bench: Bench) -> Iterator[Row]:
                     bench, config, quickly=True, stage=stage, precision="bf16"
                 )
                 sharded = hpczero.sharding(model)
-                planned[stage] = sharded.plan.memory(sharing=sharded.collectives.sharing).total
+                planned[stage] = sharded.plan.memory(footprint=sharded.collectives.footprint).total
                 step = partial(_train, model, optimizer, x, y)
                 del optimizer, sharded
             for _ in range(WARM_UP):

@@ -142,9 +142,9 @@ def measure(topology: Topology, point: Point, accelerator: Accelerator) -> Row:
         with PeakPss() as peak:
             losses += [trainer.step()[1] for _ in range(MEMORY_STEPS)]
         ledger = sum(sharding.memory.peak.values()) + sharding.optimizer_nbytes()
-        sharing = sharding.collectives.sharing
-        planned = sharding.plan.memory(sharing=sharing)
-        traffic = sharding.plan.traffic(sharing=sharing)
+        footprint = sharding.collectives.footprint
+        planned = sharding.plan.memory(footprint=footprint)
+        traffic = sharding.plan.traffic(footprint=footprint)
         described = sharding.collectives.describe()
         # For a prediction beside the measurement; it measures the host, which says nothing of a device.
         probed = probe(topology) if accelerator.is_host else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ from hpczero.comm import choose
 from hpczero.comm.inside import segment
 from hpczero.errors import CommError, ConfigError, TopologyError
 from hpczero.memory.buffers import Use
+from hpczero.plan.footprint import footprint_of
+from hpczero.plan.transports import Named
 from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import MLP, adamw, raises_on_all, zeroified
@@ -37,6 +40,22 @@ def kind_of(topology: Topology, transport: str = "auto") -> str:
 @pytest.mark.ranks(2, 3)
 def test_ranks_of_one_node_share_memory(comm: MPI.Intracomm, topology: Topology) -> None:
     parallel_assert(comm, kind_of(topology) == "shared memory on one node")
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("transport", ["flat", "hierarchical", "window"])
+def test_a_transport_holds_what_the_plan_says_of_its_name(
+    comm: MPI.Intracomm, transport: Named, nodes: int
+) -> None:
+    local = comm.size // nodes
+    topology = hpczero.Topology.create(comm, [rank // local for rank in range(comm.size)])
+    chosen = choose(topology, transport)
+    expected = footprint_of(transport, ranks=comm.size, local_size=local)
+    found = dataclasses.replace(chosen.footprint, round_nbytes=expected.round_nbytes)
+    chosen.close()
+    topology.free()
+    parallel_assert(comm, found == expected, f"{found}, expected {expected}")
 
 
 @pytest.mark.ranks(1)

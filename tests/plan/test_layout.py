@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hpczero.plan.layout import EXCHANGE_BYTES, ShardLayout, exchange_chunk
+from hpczero.plan.footprint import EXCHANGE_BYTES, exchange_chunk
+from hpczero.plan.layout import ShardLayout
 
 Shapes = list[tuple[int, ...]]
 

@@ -13,7 +13,7 @@ from torch import nn
 from hpczero.errors import ConfigError, PlanError
 from hpczero.models import GPT, GPTConfig
 from hpczero.plan import MemoryPlan, Plan, Stage, TrafficPlan
-from hpczero.plan.layout import EXCHANGE_BYTES
+from hpczero.plan.footprint import EXCHANGE_BYTES
 from hpczero.plan.plan import UnitRule
 from hpczero.plan.precision import DType, Precision
 from hpczero.plan.rules import default_rule, whole_model

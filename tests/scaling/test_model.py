@@ -99,7 +99,7 @@ def test_seconds_on_the_wire_are_those_of_the_plans_bytes(stage: int, transport:
         memory_rate=1e30,
     )
     case = job(machine=even, stage=stage, transport=transport, overlap=False)
-    traffic = case.plan.traffic(sharing=case.sharing)
+    traffic = case.plan.traffic(footprint=case.footprint)
     assert predict(case).communication_s == pytest.approx(traffic.nbytes / 1e10, rel=1e-6)
 
 

@@ -197,7 +197,7 @@ def test_bytes_held_where_ranks_read_each_others_memory_equal_the_plan(
         step(model, optimizer, comm.rank)
         step(model, optimizer, comm.rank, zero_grad=False)
         memory = sharding.memory
-        plan = sharding.plan.memory(sharing=sharding.collectives.sharing)
+        plan = sharding.plan.memory(footprint=sharding.collectives.footprint)
         ledger = {
             "parameters": (memory.current.get("parameters", 0), plan.parameters),
             "master": (memory.current.get("master", 0), plan.master),
@@ -225,7 +225,7 @@ def test_pages_of_shared_memory_and_private_bytes_add_up_to_the_plan(
         ) as sharding:
             step(model, optimizer, comm.rank)
             step(model, optimizer, comm.rank, zero_grad=False)
-            plan = sharding.plan.memory(sharing=sharding.collectives.sharing)
+            plan = sharding.plan.memory(footprint=sharding.collectives.footprint)
             files = {k: n for k, n in shared_file_bytes().items() if k not in others}
             ranges = shared_ranges()
             private = held(but_not_in=ranges)

@@ -164,10 +164,10 @@ def test_bytes_held_between_nodes_equal_the_plan(
             model(batch, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-        sharing = sharding.collectives.sharing
-        plan, memory = sharding.plan.memory(sharing=sharing), sharding.memory
+        footprint = sharding.collectives.footprint
+        plan, memory = sharding.plan.memory(footprint=footprint), sharding.memory
         peak = memory.peak.get("unsharded", 0)
-        parallel_assert(comm, sharing.overlap)
+        parallel_assert(comm, footprint.overlap)
         # What is lent or gathered ahead may be back before the next is taken: never more than the plan, seldom as much.
         said = f"peak {peak}, plan {plan.unsharded}"
         parallel_assert(comm, peak <= 1.03 * plan.unsharded, said)
@@ -193,7 +193,7 @@ def test_a_rank_whose_peer_is_late_holds_no_more_than_the_plan(comm: MPI.Intraco
             model(batch, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-        plan = sharding.plan.memory(sharing=sharding.collectives.sharing)
+        plan = sharding.plan.memory(footprint=sharding.collectives.footprint)
         peak = sharding.memory.peak.get("unsharded", 0)
         parallel_assert(comm, peak <= 1.03 * plan.unsharded, f"peak {peak}, plan {plan.unsharded}")
     topology.free()

@@ -240,7 +240,7 @@ def test_shared_memory_on_one_node_sends_no_parameter_and_no_gradient(
 
 
 def accounts_equal_plan(comm: MPI.Intracomm, state: Sharding) -> None:
-    stats, plan = state.collectives.stats, state.plan.traffic(sharing=state.collectives.sharing)
+    stats, plan = state.collectives.stats, state.plan.traffic(footprint=state.collectives.footprint)
     said = f"{stats}, planned {plan}"
     parallel_assert(comm, stats.calls["all_gather"] == plan.all_gathers, said)
     parallel_assert(comm, stats.calls["reduce_scatter"] == plan.reduce_scatters, said)

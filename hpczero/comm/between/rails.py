@@ -21,7 +21,7 @@ from hpczero.comm.inside.level import Parts
 from hpczero.errors import ConfigError
 from hpczero.kernels.tree_sum import piece_numel, tree_sum
 from hpczero.memory.buffers import Memory, Scratch
-from hpczero.plan.layout import rail_chunk
+from hpczero.plan.footprint import rail_chunk
 
 
 class Rails:

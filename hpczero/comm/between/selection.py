@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpczero.options.values import ALGORITHMS, named_algorithms
-from hpczero.plan.layout import ROUND_BYTES
+from hpczero.plan.footprint import ROUND_BYTES
 
 
 @dataclass(frozen=True)

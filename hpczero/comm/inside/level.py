@@ -21,7 +21,7 @@ from hpczero.comm.algorithms import LibraryExchange, LibraryGather
 from hpczero.comm.algorithms.blocks import Blocks
 from hpczero.comm.devices.access import Reach
 from hpczero.memory.buffers import CPU, Buffer, Memory, Scratch, Use
-from hpczero.plan.layout import EXCHANGE_BYTES
+from hpczero.plan.footprint import EXCHANGE_BYTES
 
 # Elements [start, start + count) of this rank's part, as every local rank has them, in local order.
 Parts = Callable[[int, int], list[Tensor]]
@@ -32,9 +32,13 @@ class NodeLevel(ABC):
 
     Attributes:
         most_nbytes: what one call of ``Parts`` may ask for, over all ranks of the node.
+        reads_peers: whether ranks read each other's memory, without a message.
+        shares_wholes: whether the node has one copy of whole parameters.
     """
 
     most_nbytes: ClassVar[int]
+    reads_peers: ClassVar[bool] = True
+    shares_wholes: bool = False
 
     def __init__(self, node: MPI.Intracomm, memory: Memory, *, device: torch.device = CPU) -> None:
         """Not collective; the communicator is borrowed. ``device``: where private buffers are."""
@@ -83,6 +87,7 @@ class Messages(NodeLevel):
     """Private buffers and MPI messages."""
 
     most_nbytes = EXCHANGE_BYTES
+    reads_peers = False
 
     def __init__(
         self, node: MPI.Intracomm, memory: Memory, *, chunk_nbytes: int, reach: Reach

@@ -29,7 +29,7 @@ from hpczero.comm.inside.places import Ground
 from hpczero.comm.inside.segment import Counters
 from hpczero.job.group import Group
 from hpczero.memory.buffers import Buffer, Memory, Use
-from hpczero.plan.layout import PLACE_ALIGNMENT, PULLED_IN_TURN, pulled_nbytes
+from hpczero.plan.footprint import PLACE_ALIGNMENT, PULLED_IN_TURN, pulled_nbytes
 
 # Columns of the counters: parts that may be pulled, then those of gradients.
 OFFERED, FIRST_GRADIENT = range(2)

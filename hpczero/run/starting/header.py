@@ -31,7 +31,7 @@ def tell_header(
     log.info("transport: %s", sharding.collectives.describe())
     for line in sharding.collectives.measured():
         log.info("  %s", line)
-    log.info("%s", sharding.plan.describe(sharding.collectives.sharing))
+    log.info("%s", sharding.plan.describe(sharding.collectives.footprint))
     log.info("%s", describe_data(tokens))
     log.info("%s", describe_run(config, batch, seq_len, topology.size))
 

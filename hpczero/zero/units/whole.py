@@ -72,7 +72,7 @@ class WholeParameters:
         self._sharded = stage.shards_parameters
         layout, index = spec.layout, comm.group.index
         self.mine = slice(index * layout.shard_numel, (index + 1) * layout.shard_numel)
-        in_flight = self._sharded and not comm.sharing.lasting
+        in_flight = self._sharded and not comm.footprint.lasting
         self._buffer = comm.allocate(
             layout.padded_numel,
             DTYPES[precision.param],

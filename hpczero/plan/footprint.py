@@ -1,0 +1,94 @@
+"""Footprint: what a transport holds and sends beside the buffers of units, as far as the plan must know it.
+
+Owns: the description, and the sizes of what is exchanged in rounds. Must not know: MPI, torch, units. Each transport
+says what it has (``Collectives.footprint``); ``footprint_of`` says it of one that is not there yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpczero.plan.transports import Named
+
+# Upper bound of the buffer that receives peers' gradient blocks; larger reductions go through it in chunks.
+EXCHANGE_BYTES = 32 * 2**20
+# Bytes that one message of a round between nodes carries, unless a measurement finds better: small enough that sums and
+# messages overlap (a reduction between emulated hosts took 433 ms where 512 KiB took 580 and the link needs 403).
+ROUND_BYTES = 2**16
+PULLED_IN_TURN = (
+    2  # places that serve all whole parameters where ranks of a node pull them from each other
+)
+PLACE_ALIGNMENT = 256  # bytes
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What the ranks of a node hold together; the default is nothing.
+
+    Attributes:
+        ranks: ranks that share one copy of whole parameters (unless it ``pulls``) and read each other's gradients.
+        lasting: whole parameters stay where they are while sharded: the node holds all of them anyway.
+        nodes: nodes between which partial sums travel.
+        round_nbytes: most bytes of one partial sum that travel in one round between nodes.
+        overlap: collectives go on while the model computes: the next unit is made whole meanwhile.
+        pulls: whole parameters are each rank's own: ranks of a node only read out of each other's memory.
+    """
+
+    ranks: int = 1
+    lasting: bool = False
+    nodes: int = 1
+    round_nbytes: int = ROUND_BYTES
+    overlap: bool = False
+    pulls: bool = False
+
+    @property
+    def copies(self) -> int:
+        """Ranks that share one copy of whole parameters."""
+        return 1 if self.pulls else self.ranks
+
+
+def rail_chunk(shard_numel: int, nodes: int, itemsize: int, round_nbytes: int = ROUND_BYTES) -> int:
+    """Elements of each shard that one round between nodes exchanges.
+
+    Two rounds overlap, each with what leaves and what comes; together they fit EXCHANGE_BYTES.
+    """
+    return max(
+        min(shard_numel, EXCHANGE_BYTES // (4 * nodes * itemsize), round_nbytes // itemsize), 1
+    )
+
+
+def pulled_nbytes(parts: Sequence[int]) -> int:
+    """Bytes of the places through which parts of whole parameters of these sizes are handed on inside a node."""
+    return PULLED_IN_TURN * (-(-max(parts, default=0) // PLACE_ALIGNMENT) * PLACE_ALIGNMENT)
+
+
+def places_in_turn(sizes: Sequence[int]) -> list[int]:
+    """Bytes of the places that gradients of these sizes share on a node: the first has its own, two serve the rest."""
+    rest = sizes[1:]
+    return [max(place, default=0) for place in (sizes[:1], rest[0::2], rest[1::2])]
+
+
+def exchange_chunk(shard_numel: int, num_shards: int, itemsize: int) -> int:
+    """Elements of each shard that one round of a reduction exchanges, so that all blocks fit EXCHANGE_BYTES."""
+    return min(shard_numel, max(EXCHANGE_BYTES // (num_shards * itemsize), 1))
+
+
+def footprint_of(transport: Named, *, ranks: int, local_size: int) -> Footprint:
+    """What a transport of that name will have.
+
+    Args:
+        transport: its name.
+        ranks: of the group.
+        local_size: ranks of a node.
+    """
+    local, nodes = min(local_size, ranks), -(-ranks // local_size)
+    if transport == "flat":
+        return Footprint()
+    if (
+        transport == "ipc"
+    ):  # devices compute by themselves: communication goes on beside that on one node too
+        return Footprint(local, nodes=nodes, overlap=True, pulls=local > 1)
+    if transport == "hierarchical" or local == 1:
+        return Footprint(nodes=nodes, overlap=nodes > 1)
+    return Footprint(local, lasting=nodes == 1, nodes=nodes, overlap=nodes > 1)
