@@ -170,8 +170,8 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     """
     gradients = {}
     for unit in sharding(model).units:
-        if unit.has_gradient:
-            flat = unit.gather_gradients()
+        if unit.spec.trainable and unit.gradients.present:
+            flat = unit.gradients.whole_copy()
             for slot in unit.spec.layout.slots:
                 gradients[slot.name] = flat[slot.offset : slot.stop].view(slot.shape)
     return gradients

@@ -45,7 +45,7 @@ def accumulate(model: nn.Module, part: int, parts: int) -> Iterator[None]:
             f"rank {rank}: accumulate got part {part} of {parts}, which does not follow the part before. Run all parts "
             "of a step in order; to begin anew, call optimizer.zero_grad() and start with part 0"
         )
-    if not part and any(unit.has_local_gradients for unit in state.units):
+    if not part and any(unit.gradients.waiting for unit in state.units if unit.spec.trainable):
         raise StepError(
             f"rank {rank}: accumulate begins, but gradients of no_sync or of parts that were never completed are "
             "waiting, and its factor is not theirs; call optimizer.zero_grad(), or keep to one way for the whole step"

@@ -98,7 +98,7 @@ class Schedule:
         """Forget an interrupted forward or backward and give gathered parameters back."""
         self._backward = None
         for unit in self._order:
-            unit.finish_reduction()
+            unit.gradients.finish()
         self._running.clear()
         self._uncalled.clear()
         self.kept.clear()
@@ -329,7 +329,7 @@ class Schedule:
                     "the unit uses the parameter. Make the module that uses it the unit (rule=...), or leave the "
                     "parameter to the root unit"
                 )
-            unit.capture(position, accumulating=not self.sync)
+            unit.gradients.capture(position, accumulating=not self.sync)
             backward.arrived(unit)
             if backward.is_through(unit):
                 self._give_back(unit)
@@ -360,7 +360,7 @@ class Schedule:
         unit = self._order[backward.next]
         backward.next += 1
         self._give_back(unit)
-        unit.reduce_gradients(self._gradient_factor())
+        unit.gradients.reduce(self._gradient_factor())
 
     def _end_backward(self) -> None:
         backward = self._backward
@@ -376,7 +376,7 @@ class Schedule:
             while backward.next < len(self._order):
                 self._reduce_next(backward)
             for unit in self._order:
-                unit.finish_reduction()
+                unit.gradients.finish()
         self._backward = None
 
     def _brings_gradients(self, backward: BackwardPass) -> bool:

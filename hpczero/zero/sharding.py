@@ -29,6 +29,7 @@ from hpczero.zero.calls.surroundings import Surroundings
 from hpczero.zero.calls.untraced import untraced
 from hpczero.zero.schedule import Schedule
 from hpczero.zero.units.module_buffers import bytes_of, persistent_buffers, set_bytes, version_of
+from hpczero.zero.units.reducer import ExactReducer
 from hpczero.zero.units.seen_gradient import Sight, SlotGradient
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizer_state import OptimizerState
@@ -83,6 +84,7 @@ class Sharding:
         self.scaler = LossScaler(plan.precision.loss_scale)
         self.advice = Advice(model, self.topology)
         parameters = dict(model.named_parameters())
+        reducer = ExactReducer(collectives)
         self.units = [
             Unit(
                 spec,
@@ -90,6 +92,7 @@ class Sharding:
                 stage=plan.stage,
                 precision=plan.precision,
                 comm=collectives,
+                reducer=reducer,
             )
             for spec in plan.units
         ]
@@ -296,7 +299,8 @@ class Sharding:
         self.next_part = None
         self.step.forget_gradients()
         for unit in self.units:
-            unit.drop_gradients(set_to_none=set_to_none)
+            if unit.spec.trainable:
+                unit.gradients.drop(set_to_none=set_to_none)
 
     def check_equal_buffers(self, root: int) -> None:
         """Refuse to share buffers where ranks have not the same ones as rank ``root``. Collective over world.

@@ -115,7 +115,7 @@ class Peak:
         for unit in sharding.units:
             self._tensors.append(unit.whole.flat)
             if unit.spec.trainable:
-                self._tensors.append(unit._local._wire.tensor)
+                self._tensors.append(unit.gradients._local._wire.tensor)
         self._at_rest = self._now()
         for module in sharding.model.modules():
             module.register_forward_pre_hook(self._look)

@@ -230,7 +230,7 @@ def test_zeroify_again_after_release(comm: MPI.Intracomm, topology: Topology, mo
         pass
     with zeroified(model, adamw(model), stage=2, topology=topology) as sharding:
         model(torch.ones(1, 7)).sum().backward()
-        parallel_assert(comm, sharding.units[0].has_gradient)
+        parallel_assert(comm, sharding.units[0].gradients.present)
 
 
 def test_call_on_a_model_that_was_not_zeroified(comm: MPI.Intracomm, model: MLP) -> None:

@@ -75,20 +75,20 @@ class SlotGradient:
     @property
     def is_there(self) -> bool:
         """Whether a gradient came in since it was dropped, on any rank if it is reduced, else on this one."""
-        return self.unit.has_gradient_at(self.position)
+        return self.unit.gradients.is_at(self.position)
 
     @property
     def drops(self) -> int:
         """How often the gradient was dropped; whoever keeps it sees by this that it is gone."""
-        return int(self.unit.drops[self.position])
+        return int(self.unit.gradients.drops[self.position])
 
     def drop(self) -> None:
         """As ``parameter.grad = None``."""
         if self.in_backward():
             self.reset()
-        if self.unit.has_gradient:
+        if self.unit.gradients.present:
             self.changed(self.name, "gradients set to None one by one")
-        self.unit.drop_gradient_at(self.position)
+        self.unit.gradients.drop_at(self.position)
         self.dropped()
 
     def change(self, what: str, operation: Callable[..., Any], numbers: Sequence[float]) -> None:
@@ -97,7 +97,7 @@ class SlotGradient:
         Raises:
             StepError: the gradient is not reduced over ranks yet.
         """
-        if self.in_backward() or self.unit.has_local_gradients:
+        if self.in_backward() or self.unit.gradients.waiting:
             raise StepError(
                 f"the gradient of {self.name!r} is not reduced over ranks yet (no_sync, or a backward that did not "
                 "finish); change it after the last backward of the step"
@@ -105,7 +105,7 @@ class SlotGradient:
         self.changed(self.name, f"gradients changed by {what}{tuple(numbers)}")
         if what == "mul_" and list(numbers) == [1.0]:
             return
-        for piece in self.unit.gradient_pieces(self.position):
+        for piece in self.unit.gradients.pieces_at(self.position):
             operation(piece, *numbers)
 
 

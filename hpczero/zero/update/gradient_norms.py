@@ -53,7 +53,7 @@ class GradientNorms:
         if norm_type not in (2.0, math.inf):
             raise ConfigError(f"norm_type: got {norm_type!r}, expected 2.0 or inf")
         self._check()
-        gradients = [unit.owned_gradient for unit in self._units if unit.has_gradient]
+        gradients = [unit.gradients.owned for unit in self._units if unit.gradients.present]
         square = norm_type == 2.0
         mine = sum_of_squares(gradients) if square else largest_magnitude(gradients)
         everybody = self._comm.share(np.array([mine]), name="grad_norm")[:, 0].tolist()
@@ -78,7 +78,7 @@ class GradientNorms:
                 between the norms of two parameters.
         """
         self._check()
-        versions = [unit.gradient_version for unit in self._units]
+        versions = [unit.gradients.version for unit in self._units]
         kept, known = self._of_slots.get(order, ({}, versions))
         if (unit, position) not in kept:
             kept = self._exchange(order, versions)
@@ -91,7 +91,9 @@ class GradientNorms:
 
     def _exchange(self, order: float, versions: list[int]) -> dict[tuple[Unit, int], float]:
         """All norms of one order, kept from now on."""
-        slots = [(unit, place) for unit in self._units for place in range(len(unit.usage))]
+        slots = [
+            (unit, place) for unit in self._units for place in range(len(unit.gradients.usage))
+        ]
         changed = any(known != versions for _, known in self._of_slots.values())
         norms, changed = self._share(slots, order, changed)
         if changed:
@@ -104,7 +106,7 @@ class GradientNorms:
         self, slots: Sequence[tuple[Unit, int]], order: float, changed: bool
     ) -> tuple[list[float], bool]:
         """The norms, and whether ``changed`` is true on any rank."""
-        owned = [unit.gradient_pieces(position, owned=True) for unit, position in slots]
+        owned = [unit.gradients.pieces_at(position, owned=True) for unit, position in slots]
         if math.isinf(order):
             mine = [largest_magnitude(pieces) for pieces in owned]
         elif order == 2.0:

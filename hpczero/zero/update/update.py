@@ -146,7 +146,7 @@ class Step:
 
     @property
     def _any_gradients(self) -> bool:
-        return any(unit.has_gradient or unit.has_local_gradients for unit in self._units)
+        return any(u.gradients.present or u.gradients.waiting for u in self._units)
 
     def note_scaling(self, what: str) -> None:
         """This rank's gradients were scaled by something that must be equal on all ranks; the step compares it."""
@@ -171,8 +171,8 @@ class Step:
         factor = max_norm / (norm + 1e-6)
         if math.isfinite(norm) and factor < 1.0:
             for unit in self._units:
-                if unit.has_gradient:
-                    unit.scale_gradient(factor)
+                if unit.gradients.present:
+                    unit.gradients.scale(factor)
             self.norms.forget()
         return norm
 
@@ -182,7 +182,7 @@ class Step:
                 f"rank {self._comm.group.rank}: the last backward did not finish (an exception?), so some "
                 "gradients are missing; call optimizer.zero_grad() and run backward again before the step"
             )
-        waiting = [unit.spec.name for unit in self._units if unit.has_local_gradients]
+        waiting = [unit.spec.name for unit in self._units if unit.gradients.waiting]
         if waiting:
             raise StepError(
                 f"rank {self._comm.group.rank}: {len(waiting)} unit(s), first {waiting[0]!r}, hold gradients "
@@ -204,10 +204,10 @@ class Step:
             self._skip()
             return
         for unit, (now, emptied) in zip(self._units, used, strict=True):
-            flags = unit.usage.step(now, emptied)
-            if unit.has_gradient:
-                unit.skip_unused(flags)
-        if not any(unit.has_gradient for unit in self._units):
+            flags = unit.gradients.usage.step(now, emptied)
+            if unit.gradients.present:
+                unit.gradients.skip_unused(flags)
+        if not any(unit.gradients.present for unit in self._units):
             self._tell_nothing_to_do()
         self._open = True
         open_shards(self._shards)
@@ -248,10 +248,13 @@ class Step:
             *self._advice.words(),
         ]
         seen = np.array(words, dtype=np.uint32).view(np.uint8)  # 4 bytes each, equal on all ranks
-        usages = [np.stack([unit.usage.now, unit.usage.emptied]) for unit in self._units]
+        usages = [
+            np.stack([unit.gradients.usage.now, unit.gradients.usage.emptied])
+            for unit in self._units
+        ]
         used = np.concatenate(usages or [np.zeros((2, 0), dtype=bool)], axis=1)
         # Last: here a device is waited for, which is better busy while the host does the rest.
-        finite = _all_finite([u.owned_gradient for u in self._units if u.has_gradient])
+        finite = _all_finite([u.gradients.owned for u in self._units if u.gradients.present])
         verdict = np.array([not finite, error is not None], dtype=np.uint8)
         mine = np.concatenate([seen, ~seen, verdict, np.packbits(used)])
         agreed = self._comm.agree(mine, name="step")
@@ -270,7 +273,7 @@ class Step:
             self.replicas.check()
         self._advice.compared(same_samples=same_samples, same_generator=same_generator)
         flags = np.unpackbits(rest[2:], count=used.size).astype(bool).reshape(used.shape)
-        ends = np.cumsum([len(unit.usage) for unit in self._units])
+        ends = np.cumsum([len(unit.gradients.usage) for unit in self._units])
         return not rest[0], np.split(flags, ends[:-1], axis=1) if len(ends) else []
 
     def _local_error(self) -> StepError | None:
@@ -281,7 +284,7 @@ class Step:
                 unit.whole.check_untouched()
                 unit.optimized.check_place()
             for unit in self._units:
-                if unit.usage.late:
+                if unit.gradients.usage.late:
                     raise StepError(
                         f"rank {self._comm.group.rank}: gradients of unit {unit.spec.name!r} in "
                         "optimizer.param_groups were set to None between two backwards of one step, which only this "
@@ -331,7 +334,7 @@ class Step:
                     self.counts.skipped,
                 )
             for unit in self._units:
-                unit.drop_gradients()
+                unit.gradients.drop()
             return
         raise self._nonfinite_error(reason)
 
@@ -340,7 +343,7 @@ class Step:
         bad = [
             u.spec.name
             for u in self._units
-            if u.has_gradient and not _all_finite([u.owned_gradient])
+            if u.gradients.present and not _all_finite([u.gradients.owned])
         ]
         counts = self._comm.share(np.array([len(bad)], dtype=np.float64), name="nonfinite")[:, 0]
         ranks = [int(rank) for rank in np.flatnonzero(counts)]

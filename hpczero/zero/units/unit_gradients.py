@@ -1,0 +1,218 @@
+"""UnitGradients: the gradients of one unit, from autograd to the optimizer.
+
+Owns: this rank's own gradient, its reduction, the mean over ranks that the optimizer reads, and which parameters have
+one. Must not know: values, modules, when to act (`schedule`), optimizers (they see `shards`).
+
+    local       this rank's gradient      (padded_numel,) param dtype, from first use in backward to the reduction
+    reduced     mean over ranks           fp32, this rank's shard, or the whole unit where the optimizer is replicated;
+                                          ``shards[i].grad`` are views of it; made in backward, gone with zero_grad
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpczero.comm.collectives import Collectives, Work
+from hpczero.memory.buffers import DTYPES, Fresh
+from hpczero.plan import Stage, UnitSpec
+from hpczero.plan.precision import Precision
+from hpczero.zero.units.gradient import LocalGradient
+from hpczero.zero.units.guard import own_gradient, set_own_gradient, take_own_gradient
+from hpczero.zero.units.reducer import Reducer
+from hpczero.zero.units.shards import Shards
+from hpczero.zero.units.usage import Flags, Usage
+from hpczero.zero.units.whole_copy import whole_copy
+
+
+class UnitGradients:
+    """Of one trained unit.
+
+    Attributes:
+        usage: which parameters have a gradient.
+        drops: (slots,) int64, how often each slot's gradient was set to None.
+    """
+
+    def __init__(
+        self,
+        spec: UnitSpec,
+        parameters: list[nn.Parameter],
+        optimized: Shards,
+        *,
+        mine: slice,
+        stage: Stage,
+        precision: Precision,
+        comm: Collectives,
+        reducer: Reducer,
+    ) -> None:
+        """Not collective; memory is taken in the first backward.
+
+        Args:
+            spec: names, shapes and places.
+            parameters: the model's own, in slot order.
+            optimized: what the optimizer sees.
+            mine: this rank's shard of the flat buffer.
+            stage: what is sharded.
+            precision: dtypes.
+            comm: the transport.
+            reducer: over it.
+        """
+        self._spec, self._parameters, self._optimized = spec, parameters, optimized
+        self._mine, self._stage, self._comm, self._reducer = mine, stage, comm, reducer
+        layout = spec.layout
+        self._owned_numel = len(layout.shard_range(comm.group.index))
+        numel = mine.stop - mine.start if stage.shards_optimizer else layout.padded_numel
+        # Not kept: while activations are at their most, in forward, there are no gradients yet.
+        self._fresh = Fresh(
+            numel, torch.float32, memory=comm.memory, category="gradients", device=comm.device
+        )
+        self._local = LocalGradient(
+            layout, DTYPES[precision.param], comm=comm, keep=stage.keeps_local_gradients
+        )
+        self.usage = Usage(len(layout.slots))
+        self.drops = np.zeros(len(layout.slots), dtype=np.int64)
+        self._dropped: set[int] = set()  # slots whose reduced gradient was set to None
+        self._present = False
+        self._reduction: Work | None = None
+
+    def capture(self, position: int, *, accumulating: bool) -> None:
+        """Take the gradient autograd left on parameter ``position``; see LocalGradient.add."""
+        gradient = take_own_gradient(self._parameters[position])
+        self._dropped.discard(position)
+        if gradient is not None:
+            self._local.add(position, gradient, accumulating=accumulating)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether gradients wait for a reduction."""
+        return any(self._local.filled)
+
+    def reduce(self, scale: float) -> None:
+        """Start adding ``scale`` times the sum over ranks of the local gradients to the shards' ``grad``. Collective.
+
+        Parameters without a gradient on this rank count as zero. Frees the local gradient unless the stage keeps it.
+        ``finish`` follows.
+        """
+        accumulate = self._prepare_reduced()
+        self.usage.reduced(self._local.filled)
+        self._reduction = self._reducer.reduce(
+            self._local.complete(),
+            self._reduced_mine,
+            scale=scale,
+            accumulate=accumulate,
+            name=self._spec.name,
+        )
+        self._local.clear()
+        self._dropped.clear()
+        self._present = True
+
+    def finish(self) -> None:
+        """Return when the shards' ``grad`` have what ``reduce`` adds. Collective; nothing if none goes on."""
+        if self._reduction is None:
+            return
+        self._reduction.wait()
+        self._reduction = None
+        if not self._stage.shards_optimizer:
+            self._comm.all_gather(self.reduced, name=self._spec.name).wait()
+        for _, shard, gradient in self._gradient_parts():
+            set_own_gradient(shard, gradient)
+
+    def _prepare_reduced(self) -> bool:
+        """Whether the reduced buffer holds gradients to add to; what was set to None meanwhile becomes zero."""
+        if not self._present:
+            self._fresh.take()
+            return False
+        for position, shard, gradient in self._gradient_parts():
+            if own_gradient(shard) is None:
+                gradient.zero_()
+                self.usage.found_none(position)
+        return True
+
+    def _gradient_parts(self) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
+        return self._optimized.parts_of(self.reduced)
+
+    @property
+    def reduced(self) -> Tensor:
+        """The mean over ranks so far, fp32; only where it is ``present``."""
+        return self._fresh.tensor
+
+    @property
+    def version(self) -> int:
+        """Of the reduced gradient: another one where somebody has changed it in place."""
+        return self.reduced._version if self.present else -1
+
+    @property
+    def _reduced_mine(self) -> Tensor:
+        return self.reduced if self._stage.shards_optimizer else self.reduced[self._mine]
+
+    @property
+    def owned(self) -> Tensor:
+        """This rank's part of the reduced gradient without padding, the same elements in every stage; fp32."""
+        return self._reduced_mine[: self._owned_numel]
+
+    @property
+    def present(self) -> bool:
+        """Whether a reduced gradient waits for the optimizer; equal on all ranks, also where this rank owns nothing."""
+        return self._present
+
+    def scale(self, factor: float) -> None:
+        """Multiply the reduced gradient in place."""
+        self.reduced.mul_(factor)
+
+    def skip_unused(self, used_anywhere: Flags) -> None:
+        """Drop the gradient of parameters no rank used: the optimizer then leaves them alone, as in torch."""
+        for shard, position in zip(self._optimized.parameters, self._optimized.slots, strict=True):
+            if not used_anywhere[position]:
+                set_own_gradient(shard, None)
+
+    def drop(self, *, set_to_none: bool = True) -> None:
+        """Forget local and reduced gradients; with ``set_to_none=False`` reduced ones become zero."""
+        self._local.clear()
+        for shard in self._optimized.parameters:
+            if set_to_none:
+                set_own_gradient(shard, None)
+            elif (gradient := own_gradient(shard)) is not None:
+                gradient.zero_()
+        if set_to_none:
+            self.drops += 1
+            self._fresh.drop()
+            self.usage.drop_all()
+            self._dropped.clear()
+            self._present = False
+
+    # --- the gradient of one slot --------------------------------------------------------------------------------
+
+    def is_at(self, position: int) -> bool:
+        """Whether a slot has a gradient, reduced (then on all ranks alike) or waiting for it."""
+        reduced = self.present and position not in self._dropped
+        return bool(reduced or self._local.filled[position])
+
+    def pieces_at(self, position: int, *, owned: bool = False) -> list[Tensor]:
+        """Views of what this rank holds of a slot's reduced gradient; ``owned``: each element on one rank only."""
+        if not self.present:
+            return []
+        mine = self._comm.group.index
+        parts = self._optimized.parts_at(position, self.reduced)
+        return [part for piece, part in parts if piece == mine or not owned]
+
+    def drop_at(self, position: int) -> None:
+        """Forget the gradient of one slot; after the last one the memory is given back."""
+        self._local.filled[position] = False
+        self.drops[position] += 1
+        for slot, shard, gradient in self._gradient_parts() if self.present else ():
+            if slot == position:
+                set_own_gradient(shard, None)
+                gradient.zero_()
+        self.usage.drop(position)
+        self._dropped.add(position)
+        if len(self._dropped) == len(self._spec.layout.slots):
+            self.drop()
+
+    # --- whole copies --------------------------------------------------------------------------------------------
+
+    def whole_copy(self) -> Tensor:
+        """(numel,) fp32 copy of the reduced gradient. Collective."""
+        return whole_copy(self.reduced, self._spec.layout, self._comm, name=self._spec.name)

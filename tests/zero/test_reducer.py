@@ -1,0 +1,34 @@
+"""The exact reducer is the sum of its transport."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from hpczero.zero.units.reducer import ExactReducer
+from tests.helpers.parallel import parallel_assert
+from tests.zero.reducer_suite import SHARD, ReducerSuite, gradient
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Collectives
+
+
+class TestExact(ReducerSuite):
+    @staticmethod
+    def make(transport: Collectives) -> ExactReducer:
+        return ExactReducer(transport)
+
+    @pytest.mark.ranks(2, 3)
+    def test_it_is_the_sum_of_the_transport_bit_for_bit(
+        self, comm: MPI.Intracomm, transport: Collectives
+    ) -> None:
+        local = gradient(comm.rank, comm.size, torch.float32)
+        found, expected = torch.empty(SHARD), torch.empty(SHARD)
+        reducer = ExactReducer(transport)
+        reducer.reduce(local, found, scale=0.3, accumulate=False, name="u").wait()
+        transport.reduce_scatter(local, expected, scale=0.3, name="u").wait()
+        parallel_assert(comm, torch.equal(found, expected))
