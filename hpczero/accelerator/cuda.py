@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpczero.accelerator.base import Accelerator, Attached, Export, Lane, Mark, Span
 from hpczero.errors import CommError, ConfigError
@@ -83,7 +84,7 @@ class _Stream(Lane):
 
 
 class _Block(Export):
-    """See [Note: One exported block]."""
+    """One allocation that other processes may map; [Note: One exported block]."""
 
     def __init__(self, cupy: ModuleType, device: torch.device, nbytes: int) -> None:
         self._runtime = cupy.cuda.runtime
@@ -191,50 +192,50 @@ class CudaAccelerator(Accelerator):
                 "--parallel.device cpu"
             ) from error
 
+    @override
     def mark(self) -> Mark:
-        """See ``Accelerator``."""
         return _Event(torch.cuda.current_stream(self.device))
 
+    @override
     def span(self) -> Span:
-        """See ``Accelerator``."""
         return _Events(torch.cuda.current_stream(self.device))
 
+    @override
     def lane(self) -> Lane:
-        """See ``Accelerator``."""
         return _Stream(self.device)
 
+    @override
     def pinned(self, nbytes: int) -> Tensor:
-        """See ``Accelerator``."""
         with torch.inference_mode(False):  # it is kept
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    @override
     def export(self, nbytes: int) -> Export:
-        """See ``Accelerator``."""
         block = _Block(self._cupy, self.device, nbytes)
         self._blocks.add(block)
         return block
 
+    @override
     def attach(self, ticket: bytes, nbytes: int) -> Attached:
-        """See ``Accelerator``."""
         return _Peer(self._cupy, self.device, ticket, nbytes)
 
+    @override
     def bring(self, tensor: Tensor) -> Tensor:
-        """See ``Accelerator``."""
         # Torch keeps the pinned copy until it has been read.
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     @property
+    @override
     def identity(self) -> str:
-        """See ``Accelerator``."""
         return str(getattr(torch.cuda.get_device_properties(self.device), "uuid", self.device))
 
+    @override
     def describe(self) -> str:
-        """See ``Accelerator``."""
         found = torch.cuda.get_device_properties(self.device)
         return f"{found.name}, {found.total_memory / 2**30:.0f} GiB, as {self.device}"
 
+    @override
     def usage(self) -> Mapping[str, int]:
-        """See ``Accelerator``."""
         stats: dict[str, Any] = torch.cuda.memory_stats(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
         # Not torch's, and there all the time.
@@ -250,12 +251,12 @@ class CudaAccelerator(Accelerator):
             "total": total,
         }
 
+    @override
     def reset_peak(self) -> None:
-        """See ``Accelerator``."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
+    @override
     def enter_thread(self) -> None:
-        """See ``Accelerator``."""
         torch.cuda.set_device(self.device)
         self._cupy.cuda.Device(self.device.index).use()
 

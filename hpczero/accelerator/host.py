@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpczero.accelerator.base import Accelerator, Attached, Export, Lane, Mark, Span
 from hpczero.errors import CommError
@@ -128,35 +129,35 @@ class HostAccelerator(Accelerator):
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
+    @override
     def mark(self) -> Mark:
-        """See ``Accelerator``."""
         return _Passed()
 
+    @override
     def span(self) -> Span:
-        """See ``Accelerator``."""
         return _HostSpan()
 
+    @override
     def lane(self) -> Lane:
-        """See ``Accelerator``."""
         return _Now()
 
+    @override
     def pinned(self, nbytes: int) -> Tensor:
-        """See ``Accelerator``."""
         with torch.inference_mode(False):  # it is kept
             return torch.empty(nbytes, dtype=torch.uint8)
 
+    @override
     def export(self, nbytes: int) -> Export:
-        """See ``Accelerator``."""
         return _SharedFile(nbytes)
 
+    @override
     def attach(self, ticket: bytes, nbytes: int) -> Attached:
-        """See ``Accelerator``."""
         return _MappedFile(ticket, nbytes)
 
+    @override
     def describe(self) -> str:
-        """See ``Accelerator``."""
         return "cpu"
 
+    @override
     def usage(self) -> Mapping[str, int]:
-        """See ``Accelerator``."""
         return {}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GPTAdapter:
-    """See ``Adapter``; ``config`` gives the sizes."""
+    """A GPT of the sizes that ``config`` gives."""
 
     config: GPTConfig
 

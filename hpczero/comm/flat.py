@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpczero.comm.algorithms import Exchange, Gather, LibraryExchange, LibraryGather
 from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
@@ -56,8 +57,8 @@ class Flat(Collectives):
         self._exchange = over.exchange(exchange, self.group.ordered, chunk_nbytes=chunk_nbytes)
         self._received = Scratch(self.memory, category="exchange", device=self.device)
 
+    @override
     def describe(self) -> str:
-        """See ``Collectives``."""
         return f"flat, all-gather {self._gather.name}, exchange {self._exchange.name}"
 
     def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work:

@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from mpi4py import MPI
 from torch import Tensor
+from typing_extensions import override
 
 from hpczero.comm.algorithms.blocks import CHUNK_BYTES
 from hpczero.comm.background import Queue
@@ -136,6 +137,7 @@ class Hierarchical(Collectives):
                 overlap=beside,
             )
 
+    @override
     def allocate(
         self,
         numel: int,
@@ -145,7 +147,6 @@ class Hierarchical(Collectives):
         use: Use = Use.PRIVATE,
         keep: bool = False,
     ) -> Buffer:
-        """See ``Collectives``."""
         if self._queue is not None and use is Use.REDUCE and not self._node.reads_peers:
             lent = LentBuffer(
                 numel,
@@ -160,8 +161,8 @@ class Hierarchical(Collectives):
         return self._node.allocate(numel, dtype, category=category, use=use, keep=keep)
 
     @property
+    @override
     def footprint(self) -> Footprint:
-        """See ``Collectives``."""
         local = self._node.comm.size if self._node.reads_peers else 1
         shares_wholes = self._node.shares_wholes
         pulls = local > 1 and not shares_wholes
@@ -176,8 +177,8 @@ class Hierarchical(Collectives):
             pulls=pulls,
         )
 
+    @override
     def describe(self) -> str:
-        """See ``Collectives``."""
         names = {Window: "shared memory", Ipc: "peers' memory", Messages: "messages"}
         inside = names[type(self._node)]
         if not self.reach.accelerator.is_host:
@@ -188,8 +189,8 @@ class Hierarchical(Collectives):
         when = ", while the model computes" if self._queue is not None else ""
         return f"{inside} inside nodes; {between}{when}"
 
+    @override
     def measured(self) -> list[str]:
-        """See ``Collectives``."""
         return self._rails.selection.table()
 
     @property
@@ -211,8 +212,8 @@ class Hierarchical(Collectives):
         is_host = self.reach.accelerator.is_host
         return selection if is_host else selection.in_rounds_of(DEVICE_ROUND_BYTES)
 
+    @override
     def settle(self) -> None:
-        """See ``Collectives``."""
         self._node.settle()
 
     def _sent_nbytes(self, full: Tensor, shard_numel: int, use: Use) -> int:

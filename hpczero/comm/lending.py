@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpczero.memory.buffers import CPU, Buffer, Memory
 
@@ -49,13 +50,13 @@ class LentBuffer(Buffer):
             super().release()
 
     def take(self) -> None:
-        """See ``Buffer``; waits for the reader."""
+        """Take the memory; waits for the reader."""
         self._wanted = True
         self.get_back()
         super().take()
 
+    @override
     def release(self) -> None:
-        """See ``Buffer``."""
         self._wanted = False
         if self._reader is None:
             super().release()

@@ -356,7 +356,7 @@ class Schedule:
         return self._backward
 
     def _reduce_next(self, backward: BackwardPass) -> None:
-        """See backward.[Note: Order of reductions]."""
+        """Reduce the unit whose turn it is; why in turn: backward.[Note: Order of reductions]."""
         unit = self._order[backward.next]
         backward.next += 1
         self._give_back(unit)

@@ -16,6 +16,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
+from typing_extensions import override
 
 from hpczero.checkpoint.disk.format import Dataset
 from hpczero.checkpoint.disk.rawfile import (
@@ -64,20 +65,20 @@ class Writer(ABC):
 class MpioWriter(Writer):
     """h5py's ``mpio`` driver: collective MPI-IO."""
 
+    @override
     def __init__(self, path: Path) -> None:
-        """See ``Writer``."""
         self._path = path
         self._descriptor = os.open(path, os.O_RDONLY)  # of this node's cache of the file
 
+    @override
     def join(self, comm: MPI.Intracomm) -> None:
-        """See ``Writer``."""
         # Never closed after an error: HDF5 would call MPI-IO collectively, which hangs or crashes.
         self._file = h5py.File(self._path, "r+", driver="mpio", comm=comm, libver=("v110", "v110"))
         self._transfer = h5py.h5p.create(h5py.h5p.DATASET_XFER)
         self._transfer.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
 
+    @override
     def write(self, dataset: Dataset, start: int, data: Array) -> None:
-        """See ``Writer``."""
         found = self._file[dataset.name].id
         there, here = found.get_space(), h5py.h5s.create_simple((max(len(data), 1),))
         if len(data):
@@ -90,15 +91,15 @@ class MpioWriter(Writer):
         offset = dataset.offset + start * dataset.itemsize
         start_writeback(self._descriptor, offset, data.nbytes)
 
+    @override
     def close(self) -> None:
-        """See ``Writer``."""
         self._file.flush()
         self._file.close()
         os.fsync(self._descriptor)  # HDF5 writes again after its own sync
         self.abandon()
 
+    @override
     def abandon(self) -> None:
-        """See ``Writer``."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -112,15 +113,15 @@ class PosixWriter(Writer):
     past the kernel's cache where the file system lets them (docs/performance.md has what that is worth).
     """
 
+    @override
     def __init__(self, path: Path) -> None:
-        """See ``Writer``."""
         self._descriptor = os.open(path, os.O_RDWR)
         self._direct = open_direct(path)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hpczero-pwrite")
         self._last: Future[None] | None = None
 
+    @override
     def write(self, dataset: Dataset, start: int, data: Array) -> None:
-        """See ``Writer``."""
         self._wait()
         offset = dataset.offset + start * dataset.itemsize
         self._last = self._thread.submit(self._write, offset, data)
@@ -137,14 +138,14 @@ class PosixWriter(Writer):
         if last is not None:
             last.result()
 
+    @override
     def close(self) -> None:
-        """See ``Writer``."""
         self._wait()
         os.fsync(self._descriptor)
         self.abandon()
 
+    @override
     def abandon(self) -> None:
-        """See ``Writer``."""
         self._thread.shutdown()
         # Once: the number may be that of another thread's file by now.
         descriptors, self._descriptor, self._direct = [self._descriptor, self._direct], -1, None

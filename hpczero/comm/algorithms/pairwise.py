@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from mpi4py import MPI
+from typing_extensions import override
 
 from hpczero.comm.algorithms.base import Exchange, Gather, wait_all
 from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
@@ -47,8 +48,8 @@ class PairwiseGather(Gather):
     name = "pairwise"
     in_rounds = True
 
+    @override
     def __init__(self, comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES) -> None:
-        """See ``Gather``."""
         super().__init__(comm, chunk_nbytes=chunk_nbytes)
         self._steps = _Steps(comm)
 
@@ -68,8 +69,8 @@ class PairwiseExchange(Exchange):
 
     name = "pairwise"
 
+    @override
     def __init__(self, comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES) -> None:
-        """See ``Exchange``."""
         super().__init__(comm, chunk_nbytes=chunk_nbytes)
         self._steps = _Steps(comm)
 
@@ -93,6 +94,6 @@ class PairwiseExchange(Exchange):
         if size == 1:
             meanwhile()
 
+    @override
     def finish(self) -> None:
-        """See ``Exchange``."""
         self._steps.wait(left=0)

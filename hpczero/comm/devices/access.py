@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from mpi4py import MPI
+from typing_extensions import override
 
 from hpczero.accelerator import Accelerator, HostAccelerator
 from hpczero.comm.algorithms import Exchange, Gather
@@ -55,16 +56,16 @@ class HostReach(Reach):
     def __init__(self) -> None:
         super().__init__(HostAccelerator())
 
+    @override
     def gather(
         self, kind: type[Gather], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
     ) -> Gather:
-        """See ``Reach``."""
         return kind(comm, chunk_nbytes=chunk_nbytes)
 
+    @override
     def exchange(
         self, kind: type[Exchange], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
     ) -> Exchange:
-        """See ``Reach``."""
         return kind(comm, chunk_nbytes=chunk_nbytes)
 
 
@@ -73,16 +74,16 @@ class DirectReach(Reach):
 
     name = "device memory given to MPI"
 
+    @override
     def gather(
         self, kind: type[Gather], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
     ) -> Gather:
-        """See ``Reach``."""
         return _DirectGather(kind(comm, chunk_nbytes=chunk_nbytes), self.accelerator)
 
+    @override
     def exchange(
         self, kind: type[Exchange], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
     ) -> Exchange:
-        """See ``Reach``."""
         return _DirectExchange(kind(comm, chunk_nbytes=chunk_nbytes), self.accelerator)
 
 
@@ -91,16 +92,16 @@ class StagedReach(Reach):
 
     name = "device memory through the host"
 
+    @override
     def gather(
         self, kind: type[Gather], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
     ) -> Gather:
-        """See ``Reach``."""
         return StagedGather(kind(comm, chunk_nbytes=chunk_nbytes), self.accelerator)
 
+    @override
     def exchange(
         self, kind: type[Exchange], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
     ) -> Exchange:
-        """See ``Reach``."""
         return StagedExchange(kind(comm, chunk_nbytes=chunk_nbytes), self.accelerator)
 
 
@@ -113,8 +114,8 @@ class _DirectGather(Gather):
         self._inner = inner
         self._accelerator = accelerator
 
+    @override
     def __call__(self, blocks: Blocks) -> None:
-        """See ``Gather``."""
         if blocks.count > 1:
             self._accelerator.finish()
             self._inner(blocks)
@@ -122,8 +123,8 @@ class _DirectGather(Gather):
     def _gather(self, blocks: Blocks) -> None:
         raise AssertionError("the inner one does it")
 
+    @override
     def free(self) -> None:
-        """See ``Gather``."""
         self._inner.free()
 
 
@@ -150,10 +151,10 @@ class _DirectExchange(Exchange):
         self._accelerator.finish()  # what was read from ``receive`` before must have been read
         self._inner(send, receive, prepare=prepared, meanwhile=meanwhile)
 
+    @override
     def finish(self) -> None:
-        """See ``Exchange``."""
         self._inner.finish()
 
+    @override
     def free(self) -> None:
-        """See ``Exchange``."""
         self._inner.free()

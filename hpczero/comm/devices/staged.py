@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpczero.accelerator import Accelerator, Mark
 from hpczero.comm.algorithms import Exchange, Gather
@@ -42,8 +43,8 @@ class StagedGather(Gather):
         self._down, self._up = accelerator.lane(), accelerator.lane()
         self._slots = _Slots(accelerator, SLOTS)
 
+    @override
     def __call__(self, blocks: Blocks) -> None:
-        """See ``Gather``."""
         if blocks.count <= 1 or not blocks.nbytes:
             return
         me, count = self.comm.rank, blocks.count
@@ -75,8 +76,8 @@ class StagedGather(Gather):
     def _gather(self, blocks: Blocks) -> None:
         raise AssertionError("the inner one does it")
 
+    @override
     def free(self) -> None:
-        """See ``Gather``."""
         self._inner.free()
         self._slots.free()
 
@@ -129,14 +130,14 @@ class StagedExchange(Exchange):
         self._inner(sent, received, prepare=prepared, meanwhile=then)
         self._complete = complete
 
+    @override
     def finish(self) -> None:
-        """See ``Exchange``."""
         self._inner.finish()
         complete, self._complete = self._complete, lambda: None
         complete()
 
+    @override
     def free(self) -> None:
-        """See ``Exchange``."""
         self._inner.free()
         self._sent.free()
         self._received.free()

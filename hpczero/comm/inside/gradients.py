@@ -95,7 +95,7 @@ class SharedGradients:
         return self._counters is not None and self._arena.fits(full)
 
     def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
-        """See ``NodeLevel``; ``full`` fits."""
+        """``Parts`` of everybody's ``full``, which fits into one place."""
         assert self._counters is not None, "opened"
         self._reductions = number = self._reductions + 1
         self._wait_until_read(number - LOCATIONS)  # the number before in the same column

@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from mpi4py import MPI
 from torch import Tensor
+from typing_extensions import override
 
 from hpczero.comm.algorithms import LibraryExchange, LibraryGather
 from hpczero.comm.algorithms.blocks import Blocks
@@ -98,15 +99,15 @@ class Messages(NodeLevel):
         self._exchange = reach.exchange(LibraryExchange, node)
         self._received = Scratch(memory, category="exchange", device=self.device)
 
+    @override
     def spread(self, full: Tensor) -> Callable[[], None] | None:
-        """See ``NodeLevel``."""
         part = full.numel() // self.comm.size
         self._gather(Blocks.of(full, 0, part, part, self.comm.size))
         return None
 
     @contextmanager
+    @override
     def reading(self, full: Tensor) -> Iterator[Parts]:
-        """See ``NodeLevel``."""
         size, me = self.comm.size, self.comm.rank
         part = full.numel() // size
 
@@ -126,7 +127,7 @@ class Messages(NodeLevel):
         yield parts
 
     def close(self) -> None:
-        """See ``NodeLevel``; not collective here."""
+        """Free datatypes and the memory to receive into. Not collective here."""
         self._gather.free()
         self._exchange.free()
         self._received.release()

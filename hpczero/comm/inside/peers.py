@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpczero.accelerator import Accelerator, Attached, Export
 from hpczero.comm.inside import gradients
@@ -42,8 +43,8 @@ class ExportGround(Ground):
     def __init__(self, parts: list[Tensor]) -> None:
         self.parts = parts
 
+    @override
     def part(self, rank: int) -> Tensor:
-        """See ``Ground``."""
         return self.parts[rank]
 
 
@@ -135,8 +136,8 @@ class Ipc(NodeLevel):
         self._counters = Counters(self.comm, COLUMNS, naps=self._overlap)
         self._gradients.open(ExportGround(self._parts), self._counters)
 
+    @override
     def shares(self, full: Tensor, use: Use) -> bool:
-        """See ``NodeLevel``."""
         if self._counters is None:
             return False
         if use is Use.GATHER:
@@ -145,7 +146,7 @@ class Ipc(NodeLevel):
         return self._gradients.fits(full)
 
     def spread(self, full: Tensor) -> Callable[[], None] | None:
-        """See ``NodeLevel`` and [Note: One copy more]."""
+        """Peers' parts are copied out of their memory; [Note: One copy more]."""
         counters, comm = self._counters, self.comm
         if counters is None or not self.shares(full, Use.GATHER):
             return self._messages.spread(full)
@@ -164,14 +165,14 @@ class Ipc(NodeLevel):
         self._accelerator.finish()
         return None
 
+    @override
     def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
-        """See ``NodeLevel``."""
         if not self.shares(full, Use.REDUCE):
             return self._messages.reading(full)
         return self._gradients.reading(full)
 
+    @override
     def close(self) -> None:
-        """See ``NodeLevel``."""
         if self._counters is not None:
             self._gradients.close()
         self._parts.clear()

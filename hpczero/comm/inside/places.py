@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpczero.comm.inside.segment import PAGE
 from hpczero.memory.buffers import CPU, Buffer, Memory, lasting
@@ -90,7 +91,7 @@ class GradientBuffer(Buffer):
             memory.add(category, self._nbytes)
 
     def take(self) -> None:
-        """See ``Buffer``; waits until a place that was read before may be written again."""
+        """Take the memory; waits until a place that was read before may be written again."""
         if self._held:
             return
         assert self.place is not None, "laid out before it is used"
@@ -103,8 +104,8 @@ class GradientBuffer(Buffer):
             self._memory.add(self._category, self._nbytes)
         self._held = True
 
+    @override
     def release(self) -> None:
-        """See ``Buffer``."""
         if not self._held:
             return
         self._held = False

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpczero.accelerator import HostAccelerator
 from hpczero.comm.inside import gradients
@@ -40,12 +41,12 @@ class SegmentGround(Ground):
         self._rank = rank
         self._nbytes = nbytes
 
+    @override
     def part(self, rank: int) -> Tensor:
-        """See ``Ground``."""
         return self._segment.bytes[rank * self._nbytes : (rank + 1) * self._nbytes]
 
+    @override
     def claim(self, start: int, stop: int) -> None:
-        """See ``Ground``."""
         begin = self._rank * self._nbytes
         self._segment.claim(begin + start, begin + stop)
 
@@ -86,8 +87,8 @@ class WholeBuffer(Buffer):
         start = self._window.comm.rank * self._nbytes
         return start, start + self._nbytes
 
+    @override
     def take(self) -> None:
-        """See ``Buffer``."""
         if self.lasts:
             return
         self.generation += 1
@@ -191,7 +192,7 @@ class Window(NodeLevel):
         return whole
 
     def settle(self) -> None:
-        """See ``NodeLevel``: lays the arena out. Collective over the group."""
+        """Lay the arena out. Collective over the group."""
         self._counters = Counters(self.comm, FIRST_WHOLE + len(self._wholes), naps=self._overlap)
         each = self._gradients.lay_out()
         nbytes = each * self.comm.size
@@ -199,8 +200,8 @@ class Window(NodeLevel):
             segment = Segment.create(self.comm, nbytes, f"{nbytes:,} bytes of gradients")
         self._gradients.open(SegmentGround(segment, self.comm.rank, each), self._counters)
 
+    @override
     def shares(self, full: Tensor, use: Use) -> bool:
-        """See ``NodeLevel``."""
         if self._counters is None:
             return False
         if use is Use.GATHER:
@@ -209,8 +210,8 @@ class Window(NodeLevel):
 
     # --- gather --------------------------------------------------------------------------------------------------
 
+    @override
     def spread(self, full: Tensor) -> Callable[[], None] | None:
-        """See ``NodeLevel``."""
         counters = self._counters
         if counters is None or not self.shares(full, Use.GATHER):
             return self._messages.spread(full)
@@ -234,14 +235,14 @@ class Window(NodeLevel):
                 other.drop()
                 del self._to_drop[other.number]
 
+    @override
     def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
-        """See ``NodeLevel``."""
         if not self.shares(full, Use.REDUCE):
             return self._messages.reading(full)
         return self._gradients.reading(full)
 
+    @override
     def close(self) -> None:
-        """See ``NodeLevel``."""
         if self._counters is not None:
             self._gradients.close()
             self._counters.free()

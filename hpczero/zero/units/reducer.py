@@ -40,6 +40,6 @@ class ExactReducer:
     def reduce(
         self, local: Tensor, into: Tensor, *, scale: float, accumulate: bool, name: str
     ) -> Work:
-        """See ``Reducer``."""
+        """The transport's own ``reduce_scatter``."""
         comm = self._comm
         return comm.reduce_scatter(local, into, scale=scale, accumulate=accumulate, name=name)

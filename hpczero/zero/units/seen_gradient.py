@@ -116,7 +116,7 @@ class Sight:
         self._slot = slot
 
     def look(self, parameter: Tensor) -> Tensor | None:
-        """See ``GradientSight``."""
+        """What ``parameter.grad`` is: None, or a stand-in for the gradient in shards."""
         return SeenGradient(self._slot, parameter) if self._slot.is_there else None
 
     def assign(self, value: Tensor | None) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from hpczero.errors import StepError
 from hpczero.zero.units.guard import ShardedParameter, own_gradient, set_own_gradient, watched_data
@@ -176,6 +177,7 @@ class ShardPiece(Tensor):
         )
 
     @classmethod
+    @override
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -183,7 +185,6 @@ class ShardPiece(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """See ``_on_pieces``."""
         return _on_pieces(func, types, args, kwargs)
 
 
@@ -191,6 +192,7 @@ class _Shard(nn.Parameter):
     """The optimizer's parameter between steps."""
 
     @classmethod
+    @override
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -198,14 +200,13 @@ class _Shard(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """See ``_on_pieces``."""
         return _on_pieces(func, types, args, kwargs)
 
     data = watched_data  # see shards.[Note: Changes of values between steps]
 
     @property
     def grad(self) -> Tensor | None:
-        """See ShardPiece. What is assigned goes into the gradient that is there, which norms are taken of."""
+        """What is assigned goes into the gradient that is there, which norms are taken of."""
         own = own_gradient(self)
         # Detached: torch refuses to make a view of what was cut without a graph a part of one, in place.
         return None if own is None else own.detach().as_subclass(ShardPiece)

@@ -141,7 +141,7 @@ class Unit:
         self.whole.wait_for_unshard()
 
     def reshard(self, *, retain: bool = False) -> None:
-        """See ``WholeParameters.reshard``."""
+        """Give the whole parameters back where the stage shards them; ``retain``: this rank goes on using them."""
         self.whole.reshard(retain=retain)
 
     def refresh(self) -> None:
@@ -175,7 +175,7 @@ class Unit:
         self._note_values()
 
     def take_over(self) -> None:
-        """See ``WholeParameters.take_over``; masters that lie in the buffer follow it."""
+        """Follow a program that has put values into other memory (``parameter.data = ...``), and masters with them."""
         inside = torch._C._is_alias_of(self._rest, self.whole.flat)  # type: ignore[attr-defined]
         if self.whole.take_over() and inside:
             self._rest.data = self._like_rest(self.whole.flat)
