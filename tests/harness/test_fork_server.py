@@ -134,12 +134,13 @@ def test_job_whose_shim_is_killed_is_killed(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_job_are_processes_of_mpi_with_numbers_of_their_own() -> None:
+    # One write a line: with PYTHONUNBUFFERED set the pieces of several ranks would mix.
     program = (
         "from mpi4py import MPI; import numpy, os, random; comm = MPI.COMM_WORLD\n"
         "mine = (os.getpid(), random.random(), numpy.random.rand())\n"
         "found = comm.allgather(mine)\n"
         "assert all(len(set(column)) == comm.size for column in zip(*found)), found\n"
-        "print(comm.rank, comm.size)"
+        "print(f'{comm.rank} {comm.size}\\n', end='')"
     )
     done = run_ranks(3, ["-c", program], 60)
     assert done.returncode == 0, done

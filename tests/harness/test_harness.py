@@ -292,7 +292,7 @@ def test_parallel_assert_fails_on_every_rank_and_names_the_wrong_ones() -> None:
         except AssertionError as error:
             assert "false on 1 of 3 ranks" in str(error), error
             assert "rank 1: saw 1" in str(error), error
-            print("failed together", flush=True)
+            print("failed together\\n", end="", flush=True)
     """
     finished = run_ranks(3, ["-c", textwrap.dedent(code)], timeout=60)
     assert finished.returncode == 0, finished

@@ -254,7 +254,11 @@ def test_chain_goes_on_link_by_link_and_later_links_find_nothing_left(submit: Su
 
 
 def test_point_runs_a_command_on_every_rank_and_ends_with_its_code(submit: Submitter) -> None:
-    program = "from mpi4py import MPI; import sys; w = MPI.COMM_WORLD; print('rank', w.rank, 'of', w.size); sys.exit(3)"
+    program = (
+        "from mpi4py import MPI; import sys; w = MPI.COMM_WORLD\n"
+        # One write a line: with PYTHONUNBUFFERED set the pieces of several ranks would mix.
+        "print(f'rank {w.rank} of {w.size}\\n', end=''); sys.exit(3)"
+    )
     submitted = submit.script(
         "point.sh", "python", "-c", program, SBATCH_OPTIONS="--parsable --mem=0"
     )
