@@ -92,13 +92,13 @@ def _keep_changes(state: Sharding, modifier_rank: int) -> None:
         for unit in state.units:
             unit.whole.check_guards()
         _check_apart(state)
-    state.check_equal_buffers(modifier_rank)
+    state.shared_buffers.check_equal(modifier_rank)
     with state.topology.agreed("keep what was changed inside gathered"):
         for unit in state.units:
             unit.take_over()
     for unit in state.units:
         unit.write_back(modifier_rank)
-    state.share_buffers(modifier_rank)
+    state.shared_buffers.share(modifier_rank)
 
 
 def _refuse_changes(state: Sharding) -> NoReturn:

@@ -33,7 +33,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any] | None:
     """
     state = sharding(model)
     with state.topology.agreed("collect the weights"):
-        state.check_attachment()
+        state.attachment.check()
         state.check_values()
     state.step.replicas.check()
     values: dict[int, Tensor] | None = {} if state.topology.is_root else None

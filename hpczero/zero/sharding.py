@@ -7,28 +7,26 @@ inside.
 from __future__ import annotations
 
 import itertools
-import weakref
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpczero.comm import Collectives
 from hpczero.errors import StepError
 from hpczero.job.topology import Topology
-from hpczero.job.unlike import unlike
 from hpczero.memory.buffers import DTYPES, Memory
 from hpczero.plan import Plan
 from hpczero.plan.precision import LossScaler
+from hpczero.zero.attachment import Attachment
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.calls.casting import Casting
 from hpczero.zero.calls.seal import Seal
 from hpczero.zero.calls.surroundings import Surroundings
 from hpczero.zero.calls.untraced import untraced
 from hpczero.zero.schedule import Schedule
-from hpczero.zero.units.module_buffers import bytes_of, persistent_buffers, set_bytes, version_of
+from hpczero.zero.shared_buffers import SharedBuffers
 from hpczero.zero.units.reducer import ExactReducer
 from hpczero.zero.units.seen_gradient import Sight, SlotGradient
 from hpczero.zero.units.unit import Unit
@@ -47,6 +45,7 @@ class Sharding:
         topology, plan, precision: the decisions.
         collectives: the transport, with ``stats``.
         units: in plan order.
+        attachment, shared_buffers: what a step holds the model against.
         micro_batches: over how many the gradients that are reduced now are the mean; see ``accumulate``.
         next_part: of ``accumulate``, and of how many; None before the first.
         advice: what is told once.
@@ -97,8 +96,8 @@ class Sharding:
             for spec in plan.units
         ]
         collectives.settle()
-        self._known_buffers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._first_buffers = self._describe_buffers()
+        self.attachment = Attachment(model, self.units, topology.rank)
+        self.shared_buffers = SharedBuffers(model, topology, collectives)
         self.lineage: dict[Path, int] = {}
         self.step = Step(
             self.units,
@@ -107,10 +106,10 @@ class Sharding:
             scaler=self.scaler,
             advice=self.advice,
             in_backward=lambda: self.schedule is not None and self.schedule.in_backward,
-            check_attachment=self.check_attachment,
+            check_attachment=self.attachment.check,
             before_update=self._before_update,
-            after_update=self.share_buffers,
-            replaced=self._replaced_buffers,
+            after_update=self.shared_buffers.share,
+            replaced=self.shared_buffers.replaced,
         )
         self.schedule: Schedule | None = None
         self.micro_batches = 1
@@ -123,20 +122,8 @@ class Sharding:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The model's persistent buffers as they are now: a forward may replace them (``self.mean = ...``)."""
-        return list(persistent_buffers(self.model).values())
-
-    def _describe_buffers(self) -> list[str]:
-        named = persistent_buffers(self.model).items()
-        return [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in named]
-
-    def _replaced_buffers(self) -> list[str]:
-        """Buffers that came, changed shape or dtype, or are gone since ``zeroify``; ranks must have them alike."""
-        now, first = self._describe_buffers(), self._first_buffers
-        if now == first:
-            return []
-        gone = [f"no {text}" for text in first if text not in now]
-        return [text for text in now if text not in first] + gone
+        """The model's persistent buffers as they are now."""
+        return self.shared_buffers.now
 
     @property
     def memory(self) -> Memory:
@@ -198,6 +185,7 @@ class Sharding:
             repoint(optimizer, shards)
             self.step.attach(optimizer)
             self._optimizer_state = OptimizerState(optimizer, self.topology, self.plan, self.advice)
+            self.attachment.watch(optimizer, self._optimizer_state)
             optimizer.__dict__["zero_grad"] = self._zero_grad
 
     def _show_gradients(self, unit: Unit) -> None:
@@ -218,34 +206,6 @@ class Sharding:
                 differentiable=lambda: schedule.differentiable,
             )
             guard.show_gradient(Sight(slot))
-
-    def check_attachment(self) -> None:
-        """Refuse parameters that came after ``attach``: no unit would reduce their gradients, and ranks would drift.
-
-        Raises:
-            StepError: names the first such parameter of the model, or the optimizer's group.
-        """
-        known = {id(parameter) for unit in self.units for parameter in unit.parameters}
-        for name, parameter in self.model.named_parameters():
-            if id(parameter) not in known:
-                raise StepError(
-                    f"rank {self.topology.rank}: parameter {name!r} came into the model after zeroify (a module "
-                    "replaced, load_state_dict(assign=True)?), so it is neither sharded nor trained; build the whole "
-                    "model before zeroify, and change values inside `with hpczero.gathered(model, modifier_rank=0):`"
-                )
-        if self.optimizer is None:
-            return
-        shards = {id(shard) for unit in self.units for shard in unit.shards}
-        for index, group in enumerate(self.optimizer.param_groups):
-            foreign = sum(id(parameter) not in shards for parameter in group["params"])
-            if foreign:
-                raise StepError(
-                    f"rank {self.topology.rank}: group {index} of the optimizer has {foreign} parameter(s) put in "
-                    "after zeroify (add_param_group?), whose gradients nobody would reduce; make all groups before "
-                    "zeroify"
-                )
-        if self._optimizer_state is not None:
-            self._optimizer_state.check()
 
     def check_values(self) -> None:
         """Refuse to read the masters where the model shows other values than they have.
@@ -301,44 +261,6 @@ class Sharding:
         for unit in self.units:
             if unit.spec.trainable:
                 unit.gradients.drop(set_to_none=set_to_none)
-
-    def check_equal_buffers(self, root: int) -> None:
-        """Refuse to share buffers where ranks have not the same ones as rank ``root``. Collective over world.
-
-        Raises:
-            StepError: on every rank; names buffers.
-        """
-        differs = unlike(self.topology.world, self._describe_buffers(), root)
-        with self.topology.agreed("share the buffers"):
-            if differs:
-                raise StepError(
-                    f"rank {self.topology.rank}: the model has {differs[0]}, where rank {root} has {differs[1]}; "
-                    "change shapes and dtypes of buffers, add and remove them on every rank alike"
-                )
-
-    def share_buffers(self, root: int = 0) -> None:
-        """Give every rank ``root``'s persistent buffers (running statistics), as DDP does. Collective over world."""
-        buffers = self.buffers
-        if not buffers:
-            return
-        with torch.no_grad():
-            parts = [bytes_of(buffer) for buffer in buffers]
-            packed = torch.cat(parts)
-            self.collectives.broadcast(packed, root=root, name="buffers").wait()
-            pieces = torch.split(packed, [part.numel() for part in parts])
-            pairs = zip(parts, pieces, strict=True)
-            differ = torch.stack([(mine != new).any() for mine, new in pairs]).tolist()
-            for buffer, new, differs in zip(buffers, pieces, differ, strict=True):
-                # One that nobody changed is left alone: a graph from before the step may need it. One that was changed
-                # is written on every rank, also where it is right, so that such a graph raises on all ranks or on none.
-                if differs or not self._is_known(buffer):
-                    set_bytes(buffer, new)
-        self._known_buffers = {id(b): (weakref.ref(b), version_of(b)) for b in buffers}
-
-    def _is_known(self, buffer: Tensor) -> bool:
-        """Whether it is one of those that were shared last, and unchanged since."""
-        known = self._known_buffers.get(id(buffer))
-        return known is not None and known[0]() is buffer and known[1] == version_of(buffer)
 
     def detach(self, *, whole: bool = False) -> None:
         """Undo ``attach`` and close the transport. Collective.

@@ -138,7 +138,7 @@ def zeroify(
     sharding = Sharding(model, optimizer, plan, topology, collectives, owns_topology=owns_topology)
     for unit in sharding.units:
         unit.load(_filler(unit, collectives, initialize))
-    sharding.share_buffers()
+    sharding.shared_buffers.share()
     sharding.attach()
     if initialize is not None:
         sharding.advice.about_buffers(sharding.buffers)

@@ -6,7 +6,7 @@ answers for ``parameter.grad``. Must not know: units, MPI.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -305,6 +305,13 @@ def own_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     with torch._C.DisableTorchFunctionSubclass():
         gradient: torch.Tensor | None = _descriptor.__get__(parameter)
     return gradient
+
+
+def have_gradients(parameters: Iterable[torch.Tensor]) -> list[bool]:
+    """Whether a gradient lies on each."""
+    get = _descriptor.__get__
+    with torch._C.DisableTorchFunctionSubclass():
+        return [get(parameter) is not None for parameter in parameters]
 
 
 def set_own_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:

@@ -1,12 +1,43 @@
 """Persistent buffers of a model: which there are, and their bytes.
 
-Owns: reading and writing buffers of any strides and dtype. Must not know: ranks, when buffers are shared.
+Owns: reading and writing buffers of any strides and dtype; the walk through modules. Must not know: ranks, when buffers
+are shared.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """As ``model.modules()``, in its order, at a tenth of its cost."""
+    found: list[nn.Module] = []
+    seen: set[int] = set()
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        found.append(module)
+        inner = module._modules
+        if inner:
+            stack.extend(m for m in reversed(inner.values()) if m is not None)
+    return found
+
+
+def signature(model: nn.Module) -> list[tuple[Any, ...]]:
+    """Equal to an earlier one where no persistent buffer came, went, or has another name, shape or dtype since."""
+    return [
+        (id(module), name, buffer.shape, buffer.dtype)
+        for module in modules_of(model)
+        if module._buffers
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -28,6 +28,8 @@ class Shards:
         parameters: what the optimizer's groups hold: one for each model parameter this rank owns a part of.
         slots: (parameters,) the slot of each.
         pieces: (parameters,) which rank's piece each is.
+        places: (parameters,) where each lies in the master.
+        master: (elements of all pieces,) fp32; a program may give it other memory.
     """
 
     def __init__(self, layout: ShardLayout, master: Tensor, *, start: int, pieces: range) -> None:
@@ -43,8 +45,8 @@ class Shards:
         self.slots: list[int] = []
         self.pieces: list[int] = []
         self._layout = layout
-        self._places: list[slice] = []  # of each, in the master
-        self._master = master
+        self.places: list[slice] = []
+        self.master = master
         self._versions: list[int] = []
         self._at: dict[int, list[int]] = {}  # which of them belong to a slot
         for position, slot in enumerate(layout.slots):
@@ -56,18 +58,18 @@ class Shards:
                     self.parameters.append(nn.Parameter(master[begin : begin + len(part)]))
                     self.slots.append(position)
                     self.pieces.append(piece)
-                    self._places.append(slice(begin, begin + len(part)))
+                    self.places.append(slice(begin, begin + len(part)))
         self.note()
 
     def parts_of(self, flat: Tensor) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
         """Slot, parameter, and the part of ``flat``, which is cut as the masters are, that belongs to it."""
-        for position, shard, place in zip(self.slots, self.parameters, self._places, strict=True):
+        for position, shard, place in zip(self.slots, self.parameters, self.places, strict=True):
             yield position, shard, flat[place]
 
     def parts_at(self, position: int, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Of one slot: which rank's piece each part is, and the part of ``flat`` as above."""
         for index in self._at.get(position, ()):
-            yield self.pieces[index], flat[self._places[index]]
+            yield self.pieces[index], flat[self.places[index]]
 
     def of_piece(self, index: int) -> Iterator[tuple[int, nn.Parameter]]:
         """Slot and parameter of each part of rank ``index``'s piece."""
@@ -77,7 +79,7 @@ class Shards:
 
     def follow(self) -> None:
         """The masters have other memory, and the values of before."""
-        for _, shard, part in self.parts_of(self._master):
+        for _, shard, part in self.parts_of(self.master):
             set_own_data(shard, part)
         self.note()
 
@@ -115,7 +117,7 @@ class Shards:
         """
         with torch._C.DisableTorchFunctionSubclass():
             for position, shard, place in zip(
-                self.slots, self.parameters, self._places, strict=True
+                self.slots, self.parameters, self.places, strict=True
             ):
                 if not shard.requires_grad:
                     raise StepError(
@@ -123,11 +125,8 @@ class Shards:
                         "is False, and was True at zeroify; freeze and unfreeze before zeroify (it decides which "
                         "parameters have gradients and optimizer state), or set the learning rate of its group to 0"
                     )
-                same = torch._C._is_alias_of(shard, self._master)  # type: ignore[attr-defined]
-                if (
-                    not same
-                    or shard.storage_offset() != self._master.storage_offset() + place.start
-                ):
+                same = torch._C._is_alias_of(shard, self.master)  # type: ignore[attr-defined]
+                if not same or shard.storage_offset() != self.master.storage_offset() + place.start:
                     raise StepError(
                         f"the part of {self._layout.slots[position].name!r} in optimizer.param_groups was given other "
                         "memory (p.data = ...), which the model does not see; change it in place before "

@@ -10,7 +10,7 @@ numbers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -118,15 +118,20 @@ class OptimizerState:
     def _watch(self, optimizer: Optimizer) -> None:
         optimizer.state = ShardStates(dict, optimizer.state)
 
-    def check(self) -> None:
+    def check(self, shards: Collection[int] = ()) -> None:
         """At a step: watch the dictionary that is there now, a user's say, and refuse what it holds by parameters.
+
+        Args:
+            shards: ids of keys that need no look.
 
         Raises:
             StepError: state was put there for a parameter of the model, which the optimizer would not look at.
         """
         if type(self._optimizer.state) is not ShardStates:
             self._watch(self._optimizer)
-        self._refuse(key for key in self._optimizer.state if _is_of_the_model(key))
+        self._refuse(
+            key for key in self._optimizer.state if id(key) not in shards and _is_of_the_model(key)
+        )
 
     def _check_keys(self, optimizer: Optimizer) -> None:
         """Before ``state_dict``: refuse all that torch has no place for, too."""

@@ -32,6 +32,7 @@ from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.usage import Flags
 from hpczero.zero.update.gradient_norms import GradientNorms
 from hpczero.zero.update.optimizers import describe_options
+from hpczero.zero.update.parts import PartedUpdate
 from hpczero.zero.update.replicas import Replicas
 
 logger = logging.getLogger("hpczero.step")
@@ -98,6 +99,7 @@ class Step:
         self._told = False
         self._handles: list[RemovableHandle] = []
         self._optimizer: Optimizer | None = None
+        self._parted: PartedUpdate | None = None
 
     def attach(self, optimizer: Optimizer) -> None:
         """Drive ``optimizer.step`` through torch's own hooks."""
@@ -118,6 +120,7 @@ class Step:
 
         optimizer.__dict__["register_step_pre_hook"] = register_step_pre_hook
         self._optimizer = optimizer
+        self._parted = PartedUpdate(self._units, optimizer)
         guard_shards(self._shards)
 
     def detach(self) -> None:
@@ -131,6 +134,7 @@ class Step:
 
     def forget_gradients(self) -> None:
         """The gradients are gone, and what was done to them is void."""
+        self._guard()  # a step may have been cut off
         self.norms.forget()
         self._scalings.clear()
         self._changes = 0
@@ -209,10 +213,15 @@ class Step:
                 unit.gradients.skip_unused(flags)
         if not any(unit.gradients.present for unit in self._units):
             self._tell_nothing_to_do()
-        self._open = True
-        open_shards(self._shards)
+        assert self._parted is not None, "attached"
+        if not self._parted.take():
+            self._open = True
+            open_shards(self._shards)
 
     def _guard(self) -> None:
+        """After a step; also after one that has raised."""
+        if self._parted is not None:
+            self._parted.restore()
         if self._open:
             self._open = False
             guard_shards(self._shards)

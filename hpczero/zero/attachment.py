@@ -1,0 +1,76 @@
+"""Attachment: whether the model and the optimizer still hold what was sharded, and nothing else.
+
+Owns: the refusal of parameters that came later. Must not know: buffers, values, what a step does.
+
+Asked at every step. Walks through modules by torch's own iterators cost more than the rest of a small step (issue 17),
+so the question is put by identity first; names are looked for once something is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hpczero.errors import StepError
+from hpczero.zero.units.module_buffers import modules_of
+from hpczero.zero.units.unit import Unit
+from hpczero.zero.update.optimizer_state import OptimizerState
+
+
+class Attachment:
+    """Of one model and its optimizer."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], rank: int) -> None:
+        """Not collective.
+
+        Args:
+            model: its parameters belong to ``units``.
+            units: all of the model.
+            rank: of this process, for errors.
+        """
+        self._model = model
+        self._rank = rank
+        # Ids stay theirs: units keep the tensors.
+        self._parameters = {id(p) for unit in units for p in unit.parameters}
+        self._shards = {id(shard) for unit in units for shard in unit.shards}
+        self._optimizer: Optimizer | None = None
+        self._state: OptimizerState | None = None
+
+    def watch(self, optimizer: Optimizer, state: OptimizerState) -> None:
+        """From now on ``check`` looks at the optimizer, too; it has been pointed at the shards."""
+        self._optimizer, self._state = optimizer, state
+
+    def check(self) -> None:
+        """Refuse parameters that came after ``zeroify``: no unit would reduce their gradients, and ranks would drift.
+
+        Raises:
+            StepError: names the first such parameter of the model, or the optimizer's group.
+        """
+        known = self._parameters
+        for module in modules_of(self._model):
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) not in known:
+                    self._refuse_parameter()
+        if self._optimizer is None or self._state is None:
+            return
+        shards = self._shards
+        for index, group in enumerate(self._optimizer.param_groups):
+            foreign = sum(id(parameter) not in shards for parameter in group["params"])
+            if foreign:
+                raise StepError(
+                    f"rank {self._rank}: group {index} of the optimizer has {foreign} parameter(s) put in "
+                    "after zeroify (add_param_group?), whose gradients nobody would reduce; make all groups before "
+                    "zeroify"
+                )
+        self._state.check(shards)
+
+    def _refuse_parameter(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            if id(parameter) not in self._parameters:
+                raise StepError(
+                    f"rank {self._rank}: parameter {name!r} came into the model after zeroify (a module "
+                    "replaced, load_state_dict(assign=True)?), so it is neither sharded nor trained; build the whole "
+                    "model before zeroify, and change values inside `with hpczero.gathered(model, modifier_rank=0):`"
+                )

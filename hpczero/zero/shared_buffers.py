@@ -1,0 +1,93 @@
+"""SharedBuffers: the persistent buffers of a model (running statistics), which are rank 0's after every step.
+
+Owns: which there were at first, and what is sent of them. Must not know: parameters, units, when buffers are shared.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+from hpczero.comm.collectives import Collectives
+from hpczero.errors import StepError
+from hpczero.job.topology import Topology
+from hpczero.job.unlike import unlike
+from hpczero.zero.units.module_buffers import (
+    bytes_of,
+    persistent_buffers,
+    set_bytes,
+    signature,
+    version_of,
+)
+
+
+class SharedBuffers:
+    """Of one model."""
+
+    def __init__(self, model: nn.Module, topology: Topology, collectives: Collectives) -> None:
+        """Not collective; what the model has now is what ranks must go on having alike."""
+        self._model = model
+        self._topology = topology
+        self._collectives = collectives
+        self._first = self._describe()
+        self._signature = signature(model)
+        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    @property
+    def now(self) -> list[Tensor]:
+        """The buffers as they are now: a forward may replace them (``self.mean = ...``)."""
+        return list(persistent_buffers(self._model).values())
+
+    def _describe(self) -> list[str]:
+        named = persistent_buffers(self._model).items()
+        return [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in named]
+
+    def replaced(self) -> list[str]:
+        """Those that came, changed shape or dtype, or are gone since ``zeroify``; ranks must have them alike."""
+        if signature(self._model) == self._signature:
+            return []
+        now, first = self._describe(), self._first
+        if now == first:
+            return []
+        gone = [f"no {text}" for text in first if text not in now]
+        return [text for text in now if text not in first] + gone
+
+    def check_equal(self, root: int) -> None:
+        """Refuse to share buffers where ranks have not the same ones as rank ``root``. Collective over world.
+
+        Raises:
+            StepError: on every rank; names buffers.
+        """
+        differs = unlike(self._topology.world, self._describe(), root)
+        with self._topology.agreed("share the buffers"):
+            if differs:
+                raise StepError(
+                    f"rank {self._topology.rank}: the model has {differs[0]}, where rank {root} has {differs[1]}; "
+                    "change shapes and dtypes of buffers, add and remove them on every rank alike"
+                )
+
+    def share(self, root: int = 0) -> None:
+        """Give every rank ``root``'s, as DDP does. Collective over world."""
+        if not signature(self._model):
+            return
+        buffers = self.now
+        with torch.no_grad():
+            parts = [bytes_of(buffer) for buffer in buffers]
+            packed = torch.cat(parts)
+            self._collectives.broadcast(packed, root=root, name="buffers").wait()
+            pieces = torch.split(packed, [part.numel() for part in parts])
+            pairs = zip(parts, pieces, strict=True)
+            differ = torch.stack([(mine != new).any() for mine, new in pairs]).tolist()
+            for buffer, new, differs in zip(buffers, pieces, differ, strict=True):
+                # One that nobody changed is left alone: a graph from before the step may need it. One that was changed
+                # is written on every rank, also where it is right, so that such a graph raises on all ranks or on none.
+                if differs or not self._is_known(buffer):
+                    set_bytes(buffer, new)
+        self._known = {id(b): (weakref.ref(b), version_of(b)) for b in buffers}
+
+    def _is_known(self, buffer: Tensor) -> bool:
+        """Whether it is one of those that were shared last, and unchanged since."""
+        known = self._known.get(id(buffer))
+        return known is not None and known[0]() is buffer and known[1] == version_of(buffer)
