@@ -20,7 +20,11 @@ from hpczero.zero.update.optimizer_state import OptimizerState
 
 
 class Attachment:
-    """Of one model and its optimizer."""
+    """Of one model and its optimizer.
+
+    Attributes:
+        modules: of the model, as ``check`` has found them last.
+    """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], rank: int) -> None:
         """Not collective.
@@ -31,6 +35,7 @@ class Attachment:
             rank: of this process, for errors.
         """
         self._model = model
+        self.modules = modules_of(model)
         self._rank = rank
         # Ids stay theirs: units keep the tensors.
         self._parameters = {id(p) for unit in units for p in unit.parameters}
@@ -49,7 +54,8 @@ class Attachment:
             StepError: names the first such parameter of the model, or the optimizer's group.
         """
         known = self._parameters
-        for module in modules_of(self._model):
+        self.modules = modules_of(self._model)
+        for module in self.modules:
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) not in known:
                     self._refuse_parameter()

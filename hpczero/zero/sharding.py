@@ -109,7 +109,7 @@ class Sharding:
             check_attachment=self.attachment.check,
             before_update=self._before_update,
             after_update=self.shared_buffers.share,
-            replaced=self.shared_buffers.replaced,
+            replaced=lambda: self.shared_buffers.replaced(self.attachment.modules),
         )
         self.schedule: Schedule | None = None
         self.micro_batches = 1

@@ -6,6 +6,7 @@ Owns: which there were at first, and what is sent of them. Must not know: parame
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from hpczero.job.topology import Topology
 from hpczero.job.unlike import unlike
 from hpczero.zero.units.module_buffers import (
     bytes_of,
+    modules_of,
     persistent_buffers,
     set_bytes,
     signature,
@@ -32,7 +34,8 @@ class SharedBuffers:
         self._topology = topology
         self._collectives = collectives
         self._first = self._describe()
-        self._signature = signature(model)
+        self._signature = signature(modules_of(model))
+        self._any = bool(self._signature)  # on all ranks alike
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     @property
@@ -44,9 +47,15 @@ class SharedBuffers:
         named = persistent_buffers(self._model).items()
         return [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in named]
 
-    def replaced(self) -> list[str]:
-        """Those that came, changed shape or dtype, or are gone since ``zeroify``; ranks must have them alike."""
-        if signature(self._model) == self._signature:
+    def replaced(self, modules: Iterable[nn.Module]) -> list[str]:
+        """Those that came, changed shape or dtype, or are gone since ``zeroify``; ranks must have them alike.
+
+        Args:
+            modules: those of the model now.
+        """
+        found = signature(modules)
+        self._any = bool(found)
+        if found == self._signature:
             return []
         now, first = self._describe(), self._first
         if now == first:
@@ -60,7 +69,9 @@ class SharedBuffers:
         Raises:
             StepError: on every rank; names buffers.
         """
-        differs = unlike(self._topology.world, self._describe(), root)
+        here = self._describe()
+        self._any = bool(here)
+        differs = unlike(self._topology.world, here, root)
         with self._topology.agreed("share the buffers"):
             if differs:
                 raise StepError(
@@ -69,8 +80,11 @@ class SharedBuffers:
                 )
 
     def share(self, root: int = 0) -> None:
-        """Give every rank ``root``'s, as DDP does. Collective over world."""
-        if not signature(self._model):
+        """Give every rank ``root``'s, as DDP does. Collective over world.
+
+        Ranks have compared what there is: at a step by ``replaced``, else by ``check_equal``.
+        """
+        if not self._any:
             return
         buffers = self.now
         with torch.no_grad():

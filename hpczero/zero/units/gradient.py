@@ -41,6 +41,8 @@ class LocalGradient:
         self._wire.release()
         self._dtype = dtype
         self._sum: Buffer | None = None  # fp32 sum over micro-batches, for half dtypes only
+        self._views: list[Tensor] = []  # of the buffer for the wire, one for each slot
+        self._viewed: Tensor | None = None  # which it was; None: look again
 
     def add(self, position: int, gradient: Tensor, *, accumulating: bool) -> None:
         """Add ``gradient`` to slot ``position``.
@@ -60,13 +62,31 @@ class LocalGradient:
                 f"rank {self._comm.group.rank}: parameter {slot.name!r} got a {gradient.layout} gradient, "
                 "expected a dense one; build its module with sparse=False"
             )
-        into = self._buffer(accumulating)[slot.offset : slot.stop].view(slot.shape)
-        with torch.no_grad():
-            if self.filled[position]:
-                into.add_(gradient)
-            else:
-                into.copy_(gradient)
+        into = self._view(position, accumulating)
+        if torch.is_grad_enabled():  # create_graph=True
+            gradient = gradient.detach()
+        if self.filled[position]:
+            into.add_(gradient)
+        else:
+            into.copy_(gradient)
         self.filled[position] = True
+
+    def _view(self, position: int, accumulating: bool) -> Tensor:
+        """Of the buffer that gradients go to now, in the slot's shape."""
+        flat = self._buffer(accumulating)
+        if flat is not self._wire.tensor:
+            slot = self._layout.slots[position]
+            return flat[slot.offset : slot.stop].view(slot.shape)
+        if self._viewed is not flat:
+            self._make_views(flat)
+        return self._views[position]
+
+    def _make_views(self, flat: Tensor) -> None:
+        # Memory that is given back and taken again comes back to its views; some transports give other memory instead.
+        if not (self._views and torch._C._is_alias_of(self._views[0], flat)):  # type: ignore[attr-defined]
+            with torch.inference_mode(False):
+                self._views = [flat[s.offset : s.stop].view(s.shape) for s in self._layout.slots]
+        self._viewed = flat
 
     def complete(self) -> Tensor:
         """The whole gradient for the wire: zero where none came in, padding included."""
@@ -88,6 +108,7 @@ class LocalGradient:
         if self._sum is not None:
             self._sum.release()
             self._sum = None
+        self._viewed = None
         self._wire.release()
 
     def _buffer(self, accumulating: bool) -> Tensor:

@@ -314,6 +314,16 @@ def have_gradients(parameters: Iterable[torch.Tensor]) -> list[bool]:
         return [get(parameter) is not None for parameter in parameters]
 
 
+def set_own_gradients(
+    parameters: Iterable[torch.Tensor], values: Iterable[torch.Tensor | None]
+) -> None:
+    """As ``set_own_gradient``, of many."""
+    put = _descriptor.__set__
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter, value in zip(parameters, values, strict=False):
+            put(parameter, value)
+
+
 def set_own_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
     """Put a gradient on ``parameter``, whoever answers for ``parameter.grad``."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -322,7 +332,8 @@ def set_own_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> Non
 
 def take_own_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """The gradient that autograd has left on ``parameter``, which has none afterwards."""
-    gradient = own_gradient(parameter)
-    if gradient is not None:
-        set_own_gradient(parameter, None)
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: torch.Tensor | None = _descriptor.__get__(parameter)
+        if gradient is not None:
+            _descriptor.__set__(parameter, None)
     return gradient

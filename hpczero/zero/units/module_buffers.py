@@ -6,6 +6,7 @@ are shared.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,11 +30,11 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def signature(model: nn.Module) -> list[tuple[Any, ...]]:
-    """Equal to an earlier one where no persistent buffer came, went, or has another name, shape or dtype since."""
+def signature(modules: Iterable[nn.Module]) -> list[tuple[Any, ...]]:
+    """Of a model's modules: an equal one later means that no persistent buffer came, went or was reshaped."""
     return [
         (id(module), name, buffer.shape, buffer.dtype)
-        for module in modules_of(model)
+        for module in modules
         if module._buffers
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set

@@ -10,6 +10,7 @@ one. Must not know: values, modules, when to act (`schedule`), optimizers (they 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,7 +22,12 @@ from hpczero.memory.buffers import DTYPES, Fresh
 from hpczero.plan import Stage, UnitSpec
 from hpczero.plan.precision import Precision
 from hpczero.zero.units.gradient import LocalGradient
-from hpczero.zero.units.guard import own_gradient, set_own_gradient, take_own_gradient
+from hpczero.zero.units.guard import (
+    own_gradient,
+    set_own_gradient,
+    set_own_gradients,
+    take_own_gradient,
+)
 from hpczero.zero.units.reducer import Reducer
 from hpczero.zero.units.shards import Shards
 from hpczero.zero.units.usage import Flags, Usage
@@ -117,8 +123,8 @@ class UnitGradients:
         self._reduction = None
         if not self._stage.shards_optimizer:
             self._comm.all_gather(self.reduced, name=self._spec.name).wait()
-        for _, shard, gradient in self._gradient_parts():
-            set_own_gradient(shard, gradient)
+        shards = self._optimized
+        set_own_gradients(shards.parameters, shards.cut(self.reduced))
 
     def _prepare_reduced(self) -> bool:
         """Whether the reduced buffer holds gradients to add to; what was set to None meanwhile becomes zero."""
@@ -164,6 +170,8 @@ class UnitGradients:
 
     def skip_unused(self, used_anywhere: Flags) -> None:
         """Drop the gradient of parameters no rank used: the optimizer then leaves them alone, as in torch."""
+        if used_anywhere.all():
+            return
         for shard, position in zip(self._optimized.parameters, self._optimized.slots, strict=True):
             if not used_anywhere[position]:
                 set_own_gradient(shard, None)
@@ -171,12 +179,12 @@ class UnitGradients:
     def drop(self, *, set_to_none: bool = True) -> None:
         """Forget local and reduced gradients; with ``set_to_none=False`` reduced ones become zero."""
         self._local.clear()
-        for shard in self._optimized.parameters:
-            if set_to_none:
-                set_own_gradient(shard, None)
-            elif (gradient := own_gradient(shard)) is not None:
-                gradient.zero_()
-        if set_to_none:
+        if not set_to_none:
+            for shard in self._optimized.parameters:
+                if (gradient := own_gradient(shard)) is not None:
+                    gradient.zero_()
+        else:
+            set_own_gradients(self._optimized.parameters, itertools.repeat(None))
             self.drops += 1
             self._fresh.drop()
             self.usage.drop_all()

@@ -53,6 +53,8 @@ class Span:
         self._counters: dict[str, Tensor] = {}  # by name: (pieces,)
         self._given: list[State] = [{} for _ in pieces]  # what each had after the last step
         self._likes = [0] * len(pieces)  # equal where the counters are; -1: stepped on by itself
+        self._objects: list[Any] = []  # of ``_given``, which keeps them alive
+        self._laid: set[tuple[str, int, int]] = set()  # state that is known to lie as it should
         self._versions: dict[str, int] = {}
         self._changed: set[int] = (
             set()
@@ -61,16 +63,14 @@ class Span:
     def take_up(self, states: Sequence[State | None]) -> None:
         """Look at what the pieces have in ``optimizer.state`` now, (pieces,); None: nothing."""
         held = [state or {} for state in states]
-        same = all(
-            len(now) == len(given) and all(now.get(name) is value for name, value in given.items())
-            for now, given in zip(held, self._given, strict=True)
-        )
-        if same and self._versions == self._versions_now():
+        if _objects(held) == self._objects and self._versions == self._versions_now():
             return
+        self._laid.clear()
         self._wholes.clear()
         self._counters.clear()
         self._versions.clear()
         self._given = [dict(state) for state in held]
+        self._objects = _objects(held)
         kinds: dict[Any, int] = {}
         self._likes = [
             kinds.setdefault(kind, len(kinds)) if kind is not None else -1
@@ -119,10 +119,13 @@ class Span:
 
     def _whole(self, name: str, first: int, last: int) -> Tensor:
         """The state ``name`` of the whole span, in which that of ``first`` to ``last`` lies."""
-        whole = self._wholes.get(name)
+        whole: Tensor | None = self._wholes.get(name)
+        if whole is not None and (name, first, last) in self._laid:
+            return whole
+        self._laid.add((name, first, last))
         if whole is None:
             model: Tensor = self._given[first][name]
-            whole = self._wholes[name] = model.new_zeros(self._ends[-1])
+            self._wholes[name] = whole = model.new_zeros(self._ends[-1])
         for i in range(first, last):
             part = whole[self._ends[i] : self._ends[i + 1]]
             mine = self._given[i][name]
@@ -145,10 +148,12 @@ class Span:
                 )
             else:
                 self._keep_counter(name, first, last, value)
-        for i in range(first, last):
-            for name in self._given[i].keys() - state.keys():
-                del self._given[i][name]
-                self._changed.add(i)
+        if self._given[first].keys() != state.keys():
+            self._laid.clear()
+            for i in range(first, last):
+                for name in self._given[i].keys() - state.keys():
+                    del self._given[i][name]
+                    self._changed.add(i)
 
     def _set(self, i: int, name: str, value: Any) -> None:
         self._given[i][name] = value
@@ -173,7 +178,10 @@ class Span:
         counter = self._counters.get(name)
         if counter is None:
             counter = self._counters[name] = value.new_zeros(len(self.pieces))
-        counter[first:last].copy_(value)
+        (counter if last - first == len(self.pieces) else counter[first:last]).copy_(value)
+        if (name, first, last) in self._laid:
+            return
+        self._laid.add((name, first, last))
         for i in range(first, last):
             held = self._given[i].get(name)
             if held is None or held._base is not counter:
@@ -185,13 +193,22 @@ class Span:
 
     def end(self, stepped: Sequence[bool]) -> None:
         """The step is over. Those ``stepped`` on have other counters now than the others."""
-        self._changed.clear()
+        if self._changed:
+            self._objects = _objects(self._given)
+            self._changed.clear()
         self._versions = self._versions_now()
+        if all(stepped):
+            return  # all counters have gone on
         kinds: dict[tuple[int, bool], int] = {}
         self._likes = [
             like if like < 0 else kinds.setdefault((like, done), len(kinds))
             for like, done in zip(self._likes, stepped, strict=True)
         ]
+
+
+def _objects(states: Sequence[State]) -> list[Any]:
+    """What ``states`` are made of, to be compared with what they are made of later."""
+    return [[(name, id(value)) for name, value in state.items()] for state in states]
 
 
 def _is_tensor(value: Any) -> bool:

@@ -367,9 +367,10 @@ class Step:
 
     @untraced
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._open:
+            for unit in self._all_units:
+                unit.whole.check_values()  # an optimizer with a list of its own changes the model past the masters
         self._guard()
-        for unit in self._all_units:
-            unit.whole.check_values()  # an optimizer with a list of its own changes the model past the masters
         # Also after a step that was skipped: what a loop has done to the optimizer's parameters before it stands.
         for unit in self._units:
             unit.refresh()
