@@ -313,25 +313,28 @@ class Schedule:
 
     def _capture(self, unit: Unit, position: int) -> Callable[[Tensor], None]:
         name = unit.spec.layout.slots[position].name
+        gradients, place, task = unit.gradients, self._place[unit], torch._C._current_graph_task_id
 
+        # Runs for every parameter in every backward: what can be looked up before is.
         def hook(parameter: Tensor) -> None:
-            backward = self._current_backward()
+            backward = self._backward
+            if backward is None or backward.task != task():
+                backward = self._current_backward()
             if self._sharded and unit.whole.state is UnitState.SHARDED:
                 raise StepError(
                     f"the gradient of {name!r} was computed while its unit {unit.spec.name!r} was sharded: backward "
                     "came to it by a way that no hook sees. Return what the loss is made of from the module, or leave "
                     "it in its arguments or attributes"
                 )
-            if self._place[unit] < backward.next:
+            if place < backward.next:
                 self._gradients[unit].check_known(position, name)
                 raise StepError(
                     f"the gradient of {name!r} arrived after its unit {unit.spec.name!r} was reduced: a module outside "
                     "the unit uses the parameter. Make the module that uses it the unit (rule=...), or leave the "
                     "parameter to the root unit"
                 )
-            unit.gradients.capture(position, accumulating=not self.sync)
-            backward.arrived(unit)
-            if backward.is_through(unit):
+            gradients.capture(position, accumulating=not self.sync)
+            if backward.arrived(unit) and backward.is_through(unit):
                 self._give_back(unit)
                 self._reduce_what_is_due(backward)
 

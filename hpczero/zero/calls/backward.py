@@ -118,9 +118,10 @@ class BackwardPass:
         self._awaited = {unit: nodes.to_come() for unit, nodes in gradients.items()}
         self.has_gradients = any(self._awaited.values())
 
-    def arrived(self, unit: Unit) -> None:
-        """One more gradient of ``unit`` has come."""
-        self._awaited[unit] -= 1
+    def arrived(self, unit: Unit) -> bool:
+        """One more gradient of ``unit`` has come; whether it was the last."""
+        left = self._awaited[unit] = self._awaited[unit] - 1
+        return not left
 
     def is_through(self, unit: Unit) -> bool:
         """Whether nothing of ``unit`` is needed any more in this backward."""

@@ -39,7 +39,7 @@ class LocalGradient:
             keep=keep,
         )
         self._wire.release()
-        self._dtype = dtype
+        self._half = dtype is not torch.float32
         self._sum: Buffer | None = None  # fp32 sum over micro-batches, for half dtypes only
         self._views: list[Tensor] = []  # of the buffer for the wire, one for each slot
         self._viewed: Tensor | None = None  # which it was; None: look again
@@ -73,6 +73,8 @@ class LocalGradient:
 
     def _view(self, position: int, accumulating: bool) -> Tensor:
         """Of the buffer that gradients go to now, in the slot's shape."""
+        if self._viewed is not None and self._sum is None and not (accumulating and self._half):
+            return self._views[position]
         flat = self._buffer(accumulating)
         if flat is not self._wire.tensor:
             slot = self._layout.slots[position]
@@ -112,8 +114,7 @@ class LocalGradient:
         self._wire.release()
 
     def _buffer(self, accumulating: bool) -> Tensor:
-        half = self._dtype is not torch.float32
-        if self._sum is None and half and accumulating:
+        if self._sum is None and self._half and accumulating:
             self._sum = self._comm.allocate(
                 self._layout.padded_numel, torch.float32, category="accumulated"
             )

@@ -33,10 +33,27 @@ class GradientNorms:
         self._check = check
         # By order, with the versions of the gradients they are of; a norm is taken out when asked for: see of_slot.
         self._of_slots: dict[float, tuple[dict[tuple[Unit, int], float], list[int]]] = {}
+        self._finite: list[int] | None = (
+            None  # versions of the gradients when they were last known to be
+        )
 
     def forget(self) -> None:
         """The gradients changed."""
         self._of_slots.clear()
+        self._finite = None
+
+    def note_finite(self) -> None:
+        """The gradients, as they are now, are finite on all ranks."""
+        self._finite = self._versions
+
+    @property
+    def are_finite(self) -> bool:
+        """Whether a norm has shown it of the gradients as they are now; a pass over them is not needed then."""
+        return self._finite is not None and self._finite == self._versions
+
+    @property
+    def _versions(self) -> list[int]:
+        return [unit.gradients.version for unit in self._units]
 
     def of_all(self, norm_type: float) -> float:
         """Norm over all parameters, the same bits on every rank and in every stage.
@@ -57,7 +74,10 @@ class GradientNorms:
         square = norm_type == 2.0
         mine = sum_of_squares(gradients) if square else largest_magnitude(gradients)
         everybody = self._comm.share(np.array([mine]), name="grad_norm")[:, 0].tolist()
-        return math.sqrt(math.fsum(everybody)) if square else largest(everybody)
+        norm = math.sqrt(math.fsum(everybody)) if square else largest(everybody)
+        if math.isfinite(norm):
+            self.note_finite()
+        return norm
 
     def of_slot(self, unit: Unit, position: int, order: float) -> float:
         """Norm over one parameter, the same bits on every rank.
@@ -78,7 +98,7 @@ class GradientNorms:
                 between the norms of two parameters.
         """
         self._check()
-        versions = [unit.gradients.version for unit in self._units]
+        versions = self._versions
         kept, known = self._of_slots.get(order, ({}, versions))
         if (unit, position) not in kept:
             kept = self._exchange(order, versions)

@@ -178,6 +178,7 @@ class Step:
                 if unit.gradients.present:
                     unit.gradients.scale(factor)
             self.norms.forget()
+            self.norms.note_finite()  # finite numbers times one below 1
         return norm
 
     def _check_reduced(self) -> None:
@@ -263,7 +264,9 @@ class Step:
         ]
         used = np.concatenate(usages or [np.zeros((2, 0), dtype=bool)], axis=1)
         # Last: here a device is waited for, which is better busy while the host does the rest.
-        finite = _all_finite([u.gradients.owned for u in self._units if u.gradients.present])
+        finite = self.norms.are_finite or _all_finite(
+            [u.gradients.owned for u in self._units if u.gradients.present]
+        )
         verdict = np.array([not finite, error is not None], dtype=np.uint8)
         mine = np.concatenate([seen, ~seen, verdict, np.packbits(used)])
         agreed = self._comm.agree(mine, name="step")
