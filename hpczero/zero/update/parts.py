@@ -39,23 +39,32 @@ class PartedUpdate:
         self._units = list(units)
         self._optimizer = optimizer
         self._method = method_behind(optimizer)
+        self._capturable = [group.get("capturable") for group in optimizer.param_groups]
         self._members: list[
             list[int]
         ] = []  # ids of the pieces in each group, for which the spans were made
         self._spans: dict[Unit, list[Span]] = {}
         self._put_away: list[list[nn.Parameter]] | None = None
 
-    def take(self) -> bool:
-        """Take the step of the optimizer over all units that have gradients; False where it must be torch's own call.
+    @property
+    def taken(self) -> bool:
+        """Whether torch's own call has nothing left to do; until ``restore``."""
+        return self._put_away is not None
 
-        After True the groups are empty, so that torch's own call does nothing, until ``restore``.
+    def take(self) -> None:
+        """Take the step of the optimizer over all units that have gradients, where it need not be torch's own call.
+
+        It is ``taken`` then: the groups are empty until ``restore``.
         """
         groups = self._optimizer.param_groups
         method = self._method
         if method is None or any(group.get("differentiable") for group in groups):
-            return False
+            return
+        # torch.compile sets this in every group that it steps on by itself.
+        if [group.get("capturable") for group in groups] != self._capturable:
+            return
         if not self._make_spans():
-            return False
+            return
         self._put_away = [group["params"] for group in groups]
         try:
             for units in self._parts():
@@ -65,7 +74,6 @@ class PartedUpdate:
             raise
         for group in groups:
             group["params"] = []
-        return True
 
     def restore(self) -> None:
         """Put the pieces back into their groups; nothing if they are there."""

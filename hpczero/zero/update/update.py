@@ -215,9 +215,9 @@ class Step:
         if not any(unit.gradients.present for unit in self._units):
             self._tell_nothing_to_do()
         assert self._parted is not None, "attached"
-        if not self._parted.take():
-            self._open = True
-            open_shards(self._shards)
+        self._open = True
+        open_shards(self._shards)
+        self._parted.take()
 
     def _guard(self) -> None:
         """After a step; also after one that has raised."""
@@ -370,7 +370,7 @@ class Step:
 
     @untraced
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._open:
+        if self._parted is None or not self._parted.taken:
             for unit in self._all_units:
                 unit.whole.check_values()  # an optimizer with a list of its own changes the model past the masters
         self._guard()
