@@ -132,15 +132,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def commit() -> str:
-    """Commit of the working tree, with ``+changes`` if it differs; ``unknown`` outside a checkout."""
-    if not IS_CHECKOUT:  # git would answer for whatever repository the environment may lie in
+def commit(tree: Path = ROOT) -> str:
+    """Commit of a working tree, with ``+changes`` if it differs; ``unknown`` outside a checkout."""
+    if tree == ROOT and not IS_CHECKOUT:  # git would answer for whatever repository the environment may lie in
         return UNKNOWN
 
     def git(*args: str) -> str:
         command = ["git", *args]
         return subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=True
+            command, cwd=tree, capture_output=True, text=True, check=True
         ).stdout.strip()
 
     try:

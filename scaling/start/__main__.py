@@ -22,7 +22,7 @@ from typing import Literal
 
 from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.options.reading import parse_command_line
-from scaling.evidence.record import ROOT, Recorder, Row, circumstances, machine_name
+from scaling.evidence.record import ROOT, Recorder, Row, circumstances, commit, machine_name
 from scaling.start.report import OTHER, THIS, text
 
 LIMIT_S = 600.0
@@ -149,7 +149,8 @@ def measure(options: Options, recorder: Recorder) -> None:
         trees[OTHER] = Path(options.against).resolve()
     load = os.getloadavg()[0]
     head = {**circumstances(), "rounds": options.rounds, "seed": options.seed, "load": load}
-    recorder.write("run", {**head, "against": options.against})
+    other = commit(trees[OTHER]) if OTHER in trees else None
+    recorder.write("run", {**head, "against": other})
     order = random.Random(options.seed)
     cases = list(cases_of(options))
     with tempfile.TemporaryDirectory(prefix="hpczero-start-") as place:

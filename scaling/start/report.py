@@ -50,10 +50,11 @@ def text(rows: list[Row]) -> str:
 
 def heading(head: Row) -> str:
     """What was run, where, when."""
+    against = f" beside {head['against']}" if head["against"] else ""
     return (
         f"Seconds from the start of the launcher, median of {head['rounds']} [least, most, or 95 % interval], in "
         f"turns; {head['cores']} cores of {head['cpu']}, load {head['load']:.1f} before the first. "
-        f"Commit {head['commit']}, {head['date']}."
+        f"Commit {head['commit']}{against}, {head['date']}."
     )
 
 
