@@ -101,7 +101,7 @@ def take(
     _check_step(sharding, step)
     with topology.agreed("look at the values"):
         sharding.check_values()
-    sharding.step.replicas.check()
+    sharding.step.agreement.replicas.check()
     with topology.agreed("take a snapshot"):
         inventory = inventory or Inventory(sharding)
         kinds = inventory.state_kinds()

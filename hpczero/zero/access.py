@@ -90,7 +90,7 @@ def _keep_changes(state: Sharding, modifier_rank: int) -> None:
     """Make everybody's what ``modifier_rank`` holds. Collective over world."""
     with state.topology.agreed("keep what was changed inside gathered"):
         for unit in state.units:
-            unit.whole.check_guards()
+            unit.whole.watch.check_guards()
         _check_apart(state)
     state.shared_buffers.check_equal(modifier_rank)
     with state.topology.agreed("keep what was changed inside gathered"):
@@ -105,7 +105,7 @@ def _refuse_changes(state: Sharding) -> NoReturn:
     """Changes without a ``modifier_rank``. Collective over world."""
     with state.topology.agreed("leave gathered"):
         for unit in state.units:
-            unit.whole.check_guards()
+            unit.whole.watch.check_guards()
     error = StepError(
         "parameters were changed inside gathered(model) without a modifier_rank, so ranks may now "
         "differ; use gathered(model, modifier_rank=0) and change them on that rank"

@@ -35,7 +35,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any] | None:
     with state.topology.agreed("collect the weights"):
         state.attachment.check()
         state.check_values()
-    state.step.replicas.check()
+    state.step.agreement.replicas.check()
     values: dict[int, Tensor] | None = {} if state.topology.is_root else None
     for unit in state.units:
         flat = unit.gather_values()

@@ -194,7 +194,7 @@ class Sharding:
         assert schedule is not None, "hooks are attached"
         if not unit.spec.trainable:
             return
-        for position, guard in enumerate(unit.whole.guards):
+        for position, guard in enumerate(unit.whole.watch.guards):
             slot = SlotGradient(
                 unit,
                 position,

@@ -1,7 +1,7 @@
 """WholeParameters: a unit's parameters as the model sees them.
 
-Owns: the flat buffer they are views of, whether they are whole, the guard while they are not, and the watch over
-changes nobody announced. Must not know: masters, gradients, optimizers, hooks, MPI (`comm`).
+Owns: the flat buffer they are views of, whether they are whole, and what a user may do to them. Must not know: masters,
+gradients, optimizers, hooks, MPI (`comm`).
 
 [Note: Shared memory]
 On some transports the ranks of a node see one copy of the buffer. Nobody may then write it but its owner, slice by
@@ -29,7 +29,7 @@ from hpczero.kernels.bits import sum_of_bits
 from hpczero.memory.buffers import DTYPES, Use
 from hpczero.plan import Stage, UnitSpec
 from hpczero.plan.precision import Precision
-from hpczero.zero.units.guard import Guard, is_at
+from hpczero.zero.units.watch import Watch
 
 
 class UnitState(Enum):
@@ -50,7 +50,7 @@ class WholeParameters:
         shared: whether the ranks of a node see one copy of the buffer.
         lasts: whether the buffer keeps its content while the parameters are sharded.
         mine: this rank's slice of the buffer.
-        guards: of the parameters, in slot order.
+        watch: over them, with their guards.
         holds: how many ``gathered`` blocks are open.
         doubtful: changes were cut off, and what is kept of them depends on the transport: nobody may use them.
     """
@@ -84,16 +84,12 @@ class WholeParameters:
         self.shared = self._buffer.shared
         self.lasts = not in_flight
         self._buffer.release()
-        self.guards = [
-            Guard(parameter, slot.name)
-            for parameter, slot in zip(self.parameters, layout.slots, strict=True)
-        ]
+        self.watch = Watch(spec, self.parameters, rank=comm.group.rank)
         self._work: Work | None = None
         self._gathered = False  # every rank's newest slice is in the buffer
         self.holds = 0
         self._own: Tensor | None = None  # see [Note: Shared memory]
         self._lent = self.doubtful = False  # for the first see [Note: Kept views]
-        self._versions: list[int] = []
         self._bits = torch.zeros((), dtype=torch.int64)  # of the values at the first hold
 
     @property
@@ -115,7 +111,7 @@ class WholeParameters:
             else:
                 self.flat.copy_(values)
         views = self._views(self.flat)
-        for guard, parameter, view in zip(self.guards, self.parameters, views, strict=True):
+        for guard, parameter, view in zip(self.watch.guards, self.parameters, views, strict=True):
             if parameter.device.type == "meta":
                 # A meta parameter cannot take CPU data; swap the tensors' contents, the object stays.
                 empty = torch.empty(0, device=self._comm.device)
@@ -159,7 +155,7 @@ class WholeParameters:
         """Return when the parameters are whole."""
         if self.state is UnitState.GATHERING:
             self._wait()
-            for guard in self.guards:
+            for guard in self.watch.guards:
                 guard.open()
             self.state = UnitState.WHOLE
 
@@ -180,7 +176,7 @@ class WholeParameters:
             self._buffer.renew()
             self._point_at(self.flat)
         self._lent = False
-        for guard in self.guards:
+        for guard in self.watch.guards:
             guard.close()
         self._buffer.release()
         self.state = UnitState.SHARDED
@@ -237,10 +233,10 @@ class WholeParameters:
         if self._own is not None:
             self._own = None
             self._point_at(self.flat)
-            self._note_versions()
+            self.watch.note_versions()
         elif self._sharded:
             self.lend()
-            self._note_versions()
+            self.watch.note_versions()
         if not in_use:
             self.reshard(retain=retain)
 
@@ -258,7 +254,7 @@ class WholeParameters:
         self.wait_for_unshard()
         if self.shared and self.state in (UnitState.WHOLE, UnitState.RETAINED):
             self._point_at(self.flat.clone())
-        for guard in self.guards:
+        for guard in self.watch.guards:
             guard.leave()
 
     def _point_at(self, flat: Tensor) -> None:
@@ -268,8 +264,7 @@ class WholeParameters:
     def doubt(self) -> None:
         """What was changed is lost or not; see ``doubtful``. Afterwards values can be set as ever."""
         self.doubtful = True
-        places = zip(self.parameters, self._spec.layout.slots, strict=True)
-        if not (self._sharded or self.holds or all(is_at(p, self.flat, s) for p, s in places)):
+        if not (self._sharded or self.holds) and self.watch.moved(self.flat):
             self._point_at(self.flat)
 
     def check_certain(self) -> None:
@@ -284,24 +279,17 @@ class WholeParameters:
     def note_versions(self) -> None:
         """What the parameters hold now is right."""
         self.doubtful = False
-        self._note_versions()
-
-    def _note_versions(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # metadata: no need to ask each guard
-            self._versions = [parameter._version for parameter in self.parameters]
+        self.watch.note_versions()
 
     def was_modified(self) -> bool:
         """Whether a parameter was changed since the first ``hold``, in place (by NumPy, too) or by other memory."""
-        pairs = zip(self.parameters, self._versions, strict=True)
-        if self.moved() or any(p._version != version for p, version in pairs):
+        if self.moved() or self.watch.changed_in_place:
             return True
         return bool(sum_of_bits(self.flat_of_user) != self._bits)
 
     def moved(self) -> list[str]:
         """Names of parameters that lie elsewhere than the unit has put them, or in another order of elements."""
-        places, flat = zip(self.parameters, self._spec.layout.slots, strict=True), self.flat_of_user
-        with torch._C.DisableTorchFunctionSubclass():
-            return [slot.name for p, slot in places if not is_at(p, flat, slot)]
+        return self.watch.moved(self.flat_of_user)
 
     def take_over(self) -> bool:
         """Values that the user put into other memory, by ``parameter.data = ...``, go where the unit looks for them.
@@ -343,60 +331,17 @@ class WholeParameters:
         Raises:
             StepError: names the parameter.
         """
-        rank, trainable = self._comm.group.rank, self._spec.trainable
         if self.holds:
             raise StepError(
-                f"rank {rank}: optimizer.step() inside `with hpczero.gathered(model):` would leave old values in the "
-                "gathered parameters; take the step outside"
+                f"rank {self._comm.group.rank}: optimizer.step() inside `with hpczero.gathered(model):` would leave "
+                "old values in the gathered parameters; take the step outside"
             )
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter, slot in zip(self.parameters, self._spec.layout.slots, strict=True):
-                if parameter.requires_grad != trainable:
-                    raise StepError(
-                        f"rank {rank}: requires_grad of parameter {slot.name!r} is {parameter.requires_grad}, and was "
-                        f"{trainable} at zeroify; freeze and unfreeze before zeroify (it decides which parameters have "
-                        "gradients and optimizer state)"
-                    )
+        self.watch.check_trained()
         self.check_values()
 
     def check_values(self) -> None:
         """Raises StepError if masters lack what parameters show. Inside a ``hold`` changes count at its end only."""
         self.check_certain()
         if not self.holds:
-            self.check_guards()
-            with torch._C.DisableTorchFunctionSubclass():
-                self._check_values()
-
-    def check_guards(self) -> None:
-        """Raises StepError if torch has exchanged a parameter's content together with its guard and hooks."""
-        for guard, slot in zip(self.guards, self._spec.layout.slots, strict=True):
-            if guard.is_swapped:
-                raise StepError(
-                    f"rank {self._comm.group.rank}: torch swapped the tensor of parameter {slot.name!r} for another "
-                    "one, which took hpczero's hooks along, so it would train no more; call "
-                    "torch.__future__.set_swap_module_params_on_conversion(False) and use no torch.utils.swap_tensors "
-                    "after zeroify; build and zeroify the model anew"
-                )
-
-    def _check_values(self) -> None:
-        flat, slots = self.flat, self._spec.layout.slots
-        alias, begins = torch._C._is_alias_of, flat.storage_offset()  # type: ignore[attr-defined]
-        for parameter, slot, version in zip(self.parameters, slots, self._versions, strict=True):
-            if parameter._version != version:
-                raise StepError(
-                    f"rank {self._comm.group.rank}: parameter {slot.name!r} was changed in place since zeroify, and "
-                    "the optimizer's copy was not; change parameters inside `with hpczero.gathered(model, "
-                    "modifier_rank=0):`"
-                )
-            # As is_at, without its calls: this is asked of every parameter at every step.
-            if slot.numel and not (
-                alias(parameter, flat)
-                and parameter.storage_offset() == begins + slot.offset
-                and parameter.shape == slot.shape
-                and parameter.is_contiguous()
-            ):
-                raise StepError(
-                    f"rank {self._comm.group.rank}: parameter {slot.name!r} got new memory since zeroify, or other "
-                    "strides (model.to(), .half(), load_state_dict(assign=True), parameter.data = ...?); do that "
-                    "before zeroify, or change values inside `with hpczero.gathered(model, modifier_rank=0):`"
-                )
+            self.watch.check_guards()
+            self.watch.check_values(self.flat)

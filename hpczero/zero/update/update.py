@@ -1,7 +1,7 @@
 """Step: what happens around ``optimizer.step()``.
 
-Owns: the agreement of all ranks before an update (same collectives so far, finite gradients, used parameters), the
-clipping, skipping, and what follows the update. Must not know: modules, hooks on them, MPI calls.
+Owns: when ranks agree before an update, the clipping, skipping, and what follows the update. Must not know: modules,
+hooks on them, MPI calls, what ranks compare.
 """
 
 from __future__ import annotations
@@ -15,25 +15,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hpczero.comm.collectives import Collectives
-from hpczero.errors import CommError, ConfigError, StepError
-from hpczero.job.unlike import unlike
+from hpczero.errors import ConfigError, StepError
 from hpczero.plan.precision import LossScaler, Precision
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.calls.untraced import untraced
 from hpczero.zero.units.shard_gradient import guard_shards, open_shards
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.units.usage import Flags
+from hpczero.zero.update.agreement import Agreement
 from hpczero.zero.update.gradient_norms import GradientNorms
 from hpczero.zero.update.optimizers import describe_options
 from hpczero.zero.update.parts import PartedUpdate
-from hpczero.zero.update.replicas import Replicas
 
 logger = logging.getLogger("hpczero.step")
 
@@ -83,13 +80,12 @@ class Step:
         self._comm = comm
         self._precision = precision
         self._scaler = scaler
-        self._advice = advice
+        self.agreement = Agreement(self._units, comm, advice)
         self._in_backward = in_backward
         self._check_attachment = check_attachment
         self._before_update = before_update
         self._after_update = after_update
         self._replaced = replaced
-        self.replicas = Replicas(self._units, comm)
         self.norms = GradientNorms(self._units, comm, self._check_reduced)
         self._incomplete = False  # some gradients are those of a backward that did not finish
         self._scalings: list[str] = []
@@ -203,7 +199,11 @@ class Step:
             )
         self._guard()  # torch's step before this one may have raised
         self._before_update()
-        finite, used = self._agree(optimizer)
+        finite, used = self.agreement.reach(
+            self._equal_on_all_ranks(optimizer),
+            error=self._local_error(),
+            known_finite=self.norms.are_finite,
+        )
         self._skipping = not finite
         if self._skipping:
             self._skip()
@@ -240,53 +240,11 @@ class Step:
                 self._comm.step,
             )
 
-    def _agree(self, optimizer: Optimizer) -> tuple[bool, list[Flags]]:
-        """One exchange: same calls and options on all ranks, every gradient finite, and which parameters were used.
-
-        A rank that finds something wrong at home tells the others here instead of raising alone.
-        """
-        error = self._local_error()
-        options = [*describe_options(optimizer), *self._scalings, *self._replaced()]
+    def _equal_on_all_ranks(self, optimizer: Optimizer) -> list[str]:
+        texts = [*describe_options(optimizer), *self._scalings, *self._replaced()]
         if self._changes:
-            options.append(
-                f"changes of parameter.grad, by parameter and order: {self._changes:08x}"
-            )
-        words = [
-            self._comm.fingerprint,
-            zlib.crc32("\n".join(options).encode()),
-            self.replicas.word(),
-            *self._advice.words(),
-        ]
-        seen = np.array(words, dtype=np.uint32).view(np.uint8)  # 4 bytes each, equal on all ranks
-        usages = [
-            np.stack([unit.gradients.usage.now, unit.gradients.usage.emptied])
-            for unit in self._units
-        ]
-        used = np.concatenate(usages or [np.zeros((2, 0), dtype=bool)], axis=1)
-        # Last: here a device is waited for, which is better busy while the host does the rest.
-        finite = self.norms.are_finite or _all_finite(
-            [u.gradients.owned for u in self._units if u.gradients.present]
-        )
-        verdict = np.array([not finite, error is not None], dtype=np.uint8)
-        mine = np.concatenate([seen, ~seen, verdict, np.packbits(used)])
-        agreed = self._comm.agree(mine, name="step")
-        both, rest = agreed[: 2 * len(seen)].reshape(2, -1, 4), agreed[2 * len(seen) :]
-        same = (both[0] == ~both[1]).all(axis=1).tolist()
-        same_calls, same_options, same_replicas, same_samples, same_generator = same
-        if not same_calls:
-            raise self._sequence_error()
-        if not same_options:
-            self._refuse_unequal(options)
-        if rest[1]:
-            with self._comm.group.agreed("take the step"):
-                if error is not None:
-                    raise error
-        if not same_replicas:
-            self.replicas.check()
-        self._advice.compared(same_samples=same_samples, same_generator=same_generator)
-        flags = np.unpackbits(rest[2:], count=used.size).astype(bool).reshape(used.shape)
-        ends = np.cumsum([len(unit.gradients.usage) for unit in self._units])
-        return not rest[0], np.split(flags, ends[:-1], axis=1) if len(ends) else []
+            texts.append(f"changes of parameter.grad, by parameter and order: {self._changes:08x}")
+        return texts
 
     def _local_error(self) -> StepError | None:
         try:
@@ -305,26 +263,6 @@ class Step:
         except StepError as error:
             return error
         return None
-
-    def _refuse_unequal(self, options: Sequence[str]) -> None:
-        """Raise on every rank; those whose options differ from rank 0's say in what. Collective."""
-        group = self._comm.group
-        differs = unlike(group, options)
-        with group.agreed("take the step"):
-            if differs:
-                raise StepError(
-                    f"rank {group.rank}: the optimizer has {differs[0]}, where rank 0 has {differs[1]}. Give "
-                    "schedulers that look at a loss the mean over ranks "
-                    "(sum(topology.gather(loss.item())) / topology.size), and every rank the same numbers"
-                )
-
-    def _sequence_error(self) -> CommError:
-        error = CommError(
-            f"step {self._comm.step}: ranks have made different sequences of collectives, so their buffers may "
-            "be mixed up; nothing was updated. Run once with HPCZERO_STRICT=1 to see which rank departs where"
-        )
-        error.agreed = True
-        return error
 
     def _skip(self) -> None:
         """Make this step do nothing, on every rank, or stop where that cannot help."""
@@ -348,25 +286,7 @@ class Step:
             for unit in self._units:
                 unit.gradients.drop()
             return
-        raise self._nonfinite_error(reason)
-
-    def _nonfinite_error(self, reason: str) -> StepError:
-        """Names ranks and units; a rank named here owns the element, it need not have made it."""
-        bad = [
-            u.spec.name
-            for u in self._units
-            if u.gradients.present and not _all_finite([u.gradients.owned])
-        ]
-        counts = self._comm.share(np.array([len(bad)], dtype=np.float64), name="nonfinite")[:, 0]
-        ranks = [int(rank) for rank in np.flatnonzero(counts)]
-        here = f"; in this rank's shards: {', '.join(bad[:4])}" if bad else ""
-        error = StepError(
-            f"step {self._comm.step}: the mean gradient has NaN or infinity (shards of rank(s) "
-            f"{ranks}{here}), and {reason}. Nothing was updated. Lower the learning rate, check the data, "
-            "or use bf16 instead of fp16"
-        )
-        error.agreed = True
-        return error
+        raise self.agreement.nonfinite_error(reason)
 
     @untraced
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -387,13 +307,3 @@ class Step:
         self._scaler.update(overflow=self._skipping)
         self.forget_gradients()
         self._comm.step += 1
-
-
-def _all_finite(gradients: Sequence[torch.Tensor]) -> bool:
-    """Whether every element is finite; the sums tell, unless one overflows by itself. One transfer if they do."""
-    if not gradients:
-        return True
-    sums = torch.stack([gradient.sum() for gradient in gradients])
-    if bool(torch.isfinite(sums).all()):
-        return True
-    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)

@@ -1,0 +1,108 @@
+"""Watch: over changes of a unit's parameters that nobody announced.
+
+Owns: their guards, and what they were when they were last right. Must not know: buffers' lives, when parameters are
+whole, masters, MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hpczero.errors import StepError
+from hpczero.plan import UnitSpec
+from hpczero.zero.units.guard import Guard, is_at
+
+
+class Watch:
+    """Of one unit; nothing here is collective.
+
+    Attributes:
+        guards: of the parameters, in slot order.
+    """
+
+    def __init__(self, spec: UnitSpec, parameters: Sequence[nn.Parameter], *, rank: int) -> None:
+        """Not collective.
+
+        Args:
+            spec: names, shapes and places.
+            parameters: in slot order.
+            rank: of this process, for errors.
+        """
+        self._slots = spec.layout.slots
+        self._trainable = spec.trainable
+        self._parameters = list(parameters)
+        self._rank = rank
+        self.guards = [Guard(p, slot.name) for p, slot in zip(parameters, self._slots, strict=True)]
+        self._versions: list[int] = []
+
+    def note_versions(self) -> None:
+        """What the parameters hold now is right."""
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():  # metadata: no need to ask each guard
+            return [parameter._version for parameter in self._parameters]
+
+    @property
+    def changed_in_place(self) -> bool:
+        """Whether one was, since ``note_versions``, where torch counts it."""
+        return self._versions_now() != self._versions
+
+    def moved(self, flat: Tensor) -> list[str]:
+        """Names of those that are not the views of ``flat`` that they should be, or have another order of elements."""
+        with torch._C.DisableTorchFunctionSubclass():
+            places = zip(self._parameters, self._slots, strict=True)
+            return [slot.name for p, slot in places if not is_at(p, flat, slot)]
+
+    def check_trained(self) -> None:
+        """Raises StepError if one was frozen or unfrozen since ``zeroify``; names it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, slot in zip(self._parameters, self._slots, strict=True):
+                if parameter.requires_grad != self._trainable:
+                    raise StepError(
+                        f"rank {self._rank}: requires_grad of parameter {slot.name!r} is {parameter.requires_grad}, "
+                        f"and was {self._trainable} at zeroify; freeze and unfreeze before zeroify (it decides which "
+                        "parameters have gradients and optimizer state)"
+                    )
+
+    def check_guards(self) -> None:
+        """Raises StepError if torch has exchanged a parameter's content together with its guard and hooks."""
+        for guard, slot in zip(self.guards, self._slots, strict=True):
+            if guard.is_swapped:
+                raise StepError(
+                    f"rank {self._rank}: torch swapped the tensor of parameter {slot.name!r} for another "
+                    "one, which took hpczero's hooks along, so it would train no more; call "
+                    "torch.__future__.set_swap_module_params_on_conversion(False) and use no torch.utils.swap_tensors "
+                    "after zeroify; build and zeroify the model anew"
+                )
+
+    def check_values(self, flat: Tensor) -> None:
+        """Raises StepError if one was changed in place, or is not the view of ``flat`` that it should be; names it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._check_values(flat)
+
+    def _check_values(self, flat: Tensor) -> None:
+        alias, begins = torch._C._is_alias_of, flat.storage_offset()  # type: ignore[attr-defined]
+        seen = zip(self._parameters, self._slots, self._versions, strict=True)
+        for parameter, slot, version in seen:
+            if parameter._version != version:
+                raise StepError(
+                    f"rank {self._rank}: parameter {slot.name!r} was changed in place since zeroify, and the "
+                    "optimizer's copy was not; change parameters inside `with hpczero.gathered(model, "
+                    "modifier_rank=0):`"
+                )
+            # As is_at, without its calls: this is asked of every parameter at every step.
+            if slot.numel and not (
+                alias(parameter, flat)
+                and parameter.storage_offset() == begins + slot.offset
+                and parameter.shape == slot.shape
+                and parameter.is_contiguous()
+            ):
+                raise StepError(
+                    f"rank {self._rank}: parameter {slot.name!r} got new memory since zeroify, or other strides "
+                    "(model.to(), .half(), load_state_dict(assign=True), parameter.data = ...?); do that before "
+                    "zeroify, or change values inside `with hpczero.gathered(model, modifier_rank=0):`"
+                )

@@ -1,0 +1,139 @@
+"""Agreement: what ranks compare before an update, in one exchange.
+
+Owns: what is compared, and what is said where ranks differ. Must not know: modules, what is done about a gradient that
+is not finite.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hpczero.comm.collectives import Collectives
+from hpczero.errors import CommError, StepError
+from hpczero.job.unlike import unlike
+from hpczero.zero.calls.advice import Advice
+from hpczero.zero.units.unit import Unit
+from hpczero.zero.units.usage import Flags
+from hpczero.zero.update.replicas import Replicas
+
+
+class Agreement:
+    """Of the ranks that train one model. All methods are collective over the transport's group."""
+
+    def __init__(self, units: Sequence[Unit], comm: Collectives, advice: Advice) -> None:
+        """Not collective.
+
+        Args:
+            units: the trainable ones.
+            comm: the transport.
+            advice: told what the comparison of ranks found.
+        """
+        self._units = list(units)
+        self._comm = comm
+        self._advice = advice
+        self.replicas = Replicas(self._units, comm)
+
+    def reach(
+        self, options: Sequence[str], *, error: StepError | None, known_finite: bool
+    ) -> tuple[bool, list[Flags]]:
+        """One exchange: same calls and options on all ranks, every gradient finite, and which parameters were used.
+
+        Args:
+            options: what must be equal on all ranks, as texts.
+            error: what is wrong on this rank, which the others are told instead of being left alone.
+            known_finite: this rank's gradients are finite, and need no pass over them.
+
+        Returns:
+            Whether every gradient is finite; which parameters have one, (2, slots) for each unit: see ``Usage.step``.
+
+        Raises:
+            StepError, CommError: on every rank.
+        """
+        words = [
+            self._comm.fingerprint,
+            zlib.crc32("\n".join(options).encode()),
+            self.replicas.word(),
+            *self._advice.words(),
+        ]
+        seen = np.array(words, dtype=np.uint32).view(np.uint8)  # 4 bytes each, equal on all ranks
+        usages = [
+            np.stack([unit.gradients.usage.now, unit.gradients.usage.emptied])
+            for unit in self._units
+        ]
+        used = np.concatenate(usages or [np.zeros((2, 0), dtype=bool)], axis=1)
+        # Last: here a device is waited for, which is better busy while the host does the rest.
+        finite = known_finite or all_finite(
+            [u.gradients.owned for u in self._units if u.gradients.present]
+        )
+        verdict = np.array([not finite, error is not None], dtype=np.uint8)
+        mine = np.concatenate([seen, ~seen, verdict, np.packbits(used)])
+        agreed = self._comm.agree(mine, name="step")
+        both, rest = agreed[: 2 * len(seen)].reshape(2, -1, 4), agreed[2 * len(seen) :]
+        same = (both[0] == ~both[1]).all(axis=1).tolist()
+        same_calls, same_options, same_replicas, same_samples, same_generator = same
+        if not same_calls:
+            raise self._sequence_error()
+        if not same_options:
+            self._refuse_unequal(options)
+        if rest[1]:
+            with self._comm.group.agreed("take the step"):
+                if error is not None:
+                    raise error
+        if not same_replicas:
+            self.replicas.check()
+        self._advice.compared(same_samples=same_samples, same_generator=same_generator)
+        flags = np.unpackbits(rest[2:], count=used.size).astype(bool).reshape(used.shape)
+        ends = np.cumsum([len(unit.gradients.usage) for unit in self._units])
+        return not rest[0], np.split(flags, ends[:-1], axis=1) if len(ends) else []
+
+    def _refuse_unequal(self, options: Sequence[str]) -> None:
+        """Raise on every rank; those whose options differ from rank 0's say in what. Collective."""
+        group = self._comm.group
+        differs = unlike(group, options)
+        with group.agreed("take the step"):
+            if differs:
+                raise StepError(
+                    f"rank {group.rank}: the optimizer has {differs[0]}, where rank 0 has {differs[1]}. Give "
+                    "schedulers that look at a loss the mean over ranks "
+                    "(sum(topology.gather(loss.item())) / topology.size), and every rank the same numbers"
+                )
+
+    def _sequence_error(self) -> CommError:
+        error = CommError(
+            f"step {self._comm.step}: ranks have made different sequences of collectives, so their buffers may "
+            "be mixed up; nothing was updated. Run once with HPCZERO_STRICT=1 to see which rank departs where"
+        )
+        error.agreed = True
+        return error
+
+    def nonfinite_error(self, reason: str) -> StepError:
+        """Names ranks and units; a rank named here owns the element, it need not have made it."""
+        bad = [
+            u.spec.name
+            for u in self._units
+            if u.gradients.present and not all_finite([u.gradients.owned])
+        ]
+        counts = self._comm.share(np.array([len(bad)], dtype=np.float64), name="nonfinite")[:, 0]
+        ranks = [int(rank) for rank in np.flatnonzero(counts)]
+        here = f"; in this rank's shards: {', '.join(bad[:4])}" if bad else ""
+        error = StepError(
+            f"step {self._comm.step}: the mean gradient has NaN or infinity (shards of rank(s) "
+            f"{ranks}{here}), and {reason}. Nothing was updated. Lower the learning rate, check the data, "
+            "or use bf16 instead of fp16"
+        )
+        error.agreed = True
+        return error
+
+
+def all_finite(gradients: Sequence[torch.Tensor]) -> bool:
+    """Whether every element is finite; the sums tell, unless one overflows by itself. One transfer if they do."""
+    if not gradients:
+        return True
+    sums = torch.stack([gradient.sum() for gradient in gradients])
+    if bool(torch.isfinite(sums).all()):
+        return True
+    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
