@@ -119,6 +119,11 @@ def launcher_rank() -> int:
     return 0
 
 
+def launched_by_open_mpi() -> bool:
+    """Whether Open MPI's own launcher, ``mpirun``, has started this process."""
+    return "OMPI_COMM_WORLD_SIZE" in os.environ
+
+
 def _running_mpi() -> Any:
     """mpi4py's module, where it is up and has several ranks; else None."""
     mpi = sys.modules.get("mpi4py.MPI")

@@ -50,7 +50,7 @@ def match_parameters(manifest: Manifest, table: Table, path: Path) -> dict[str, 
     if differences:
         raise CheckpointMismatch(
             f"{path}: belongs to another model: {'; '.join(differences)}. {_way_out(theirs, ours)}, or start anew with "
-            "another --run.name"
+            "another name (--run.name of the training command, another folder elsewhere)"
         )
     return {name: theirs[name].offset for name in ours}
 

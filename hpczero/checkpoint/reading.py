@@ -124,7 +124,8 @@ def load_newest(path: Path, sharding: Sharding, *, own: bool = False) -> Loaded 
         else:
             others = "no older one is there"
         agreed = CorruptCheckpoint(
-            f"{failed[0]}; {others}. Restore one from a copy, or start anew with another --run.name"
+            f"{failed[0]}; {others}. Restore one from a copy, or start anew with another name (--run.name of "
+            "the training command, another folder elsewhere)"
         )
         agreed.agreed = True
         raise agreed

@@ -192,7 +192,7 @@ class RunFolder:
         """
         if self.holds_results and not options.overwrite:
             what = (
-                "an earlier run"
+                "an earlier run and no checkpoint to go on from"
                 if self.config.exists()
                 else "checkpoints, a model or metrics, and no config.toml"
             )
@@ -201,8 +201,8 @@ class RunFolder:
             )
         if self.config.exists() and not (options.overwrite or options.name == DEFAULT_RUN):
             raise ConfigError(
-                f"{self.path}: holds an earlier run; choose another --run.name, or replace it with "
-                "--run.overwrite true"
+                f"{self.path}: holds an earlier run and no checkpoint to go on from; choose another "
+                "--run.name, or replace it with --run.overwrite true"
             )
 
     def move_aside(self) -> RunFolder:

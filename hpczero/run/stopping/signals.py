@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-from hpczero.errors import launcher_rank
+from hpczero.errors import launched_by_open_mpi, launcher_rank
 
 
 class Signals:
@@ -28,6 +28,9 @@ class Signals:
     def __init__(self) -> None:
         self._came = False
         self._before: Any = None  # of SIGTERM; Any: what signal.signal returns
+        # Open MPI's mpirun kills 1 s after it has passed SIGTERM on, also where Ctrl-C makes it send that (4.1.4).
+        hint = ", unless mpirun kills before that (better: SIGUSR1 to mpirun, or a file STOP)"
+        self._unless = hint if launched_by_open_mpi() else ""
 
     def __enter__(self) -> Signals:
         self._before = signal.signal(signal.SIGTERM, self._note)
@@ -50,7 +53,10 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._came and launcher_rank() == 0:
-            text = f"[rank 0] asked to stop ({signal.Signals(number).name}): after this step\n"
+            unless = self._unless if number == signal.SIGTERM else ""
+            text = (
+                f"[rank 0] asked to stop ({signal.Signals(number).name}): after this step{unless}\n"
+            )
             with suppress(OSError):
                 os.write(2, text.encode())
         self._came = True
