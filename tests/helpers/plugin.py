@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +23,7 @@ import pytest_mpi
 
 from tests.helpers.forkserver import server as forkserver
 from tests.helpers.mpirun import waited
+from tests.helpers.pairwise import Case, pairwise, spread
 from tests.helpers.records import Outcome, Record, read_records
 from tests.helpers.watchdog import Watchdog
 
@@ -39,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--test-limit", type=float, default=120.0, help="seconds a test may take")
     group.addoption("--records", type=Path, help="file that rank 0 adds a line to per test")
     group.addoption("--mpi-files", type=Path, help="file for which files have MPI tests, by ranks")
+    group.addoption("--sizes", help="numbers of ranks to spread cases over; all run here without")
     group.addoption("--done", type=Path, help="records of tests that are not to run again")
 
 
@@ -84,6 +86,8 @@ class Ranks:
         self.records = records if comm is None or comm.rank == 0 else None
         done: Path | None = config.getoption("--done")
         self.done = {record.test for record in read_records(done)} if done else set()
+        given: str | None = config.getoption("--sizes")
+        self.sizes = [int(word) for word in given.split()] if given else []
         self.collect_errors: list[str] = []
         self.ended: dict[str, Record] = {}
 
@@ -108,40 +112,22 @@ class Ranks:
         return result
 
     def _choose(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out what needs another number of ranks and what an earlier launch already ran."""
+        """Leave out what is not for this phase, and what an earlier launch already ran."""
         kept: list[pytest.Item] = []
         left_out: list[pytest.Item] = []
-        spared = self._spared(items)
+        sizes = _sizes_by_item(items, self.sizes)
         for item in items:
-            here = self.comm is None or (_wants(item, self.size) and item not in spared)
-            if not here:
+            if item not in sizes:
+                self._record(item, "spared", "HPCZERO_TEST_ALL=1 runs it")
+            elif self.comm is not None and self.size not in sizes[item]:
                 self._record(item, "elsewhere", "needs another number of ranks")
-            (kept if here and item.nodeid not in self.done else left_out).append(item)
+            elif item.nodeid not in self.done:
+                kept.append(item)
+                continue
+            left_out.append(item)
         if left_out:
             config.hook.pytest_deselected(items=left_out)
             items[:] = kept
-
-    def _spared(self, items: list[pytest.Item]) -> set[pytest.Item]:
-        """Cases that run on 2 ranks, and here not: on 1 rank two of three of each test, on 3 each second one.
-
-        Tests that do not run on 2 keep all their cases, and so do those that choose for each. HPCZERO_TEST_ALL=1 spares
-        none.
-        """
-        share = {1: 3, 3: 2}.get(self.size, 1)
-        if self.comm is None or share == 1 or os.environ.get("HPCZERO_TEST_ALL") == "1":
-            return set()
-        cases: dict[str, list[pytest.Item]] = {}
-        for item in items:
-            case = getattr(item, "callspec", None)
-            by_case = case is not None and any(mark.name == "ranks" for mark in case.marks)
-            if _wants(item, 2) and _wants(item, self.size) and not by_case:
-                cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-        return {
-            item
-            for test, found in cases.items()
-            for number, item in enumerate(found)
-            if len(found) >= share and number % share != zlib.crc32(test.encode()) % share
-        }
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -256,6 +242,42 @@ def _wants(item: pytest.Item, size: int) -> bool:
         if size not in mark.args:
             return False
     return all(size >= mark.kwargs.get("min_size", 1) for mark in item.iter_markers("mpi"))
+
+
+def _sizes_by_item(items: list[pytest.Item], spread_over: list[int]) -> dict[pytest.Item, set[int]]:
+    """The items that run, with the numbers of ranks on which they do; those without MPI on none.
+
+    Args:
+        items: all that were collected.
+        spread_over: the numbers that phases of this run have; empty where only this one is started.
+    """
+    if os.environ.get("HPCZERO_TEST_ALL") == "1":
+        return {item: _wanted(item, range(1, MOST_RANKS + 1)) for item in items}
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    found = {}
+    for test, of_test in tests.items():
+        cases = [_case(item) for item in of_test]
+        chosen = pairwise(cases)
+        wanted = [_wanted(of_test[at], spread_over or range(1, MOST_RANKS + 1)) for at in chosen]
+        if spread_over:
+            turn = zlib.crc32(test.encode())
+            wanted = spread([cases[at] for at in chosen], [sorted(w) for w in wanted], turn)
+        found.update({of_test[at]: sizes for at, sizes in zip(chosen, wanted, strict=True)})
+    return found
+
+
+def _case(item: pytest.Item) -> Case:
+    """The name of its value in each ``parametrize``; values that one of these gives together are one."""
+    case = getattr(item, "callspec", None)
+    return {} if case is None else dict(enumerate(case._idlist))
+
+
+def _wanted(item: pytest.Item, sizes: Iterable[int]) -> set[int]:
+    if item.get_closest_marker("mpi") is None:
+        return set()
+    return {size for size in sizes if _wants(item, size)}
 
 
 def _mpi_files(items: list[pytest.Item]) -> dict[str, list[str]]:

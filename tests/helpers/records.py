@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-Outcome = Literal["started", "passed", "failed", "skipped", "elsewhere"]
-"""``elsewhere``: runs only at other numbers of ranks. A test with nothing after ``started`` took the job down."""
+Outcome = Literal["started", "passed", "failed", "skipped", "elsewhere", "spared"]
+"""``elsewhere``: runs only at other numbers of ranks; ``spared``: runs if all cases are asked for.
+A test with nothing after ``started`` took the job down."""
 
 
 @dataclass(frozen=True)
