@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+from tests.helpers.forkserver import Forked
 
 if TYPE_CHECKING:  # MPI starts on import, and torch is slow to load: only tests that use them pay
     from mpi4py import MPI
@@ -65,3 +68,9 @@ def folder(comm: MPI.Intracomm) -> Iterator[Path]:
     comm.Barrier()
     if comm.rank == 0:
         shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs that the code under test starts by itself come from the fork server too."""
+    monkeypatch.setattr(subprocess, "Popen", Forked)

@@ -27,6 +27,8 @@ import tyro
 
 from hpczero.checkpoint.disk.folder import Folder
 from hpczero.checkpoint.verify import Verdict, verify
+from tests.helpers.forkserver import BASE
+from tests.helpers.forkserver import server as forkserver
 from tests.helpers.mpirun import ROOT
 from tests.helpers.processes import end_family, launch_environment
 
@@ -134,13 +136,14 @@ def run_job(
         *arguments,
     ]
     begun = len(notes(folder))
+    environment = launch_environment(**BASE)
     with (folder / "stderr").open("w") as errors:
         process = subprocess.Popen(
-            command,
+            forkserver.forked(tuple(command), environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
-            env=launch_environment(PYTHONPATH=os.fspath(ROOT), OMP_NUM_THREADS="1"),
+            env=environment,
             cwd=ROOT,
             start_new_session=True,
         )

@@ -19,12 +19,13 @@ import random
 import resource
 import runpy
 import selectors
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -32,7 +33,19 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parents[2]
 SHIM = Path(__file__).with_name("shim.py")
 LAUNCHER = os.fspath(ROOT / "install" / "launch.sh")
-IMPORTED = ("torch", "torch._dynamo", "tyro", "rich.progress", "tokenizers", "safetensors.torch")
+IMPORTED = (
+    "torch",
+    "torch._dynamo",
+    "torch.profiler._cupti_monitor",
+    "numpy.ctypeslib",
+    "numpy.typing",
+    "tyro",
+    "typeguard",
+    "rich.progress",
+    "tokenizers",
+    "safetensors.torch",
+    "xxhash",
+)
 # Read by the C library, Python or torch when a process starts.
 FIXED = (
     "PYTHON",
@@ -49,6 +62,7 @@ FIXED = (
 )
 BASE = {"PYTHONPATH": os.fspath(ROOT), "OMP_NUM_THREADS": "1"}
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)
+POPEN = subprocess.Popen  # a test may put Forked in its place
 LIMITS_AT_START = [resource.getrlimit(limit) for limit in LIMITS]
 
 
@@ -63,15 +77,28 @@ class ForkServer:
 
     def forked(self, command: tuple[str, ...], environment: Mapping[str, str]) -> tuple[str, ...]:
         """``command`` by way of the server if it starts Python in the plain way, else as it is."""
-        # Other words before may change what a process is: its capabilities, its network.
-        after = 3 if command[0] == LAUNCHER and "HPCZERO_LAUNCH" not in environment else 1
+        after = 1
+        if LAUNCHER in command[:2] and "HPCZERO_LAUNCH" not in environment:
+            after = command.index(LAUNCHER) + 3  # other words before may change what a process is
         if self.off or len(command) < after + 1 or command[after - 1] != sys.executable:
             return command
         plain = command[after] in ("-m", "-c") or command[after].endswith(".py")
         if not plain or not self._fits(environment):
             return command
-        shim = ("-I", "-S", os.fspath(SHIM), self._started())
-        return (*command[:after], *shim, *command[after:])
+        return (*command[:after], *self._shim(), *command[after:])
+
+    def write_python(self, path: Path) -> None:
+        """Make ``path`` a program that is ``python``, and starts by way of the server where it is called plainly."""
+        plain = "" if self.off else shlex.join([sys.executable, *self._shim()])
+        python = shlex.quote(sys.executable)
+        path.write_text(
+            f'#!/bin/sh\ncase "$1" in -m | -c | *.py) exec {plain or python} "$@" ;; esac\n'
+            f'exec {python} "$@"\n'
+        )
+        path.chmod(0o755)
+
+    def _shim(self) -> tuple[str, ...]:
+        return ("-I", "-S", os.fspath(SHIM), self._started())
 
     @staticmethod
     def _fits(environment: Mapping[str, str]) -> bool:
@@ -86,7 +113,7 @@ class ForkServer:
             self._folder = tempfile.TemporaryDirectory(prefix="hpczero-fork-")
             self._path = os.path.join(self._folder.name, "socket")
             ready, said = os.pipe()
-            self._server = subprocess.Popen(
+            self._server = POPEN(
                 [sys.executable, "-m", "tests.helpers.forkserver", self._path, str(said)],
                 stdin=subprocess.PIPE,
                 env=_environment(),
@@ -107,13 +134,23 @@ def _environment() -> dict[str, str]:
 server = ForkServer()
 
 
+class Forked(subprocess.Popen[Any]):
+    """In place of ``subprocess.Popen`` where the code under test starts jobs itself."""
+
+    def __init__(self, args: Sequence[str], **how: Any) -> None:
+        environment = how.get("env")
+        command = server.forked(tuple(args), os.environ if environment is None else environment)
+        super().__init__(command, **how)
+
+
 # --- in the server
 
 
 def serve(path: str, said: int) -> None:
     """Fork a process for each connection, until stdin ends. In the processes that are forked this does not return."""
     for name in IMPORTED:
-        __import__(name)
+        with contextlib.suppress(ImportError):  # a job that needs it says so better
+            __import__(name)
     gc.collect()
     gc.freeze()
     listener = socket.socket(socket.AF_UNIX)

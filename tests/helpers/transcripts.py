@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from docs.rooms import without_map
+from tests.helpers.forkserver import server as forkserver
 from tests.helpers.mpirun import ROOT, Finished, run_command
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -88,8 +89,18 @@ class Tree:
             target = folder / path
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / path, target)
-        (folder / ".venv").symlink_to(sys.prefix)
+        self._make_environment(folder / ".venv")
         (folder / SETUP).write_text("#!/bin/sh\necho setup: nothing to do\n")
+
+    @staticmethod
+    def _make_environment(folder: Path) -> None:
+        """What the tests run in, with a ``python`` that starts its programs from the tests' fork server."""
+        (folder / "bin").mkdir(parents=True)
+        for own in (Path(sys.prefix), Path(sys.prefix) / "bin"):
+            for path in own.iterdir():
+                if path.name not in ("bin", "python"):
+                    (folder / path.relative_to(sys.prefix)).symlink_to(path)
+        forkserver.write_python(folder / "bin" / "python")
 
     def type(self, line: str, *, env: dict[str, str], limit_s: float) -> Finished:
         """What bash makes of ``line`` here, with ``.venv`` activated."""
