@@ -17,6 +17,7 @@ from tests.helpers.mpirun import ROOT, Finished, run_command, run_ranks
 from tests.helpers.processes import Process, end_family, launch_environment
 
 FORKED = "import sys; print('forked' if 'tyro' in sys.modules else 'anew')"
+LOWERS = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))"
 TELLS = """
 import os, signal, sys
 print(os.getcwd(), sys.argv, __name__, os.environ.get("OF_THE_JOB"), sorted(os.sched_getaffinity(0)))
@@ -145,3 +146,22 @@ def test_ranks_of_a_job_are_processes_of_mpi_with_numbers_of_their_own() -> None
     done = run_ranks(3, ["-c", program], 60)
     assert done.returncode == 0, done
     assert sorted(done.stdout.split("\n")) == ["", "0 3", "1 3", "2 3"]
+
+
+def test_what_a_job_starts_with_its_own_interpreter_comes_from_the_server_too() -> None:
+    starts = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {FORKED!r}], env=None))"
+    forked, anew = both("-c", starts)
+    assert (forked.stdout, anew.stdout) == ("forked\n", "anew\n")
+    other = starts.replace("env=None", "env={**__import__('os').environ, 'OMP_NUM_THREADS': '7'}")
+    limited = starts.replace("sys.exit", f"{LOWERS}; sys.exit")
+    for program in (other, limited):
+        assert both("-c", program)[0].stdout == "anew\n"
+
+
+def test_a_program_that_stands_for_python(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    server.write_python(python)
+    told = "import sys; print(sys.executable, sys.argv[1:])"
+    assert run_command([python, "-c", FORKED], 60).stdout == "forked\n"
+    assert run_command([python, "-c", told, "a b"], 60).stdout == f"{python} ['a b']\n"
+    assert run_command([python, "-S", "-c", FORKED], 60).stdout == "anew\n"

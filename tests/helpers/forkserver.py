@@ -61,6 +61,7 @@ FIXED = (
     "CUDA",
 )
 BASE = {"PYTHONPATH": os.fspath(ROOT), "OMP_NUM_THREADS": "1"}
+PYTHON = "HPCZERO_TEST_PYTHON"  # what a job is to take for its interpreter
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)
 POPEN = subprocess.Popen  # a test may put Forked in its place
 LIMITS_AT_START = [resource.getrlimit(limit) for limit in LIMITS]
@@ -83,38 +84,27 @@ class ForkServer:
         if self.off or len(command) < after + 1 or command[after - 1] != sys.executable:
             return command
         plain = command[after] in ("-m", "-c") or command[after].endswith(".py")
-        if not plain or not self._fits(environment):
+        limits = [resource.getrlimit(limit) for limit in LIMITS]
+        if not plain or not _fits(environment, limits, _environment()):
             return command
         return (*command[:after], *self._shim(), *command[after:])
 
     def write_python(self, path: Path) -> None:
         """Make ``path`` a program that is ``python``, and starts by way of the server where it is called plainly."""
-        plain = "" if self.off else shlex.join([sys.executable, *self._shim()])
-        python = shlex.quote(sys.executable)
-        path.write_text(
-            f'#!/bin/sh\ncase "$1" in -m | -c | *.py) exec {plain or python} "$@" ;; esac\n'
-            f'exec {python} "$@"\n'
-        )
-        path.chmod(0o755)
+        _write_python(path, () if self.off else self._shim())
 
     def _shim(self) -> tuple[str, ...]:
         return ("-I", "-S", os.fspath(SHIM), self._started())
-
-    @staticmethod
-    def _fits(environment: Mapping[str, str]) -> bool:
-        if [resource.getrlimit(limit) for limit in LIMITS] != LIMITS_AT_START:
-            return False
-        base = _environment()
-        names = {name for name in {*environment, *base} if name.startswith(FIXED)}
-        return all(environment.get(name) == base.get(name) for name in names - {"PYTHONPATH"})
 
     def _started(self) -> str:
         if self._server is None:
             self._folder = tempfile.TemporaryDirectory(prefix="hpczero-fork-")
             self._path = os.path.join(self._folder.name, "socket")
             ready, said = os.pipe()
+            own = os.path.join(self._folder.name, "python")
+            _write_python(Path(own), ("-I", "-S", os.fspath(SHIM), self._path))
             self._server = POPEN(
-                [sys.executable, "-m", "tests.helpers.forkserver", self._path, str(said)],
+                [sys.executable, "-m", "tests.helpers.forkserver", self._path, str(said), own],
                 stdin=subprocess.PIPE,
                 env=_environment(),
                 pass_fds=[said],
@@ -125,6 +115,21 @@ class ForkServer:
                 raise RuntimeError("the fork server of the tests has not started")
             os.close(ready)
         return self._path
+
+
+def _write_python(path: Path, shim: Sequence[str]) -> None:
+    python = shlex.quote(sys.executable)
+    served = f"{PYTHON}={shlex.quote(os.fspath(path))} exec {python} {shlex.join(shim)}"
+    plain = f'case "$1" in -m | -c | *.py) {served} "$@" ;; esac\n' if shim else ""
+    path.write_text(f'#!/bin/sh\n{plain}exec {python} "$@"\n')
+    path.chmod(0o755)
+
+
+def _fits(environment: Mapping[str, str], limits: object, base: Mapping[str, str]) -> bool:
+    """Whether a process with these is as one that the server, which has those of ``base``, forks."""
+    names = {name for name in {*environment, *base} if name.startswith(FIXED)} - {"PYTHONPATH"}
+    same = all(environment.get(name) == base.get(name) for name in names)
+    return same and limits == LIMITS_AT_START
 
 
 def _environment() -> dict[str, str]:
@@ -146,8 +151,9 @@ class Forked(subprocess.Popen[Any]):
 # --- in the server
 
 
-def serve(path: str, said: int) -> None:
+def serve(path: str, said: int, python: str) -> None:
     """Fork a process for each connection, until stdin ends. In the processes that are forked this does not return."""
+    base = dict(os.environ)  # imports add to it
     for name in IMPORTED:
         with contextlib.suppress(ImportError):  # a job that needs it says so better
             __import__(name)
@@ -172,7 +178,12 @@ def serve(path: str, said: int) -> None:
             if key.fileobj is listener:
                 connection, _ = listener.accept()
                 job, files = _receive(connection)
-                if job is None:
+                fits = job is not None and _fits(job["env"], job["limits"], base)
+                if job is None or not fits:
+                    if job is not None:
+                        _tell(connection, 0)  # the shim starts it anew
+                    for file in files:
+                        os.close(file)
                     connection.close()
                     continue
                 pid = os.fork()
@@ -181,7 +192,7 @@ def serve(path: str, said: int) -> None:
                     selector.close()
                     for mine in (listener, connection, *jobs.values()):
                         mine.close()
-                    _become(job, files)
+                    _become(job, files, job["env"].pop(PYTHON, python))
                 for file in files:
                     os.close(file)
                 jobs[pid] = connection
@@ -232,8 +243,9 @@ def _tell(connection: socket.socket, number: int) -> None:
 # --- in a job
 
 
-def _become(job: dict[str, Any], files: list[int]) -> NoReturn:
-    """Be the process that ``python ARGS`` would have been, from here to its end."""
+def _become(job: dict[str, Any], files: list[int], python: str) -> NoReturn:
+    """Be the process that ``python ARGS`` would have been, from here to its end; what it starts comes here too."""
+    sys.executable = python
     os.setsid()
     for number, file in enumerate(files):
         os.dup2(file, number)
@@ -292,4 +304,4 @@ def _become(job: dict[str, Any], files: list[int]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]))
+    serve(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -9,7 +9,9 @@ import marshal
 import os
 import signal
 import sys
+from resource import RLIMIT_AS, RLIMIT_DATA, RLIMIT_NOFILE, RLIMIT_STACK, getrlimit
 
+LIMITS = (RLIMIT_AS, RLIMIT_DATA, RLIMIT_NOFILE, RLIMIT_STACK)
 PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
 
 
@@ -30,6 +32,7 @@ def main() -> None:
             "umask": umask,
             "cores": sorted(os.sched_getaffinity(0)),
             "ignored": ignored,
+            "limits": [getrlimit(limit) for limit in LIMITS],
         }
     )
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
@@ -41,6 +44,9 @@ def main() -> None:
     while view:
         view = view[connection.send(view) :]
     pid = int.from_bytes(receive(connection), "little")
+    if not pid:  # it has what is read when a process starts
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
     for number in numbers:
         if number not in ignored:
             signal.signal(number, lambda number, frame: kill(pid, number))

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.helpers.forkserver import BASE
+from tests.helpers.forkserver import server as forkserver
 from tests.helpers.mpirun import ROOT, run_ranks
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.processes import end_family, launch_environment
@@ -186,18 +188,19 @@ def test_signal_while_text_is_tokenized_ends_the_job_and_leaves_no_half_file(
 ) -> None:
     text = tmp_path / "text"
     # Rare words: there are pairs to learn for a while, and the file is written for long enough to be seen.
-    text.write_text("".join(f"word{n * 7919 % 10**6} of {n}\n" for n in range(1_000_000)))
+    text.write_text("".join(f"word{n * 7919 % 10**6} of {n}\n" for n in range(200_000)))
     cache = tmp_path / "cache"
     command = [os.fspath(ROOT / "install/launch.sh"), "2", sys.executable, "-m", "hpczero.train"]
     command += ["--data.path", os.fspath(text), "--data.cache", os.fspath(cache)]
     command += ["--data.tokenizer", "bpe", "--run.folder", os.fspath(tmp_path / "runs")]
+    environment = launch_environment(**BASE, HPCZERO_SERIES="s")
     with (tmp_path / "out").open("w") as out:
         job = subprocess.Popen(
-            command,
+            forkserver.forked(tuple(command), environment),
             stdout=out,
             stderr=out,
             cwd=ROOT,
-            env=launch_environment(PYTHONPATH=os.fspath(ROOT), HPCZERO_SERIES="s"),
+            env=environment,
             start_new_session=True,
         )
         try:
@@ -216,7 +219,8 @@ def _writer(cache: Path, job: subprocess.Popen[bytes]) -> int:
     """The process that has a half written file open in the folder; waits for one."""
     while True:
         assert job.poll() is None, "it ended before it wrote"
-        for found in Path("/proc").glob("[0-9]*/fd/*"):
+        begun = any(cache.glob(".*.tmp"))
+        for found in Path("/proc").glob("[0-9]*/fd/*") if begun else ():
             try:
                 target = os.readlink(found)
             except OSError:
