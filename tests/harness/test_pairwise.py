@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.pairwise import Case, pairwise, spread
+from tests.helpers.pairwise import Case, chequered, pairwise, spread
 
 STANDARD = [1, 2, 3, 4, 5]
 
@@ -79,3 +79,16 @@ def test_all_numbers_of_ranks_occur_over_tests_of_one_case() -> None:
     found = [spread([{}], [STANDARD], turn)[0] for turn in range(12)]
     assert set().union(*found) == set(STANDARD)
     assert all(len(sizes) == 2 for sizes in found)
+
+
+def test_two_turns_have_every_pair_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HPCZERO_TEST_ALL", raising=False)
+    stages, names = [0, 1, 2, 3], ["flat", "window", "ipc"]
+    turns = [chequered(stages, names, turn) for turn in (0, 1)]
+    assert sorted(turns[0] + turns[1]) == sorted(product(stages, names))
+    for turn in turns:
+        assert {stage for stage, _ in turn} == set(stages)
+        assert {name for _, name in turn} == set(names)
+    assert chequered(stages, ["auto"], 0) == [(stage, "auto") for stage in stages]
+    monkeypatch.setenv("HPCZERO_TEST_ALL", "1")
+    assert chequered(stages, names, 1) == list(product(stages, names))

@@ -7,13 +7,17 @@ its cases alone, so that all ranks and all lanes come to the same. Must not know
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
+from typing import TypeVar
 
 Case = Mapping[Hashable, Hashable]
 """Of each parameter its value."""
 
+A = TypeVar("A")
+B = TypeVar("B")
 SHARES = {1: 1, 2: 3, 3: 2, 4: 1, 5: 1}  # of the cases of a test that may run on any of them
 HOMES = (2, 3)
 
@@ -66,6 +70,18 @@ def spread(cases: Sequence[Case], sizes: Sequence[Sequence[int]], turn: int) -> 
         met |= {(*value, size) for value in values for size in best}
         chosen.append(best)
     return chosen
+
+
+def chequered(first: Sequence[A], second: Sequence[B], turn: int) -> list[tuple[A, B]]:
+    """Of all pairs every second one, as black and white fields; the next ``turn`` has the others.
+
+    With HPCZERO_TEST_ALL=1 all pairs, and where there is no choice: beside one value every other occurs.
+    """
+    every = list(product(first, second))
+    if min(len(first), len(second)) < 2 or os.environ.get("HPCZERO_TEST_ALL") == "1":
+        return every
+    wide = len(second)
+    return [p for at, p in enumerate(every) if (at // wide + at % wide + turn) % 2 == 0]
 
 
 def _axes(cases: Sequence[Case]) -> list[tuple[int, ...]]:

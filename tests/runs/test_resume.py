@@ -19,6 +19,8 @@ import pytest
 from hpczero.checkpoint.disk.folder import Folder
 from hpczero.checkpoint.disk.format import STATE_FILE
 from tests.checkpoint.programs import state_digests
+from tests.helpers.forkserver import BASE, LAUNCHER
+from tests.helpers.forkserver import server as forkserver
 from tests.helpers.mpirun import ROOT, run_ranks
 from tests.helpers.processes import end_family, launch_environment
 from tests.helpers.runs import losses, options, steps, train
@@ -65,14 +67,15 @@ def test_other_ranks_and_stage_go_on_with_the_next_sample(
 
 
 def start(folder: Path, **changes: Any) -> subprocess.Popen[bytes]:
-    launch = os.fspath(ROOT / "install" / "launch.sh")
+    environment = launch_environment(**BASE)
+    command = (LAUNCHER, "2", sys.executable, *options(folder, **changes))
     with (folder / "stdout").open("w") as output:
         return subprocess.Popen(
-            [launch, "2", sys.executable, *options(folder, **changes)],
+            forkserver.forked(command, environment),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=launch_environment(PYTHONPATH=os.fspath(ROOT), OMP_NUM_THREADS="1"),
+            env=environment,
             cwd=ROOT,
             start_new_session=True,
         )
