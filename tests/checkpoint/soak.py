@@ -249,7 +249,10 @@ def soak(options: Options, *, steps_per_kill: int = 30) -> str:
             )
             assert code != 0, f"kill {number}: the job ended well"
             if check(folder) + 50 > len(reference):
-                reference = reference_losses(Path(name) / f"reference{number}", check(folder) + 500)
+                ahead = min(500, 50 + steps_per_kill * (options.kills - number))
+                reference = reference_losses(
+                    Path(name) / f"reference{number}", check(folder) + ahead
+                )
             check_losses(folder, reference)
             began = [int(str(n["began"])) for n in notes(folder) if "began" in n]
             assert not began or began[-1] >= newest, (began[-1], newest)
