@@ -1,6 +1,7 @@
 # make train   set up and train on the text of the standard library, then write some text: RANKS=2 ARGS="--section.key value"
 # make picture set up, train the same and put its loss plot at docs/loss.png: ARGS as above
 # make test    set up and run every test: ARGS="-k zero" goes to pytest, HPCZERO_TEST_RANKS="2 3" narrows the MPI runs
+# make test-all  the same with every case on every number of ranks, which by default are a part: see CONTRIBUTING.md
 # make quick   lint and the tests of what has changed, in under two minutes: ARGS="--since COMMIT"
 # make lint    set up, ruff and mypy
 # make docs    set up and write the pages of the public interface to build/docs; warnings are errors
@@ -12,7 +13,7 @@ ARGS ?=
 PYTHON := .venv/bin/python
 SOURCES := $(sort $(dir $(wildcard hpczero/*.py tests/*.py scaling/*.py examples/*.py docs/*.py)))
 
-.PHONY: setup train picture test quick lint docs
+.PHONY: setup train picture test test-all quick lint docs
 .NOTPARALLEL:
 
 setup:
@@ -28,6 +29,9 @@ picture: setup
 
 test: setup
 	@$(PYTHON) tests/run.py $(ARGS)
+
+test-all: setup
+	@HPCZERO_TEST_ALL=1 $(PYTHON) tests/run.py $(ARGS)
 
 quick: setup
 	@$(PYTHON) tests/quick.py $(ARGS)

@@ -1,8 +1,9 @@
 """Runs every test: those of one process, then the MPI tests on 1 to 5 ranks. ``make test`` calls it.
 
-``python tests/run.py [pytest arguments]``. ``HPCZERO_TEST_RANKS="2 3"`` narrows the numbers of ranks. A test that
-takes its job down, by hanging or crashing, counts as failed and the rest of its phase goes on in a new launch. The
-last line says ``N passed, N failed, N skipped``; the exit code is 0 only if some test passed and none failed.
+``python tests/run.py [pytest arguments]``. ``HPCZERO_TEST_RANKS="2 3"`` narrows the numbers of ranks,
+``HPCZERO_TEST_ALL=1`` runs every case on each of them (``make test-all``); else ``helpers/pairwise.py`` chooses. A test
+that takes its job down, by hanging or crashing, counts as failed and the rest of its phase goes on in a new launch.
+The last line says ``N passed, N failed, N skipped``; the exit code is 0 only if some test passed and none failed.
 """
 
 from __future__ import annotations

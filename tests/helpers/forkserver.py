@@ -40,7 +40,6 @@ IMPORTED = (
     "numpy.ctypeslib",
     "numpy.typing",
     "tyro",
-    "typeguard",
     "rich.progress",
     "tokenizers",
     "safetensors.torch",
@@ -61,7 +60,7 @@ FIXED = (
     "CUDA",
 )
 BASE = {"PYTHONPATH": os.fspath(ROOT), "OMP_NUM_THREADS": "1"}
-PYTHON = "HPCZERO_TEST_PYTHON"  # what a job is to take for its interpreter
+PYTHON = "STANDS_FOR_PYTHON"  # what a job is to take for its interpreter
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)
 POPEN = subprocess.Popen  # a test may put Forked in its place
 LIMITS_AT_START = [resource.getrlimit(limit) for limit in LIMITS]
