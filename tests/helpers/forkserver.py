@@ -100,10 +100,10 @@ class ForkServer:
             self._folder = tempfile.TemporaryDirectory(prefix="hpczero-fork-")
             self._path = os.path.join(self._folder.name, "socket")
             ready, said = os.pipe()
-            own = os.path.join(self._folder.name, "python")
+            own = os.path.join(self._folder.name, os.path.basename(sys.executable))
             _write_python(Path(own), ("-I", "-S", os.fspath(SHIM), self._path))
             self._server = POPEN(
-                [sys.executable, "-m", "tests.helpers.forkserver", self._path, str(said), own],
+                [_interpreter(), "-m", "tests.helpers.forkserver", self._path, str(said), own],
                 stdin=subprocess.PIPE,
                 env=_environment(),
                 pass_fds=[said],
@@ -116,8 +116,14 @@ class ForkServer:
         return self._path
 
 
+def _interpreter() -> str:
+    """Python itself, also in a job of a server: what stands for it there hands on no files but the first three."""
+    own = os.path.join(sys.exec_prefix, "bin", os.path.basename(sys.executable))
+    return own if os.path.exists(own) else sys.executable
+
+
 def _write_python(path: Path, shim: Sequence[str]) -> None:
-    python = shlex.quote(sys.executable)
+    python = shlex.quote(_interpreter())
     served = f"{PYTHON}={shlex.quote(os.fspath(path))} exec {python} {shlex.join(shim)}"
     plain = f'case "$1" in -m | -c | *.py) {served} "$@" ;; esac\n' if shim else ""
     path.write_text(f'#!/bin/sh\n{plain}exec {python} "$@"\n')
