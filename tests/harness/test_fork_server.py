@@ -158,6 +158,10 @@ def test_what_a_job_starts_with_its_own_interpreter_comes_from_the_server_too() 
         assert both("-c", program)[0].stdout == "anew\n"
 
 
+def test_ranks_come_from_the_server_whatever_their_launcher_adds() -> None:
+    assert sorted(run_ranks(2, ["-c", FORKED], 60).stdout.split()) == ["forked", "forked"]
+
+
 def test_a_program_that_stands_for_python(tmp_path: Path) -> None:
     python = tmp_path / "python"
     server.write_python(python)

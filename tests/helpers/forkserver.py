@@ -60,6 +60,7 @@ FIXED = (
     "CUDA",
 )
 BASE = {"PYTHONPATH": os.fspath(ROOT), "OMP_NUM_THREADS": "1"}
+LIBRARIES = "LD_LIBRARY_PATH"
 PYTHON = "STANDS_FOR_PYTHON"  # what a job is to take for its interpreter
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)
 POPEN = subprocess.Popen  # a test may put Forked in its place
@@ -130,7 +131,7 @@ def _write_python(path: Path, shim: Sequence[str]) -> None:
     path.chmod(0o755)
 
 
-def _fits(environment: Mapping[str, str], limits: object, base: Mapping[str, str]) -> bool:
+def _fits(environment: Mapping[str, str | None], limits: object, base: Mapping[str, str]) -> bool:
     """Whether a process with these is as one that the server, which has those of ``base``, forks."""
     names = {name for name in {*environment, *base} if name.startswith(FIXED)} - {"PYTHONPATH"}
     same = all(environment.get(name) == base.get(name) for name in names)
@@ -183,7 +184,10 @@ def serve(path: str, said: int, python: str) -> None:
             if key.fileobj is listener:
                 connection, _ = listener.accept()
                 job, files = _receive(connection)
-                fits = job is not None and _fits(job["env"], job["limits"], base)
+                # A launcher may say where its libraries lie: to ranks that have theirs it is nothing new.
+                fits = job is not None and _fits(
+                    {**job["env"], LIBRARIES: base.get(LIBRARIES)}, job["limits"], base
+                )
                 if job is None or not fits:
                     if job is not None:
                         _tell(connection, 0)  # the shim starts it anew
