@@ -87,7 +87,7 @@ class Inventory:
     def set_values(self, values: Tensor) -> None:
         """The reverse. Collective over world."""
         if self._sharding.schedule is not None:
-            self._sharding.schedule.give_back()
+            self._sharding.schedule.residence.end_step()
         for unit, owned in self._by_unit(values):
             unit.restore(owned)
 

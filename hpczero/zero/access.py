@@ -64,14 +64,16 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
         yield
         ended = True
         changed = modifier_rank is None and any(unit.whole.was_modified() for unit in units)
-        mine = np.array([changed, *schedule.kept.graphs_since(first_node)], dtype=np.uint8)
+        mine = np.array(
+            [changed, *schedule.residence.kept.graphs_since(first_node)], dtype=np.uint8
+        )
         found = state.collectives.agree(mine, name="gathered")
         if modifier_rank is not None:
             _keep_changes(state, modifier_rank)
             schedule.parameters_changed()
         elif found[0]:
             _refuse_changes(state)
-        schedule.kept.for_graphs(found[1:])
+        schedule.residence.kept.for_graphs(found[1:])
         if state.precision.loss_scale is not None and schedule.is_in_graph_since(first_node):
             state.advice.about_weights()
         fine = True
@@ -79,11 +81,13 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
         # A refusal at the end is known to all ranks; of an exception inside only this rank knows.
         lost = not fine and (ended or doubtful or any(unit.whole.was_modified() for unit in units))
         for unit in units:
-            unit.whole.let_go(retain=fine and unit in schedule.kept, in_use=unit in in_use)
+            unit.whole.let_go(
+                retain=fine and unit in schedule.residence.kept, in_use=unit in in_use
+            )
             if lost:
                 unit.whole.doubt()
         if not fine:  # what is in the parameters now is not what such a graph was made of
-            schedule.kept.clear()
+            schedule.residence.kept.clear()
 
 
 def _keep_changes(state: Sharding, modifier_rank: int) -> None:

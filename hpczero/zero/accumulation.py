@@ -50,11 +50,11 @@ def accumulate(model: nn.Module, part: int, parts: int) -> Iterator[None]:
             f"rank {rank}: accumulate begins, but gradients of no_sync or of parts that were never completed are "
             "waiting, and its factor is not theirs; call optimizer.zero_grad(), or keep to one way for the whole step"
         )
-    before = schedule.sync, state.micro_batches
-    schedule.sync, state.micro_batches = part == parts - 1, parts
+    before = schedule.backward.sync, state.micro_batches
+    schedule.backward.sync, state.micro_batches = part == parts - 1, parts
     state.next_part = None
     try:
         yield
         state.next_part = (part + 1, parts)
     finally:
-        schedule.sync, state.micro_batches = before
+        schedule.backward.sync, state.micro_batches = before

@@ -105,7 +105,7 @@ class Sharding:
             precision=plan.precision,
             scaler=self.scaler,
             advice=self.advice,
-            in_backward=lambda: self.schedule is not None and self.schedule.in_backward,
+            in_backward=lambda: self.schedule is not None and self.schedule.backward.runs,
             check_attachment=self.attachment.check,
             before_update=self._before_update,
             after_update=self.shared_buffers.share,
@@ -200,10 +200,10 @@ class Sharding:
                 position,
                 norm=self.step.norms.of_slot,
                 changed=self.step.note_change,
-                in_backward=lambda: schedule.in_backward,
+                in_backward=lambda: schedule.backward.runs,
                 reset=self._forget_interrupted,
                 dropped=self.step.note_drop,
-                differentiable=lambda: schedule.differentiable,
+                differentiable=lambda: schedule.backward.differentiable,
             )
             guard.show_gradient(Sight(slot))
 
@@ -220,8 +220,8 @@ class Sharding:
             unit.whole.check_values()
 
     def _before_update(self) -> None:
-        if self.schedule is not None and not self.schedule.in_backward:
-            self.schedule.give_back()
+        if self.schedule is not None and not self.schedule.backward.runs:
+            self.schedule.residence.end_step()
 
     def _gradient_factor(self) -> float:
         """Mean over ranks and micro-batches, loss scale taken out: one number, multiplied once, after the sum."""
@@ -254,7 +254,7 @@ class Sharding:
     def _zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; also forgets local gradients of ``no_sync`` and an interrupted backward."""
         assert self.schedule is not None, "hooks are attached"
-        if self.schedule.in_backward:
+        if self.schedule.backward.runs:
             self.schedule.reset()
         self.next_part = None
         self.step.forget_gradients()

@@ -169,11 +169,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     schedule = sharding(model).schedule
     assert schedule is not None, "zeroify attaches the schedule"
-    before, schedule.sync = schedule.sync, False
+    before, schedule.backward.sync = schedule.backward.sync, False
     try:
         yield
     finally:
-        schedule.sync = before
+        schedule.backward.sync = before
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> float:

@@ -163,7 +163,7 @@ def test_a_registered_method_leads_no_search_into_the_sharded_model(
         output = model(mlp_input(comm.rank))
         parallel_assert(comm, output.requires_grad)
         assert sharding.schedule is not None
-        parallel_assert(comm, not sharding.schedule.kept.units, "units stay whole")
+        parallel_assert(comm, not sharding.schedule.residence.kept.units, "units stay whole")
         output.sum().backward()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,8 +18,9 @@ from torch import nn
 
 import hpczero
 from hpczero.plan import TrafficPlan
+from hpczero.zero.units.whole import UnitState
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import adamw, tiny_gpt, tiny_tokens, zeroified
+from tests.helpers.small_models import adamw, distance, sgd, tiny_gpt, tiny_tokens, zeroified
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -323,3 +324,60 @@ def test_forward_without_gradients_gathers_once(comm: MPI.Intracomm, topology: T
         parallel_assert(comm, wire.calls == {"all_gather": 3}, str(wire.calls))
         expected = 4 * padded * (comm.size - 1) // comm.size
         parallel_assert(comm, wire.nbytes["all_gather"] == expected, str(wire.nbytes))
+
+
+def test_parameters_kept_whole_between_micro_batches_are_gathered_once(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    """As a pipeline stage needs it; values and gradients are those of parameters that come and go."""
+
+    def trained(state: Sharding, wire: Wire, kept: Any, optimizer: torch.optim.Optimizer) -> int:
+        for step in range(2):
+            wire.clear()
+            with kept():
+                for micro in range(3):
+                    model(tiny_tokens(comm.rank + 10 * micro + 100 * step)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = any(unit.whole.state is UnitState.WHOLE for unit in state.units)
+        parallel_assert(comm, not whole, "nothing stays whole after a step")
+        return wire.calls["all_gather"]
+
+    calls, values = [], []
+    for keeps in (False, True):
+        model = tiny_gpt()
+        optimizer = adamw(model)
+        with (
+            counted(topology) as (counting, wire),
+            zeroified(model, optimizer, stage=3, topology=counting, transport="flat") as state,
+        ):
+            assert state.schedule is not None
+            kept = state.schedule.residence.keep_whole if keeps else nullcontext
+            calls.append(trained(state, wire, kept, optimizer))
+            values.append([unit.gather_values() for unit in state.units])
+    units = len(values[0])
+    parallel_assert(comm, calls[1] == units < calls[0], f"{calls} for {units} units")
+    same = all(torch.equal(a, b) for a, b in zip(*values, strict=True))
+    parallel_assert(comm, same, "other bits")
+
+
+def test_a_step_inside_gives_back_what_was_kept_whole(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model, plain = tiny_gpt(), tiny_gpt()
+    optimizer, reference = sgd(model), sgd(plain)
+    with zeroified(model, optimizer, stage=3, topology=topology, transport="flat") as state:
+        assert state.schedule is not None
+        with state.schedule.residence.keep_whole():
+            for step in range(3):
+                model(tiny_tokens(comm.rank + 10 * step)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for step in range(3):
+            for rank in range(comm.size):
+                (plain(tiny_tokens(rank + 10 * step)).sum() / comm.size).backward()
+            reference.step()
+            reference.zero_grad()
+        with hpczero.gathered(model):
+            worst = distance(model, plain)
+    parallel_assert(comm, worst < 1e-4, f"differs by {worst}")

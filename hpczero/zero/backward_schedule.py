@@ -1,0 +1,183 @@
+"""BackwardSchedule: from the first node of a backward to the reduction of its gradients.
+
+Owns: when parameters are made whole for it and given back, and the order of reductions. Must not know: forwards, hooks
+on modules, buffers, MPI; it only calls verbs of units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hpczero.errors import StepError
+from hpczero.zero.calls.backward import BackwardPass, Call, Gradients, current_task
+from hpczero.zero.residence import Residence
+from hpczero.zero.units.unit import Unit
+from hpczero.zero.units.whole import UnitState
+
+
+class BackwardSchedule:
+    """Backwards of one model, one at a time. Collective as soon as a unit communicates.
+
+    Attributes:
+        sync: whether backward reduces gradients; ``no_sync`` turns it off.
+        differentiable: whether the last backward to bring gradients kept its own graph (``create_graph=True``).
+        gradients: of every trainable unit, where autograd adds them up.
+        order: trainable units, as they are reduced.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        gradients: dict[Unit, Gradients],
+        residence: Residence,
+        *,
+        gradient_factor: Callable[[], float],
+        sharded: bool,
+    ) -> None:
+        """Not collective.
+
+        Args:
+            units: in unit order, the root unit(s) first.
+            gradients: of every trainable unit.
+            residence: of the units.
+            gradient_factor: what the sum over ranks is multiplied by at each reduction.
+            sharded: whether parameters are given back between uses.
+        """
+        self.sync, self.differentiable = True, False
+        self.gradients = gradients
+        self.order = [unit for unit in reversed(units) if unit.spec.trainable]
+        self._place = {unit: place for place, unit in enumerate(self.order)}
+        self._units = list(units)
+        self._residence = residence
+        self._gradient_factor = gradient_factor
+        self._sharded = sharded
+        self._pass: BackwardPass | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether a backward is running, or was interrupted."""
+        return self._pass is not None
+
+    def reset(self) -> None:
+        """Forget an interrupted backward."""
+        self._pass = None
+        for unit in self.order:
+            unit.gradients.finish()
+
+    def open_call(self, call: Call, number: int) -> None:
+        """A node behind the results of ``call`` is about to run: make its parameters whole."""
+        backward = self.current()
+        backward.reached = True
+        self._node_runs(backward, number, call.thread)
+        for each in (*call.around, call):
+            if each not in backward.opened:
+                backward.opened.append(each)
+                if backward.differentiable:  # the graph of this backward will need them too
+                    self._residence.kept.for_backward(each.units)
+                self._residence.make_whole(each.units)
+
+    def input_node_runs(self, number: int, thread: int) -> None:
+        """A node that made an argument of a call is about to run, perhaps in a backward of another model alone."""
+        if self._pass is not None and self._pass.task == current_task():
+            self._node_runs(self._pass, number, thread)
+
+    def _node_runs(self, backward: BackwardPass, number: int, thread: int) -> None:
+        """A node of this number is about to run: what it proves to be through is given back and reduced."""
+        for call in backward.passed(number, thread):
+            for unit in call.units:
+                if backward.is_through(unit):
+                    self._residence.give_back(unit)
+        self._reduce_what_is_due(backward)
+
+    def _reduce_what_is_due(self, backward: BackwardPass) -> None:
+        while (
+            self.sync
+            and backward.has_gradients
+            and backward.next < len(self.order)
+            and backward.is_through(self.order[backward.next])
+        ):
+            self._reduce_next(backward)
+
+    def capture(self, unit: Unit, position: int) -> Callable[[Tensor], None]:
+        """The hook for one parameter, which autograd calls when it has left the gradient there."""
+        name = unit.spec.layout.slots[position].name
+        gradients, place, task = unit.gradients, self._place[unit], torch._C._current_graph_task_id
+
+        # Runs for every parameter in every backward: what can be looked up before is.
+        def hook(parameter: Tensor) -> None:
+            backward = self._pass
+            if backward is None or backward.task != task():
+                backward = self.current()
+            if self._sharded and unit.whole.state is UnitState.SHARDED:
+                raise StepError(
+                    f"the gradient of {name!r} was computed while its unit {unit.spec.name!r} was sharded: backward "
+                    "came to it by a way that no hook sees. Return what the loss is made of from the module, or leave "
+                    "it in its arguments or attributes"
+                )
+            if place < backward.next:
+                self.gradients[unit].check_known(position, name)
+                raise StepError(
+                    f"the gradient of {name!r} arrived after its unit {unit.spec.name!r} was reduced: a module outside "
+                    "the unit uses the parameter. Make the module that uses it the unit (rule=...), or leave the "
+                    "parameter to the root unit"
+                )
+            gradients.capture(position, accumulating=not self.sync)
+            if backward.arrived(unit) and backward.is_through(unit):
+                self._residence.give_back(unit)
+                self._reduce_what_is_due(backward)
+
+        return hook
+
+    def current(self) -> BackwardPass:
+        """The backward that is running; the first to ask starts it and asks for its end to be called."""
+        task = current_task()
+        assert task is not None, "called from autograd nodes and gradient hooks only"
+        if self._pass is not None and self._pass.task != task:
+            raise StepError(
+                "another backward of this model has not finished. Either it ended in an exception, and its "
+                "gradients are lost: call optimizer.zero_grad() before the next backward. Or this one runs inside "
+                "it, which reentrant activation checkpointing and autograd Functions do that call modules in their "
+                "backward (reversible blocks): use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        if self._pass is None:
+            self._pass = BackwardPass(task, self.gradients)
+            self._residence.begin_pass("backward")
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        return self._pass
+
+    def _reduce_next(self, backward: BackwardPass) -> None:
+        """Reduce the unit whose turn it is; why in turn: backward.[Note: Order of reductions]."""
+        unit = self.order[backward.next]
+        backward.next += 1
+        self._residence.give_back(unit)
+        unit.gradients.reduce(self._gradient_factor())
+
+    def _end(self) -> None:
+        backward = self._pass
+        assert backward is not None, "the callback belongs to the backward that queued it"
+        self._residence.end_pass()
+        if backward.has_gradients:
+            self.differentiable = backward.differentiable
+        if not backward.differentiable:
+            self._residence.kept.backward_is_through()
+        for unit in self._units:
+            self._residence.give_back(unit)
+        if self.sync and self._brings_gradients(backward):
+            while backward.next < len(self.order):
+                self._reduce_next(backward)
+            for unit in self.order:
+                unit.gradients.finish()
+        self._pass = None
+
+    def _brings_gradients(self, backward: BackwardPass) -> bool:
+        """Whether this backward is one of parameters; torch.autograd.grad with respect to inputs is not.
+
+        A rank whose loss came to none of the parameters counts too, with zeros: the others may have gradients.
+        """
+        if backward.has_gradients or not backward.reached:
+            return backward.has_gradients
+        wanted = any(p.requires_grad for unit in self.order for p in unit.parameters)
+        return wanted and not any(self.gradients[u].are_in_a_graph() for u in self.order)

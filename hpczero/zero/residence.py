@@ -1,0 +1,130 @@
+"""Residence: which units are whole now, and until when.
+
+Owns: the reasons for which a unit stays whole, and what is made whole ahead of its use. Must not know: hooks on
+modules, autograd, gradients' reduction, buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hpczero.zero.calls.backward import Gradients
+from hpczero.zero.calls.kept import Kept
+from hpczero.zero.calls.prefetch import Prefetch
+from hpczero.zero.calls.tensors import TooMany, tensors_in
+from hpczero.zero.units.unit import Unit
+
+
+class Residence:
+    """Of the units of one model.
+
+    Attributes:
+        kept: units that stay whole for now.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        gradients: Mapping[Unit, Gradients],
+        *,
+        sharded: bool,
+        ahead: bool,
+    ) -> None:
+        """Not collective.
+
+        Args:
+            units: in unit order.
+            gradients: of every trainable unit.
+            sharded: whether parameters are given back between uses.
+            ahead: start to make the next unit whole while one is used.
+        """
+        self._units = list(units)
+        self.kept = Kept(gradients if sharded else {})
+        self._prefetch = Prefetch() if ahead else None
+        self._stays = False  # see keep_whole
+
+    def begin_pass(self, kind: str) -> None:
+        """A forward or a backward begins, as ``kind`` says."""
+        if self._prefetch is not None:
+            self._prefetch.begin(kind)
+
+    def give_back(self, unit: Unit) -> None:
+        """Nothing uses ``unit`` now."""
+        if not self._stays:
+            unit.reshard(retain=unit in self.kept)
+
+    def make_whole(self, units: Sequence[Unit]) -> None:
+        """Wait until ``units`` are whole; what comes after them is on its way then."""
+        for unit in units:
+            unit.unshard()
+        for unit in units:
+            unit.wait_for_unshard()
+        if self._prefetch is not None:
+            # After the wait, peers are at most one unit behind. So no rank holds more than the plan says.
+            for unit in units:
+                following = self._prefetch.next_after(unit)
+                if following is not None:
+                    following.unshard()
+
+    def end_pass(self) -> None:
+        """Give back what was made whole ahead and then not used."""
+        if self._prefetch is not None:
+            for unit in self._prefetch.end():
+                self.give_back(unit)
+
+    def calls_are_through(self) -> None:
+        """No call runs any more."""
+        for unit in self.kept.calls_are_through():
+            unit.reshard()
+
+    def lend(self, units: Sequence[Unit], output: Any) -> None:
+        """What a module returns may be a view of its parameters. See whole.[Note: Kept views]."""
+        lost = [unit for unit in units if not unit.whole.lasts]
+        if not lost:
+            return
+        try:
+            outputs = list(tensors_in(output))
+            seen = [unit for unit in lost if any(map(unit.whole.is_seen_by, outputs))]
+        except TooMany:
+            seen = lost
+        for unit in seen:
+            unit.whole.lend()
+            if unit.whole.shared and torch.is_grad_enabled():
+                self.kept.for_backward([unit])
+            elif unit.whole.shared:
+                self.kept.for_call(unit)
+
+    @contextmanager
+    def keep_whole(self) -> Iterator[None]:
+        """What is made whole inside stays so until the end of the block or the next step (issue 17, seam S5).
+
+        Several micro-batches then gather parameters once, where a pipeline stage would gather them for every forward
+        and every backward; they take the memory of whole parameters meanwhile. All ranks enter and leave together.
+        """
+        before, self._stays = self._stays, True
+        try:
+            yield
+        finally:
+            self._stays = before
+            if not before:
+                self._reshard()
+
+    def end_step(self) -> None:
+        """Values are about to change: give back whatever was kept, and a backward that did not come does not matter."""
+        for unit in self.kept.clear():
+            unit.reshard()
+        if self._stays:
+            self._reshard()
+
+    def reset(self) -> None:
+        """Forget an interrupted forward or backward and give gathered parameters back."""
+        self.kept.clear()
+        self._reshard()
+
+    def _reshard(self) -> None:
+        for unit in self._units:
+            unit.reshard(retain=unit in self.kept)
