@@ -134,7 +134,8 @@ def cores() -> int:
 
 def commit(tree: Path = ROOT) -> str:
     """Commit of a working tree, with ``+changes`` if it differs; ``unknown`` outside a checkout."""
-    if tree == ROOT and not IS_CHECKOUT:  # git would answer for whatever repository the environment may lie in
+    # Outside a checkout git would answer for whatever repository the environment may lie in.
+    if tree == ROOT and not IS_CHECKOUT:
         return UNKNOWN
 
     def git(*args: str) -> str:

@@ -81,16 +81,15 @@ def test_every_known_optimizer_gives_torchs_result(
     make: type[nn.Module],
 ) -> None:
     model, plain = make(), make()
-    options = {"lr": RATES.get(kind.__name__, 0.01)}
+    options: dict[str, Any] = {"lr": RATES.get(kind.__name__, 0.01)}
     if "momentum" in kind.__init__.__annotations__:
         options["momentum"] = 0.9
-    groups = (
-        groups_of(model) if "weight_decay" in kind.__init__.__annotations__ else model.parameters()
+    decays = "weight_decay" in kind.__init__.__annotations__
+    make_optimizer: Any = kind
+    optimizer, reference = (
+        make_optimizer(groups_of(each) if decays else each.parameters(), **options)
+        for each in (model, plain)
     )
-    own = (
-        groups_of(plain) if "weight_decay" in kind.__init__.__annotations__ else plain.parameters()
-    )
-    optimizer, reference = kind(groups, **options), kind(own, **options)  # type: ignore[call-arg]
     with zeroified(model, optimizer, stage=stage, topology=topology, transport="flat"):
         train(model, optimizer, range(comm.rank, comm.rank + 1), range(5))
         train(plain, reference, range(comm.size), range(5))
