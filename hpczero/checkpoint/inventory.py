@@ -196,7 +196,9 @@ class Inventory:
             if kind == "elements":
                 # Gone with the last unit, so that no more than one key is there twice.
                 for unit, owned in self._by_unit(elements.pop(key), trainable=True):
-                    names = [unit.spec.layout.slots[position].name for position in unit.shard_slots]
+                    names = [
+                        unit.spec.layout.slots[position].name for position in unit.optimized.slots
+                    ]
                     replicated = unit.replicated(owned)
                     for name, (shard, value) in zip(names, replicated, strict=True):
                         if name in present[key]:
@@ -204,7 +206,7 @@ class Inventory:
                 continue
             for unit in self._sharding.units:
                 if unit.spec.trainable:
-                    for position, shard in zip(unit.shard_slots, unit.shards, strict=True):
+                    for position, shard in zip(unit.optimized.slots, unit.shards, strict=True):
                         name = unit.spec.layout.slots[position].name
                         if name in present[key]:
                             number = _scalar(kind, present[key][name])

@@ -182,7 +182,7 @@ def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
     _set_buffers(sharding, manifest, buffers)
     _set_streams(topology, manifest, rng)
     sharding.scaler.restore(manifest.meta["loss_scale"])
-    sharding.step.counts.skipped = int(manifest.meta["skipped_steps"])
+    sharding.step.skips.counts.skipped = int(manifest.meta["skipped_steps"])
     sharding.lineage = dict.fromkeys(homes(path), manifest.step)
     topology.barrier()
     extra, imported = extra_of(manifest.meta), is_imported(manifest)

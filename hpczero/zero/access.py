@@ -50,14 +50,14 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
     with torch.inference_mode(False):  # what parameters become views of lasts
         with state.topology.agreed("make the parameters whole"):
             for unit in units:
-                unit.check_values()
+                unit.optimized.check_seen()
                 if modifier_rank is None:
                     unit.whole.check_certain()
         for unit in units:
             unit.whole.doubtful = False
             unit.unshard()
         for unit in units:
-            unit.wait_for_unshard()
+            unit.whole.wait_for_unshard()
             unit.whole.hold()  # a forward inside must not give back what was changed
     first_node, ended, fine = next_node_number(), False, False
     try:

@@ -124,7 +124,7 @@ class BackwardSchedule:
                     "the unit uses the parameter. Make the module that uses it the unit (rule=...), or leave the "
                     "parameter to the root unit"
                 )
-            gradients.capture(position, accumulating=not self.sync)
+            gradients.capture(position, parameter, accumulating=not self.sync)
             if backward.arrived(unit) and backward.is_through(unit):
                 self._residence.give_back(unit)
                 self._reduce_what_is_due(backward)

@@ -62,7 +62,7 @@ class Residence:
         for unit in units:
             unit.unshard()
         for unit in units:
-            unit.wait_for_unshard()
+            unit.whole.wait_for_unshard()
         if self._prefetch is not None:
             # After the wait, peers are at most one unit behind. So no rank holds more than the plan says.
             for unit in units:

@@ -156,7 +156,7 @@ class Schedule:
                 self.residence.make_whole(units)
                 return
             for unit in units:
-                unit.check_values()
+                unit.optimized.check_seen()
             if self._sharded:
                 refuse_mutation(module)
             if is_root:

@@ -32,7 +32,7 @@ from hpczero.zero.units.seen_gradient import Sight, SlotGradient
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizer_state import OptimizerState
 from hpczero.zero.update.optimizers import repoint
-from hpczero.zero.update.update import Step
+from hpczero.zero.update.update import ModelSide, Step
 
 KEY = "_hpczero_sharding"
 
@@ -99,17 +99,20 @@ class Sharding:
         self.attachment = Attachment(model, self.units, topology.rank)
         self.shared_buffers = SharedBuffers(model, topology, collectives)
         self.lineage: dict[Path, int] = {}
-        self.step = Step(
-            self.units,
-            collectives,
-            precision=plan.precision,
-            scaler=self.scaler,
-            advice=self.advice,
+        side = ModelSide(
             in_backward=lambda: self.schedule is not None and self.schedule.backward.runs,
             check_attachment=self.attachment.check,
             before_update=self._before_update,
             after_update=self.shared_buffers.share,
             replaced=lambda: self.shared_buffers.replaced(self.attachment.modules),
+        )
+        self.step = Step(
+            self.units,
+            collectives,
+            side,
+            precision=plan.precision,
+            scaler=self.scaler,
+            advice=self.advice,
         )
         self.schedule: Schedule | None = None
         self.micro_batches = 1
@@ -133,7 +136,7 @@ class Sharding:
     @property
     def skipped_steps(self) -> int:
         """Steps skipped so far because a gradient was not finite."""
-        return self.step.counts.skipped
+        return self.step.skips.counts.skipped
 
     @property
     def loss_scale(self) -> float:
@@ -179,7 +182,7 @@ class Sharding:
         if optimizer is not None:
             shards: dict[int, list[tuple[nn.Parameter, nn.Parameter]]] = {}
             for unit in self.units:
-                for shard, position in zip(unit.shards, unit.shard_slots, strict=True):
+                for shard, position in zip(unit.shards, unit.optimized.slots, strict=True):
                     pair = (unit.parameters[position], shard)
                     shards.setdefault(unit.spec.groups[position], []).append(pair)
             repoint(optimizer, shards)
@@ -199,10 +202,10 @@ class Sharding:
                 unit,
                 position,
                 norm=self.step.norms.of_slot,
-                changed=self.step.note_change,
+                changed=self.step.history.change,
                 in_backward=lambda: schedule.backward.runs,
                 reset=self._forget_interrupted,
-                dropped=self.step.note_drop,
+                dropped=self.step.history.drop,
                 differentiable=lambda: schedule.backward.differentiable,
             )
             guard.show_gradient(Sight(slot))
@@ -216,7 +219,7 @@ class Sharding:
             StepError: names the first parameter that was changed behind hpczero's back.
         """
         for unit in self.units:
-            unit.check_values()
+            unit.optimized.check_seen()
             unit.whole.check_values()
 
     def _before_update(self) -> None:
@@ -242,13 +245,15 @@ class Sharding:
             )
         self.step.norms.forget()
         if self.micro_batches > 1:
-            self.step.note_scaling(f"gradients of {self.micro_batches} micro-batches (accumulate)")
+            self.step.history.scaling(
+                f"gradients of {self.micro_batches} micro-batches (accumulate)"
+            )
         return 1.0 / (self.topology.data.size * self.micro_batches * self.scaler.scale)
 
     def _forget_interrupted(self) -> None:
         assert self.schedule is not None, "hooks are attached"
         self.schedule.reset()
-        self.step.note_interruption()
+        self.step.history.interruption()
 
     @untraced
     def _zero_grad(self, set_to_none: bool = True) -> None:

@@ -36,7 +36,7 @@ def _expected(sharding: hpczero.Sharding) -> dict[int, str]:
     return {
         id(shard): unit.spec.layout.slots[position].name
         for unit in sharding.units
-        for shard, position in zip(unit.shards, unit.shard_slots, strict=True)
+        for shard, position in zip(unit.shards, unit.optimized.slots, strict=True)
     }
 
 

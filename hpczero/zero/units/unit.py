@@ -78,9 +78,7 @@ class Unit:
         self.optimized = Shards(layout, self._master, start=owned.start, pieces=pieces)
         self._gradients = UnitGradients(
             self.spec,
-            self.parameters,
             self.optimized,
-            mine=self._mine,
             stage=stage,
             precision=precision,
             comm=comm,
@@ -97,11 +95,6 @@ class Unit:
     def shards(self) -> list[nn.Parameter]:
         """One fp32 parameter for each model parameter this rank owns a part of."""
         return self.optimized.parameters
-
-    @property
-    def shard_slots(self) -> list[int]:
-        """The slot of each of ``shards``."""
-        return self.optimized.slots
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -135,10 +128,6 @@ class Unit:
     def unshard(self) -> None:
         """Start making the parameters whole; nothing if they are, or if it has started. Collective."""
         self.whole.unshard(self._rest)
-
-    def wait_for_unshard(self) -> None:
-        """Return when the parameters are whole."""
-        self.whole.wait_for_unshard()
 
     def reshard(self, *, retain: bool = False) -> None:
         """Give the whole parameters back where the stage shards them; ``retain``: this rank goes on using them."""
@@ -185,10 +174,6 @@ class Unit:
         """The optimizer has changed the values, and the whole parameters are up to date."""
         self.whole.note_step()
         self._note_values()
-
-    def check_values(self) -> None:
-        """Raises StepError where the model would not see what the optimizer's parameters hold."""
-        self.optimized.check_seen()
 
     def _note_values(self) -> None:
         self.whole.note_versions()

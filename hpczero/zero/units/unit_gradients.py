@@ -45,10 +45,8 @@ class UnitGradients:
     def __init__(
         self,
         spec: UnitSpec,
-        parameters: list[nn.Parameter],
         optimized: Shards,
         *,
-        mine: slice,
         stage: Stage,
         precision: Precision,
         comm: Collectives,
@@ -58,19 +56,16 @@ class UnitGradients:
 
         Args:
             spec: names, shapes and places.
-            parameters: the model's own, in slot order.
             optimized: what the optimizer sees.
-            mine: this rank's shard of the flat buffer.
             stage: what is sharded.
             precision: dtypes.
             comm: the transport.
             reducer: over it.
         """
-        self._spec, self._parameters, self._optimized = spec, parameters, optimized
-        self._mine, self._stage, self._comm, self._reducer = mine, stage, comm, reducer
+        self._spec, self._optimized = spec, optimized
+        self._stage, self._comm, self._reducer = stage, comm, reducer
         layout = spec.layout
-        self._owned_numel = len(layout.shard_range(comm.group.index))
-        numel = mine.stop - mine.start if stage.shards_optimizer else layout.padded_numel
+        numel = layout.shard_numel if stage.shards_optimizer else layout.padded_numel
         # Not kept: while activations are at their most, in forward, there are no gradients yet.
         self._fresh = Fresh(
             numel, torch.float32, memory=comm.memory, category="gradients", device=comm.device
@@ -84,9 +79,9 @@ class UnitGradients:
         self._present = False
         self._reduction: Work | None = None
 
-    def capture(self, position: int, *, accumulating: bool) -> None:
-        """Take the gradient autograd left on parameter ``position``; see LocalGradient.add."""
-        gradient = take_own_gradient(self._parameters[position])
+    def capture(self, position: int, parameter: Tensor, *, accumulating: bool) -> None:
+        """Take the gradient autograd left on ``parameter``, the one at ``position``; see LocalGradient.add."""
+        gradient = take_own_gradient(parameter)
         self._dropped.discard(position)
         if gradient is not None:
             self._local.add(position, gradient, accumulating=accumulating)
@@ -128,7 +123,7 @@ class UnitGradients:
 
     def _prepare_reduced(self) -> bool:
         """Whether the reduced buffer holds gradients to add to; what was set to None meanwhile becomes zero."""
-        if not self._present:
+        if not self.present:
             self._fresh.take()
             return False
         for position, shard, gradient in self._gradient_parts():
@@ -152,12 +147,16 @@ class UnitGradients:
 
     @property
     def _reduced_mine(self) -> Tensor:
-        return self.reduced if self._stage.shards_optimizer else self.reduced[self._mine]
+        if self._stage.shards_optimizer:
+            return self.reduced
+        index, numel = self._comm.group.index, self._spec.layout.shard_numel
+        return self.reduced[index * numel : (index + 1) * numel]
 
     @property
     def owned(self) -> Tensor:
         """This rank's part of the reduced gradient without padding, the same elements in every stage; fp32."""
-        return self._reduced_mine[: self._owned_numel]
+        numel = len(self._spec.layout.shard_range(self._comm.group.index))
+        return self._reduced_mine[:numel]
 
     @property
     def present(self) -> bool:

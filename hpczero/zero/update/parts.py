@@ -107,14 +107,14 @@ class PartedUpdate:
         taken: list[tuple[Span, int, int, nn.Parameter]] = []
         spans: list[tuple[Span, list[bool]]] = []
         for unit in units:
-            gradient = unit.gradients.reduced
+            master, gradient = unit.optimized.master, unit.gradients.reduced
             for span in self._spans[unit]:
                 # Past what ShardStates asks of each key: these are known.
                 span.take_up([dict.get(states, piece) for piece in span.pieces])
                 present = have_gradients(span.pieces)
                 spans.append((span, present))
                 for first, last in span.runs(present):
-                    long = span.tensor(first, last, gradient)
+                    long = span.tensor(first, last, master, gradient)
                     state = span.state(first, last)
                     if state:
                         dict.__setitem__(states, long, state)
@@ -153,5 +153,5 @@ def _spans_of(unit: Unit, group_of: dict[int, int]) -> list[Span]:
         places = [shards.places[index] for index in indices]
         ends = [places[0].start, *(place.stop for place in places)]
         pieces = [shards.parameters[index] for index in indices]
-        found.append(Span(pieces, ends, shards.master, group=group))
+        found.append(Span(pieces, ends, group=group))
     return found

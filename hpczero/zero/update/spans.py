@@ -33,22 +33,18 @@ class Span:
         start: element of the master at which the first begins.
     """
 
-    def __init__(
-        self, pieces: Sequence[nn.Parameter], ends: Sequence[int], master: Tensor, *, group: int
-    ) -> None:
+    def __init__(self, pieces: Sequence[nn.Parameter], ends: Sequence[int], *, group: int) -> None:
         """Not collective.
 
         Args:
             pieces: in the order of the master, without gaps.
             ends: (pieces + 1,) elements of the master: where the first begins, and where each ends.
-            master: (elements,) fp32, of which the pieces are views.
             group: of the optimizer.
         """
         self.pieces = list(pieces)
         self.group = group
         self.start = ends[0]
         self._ends = [end - ends[0] for end in ends]
-        self._master = master
         self._wholes: State = {}  # by name: (elements,), of which pieces have views
         self._counters: dict[str, Tensor] = {}  # by name: (pieces,)
         self._given: list[State] = [{} for _ in pieces]  # what each had after the last step
@@ -96,11 +92,11 @@ class Span:
                 yield place, place + count
             place += count
 
-    def tensor(self, first: int, last: int, gradient: Tensor) -> nn.Parameter:
-        """The pieces ``first`` to ``last`` as one parameter; ``gradient`` is cut as the master is."""
+    def tensor(self, first: int, last: int, master: Tensor, gradient: Tensor) -> nn.Parameter:
+        """The pieces ``first`` to ``last`` as one parameter; they are views of ``master``, with this ``gradient``."""
         begin, end = self._ends[first], self._ends[last]
         begin, end = self.start + begin, self.start + end
-        parameter = nn.Parameter(self._master[begin:end])
+        parameter = nn.Parameter(master[begin:end])
         parameter.grad = gradient[begin:end]
         return parameter
 

@@ -1,0 +1,84 @@
+"""Skips: steps that do nothing because a gradient is not finite, and steps that have nothing to do.
+
+Owns: how many there were, when there are too many, and what is said of them. Must not know: units, optimizers, how
+ranks agree.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from hpczero.comm.collectives import Collectives
+from hpczero.plan.precision import LossScaler, Precision
+
+logger = logging.getLogger("hpczero.step")
+
+
+@dataclass
+class StepCounts:
+    """Steps that were skipped because some gradient was not finite; equal on every rank."""
+
+    skipped: int = 0
+    in_a_row: int = 0
+
+
+class Skips:
+    """Of one model.
+
+    Attributes:
+        counts: of the steps so far.
+        now: whether the step that is taken now is skipped.
+    """
+
+    def __init__(self, comm: Collectives, precision: Precision, scaler: LossScaler) -> None:
+        """Not collective.
+
+        Args:
+            comm: for the number of the step and who speaks.
+            precision: what a non-finite gradient means.
+            scaler: the loss scale, told of every step.
+        """
+        self.counts = StepCounts()
+        self.now = False
+        self._comm = comm
+        self._precision = precision
+        self._scaler = scaler
+        self._told = False
+
+    def skip(self) -> str | None:
+        """Count the step that is taken now as skipped; why that cannot help, or None where it may."""
+        self.now = True
+        self.counts.skipped += 1
+        self.counts.in_a_row += 1
+        scaled = self._precision.loss_scale is not None
+        if not scaled and self._precision.nonfinite == "raise":
+            return "precision.nonfinite='skip' would skip such steps"
+        if scaled and self._scaler.exhausted:
+            return f"the loss scale is at its minimum {self._scaler.scale:g}"
+        if self.counts.in_a_row >= self._precision.max_skips:
+            return f"{self.counts.in_a_row} steps in a row were skipped"
+        if self._comm.group.is_root:
+            logger.warning(
+                "step %d skipped: a gradient is not finite (loss scale %g, %d skipped so far)",
+                self._comm.step,
+                self._scaler.scale,
+                self.counts.skipped,
+            )
+        return None
+
+    def end_step(self) -> None:
+        """The step is over."""
+        if not self.now:
+            self.counts.in_a_row = 0
+        self._scaler.update(overflow=self.now)
+
+    def tell_nothing_to_do(self) -> None:
+        """Say once that no parameter has a gradient."""
+        if self._comm.group.is_root and not self._told:
+            self._told = True
+            logger.warning(
+                "step %d: no parameter has a gradient, so the optimizer changes nothing, as in plain torch; was "
+                "backward called since zero_grad, on a loss that this very model made?",
+                self._comm.step,
+            )

@@ -1,0 +1,59 @@
+"""No class of the engine has more methods and attributes than a reader keeps in mind; those that have say why."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+METHODS, ATTRIBUTES = 20, 12
+ROOMS = ("zero", "comm")
+# Each with its methods and attributes, so that none grows unseen.
+LARGER = {
+    # The parts of one sharded model stand side by side here, and in no other place.
+    "Sharding": (14, 22),
+    # One state machine over one buffer: who may use it, and who may write to it, decide together when it is given back.
+    "WholeParameters": (27, 17),
+    # The contract of a transport, public: ten verbs to write, the others say what every transport has in common.
+    "Collectives": (25, 12),
+    # What a block of memory holds for peers, place by place: offsets that are found together, when memory is settled.
+    "Ipc": (7, 13),
+}
+
+
+def classes() -> list[ast.ClassDef]:
+    """All of ``ROOMS``."""
+    files = [file for room in ROOMS for file in (ROOT / "hpczero" / room).rglob("*.py")]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    return [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+def size(node: ast.ClassDef) -> tuple[int, int]:
+    """Methods, properties among them, and attributes that they set on ``self``."""
+    methods = sum(isinstance(member, ast.FunctionDef) for member in node.body)
+    attributes = {
+        place.attr
+        for place in ast.walk(node)
+        if isinstance(place, ast.Attribute)
+        and isinstance(place.ctx, ast.Store)
+        and isinstance(place.value, ast.Name)
+        and place.value.id == "self"
+    }
+    return methods, len(attributes)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_are_looked_at(room: str) -> None:
+    assert (ROOT / "hpczero" / room).is_dir()
+
+
+def test_no_class_is_larger_than_it_says() -> None:
+    found = {node.name: size(node) for node in classes()}
+    larger = {
+        name: counts
+        for name, counts in found.items()
+        if counts[0] > METHODS or counts[1] > ATTRIBUTES
+    }
+    assert larger == LARGER
