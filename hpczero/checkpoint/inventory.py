@@ -181,6 +181,9 @@ class Inventory:
         """
         optimizer = self._sharding.optimizer
         assert optimizer is not None, "asked for by the caller"
+        parted = self._sharding.step.parted
+        assert parted is not None, "attached"
+        parted.forget()
         for unit in self._sharding.units:
             if unit.spec.trainable:
                 for shard in unit.shards:
@@ -213,6 +216,7 @@ class Inventory:
                             if isinstance(number, Tensor) and id(shard) in on_device:
                                 number = number.to(shard.device)
                             optimizer.state[shard][key] = number
+        parted.adopt()
 
 
 def _kind(key: str, value: Any, numel: int) -> str | None:

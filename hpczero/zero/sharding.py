@@ -187,7 +187,14 @@ class Sharding:
                     shards.setdefault(unit.spec.groups[position], []).append(pair)
             repoint(optimizer, shards)
             self.step.attach(optimizer)
-            self._optimizer_state = OptimizerState(optimizer, self.topology, self.plan, self.advice)
+            assert self.step.parted is not None, "attached"
+            self._optimizer_state = OptimizerState(
+                optimizer,
+                self.topology,
+                self.plan,
+                self.advice,
+                loaded=self.step.parted.adopt,
+            )
             self.attachment.watch(optimizer, self._optimizer_state)
             optimizer.__dict__["zero_grad"] = self._zero_grad
 

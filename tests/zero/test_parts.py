@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import importlib
-from collections.abc import Callable
+import functools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +13,7 @@ import hpczero
 from hpczero.zero.update.optimizers import ELEMENTWISE
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import MLP, distance, mlp_input, zeroified
+from tests.zero.parts_models import ADAM, Branches, groups_of, loss_of, train
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -23,51 +22,9 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
-# torch.optim hides the module behind a name that it deletes.
-ADAM = importlib.import_module("torch.optim.adam")
 STAGES = pytest.mark.parametrize("stage", [0, 1, 3])
 # Rates at which five steps change much, and nothing overflows.
 RATES = {"Adadelta": 1.0, "Rprop": 0.01, "SGD": 0.05}
-
-
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Weights and biases apart, as loops do that decay weights alone: neighbours lie in different groups."""
-    weights = [p for p in model.parameters() if p.dim() > 1]
-    biases = [p for p in model.parameters() if p.dim() == 1]
-    return [{"params": weights, "weight_decay": 0.1}, {"params": biases}]
-
-
-class Branches(nn.Module):
-    """One unit of several layers, of which each step uses some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(5))
-        generator = torch.Generator().manual_seed(5)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.normal_(0.0, 0.3, generator=generator)
-
-    def forward(self, x: Tensor, step: int) -> Tensor:
-        """(batch, 7) in and out; a layer that is left out of a step has no gradient in it."""
-        for place, layer in enumerate(self.layers):
-            if (step + place) % 3 or place == 2:
-                x = x + torch.tanh(layer(x))
-        return x
-
-
-def loss_of(model: nn.Module, x: Tensor, step: int) -> Tensor:
-    found: Tensor = model(x, step) if isinstance(model, Branches) else model(x)
-    return found.square().sum()
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: range, steps: range) -> None:
-    """Steps on the mean over ``ranks`` of their losses."""
-    for step in steps:
-        optimizer.zero_grad()
-        for rank in ranks:
-            (loss_of(model, mlp_input(rank) + step, step) / len(ranks)).backward()
-        optimizer.step()
 
 
 @STAGES
@@ -145,88 +102,6 @@ def test_state_between_steps_is_by_pieces_and_of_their_shapes(
         parallel_assert(comm, counted, f"{counts}")
 
 
-def _reset_one(optimizer: torch.optim.Optimizer) -> None:
-    """Forget the state of the first group."""
-    for parameter in optimizer.param_groups[0]["params"]:
-        optimizer.state.pop(parameter, None)
-
-
-def _begin_counting_again(optimizer: torch.optim.Optimizer) -> None:
-    """Change the counters of one group in place."""
-    for parameter in optimizer.param_groups[1]["params"]:
-        optimizer.state[parameter]["step"].zero_()
-
-
-def _other_tensors(optimizer: torch.optim.Optimizer) -> None:
-    """Put other tensors there."""
-    for parameter in optimizer.param_groups[0]["params"]:
-        state = optimizer.state[parameter]
-        state["exp_avg"] = state["exp_avg"] * 0.5
-
-
-def _in_place(optimizer: torch.optim.Optimizer) -> None:
-    """Change the tensors that are there."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter]["exp_avg_sq"].mul_(2.0)
-
-
-def _round_trip(optimizer: torch.optim.Optimizer) -> None:
-    """Through torch's own state_dict."""
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
-def _without_biases(optimizer: torch.optim.Optimizer) -> None:
-    """A group that steps no more."""
-    optimizer.param_groups[1]["params"] = []
-
-
-def _in_another_order(optimizer: torch.optim.Optimizer) -> None:
-    """Groups are lists of the user's."""
-    optimizer.param_groups[0]["params"].reverse()
-
-
-def _own_entry(optimizer: torch.optim.Optimizer) -> None:
-    """Something that torch knows nothing of."""
-    for parameter in optimizer.param_groups[0]["params"]:
-        optimizer.state[parameter]["seen"] = [1]
-
-
-EDITS = [
-    _reset_one,
-    _begin_counting_again,
-    _other_tensors,
-    _in_place,
-    _round_trip,
-    _without_biases,
-    _in_another_order,
-    _own_entry,
-]
-
-
-@STAGES
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__.strip("_"))
-def test_what_a_loop_does_to_the_state_counts(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    stage: int,
-    edit: Callable[[torch.optim.Optimizer], None],
-) -> None:
-    model, plain = Branches(), Branches()
-    optimizer = torch.optim.AdamW(groups_of(model), lr=0.01)
-    reference = torch.optim.AdamW(groups_of(plain), lr=0.01)
-    with zeroified(model, optimizer, stage=stage, topology=topology, transport="flat"):
-        for steps in (range(4), range(4, 8)):
-            train(model, optimizer, range(comm.rank, comm.rank + 1), steps)
-            train(plain, reference, range(comm.size), steps)
-            if steps.start == 0:
-                edit(optimizer)
-                edit(reference)
-        with hpczero.gathered(model):
-            worst = distance(model, plain)
-    parallel_assert(comm, worst < 2e-5, f"differs by {worst} from torch")
-
-
 def test_a_step_that_raises_leaves_the_groups_as_they_were(
     comm: MPI.Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,3 +120,61 @@ def test_a_step_that_raises_leaves_the_groups_as_they_were(
         parallel_assert(comm, before == after)
         keys = {id(key) for key in optimizer.state}
         parallel_assert(comm, keys <= set(after), "no long tensor stays a key")
+
+
+def test_hook_that_comes_after_all_others_sees_the_pieces(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    seen: list[int] = []
+
+    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        seen.append(sum(len(group["params"]) for group in optimizer.param_groups))
+
+    model = MLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with zeroified(model, optimizer, stage=0, topology=topology, transport="flat"):
+        torch.optim.Optimizer.register_step_pre_hook(optimizer, hook)
+        train(model, optimizer, range(comm.rank, comm.rank + 1), range(1))
+        pieces = len(optimizer.param_groups[0]["params"])
+        parallel_assert(comm, seen == [pieces] and pieces > 0, f"{seen} of {pieces}")
+
+
+def test_step_that_somebody_has_patched_is_called(
+    comm: MPI.Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    own = torch.optim.RAdam.step
+
+    @functools.wraps(own)
+    def timed(optimizer: torch.optim.RAdam, *args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return own(optimizer, *args, **options)
+
+    model, plain = MLP(), MLP()
+    monkeypatch.setattr(torch.optim.RAdam, "step", timed)
+    optimizer, reference = (torch.optim.RAdam(m.parameters(), lr=0.01) for m in (model, plain))
+    with zeroified(model, optimizer, stage=3, topology=topology, transport="flat"):
+        train(model, optimizer, range(comm.rank, comm.rank + 1), range(7))
+        train(plain, reference, range(comm.size), range(7))
+        with hpczero.gathered(model):
+            worst = distance(model, plain)
+    parallel_assert(comm, worst < 2e-5 and len(calls) == 14, f"{worst}, {len(calls)} calls")
+
+
+def test_steps_in_inference_mode_are_torchs(comm: MPI.Intracomm, topology: Topology) -> None:
+    model, plain = MLP(), MLP()
+    optimizer, reference = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, plain))
+    with zeroified(model, optimizer, stage=1, topology=topology, transport="flat"):
+        for step in range(4):
+            with torch.inference_mode(False):
+                optimizer.zero_grad()
+                loss_of(model, mlp_input(comm.rank) + step, step).backward()
+                reference.zero_grad()
+                for rank in range(comm.size):
+                    (loss_of(plain, mlp_input(rank) + step, step) / comm.size).backward()
+            with torch.inference_mode():
+                optimizer.step()
+                reference.step()
+        with hpczero.gathered(model):
+            worst = distance(model, plain)
+    parallel_assert(comm, worst < 2e-5, f"differs by {worst}")

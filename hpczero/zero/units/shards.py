@@ -109,7 +109,8 @@ class Shards:
         if self.parameters and self.master._version != self._version:
             raise StepError(
                 f"the part of {self._layout.slots[self.slots[0]].name!r} in optimizer.param_groups (or of a "
-                "parameter beside it) was changed since the last step, and the model would not see it. Change "
+                "parameter beside it) was changed since the last step, or that step did not finish (an exception? then "
+                "load a checkpoint), and the model would not see it. Change "
                 "it before optimizer.step() and after backward, or change the model's own parameters inside "
                 "`with hpczero.gathered(model, modifier_rank=0):`"
             )

@@ -60,6 +60,9 @@ class Watch:
     def check_trained(self) -> None:
         """Raises StepError if one was frozen or unfrozen since ``zeroify``; names it."""
         with torch._C.DisableTorchFunctionSubclass():
+            trained = [parameter.requires_grad for parameter in self._parameters]
+            if trained.count(self._trainable) == len(trained):
+                return
             for parameter, slot in zip(self._parameters, self._slots, strict=True):
                 if parameter.requires_grad != self._trainable:
                     raise StepError(

@@ -10,7 +10,7 @@ numbers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -87,9 +87,24 @@ class OptimizerState:
     """Hooks on ``state_dict`` and ``load_state_dict`` of one optimizer."""
 
     def __init__(
-        self, optimizer: Optimizer, topology: Topology, plan: Plan, advice: Advice
+        self,
+        optimizer: Optimizer,
+        topology: Topology,
+        plan: Plan,
+        advice: Advice,
+        *,
+        loaded: Callable[[], None],
     ) -> None:
-        """Register them; not collective."""
+        """Register them; not collective.
+
+        Args:
+            optimizer: of the model.
+            topology: for who this rank is.
+            plan: for what its shards are.
+            advice: told when the state is taken.
+            loaded: called when ``load_state_dict`` has put state there.
+        """
+        self._loaded = loaded
         self._mine = {
             "rank": topology.rank,
             "ranks": topology.size,
@@ -100,9 +115,7 @@ class OptimizerState:
         self._optimizer = optimizer
         self._watch(optimizer)
         self._handles: list[RemovableHandle] = [
-            optimizer.register_load_state_dict_post_hook(
-                self._watch
-            ),  # torch has made a new dictionary
+            optimizer.register_load_state_dict_post_hook(self._take_over),
             optimizer.register_state_dict_pre_hook(self._check_keys),
             optimizer.register_state_dict_post_hook(self._mark),
             optimizer.register_load_state_dict_pre_hook(self._check),
@@ -114,6 +127,10 @@ class OptimizerState:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def _take_over(self, optimizer: Optimizer) -> None:
+        self._watch(optimizer)  # torch has made a new dictionary
+        self._loaded()
 
     def _watch(self, optimizer: Optimizer) -> None:
         optimizer.state = ShardStates(dict, optimizer.state)

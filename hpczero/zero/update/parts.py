@@ -11,24 +11,27 @@ parameters. A class that is not torch's own may look at anything in its groups, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpczero.zero.units.guard import have_gradients
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizers import ELEMENTWISE
-from hpczero.zero.update.spans import Span
+from hpczero.zero.update.spans import Run, Span, State, values_of
 
 
 def method_behind(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
     """The step of ``optimizer`` without hooks; None where pieces cannot be put together for it."""
     kind = type(optimizer)
-    if kind not in ELEMENTWISE or not kind.step.__module__.startswith("torch.optim."):
-        return None
-    return getattr(kind.step, "__wrapped__", None)
+    method: Any = getattr(kind.step, "__wrapped__", None)
+    # Patched by somebody, it may be anything: torch's own is wrapped in hooks, once.
+    own = method is not None and method.__module__.startswith("torch.optim.")
+    hooked = getattr(kind.step, "hooked", False) and not getattr(method, "hooked", False)
+    return method if kind in ELEMENTWISE and own and hooked else None
 
 
 class PartedUpdate:
@@ -60,6 +63,8 @@ class PartedUpdate:
         method = self._method
         if method is None or any(group.get("differentiable") for group in groups):
             return
+        if torch.is_inference_mode_enabled():
+            return  # what is made there has no versions, and no base
         # torch.compile sets this in every group that it steps on by itself.
         if [group.get("capturable") for group in groups] != self._capturable:
             return
@@ -100,40 +105,53 @@ class PartedUpdate:
 
     def _take(self, method: Callable[[Optimizer], Any], units: Sequence[Unit]) -> None:
         """One call of torch's method."""
-        states: dict[Any, Any] = self._optimizer.state
-        groups = self._optimizer.param_groups
-        for group in groups:
+        optimizer = self._optimizer
+        states: dict[Any, Any] = optimizer.state
+        for group in optimizer.param_groups:
             group["params"] = []
-        taken: list[tuple[Span, int, int, nn.Parameter]] = []
-        spans: list[tuple[Span, list[bool]]] = []
-        for unit in units:
-            master, gradient = unit.optimized.master, unit.gradients.reduced
-            for span in self._spans[unit]:
-                # Past what ShardStates asks of each key: these are known.
-                span.take_up([dict.get(states, piece) for piece in span.pieces])
-                present = have_gradients(span.pieces)
-                spans.append((span, present))
-                for first, last in span.runs(present):
-                    long = span.tensor(first, last, master, gradient)
-                    state = span.state(first, last)
-                    if state:
-                        dict.__setitem__(states, long, state)
-                    groups[span.group]["params"].append(long)
-                    taken.append((span, first, last, long))
+        taken: list[tuple[Run, nn.Parameter, State]] = []
         try:
-            method(self._optimizer)
+            for unit, run in self._runs(units, states):
+                params = optimizer.param_groups[run.group]["params"]
+                if run.apart:
+                    params += run.pieces
+                    continue
+                long = run.tensor(unit.optimized.master, unit.gradients.reduced)
+                state = run.state()
+                taken.append((run, long, dict(state)))
+                if state:  # past what ShardStates asks of each key
+                    dict.__setitem__(states, long, state)
+                params.append(long)
+            method(optimizer)
         finally:
-            for span, first, last, long in taken:
-                span.keep(first, last, dict.pop(states, long, {}))
-            for span, stepped in spans:
-                for piece, state in span.changed():
-                    held = states[piece] if dict.__contains__(states, piece) else None
-                    if held is None:
-                        dict.__setitem__(states, piece, state)
-                    else:  # the same dictionary, which a loop may have in hand
-                        held.clear()
-                        held.update(state)
-                span.end(stepped)
+            made = [(run, before, dict.pop(states, long, None)) for run, long, before in taken]
+            for run, before, after in made:
+                if after is not None:
+                    run.give(before, after, states)
+
+    def _runs(self, units: Sequence[Unit], states: dict[Any, Any]) -> Iterator[tuple[Unit, Run]]:
+        """What is stepped on as one tensor, and the pieces that are not; with the unit of each."""
+        spans = [(unit, span) for unit in units for span in self._spans[unit]]
+        counters: list[Tensor] = []
+        for _, span in spans:
+            counters += span.look([dict.get(states, piece) for piece in span.pieces])
+        values = values_of(counters)
+        for unit, span in spans:
+            for run in span.runs(have_gradients(span.pieces), values):
+                yield unit, run
+
+    def adopt(self) -> None:
+        """State was loaded: lay it so that pieces can be one tensor again."""
+        if self._method is not None and self._make_spans():
+            for spans in self._spans.values():
+                for span in spans:
+                    span.adopt(self._optimizer.state)
+
+    def forget(self) -> None:
+        """State is about to be replaced: let go of its memory."""
+        for spans in self._spans.values():
+            for span in spans:
+                span.forget()
 
 
 def _spans_of(unit: Unit, group_of: dict[int, int]) -> list[Span]:

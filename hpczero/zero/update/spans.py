@@ -1,27 +1,81 @@
-"""Spans: neighbouring pieces of one optimizer group, whose state lies end to end, so that they are stepped on as one.
+"""Spans: neighbouring pieces of one optimizer group, and which of them may be stepped on as one tensor.
 
-Owns: the state of an elementwise optimizer over such neighbours, and which of them may be one tensor now. Must not
-know: units, ranks, what a step computes.
+Owns: where the state of such neighbours lies, and its parts in ``optimizer.state``. Must not know: units, ranks, what a
+step computes.
 
 An optimizer works through hundreds of small tensors, one call or launch each; the elements do not care (issue 17, S3).
-Between steps every piece has state of its own in ``optimizer.state``, as torch would have made it: views of the span's.
-Whatever a loop, a checkpoint or ``load_state_dict`` put there instead is taken up at the next step.
+Between steps every piece has state of its own in ``optimizer.state``, as torch would have made it. Where torch has made
+it for a long tensor, those are parts of it, and nothing else remembers that: the tensors say themselves where they lie.
+
+[Note: Apart]
+A program may do anything to ``optimizer.state``. A piece whose state does not lie beside its neighbour's, was given
+other memory, or has anything of the program's own in it, is stepped on by itself, with the very objects that are there.
 
 [Note: Counters]
-State without a dimension, ``step`` say, belongs to one piece. Pieces that were always stepped on together have equal
-counters, and are one tensor with one counter during a step. A piece that had no gradient at some step has another
-counter from then on, and is stepped on apart.
+State without a dimension, ``step`` say, belongs to one piece. Those of a long tensor are elements of one vector. Pieces
+may be one tensor while theirs are equal; that is looked at, since a program may set them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where one tensor of a piece's state lies: ``base[begin:end]``; a counter is one element of a vector."""
+
+    base: Tensor
+    begin: int
+    end: int
+    counter: bool
+
+    def goes_on_in(self, other: Part) -> bool:
+        """Whether ``other`` begins where this one ends."""
+        return self.base is other.base and self.end == other.begin and self.counter == other.counter
+
+
+Parts = dict[str, Part]
+
+
+def parts_of(state: State | None, piece: nn.Parameter) -> Parts | None:
+    """Where the state of ``piece`` lies, by name; None where it has to be stepped on apart."""
+    found: Parts = {}
+    for name, value in (state or {}).items():
+        base = value._base if type(value) is Tensor else None
+        if base is None or base.dim() != 1 or value.dtype is not base.dtype:
+            return None
+        counter = value.dim() == 0
+        if not counter and (value.shape != piece.shape or value.stride() != (1,)):
+            return None
+        begin = value.storage_offset() - base.storage_offset()
+        # A program may have given it other memory, which its base knows nothing of.
+        if value.data_ptr() != base.data_ptr() + begin * base.element_size():
+            return None
+        found[name] = Part(base, begin, begin + value.numel(), counter)
+    return found
+
+
+def values_of(bases: Sequence[Tensor]) -> dict[int, list[Any]]:
+    """The elements of vectors, by their ids; one transfer from a device for each kind of them."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for base in {id(base): base for base in bases}.values():
+        kinds.setdefault((base.dtype, base.device), []).append(base)
+    found: dict[int, list[Any]] = {}
+    for alike in kinds.values():
+        values = torch.cat(alike).tolist()
+        for base in alike:
+            found[id(base)], values = values[: base.numel()], values[base.numel() :]
+    return found
 
 
 class Span:
@@ -30,199 +84,185 @@ class Span:
     Attributes:
         pieces: what the optimizer's group holds.
         group: index of it.
-        start: element of the master at which the first begins.
+        ends: (pieces + 1,) elements of the master: where the first begins, and where each ends.
     """
 
     def __init__(self, pieces: Sequence[nn.Parameter], ends: Sequence[int], *, group: int) -> None:
-        """Not collective.
-
-        Args:
-            pieces: in the order of the master, without gaps.
-            ends: (pieces + 1,) elements of the master: where the first begins, and where each ends.
-            group: of the optimizer.
-        """
+        """Not collective; for the arguments see the attributes."""
         self.pieces = list(pieces)
         self.group = group
-        self.start = ends[0]
-        self._ends = [end - ends[0] for end in ends]
-        self._wholes: State = {}  # by name: (elements,), of which pieces have views
-        self._counters: dict[str, Tensor] = {}  # by name: (pieces,)
-        self._given: list[State] = [{} for _ in pieces]  # what each had after the last step
-        self._likes = [0] * len(pieces)  # equal where the counters are; -1: stepped on by itself
-        self._objects: list[Any] = []  # of ``_given``, which keeps them alive
-        self._laid: set[tuple[str, int, int]] = set()  # state that is known to lie as it should
-        self._versions: dict[str, int] = {}
-        self._changed: set[int] = (
-            set()
-        )  # pieces whose state is made of other objects than before the step
+        self.ends = list(ends)
+        self._seen: Any = None  # what the state was made of when ``_parts`` was found
+        self._parts: list[Parts | None] = []
+        self._joined: list[bool] = []  # whether each lies behind the one before
+        self._counters: list[
+            list[tuple[Tensor, int]]
+        ] = []  # vector and element of each of a piece's
+        self._runs: dict[tuple[int, int], Run] = {}
 
-    def take_up(self, states: Sequence[State | None]) -> None:
-        """Look at what the pieces have in ``optimizer.state`` now, (pieces,); None: nothing."""
-        held = [state or {} for state in states]
-        if _objects(held) == self._objects and self._versions == self._versions_now():
-            return
-        self._laid.clear()
-        self._wholes.clear()
+    def forget(self) -> None:
+        """Let go of the state's memory."""
+        self._seen = None
+        self._parts.clear()
         self._counters.clear()
-        self._versions.clear()
-        self._given = [dict(state) for state in held]
-        self._objects = _objects(held)
-        kinds: dict[Any, int] = {}
-        self._likes = [
-            kinds.setdefault(kind, len(kinds)) if kind is not None else -1
-            for kind in (_kind(state, p) for state, p in zip(held, self.pieces, strict=True))
-        ]
+        self._runs.clear()
 
-    def _versions_now(self) -> dict[str, int]:
-        return {name: counter._version for name, counter in self._counters.items()}
+    def adopt(self, states: dict[Any, Any]) -> None:
+        """Lay state that was loaded end to end, as it would lie had it been made here.
 
-    def runs(self, present: Sequence[bool]) -> Iterator[tuple[int, int]]:
-        """Longest runs of pieces that may be one tensor, as (first, behind the last).
+        What is not made of plain tensors, one for each element or one number each, stays apart.
+        """
+        self.forget()
+        held = [dict.get(states, piece) or {} for piece in self.pieces]
+        kinds = [_kinds(state, piece) for state, piece in zip(held, self.pieces, strict=True)]
+        first = 0
+        for kind, members in itertools.groupby(kinds):
+            last = first + len(list(members))
+            for name in kind or ():
+                values = [state[name] for state in held[first:last]]
+                if values[0].dim():
+                    parts = torch.cat(values).split_with_sizes([value.numel() for value in values])
+                else:
+                    parts = torch.stack(values).unbind()
+                for state, part in zip(held[first:last], parts, strict=True):
+                    state[name] = part
+            first = last
+
+    def look(self, states: Sequence[State | None]) -> Iterable[Tensor]:
+        """See where the state of the pieces lies now, (pieces,); vectors of counters."""
+        made = [value for state in states if state for value in state.values()]
+        # Which objects, and where memory is: no two live ones share both, and ``_parts`` keeps the memory alive.
+        places = [value.data_ptr() if isinstance(value, Tensor) else 0 for value in made]
+        seen = ([list(state) if state else None for state in states], list(map(id, made)), places)
+        if seen != self._seen:
+            self._parts = [parts_of(s, p) for s, p in zip(states, self.pieces, strict=True)]
+            self._joined = [False, *(_beside(a, b) for a, b in pairwise(self._parts))]
+            self._runs.clear()
+            self._seen = seen
+            self._counters = [
+                [(part.base, part.begin) for part in (parts or {}).values() if part.counter]
+                for parts in self._parts
+            ]
+        return itertools.chain.from_iterable(
+            (base for base, _ in counters) for counters in self._counters
+        )
+
+    def runs(self, present: Sequence[bool], values: dict[int, list[Any]]) -> Iterator[Run]:
+        """Longest runs of pieces that may be one tensor.
 
         Args:
             present: (pieces,) whether each has a gradient.
+            values: of all counters, by their vectors' ids.
         """
-        place = 0
-        pairs = zip(present, self._likes, strict=True)
-        for (there, like), members in itertools.groupby(pairs):
-            count = len(list(members))
-            if there and like < 0:
-                yield from ((place + i, place + i + 1) for i in range(count))
-            elif there:
-                yield place, place + count
-            place += count
+        counts = [[values[id(base)][at] for base, at in counters] for counters in self._counters]
+        count = len(self.pieces)
+        if all(present) and all(self._joined[1:]) and counts.count(counts[0]) == count:
+            yield self._run(0, count)
+            return
+        starts = [
+            i
+            for i in range(count)
+            if not (
+                self._joined[i] and present[i - 1] and present[i] and counts[i - 1] == counts[i]
+            )
+        ]
+        for first, last in pairwise([*starts, count]):
+            if present[first]:
+                yield self._run(first, last)
 
-    def tensor(self, first: int, last: int, master: Tensor, gradient: Tensor) -> nn.Parameter:
-        """The pieces ``first`` to ``last`` as one parameter; they are views of ``master``, with this ``gradient``."""
-        begin, end = self._ends[first], self._ends[last]
-        begin, end = self.start + begin, self.start + end
-        parameter = nn.Parameter(master[begin:end])
-        parameter.grad = gradient[begin:end]
+    def _run(self, first: int, last: int) -> Run:
+        run = self._runs.get((first, last))
+        if run is None:
+            run = self._runs[first, last] = Run(self, first, last, self._parts)
+        return run
+
+
+def _kinds(state: State, piece: nn.Parameter) -> dict[str, Any] | None:
+    """Of each tensor what neighbours must have alike to be laid end to end; None where there is something else."""
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        if type(value) is not Tensor or value.requires_grad or value.layout is not torch.strided:
+            return None
+        if value.dim() and value.shape != piece.shape:
+            return None
+        found[name] = (value.dim(), value.dtype, value.device)
+    return found
+
+
+def _beside(one: Parts | None, other: Parts | None) -> bool:
+    if one is None or other is None or one.keys() != other.keys():
+        return False
+    return all(part.goes_on_in(other[name]) for name, part in one.items())
+
+
+class Run:
+    """Neighbours that are one tensor during a step, or one piece apart.
+
+    Attributes:
+        group: index of the optimizer's group.
+        pieces: of it.
+        apart: whether the one piece has to be stepped on by itself.
+    """
+
+    def __init__(self, span: Span, first: int, last: int, parts: Sequence[Parts | None]) -> None:
+        """Not collective.
+
+        Args:
+            span: whose pieces they are.
+            first: of them.
+            last: the one behind the last.
+            parts: (pieces of the span,) of ``parts_of``.
+        """
+        self.group = span.group
+        self.pieces = span.pieces[first:last]
+        self.apart = parts[first] is None
+        self._ends = [end - span.ends[first] for end in span.ends[first : last + 1]]
+        self._begin, self._end = span.ends[first], span.ends[last]
+        begins, ends = parts[first] or {}, parts[last - 1] or {}
+        self._parts = {
+            name: Part(part.base, part.begin, ends[name].end, part.counter)
+            for name, part in begins.items()
+        }
+
+    def tensor(self, master: Tensor, gradient: Tensor) -> nn.Parameter:
+        """One parameter for all of them, a view of ``master``, with its gradient, which is cut in the same way."""
+        parameter = nn.Parameter(master[self._begin : self._end])
+        parameter.grad = gradient[self._begin : self._end]
         return parameter
 
-    def state(self, first: int, last: int) -> State:
-        """Their state as one, to be given to the optimizer; empty where they have none."""
-        found: State = {}
-        begin, end = self._ends[first], self._ends[last]
-        for name, value in self._given[first].items():
-            if not _is_tensor(value):
-                found[name] = value
-            elif value.dim():
-                found[name] = self._whole(name, first, last)[begin:end]
-            else:
-                found[name] = value.clone()
-        return found
+    def state(self) -> State:
+        """Their state as one; empty where they have none."""
+        return {
+            name: part.base[part.begin].clone()
+            if part.counter
+            else part.base[part.begin : part.end]
+            for name, part in self._parts.items()
+        }
 
-    def _whole(self, name: str, first: int, last: int) -> Tensor:
-        """The state ``name`` of the whole span, in which that of ``first`` to ``last`` lies."""
-        whole: Tensor | None = self._wholes.get(name)
-        if whole is not None and (name, first, last) in self._laid:
-            return whole
-        self._laid.add((name, first, last))
-        if whole is None:
-            model: Tensor = self._given[first][name]
-            self._wholes[name] = whole = model.new_zeros(self._ends[-1])
-        for i in range(first, last):
-            part = whole[self._ends[i] : self._ends[i + 1]]
-            mine = self._given[i][name]
-            if mine.data_ptr() != part.data_ptr():
-                part.copy_(mine)
-                self._set(i, name, part)
-        return whole
+    def give(self, before: State, after: State, states: dict[Any, Any]) -> None:
+        """The optimizer has made ``after`` of ``before``: every piece gets its part, in ``states``."""
+        for name, value in after.items():
+            part = self._parts.get(name)
+            if part is None:
+                self._give_new(name, value, states)
+            elif part.counter or value is not before[name]:
+                part.base[part.begin : part.end].copy_(value)
+        for name in self._parts.keys() - after.keys():
+            for piece in self.pieces:
+                del states[piece][name]
 
-    def keep(self, first: int, last: int, state: State) -> None:
-        """What the optimizer has made of ``state``, which every piece gets its part of."""
-        begin, end = self._ends[first], self._ends[last]
-        for name, value in state.items():
-            if not _is_tensor(value):
-                for i in range(first, last):
-                    if self._given[i].get(name, self) is not value:
-                        self._set(i, name, value)
-            elif value.dim():
-                self._keep_whole(
-                    name, first, last, value, whole=(begin, end) == (0, self._ends[-1])
-                )
-            else:
-                self._keep_counter(name, first, last, value)
-        if self._given[first].keys() != state.keys():
-            self._laid.clear()
-            for i in range(first, last):
-                for name in self._given[i].keys() - state.keys():
-                    del self._given[i][name]
-                    self._changed.add(i)
-
-    def _set(self, i: int, name: str, value: Any) -> None:
-        self._given[i][name] = value
-        self._changed.add(i)
-
-    def _keep_whole(self, name: str, first: int, last: int, value: Tensor, *, whole: bool) -> None:
-        held = self._wholes.get(name)
-        if held is not None and value.data_ptr() == held.data_ptr() + (
-            self._ends[first] * held.element_size()
-        ):
-            return  # changed in place, as torch's optimizers do
-        if whole:
-            self._wholes[name] = held = value
+    def _give_new(self, name: str, value: Any, states: dict[Any, Any]) -> None:
+        if isinstance(value, Tensor) and value.dim() == 0:
+            values: Any = value.expand(len(self.pieces)).clone()
+        elif isinstance(value, Tensor):
+            # A base of its own: parts_of asks for it.
+            whole = value if value._base is None else value.clone()
+            values = [whole[begin:end] for begin, end in pairwise(self._ends)]
         else:
+            values = [value] * len(self.pieces)
+        for i, piece in enumerate(self.pieces):
+            held = states[piece] if dict.__contains__(states, piece) else None
             if held is None:
-                held = self._wholes[name] = value.new_zeros(self._ends[-1])
-            held[self._ends[first] : self._ends[last]].copy_(value)
-        for i in range(first, last):
-            self._set(i, name, held[self._ends[i] : self._ends[i + 1]])
-
-    def _keep_counter(self, name: str, first: int, last: int, value: Tensor) -> None:
-        counter = self._counters.get(name)
-        if counter is None:
-            counter = self._counters[name] = value.new_zeros(len(self.pieces))
-        (counter if last - first == len(self.pieces) else counter[first:last]).copy_(value)
-        if (name, first, last) in self._laid:
-            return
-        self._laid.add((name, first, last))
-        for i in range(first, last):
-            held = self._given[i].get(name)
-            if held is None or held._base is not counter:
-                self._set(i, name, counter[i])
-
-    def changed(self) -> Iterator[tuple[nn.Parameter, State]]:
-        """Pieces whose state is made of other objects now, each with what is to stand in ``optimizer.state``."""
-        yield from ((self.pieces[i], dict(self._given[i])) for i in sorted(self._changed))
-
-    def end(self, stepped: Sequence[bool]) -> None:
-        """The step is over. Those ``stepped`` on have other counters now than the others."""
-        if self._changed:
-            self._objects = _objects(self._given)
-            self._changed.clear()
-        self._versions = self._versions_now()
-        if all(stepped):
-            return  # all counters have gone on
-        kinds: dict[tuple[int, bool], int] = {}
-        self._likes = [
-            like if like < 0 else kinds.setdefault((like, done), len(kinds))
-            for like, done in zip(self._likes, stepped, strict=True)
-        ]
-
-
-def _objects(states: Sequence[State]) -> list[Any]:
-    """What ``states`` are made of, to be compared with what they are made of later."""
-    return [[(name, id(value)) for name, value in state.items()] for state in states]
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _kind(state: State, piece: nn.Parameter) -> Any:
-    """Equal for pieces that may be one tensor; None for one that may not: its state is not known to be elementwise."""
-    kind: list[Any] = []
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            if not isinstance(value, (bool, int, float, str, type(None))):
-                return None
-            kind.append((name, value))
-        elif value.dim() == 0:
-            kind.append((name, value.dtype, value.device, value.item()))
-        elif value.shape == piece.shape and value.is_contiguous():
-            kind.append((name, value.dtype, value.device))
-        else:
-            return None
-    return tuple(sorted(kind, key=str))
+                held = {}
+                dict.__setitem__(states, piece, held)
+            held[name] = values[i]

@@ -40,6 +40,13 @@ class StepHooks:
 
         optimizer.__dict__["register_step_pre_hook"] = register_step_pre_hook
 
+    @property
+    def are_last(self) -> bool:
+        """Whether no hook follows before torch's step: one registered past the optimizer's own method may."""
+        return bool(
+            next(reversed(self._optimizer._optimizer_step_pre_hooks)) == self._handles[0].id
+        )
+
     def remove(self) -> None:
         """Take them away; not collective."""
         for handle in self._handles:

@@ -84,12 +84,13 @@ class Step:
         self.history = GradientHistory(self._units, self.norms)
         self._open = False  # shards are, for the time of a step
         self._hooks: StepHooks | None = None
-        self._parted: PartedUpdate | None = None
+        self.parted: PartedUpdate | None = None
 
     def attach(self, optimizer: Optimizer) -> None:
         """Drive ``optimizer.step`` through torch's own hooks."""
         self._hooks = StepHooks(optimizer, self._before, self._after)
-        self._parted = PartedUpdate(self._units, optimizer)
+        self.parted = PartedUpdate(self._units, optimizer)
+        self.parted.adopt()  # Adagrad has state from the start
         guard_shards(self._shards)
 
     def detach(self) -> None:
@@ -158,15 +159,16 @@ class Step:
                 unit.gradients.skip_unused(flags)
         if not any(unit.gradients.present for unit in self._units):
             self.skips.tell_nothing_to_do()
-        assert self._parted is not None, "attached"
+        assert self.parted is not None, "attached"
         self._open = True
         open_shards(self._shards)
-        self._parted.take()
+        if self._hooks is not None and self._hooks.are_last:
+            self.parted.take()
 
     def _guard(self) -> None:
         """After a step; also after one that has raised."""
-        if self._parted is not None:
-            self._parted.restore()
+        if self.parted is not None:
+            self.parted.restore()
         if self._open:
             self._open = False
             guard_shards(self._shards)
@@ -203,7 +205,7 @@ class Step:
 
     @untraced
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._parted is None or not self._parted.taken:
+        if self.parted is None or not self.parted.taken:
             for unit in self._all_units:
                 unit.whole.check_values()  # an optimizer with a list of its own changes the model past the masters
         self._guard()

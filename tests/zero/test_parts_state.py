@@ -1,0 +1,219 @@
+"""The state of an optimizer whose update is over long tensors: what programs do to it counts, as in plain torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hpczero
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import MLP, distance, zeroified
+from tests.zero.parts_models import ADAM, Branches, groups_of, train
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 3])
+
+
+def _reset_one(optimizer: torch.optim.Optimizer) -> None:
+    """Forget the state of the first group."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        optimizer.state.pop(parameter, None)
+
+
+def _begin_counting_again(optimizer: torch.optim.Optimizer) -> None:
+    """Change the counters of one group in place."""
+    for parameter in optimizer.param_groups[1]["params"]:
+        optimizer.state[parameter]["step"].zero_()
+
+
+def _other_tensors(optimizer: torch.optim.Optimizer) -> None:
+    """Put other tensors there."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        state = optimizer.state[parameter]
+        state["exp_avg"] = state["exp_avg"] * 0.5
+
+
+def _in_place(optimizer: torch.optim.Optimizer) -> None:
+    """Change the tensors that are there."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter]["exp_avg_sq"].mul_(2.0)
+
+
+def _round_trip(optimizer: torch.optim.Optimizer) -> None:
+    """Through torch's own state_dict."""
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _without_biases(optimizer: torch.optim.Optimizer) -> None:
+    """A group that steps no more."""
+    optimizer.param_groups[1]["params"] = []
+
+
+def _in_another_order(optimizer: torch.optim.Optimizer) -> None:
+    """Groups are lists of the user's."""
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def _own_entry(optimizer: torch.optim.Optimizer) -> None:
+    """Something that torch knows nothing of."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        optimizer.state[parameter]["seen"] = [1]
+
+
+def _made_of_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """As loops make state: like the parameters that the optimizer shows."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        optimizer.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+
+
+def _other_memory(optimizer: torch.optim.Optimizer) -> None:
+    """What torch does not count."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        state = optimizer.state[parameter]
+        state["exp_avg"].data = torch.zeros_like(state["exp_avg"])
+        state["exp_avg_sq"].set_(state["exp_avg_sq"] * 2.0)
+
+
+def _counters_past_versions(optimizer: torch.optim.Optimizer) -> None:
+    """Some of the counters that were equal, changed in ways that torch does not count."""
+    for parameter in optimizer.param_groups[1]["params"]:
+        optimizer.state[parameter]["step"].numpy()[()] = 1.0
+    for parameter in optimizer.param_groups[0]["params"]:
+        optimizer.state[parameter]["step"].data = torch.tensor(2.0)
+
+
+def _to_and_fro(optimizer: torch.optim.Optimizer) -> None:
+    """To another device and back, as is found everywhere; and what is there then is the state."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.data = value.data.clone()
+    for state in optimizer.state.values():
+        state["exp_avg"].mul_(0.5)
+
+
+def _own_dtype(optimizer: torch.optim.Optimizer) -> None:
+    """Tensors of a program's own, some of another dtype."""
+    for group, dtype in zip(optimizer.param_groups, (torch.bfloat16, torch.float32), strict=True):
+        for parameter in group["params"]:
+            third = torch.full(parameter.shape, 1 / 3, dtype=dtype)
+            optimizer.state[parameter]["third"] = third
+
+
+EDITS = [
+    _made_of_parameters,
+    _other_memory,
+    _counters_past_versions,
+    _to_and_fro,
+    _own_dtype,
+    _reset_one,
+    _begin_counting_again,
+    _other_tensors,
+    _in_place,
+    _round_trip,
+    _without_biases,
+    _in_another_order,
+    _own_entry,
+]
+
+
+@STAGES
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__.strip("_"))
+def test_what_a_loop_does_to_the_state_counts(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    stage: int,
+    edit: Callable[[torch.optim.Optimizer], None],
+) -> None:
+    model, plain = Branches(), Branches()
+    optimizer = torch.optim.AdamW(groups_of(model), lr=0.01)
+    reference = torch.optim.AdamW(groups_of(plain), lr=0.01)
+    with zeroified(model, optimizer, stage=stage, topology=topology, transport="flat"):
+        for steps in (range(4), range(4, 8)):
+            train(model, optimizer, range(comm.rank, comm.rank + 1), steps)
+            train(plain, reference, range(comm.size), steps)
+            if steps.start == 0:
+                edit(optimizer)
+                edit(reference)
+        with hpczero.gathered(model):
+            worst = distance(model, plain)
+    parallel_assert(comm, worst < 2e-5, f"differs by {worst} from torch")
+
+
+def test_references_into_the_state_stay_those_of_the_state(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    mine = range(comm.rank, comm.rank + 1)
+    with zeroified(model, optimizer, stage=1, topology=topology, transport="flat"):
+        train(model, optimizer, mine, range(3))
+        pieces = optimizer.param_groups[0]["params"]
+        held = [optimizer.state[piece]["momentum_buffer"] for piece in pieces]
+        own = [torch.zeros(piece.shape) for piece in pieces]
+        for piece, tensor in zip(pieces, own, strict=True):
+            optimizer.state[piece]["mine"] = tensor
+        if pieces:
+            optimizer.state[pieces[0]].clear()
+        train(model, optimizer, mine, range(3, 6))
+        kept = all(
+            optimizer.state[piece]["momentum_buffer"] is buffer
+            for piece, buffer in zip(pieces[1:], held[1:], strict=True)
+        )
+        parallel_assert(comm, kept, "momentum")
+        kept = all(
+            optimizer.state[piece]["mine"] is tensor
+            for piece, tensor in zip(pieces[1:], own[1:], strict=True)
+        )
+        parallel_assert(comm, kept, "a tensor of the program's")
+
+
+def test_what_was_loaded_is_stepped_on_as_before(
+    comm: MPI.Intracomm, topology: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a run that goes on would be slower, and with fused kernels have other bits, than one without a stop."""
+    lengths: list[list[int]] = []
+    adam = ADAM.adam
+
+    def watched(parameters: list[Tensor], *args: Any, **options: Any) -> None:
+        lengths.append([p.numel() for p in parameters])
+        adam(parameters, *args, **options)
+
+    monkeypatch.setattr(ADAM, "adam", watched)
+    path = comm.bcast(tmp_path / "checkpoint")
+    mine = range(comm.rank, comm.rank + 1)
+    seen: list[list[int]] = []
+    values: list[list[Tensor]] = []
+    for way in ("straight", "state_dict", "checkpoint"):
+        model = MLP()
+        optimizer = torch.optim.Adam(groups_of(model), lr=0.01, fused=True)
+        with zeroified(model, optimizer, stage=3, topology=topology, transport="flat") as sharding:
+            train(model, optimizer, mine, range(3))
+            optimizer.zero_grad()
+            if way == "state_dict":
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            elif way == "checkpoint":
+                hpczero.checkpoint.save(path, model, step=3)
+                train(model, optimizer, mine, range(3, 5))
+                optimizer.zero_grad()
+                hpczero.checkpoint.load(path, model)
+            lengths.clear()
+            train(model, optimizer, mine, range(3, 5))
+            seen.append([length for call in lengths for length in call])
+            values.append([unit.gather_values() for unit in sharding.units])
+    parallel_assert(comm, seen[0] == seen[1] == seen[2], f"{seen}")
+    for other in values[1:]:
+        same = all(torch.equal(a, b) for a, b in zip(values[0], other, strict=True))
+        parallel_assert(comm, same, "other bits")
