@@ -169,3 +169,13 @@ def test_a_program_that_stands_for_python(tmp_path: Path) -> None:
     assert run_command([python, "-c", FORKED], 60).stdout == "forked\n"
     assert run_command([python, "-c", told, "a b"], 60).stdout == f"{python} ['a b']\n"
     assert run_command([python, "-S", "-c", FORKED], 60).stdout == "anew\n"
+
+
+def test_job_in_another_network_starts_anew() -> None:
+    """A process that the server forked would be in the server's network."""
+    program = "import os; print(os.readlink('/proc/self/ns/net'))"
+    inside = f"import subprocess, sys; subprocess.run(['unshare', '-n', sys.executable, '-c', {program!r}], check=True)"
+    done = run_command([sys.executable, "-c", inside], timeout=60)
+    if done.returncode:
+        pytest.skip("this machine lets nobody make a network of its own")
+    assert done.stdout.strip() != os.readlink("/proc/self/ns/net"), done

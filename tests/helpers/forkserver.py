@@ -30,6 +30,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from tests.helpers.shim import standing
+
 ROOT = Path(__file__).resolve().parents[2]
 SHIM = Path(__file__).with_name("shim.py")
 LAUNCHER = os.fspath(ROOT / "install" / "launch.sh")
@@ -163,6 +165,7 @@ def serve(path: str, said: int, python: str) -> None:
     for name in IMPORTED:
         with contextlib.suppress(ImportError):  # a job that needs it says so better
             __import__(name)
+    own = standing()
     gc.collect()
     gc.freeze()
     listener = socket.socket(socket.AF_UNIX)
@@ -188,7 +191,7 @@ def serve(path: str, said: int, python: str) -> None:
                 fits = job is not None and _fits(
                     {**job["env"], LIBRARIES: base.get(LIBRARIES)}, job["limits"], base
                 )
-                if job is None or not fits:
+                if job is None or not fits or job["standing"] != own:
                     if job is not None:
                         _tell(connection, 0)  # the shim starts it anew
                     for file in files:

@@ -15,6 +15,16 @@ LIMITS = (RLIMIT_AS, RLIMIT_DATA, RLIMIT_NOFILE, RLIMIT_STACK)
 PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
 
 
+def standing() -> list[str]:
+    """What a process has from whoever started it, and a forked one from the server: namespaces, rights, its group."""
+    found = [os.readlink(f"/proc/self/ns/{name}") for name in sorted(os.listdir("/proc/self/ns"))]
+    with open("/proc/self/status") as status:
+        rights = ("Uid", "Gid", "Cap", "NoNewPrivs", "Seccomp")
+        found += [line for line in status if line.startswith(rights)]
+    with open("/proc/self/cgroup") as groups:
+        return found + list(groups)
+
+
 def main() -> None:
     """Ask for the job, pass signals on to it, end as it ends."""
     numbers = [getattr(signal, name) for name in PASSED_ON]
@@ -33,6 +43,7 @@ def main() -> None:
             "cores": sorted(os.sched_getaffinity(0)),
             "ignored": ignored,
             "limits": [getrlimit(limit) for limit in LIMITS],
+            "standing": standing(),
         }
     )
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
@@ -79,4 +90,5 @@ def receive(connection: _socket.socket) -> bytes:
     return found
 
 
-main()
+if __name__ == "__main__":
+    main()
