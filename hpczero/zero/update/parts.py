@@ -43,9 +43,8 @@ class PartedUpdate:
         self._optimizer = optimizer
         self._method = method_behind(optimizer)
         self._capturable = [group.get("capturable") for group in optimizer.param_groups]
-        self._members: list[
-            list[int]
-        ] = []  # ids of the pieces in each group, for which the spans were made
+        # Ids of the pieces in each group, for which the spans were made.
+        self._members: list[list[int]] = []
         self._spans: dict[Unit, list[Span]] = {}
         self._put_away: list[list[nn.Parameter]] | None = None
 

@@ -52,7 +52,7 @@ def parts_of(state: State | None, piece: nn.Parameter) -> Parts | None:
     found: Parts = {}
     for name, value in (state or {}).items():
         base = value._base if type(value) is Tensor else None
-        if base is None or base.dim() != 1 or value.dtype is not base.dtype:
+        if base is None or base.stride() != (1,) or value.dtype is not base.dtype:
             return None
         counter = value.dim() == 0
         if not counter and (value.shape != piece.shape or value.stride() != (1,)):
@@ -95,9 +95,8 @@ class Span:
         self._seen: Any = None  # what the state was made of when ``_parts`` was found
         self._parts: list[Parts | None] = []
         self._joined: list[bool] = []  # whether each lies behind the one before
-        self._counters: list[
-            list[tuple[Tensor, int]]
-        ] = []  # vector and element of each of a piece's
+        # Vector and element of each of a piece's.
+        self._counters: list[list[tuple[Tensor, int]]] = []
         self._runs: dict[tuple[int, int], Run] = {}
 
     def forget(self) -> None:
