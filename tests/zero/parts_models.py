@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -55,3 +56,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: range, step
         for rank in ranks:
             (loss_of(model, mlp_input(rank) + step, step) / len(ranks)).backward()
         optimizer.step()
+
+
+def lengths_stepped_on(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Elements of each tensor that torch's Adam is given, call by call, from now on."""
+    seen: list[list[int]] = []
+    adam = ADAM.adam
+
+    def watched(parameters: list[Tensor], *args: Any, **options: Any) -> None:
+        seen.append([p.numel() for p in parameters])
+        adam(parameters, *args, **options)
+
+    monkeypatch.setattr(ADAM, "adam", watched)
+    return seen

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import hpczero
 from hpczero.zero.update.optimizers import ELEMENTWISE
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import MLP, distance, mlp_input, zeroified
-from tests.zero.parts_models import ADAM, Branches, groups_of, loss_of, train
+from tests.zero.parts_models import ADAM, Branches, groups_of, lengths_stepped_on, loss_of, train
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -61,17 +61,10 @@ def test_every_known_optimizer_gives_torchs_result(
 def test_one_call_takes_as_many_tensors_as_units_have_groups(
     comm: MPI.Intracomm, topology: Topology, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[list[int]] = []
-    adam = ADAM.adam
-
-    def watched(parameters: list[Tensor], *args: Any, **options: Any) -> None:
-        seen.append([p.numel() for p in parameters])
-        adam(parameters, *args, **options)
-
     model = MLP()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with zeroified(model, optimizer, stage=stage, topology=topology, transport="flat") as sharding:
-        monkeypatch.setattr(ADAM, "adam", watched)
+        seen = lengths_stepped_on(monkeypatch)
         train(model, optimizer, range(comm.rank, comm.rank + 1), range(2))
         held = [unit.optimized.master.numel() for unit in sharding.units if unit.shards]
     calls = [lengths for lengths in seen if lengths]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 import hpczero
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import MLP, distance, zeroified
-from tests.zero.parts_models import ADAM, Branches, groups_of, train
+from tests.zero.parts_models import Branches, groups_of, lengths_stepped_on, train
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -184,14 +184,7 @@ def test_what_was_loaded_is_stepped_on_as_before(
     comm: MPI.Intracomm, topology: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a run that goes on would be slower, and with fused kernels have other bits, than one without a stop."""
-    lengths: list[list[int]] = []
-    adam = ADAM.adam
-
-    def watched(parameters: list[Tensor], *args: Any, **options: Any) -> None:
-        lengths.append([p.numel() for p in parameters])
-        adam(parameters, *args, **options)
-
-    monkeypatch.setattr(ADAM, "adam", watched)
+    lengths = lengths_stepped_on(monkeypatch)
     path = comm.bcast(tmp_path / "checkpoint")
     mine = range(comm.rank, comm.rank + 1)
     seen: list[list[int]] = []
