@@ -61,9 +61,17 @@ class Inventory:
 
     def values(self) -> Tensor:
         """(elements of ``held``,) fp32 copy, in that order."""
-        parts = [unit.owned_values[begin : begin + count] for _, unit, begin, count in self._pieces]
-        found = [part.detach().float().cpu() for part in parts]
-        return torch.cat(found) if found else torch.empty(0)
+        found = torch.empty(sum(stop - start for start, stop in self.held))
+        at = 0
+        places: dict[Unit, list[tuple[int, int, int]]] = {}
+        for _, unit, begin, count in self._pieces:
+            places.setdefault(unit, []).append((begin, at, count))
+            at += count
+        for unit, parts in places.items():
+            with unit.owned_values() as values:
+                for begin, at, count in parts:
+                    found[at : at + count] = values[begin : begin + count].detach()
+        return found
 
     def check_range(self, values: Tensor, path: Path) -> None:
         """Refuse (elements of ``held``,) of ``path`` that the precision of the model has no finite number for.
@@ -102,7 +110,7 @@ class Inventory:
                 cuts[unit].append((begin, start, count))
                 start += count
         for unit, pieces in cuts.items():
-            owned = torch.empty(unit.owned_values.numel())
+            owned = torch.empty(unit.owned_numel)
             for begin, start, count in pieces:
                 owned[begin : begin + count] = values[start : start + count]
             yield unit, owned

@@ -21,6 +21,7 @@ import hpczero
 from hpczero.checkpoint import streams
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE, Dataset
+from hpczero.zero.sharding import Sharding
 from tests.golden.record_checkpoint import FOLDER as GOLDEN
 
 if TYPE_CHECKING:
@@ -132,13 +133,21 @@ def repaired_after(path: Path) -> Iterator[None]:
         copy.rename(path)
 
 
+def values_of(sharding: Sharding) -> list[torch.Tensor]:
+    """Of this rank, unit by unit; copies."""
+    found = []
+    for unit in sharding.units:
+        with unit.owned_values() as values:
+            found.append(values.clone())
+    return found
+
+
 def fingerprint(program: Program) -> str:
     """Of everything on this rank that a load sets. Not collective."""
     found = hashlib.sha256()
     sharding = hpczero.sharding(program.model)
-    tensors = [torch.get_rng_state(), *program.model.buffers()]
+    tensors = [torch.get_rng_state(), *program.model.buffers(), *values_of(sharding)]
     for unit in sharding.units:
-        tensors.append(unit.owned_values)
         tensors += [shard.detach().as_subclass(torch.Tensor) for shard in unit.shards]
     optimizer = program.optimizer
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -16,6 +16,7 @@ import hpczero
 from hpczero.checkpoint import Checkpoints
 from hpczero.checkpoint.disk.lock import Lock
 from hpczero.errors import CheckpointError, ConfigError, StepError
+from tests.checkpoint.damage import values_of
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import MLP, adamw, mlp_backward, raises_on_all, zeroified
 
@@ -43,11 +44,11 @@ def test_load_inside_gathered_is_refused(
         checkpoints.save(1)
         mlp_backward(model, comm.rank)
         s.optimizer.step()  # type: ignore[union-attr]
-        before = [unit.owned_values.clone() for unit in s.units]
+        before = values_of(s)
         with hpczero.gathered(model, modifier_rank=modifier_rank):
             for load in (checkpoints.load, lambda: hpczero.checkpoint.load(folder, model)):
                 raises_on_all(comm, StepError, "inside `with hpczero.gathered", load)
-        after = [unit.owned_values for unit in s.units]
+        after = values_of(s)
         parallel_assert(comm, all(map(torch.equal, before, after)))
         parallel_assert(comm, hpczero.checkpoint.load(folder, model).step == 1)
         checkpoints.close()

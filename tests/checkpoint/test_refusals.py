@@ -26,7 +26,7 @@ from hpczero.errors import (
     CheckpointMismatch,
     ConfigError,
 )
-from tests.checkpoint.damage import fingerprint
+from tests.checkpoint.damage import fingerprint, values_of
 from tests.checkpoint.programs import Program
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import raises_on_all
@@ -78,7 +78,7 @@ def sharded(
 
 def values(model: nn.Module) -> list[torch.Tensor]:
     """Of this rank, copied."""
-    return [unit.owned_values.clone() for unit in hpczero.sharding(model).units]
+    return values_of(hpczero.sharding(model))
 
 
 AdamW, SGD = torch.optim.AdamW, torch.optim.SGD

@@ -12,6 +12,7 @@ Must not know: modules, hooks, when to act (`schedule`), optimizers (they see `s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from hpczero.memory.buffers import DTYPES, Buffer
 from hpczero.plan import Stage, UnitSpec
 from hpczero.plan.precision import Precision
 from hpczero.zero.units.reducer import Reducer
+from hpczero.zero.units.rest import ResidentRest, Rest, same_place
 from hpczero.zero.units.shards import Shards
 from hpczero.zero.units.unit_gradients import UnitGradients
 from hpczero.zero.units.whole import WholeParameters
@@ -55,12 +57,13 @@ class Unit:
         self._gradients: UnitGradients | None = None
         if spec.trainable:
             self._allocate_state(precision, reducer)
-            self._rest = self._master
-        elif stage.shards_parameters and not self.whole.lasts:
-            dtype = DTYPES[precision.param]
-            self._rest = comm.allocate(spec.layout.shard_numel, dtype, category="parameters").tensor
         else:
-            self._rest = self.whole.flat[self._mine]
+            if stage.shards_parameters and not self.whole.lasts:
+                dtype = DTYPES[precision.param]
+                frozen = comm.allocate(spec.layout.shard_numel, dtype, category="parameters").tensor
+            else:
+                frozen = self.whole.flat[self._mine]
+            self._rest: Rest = ResidentRest(frozen)
 
     def _allocate_state(self, precision: Precision, reducer: Reducer) -> None:
         """Masters, the optimizer's view of them, gradients."""
@@ -69,13 +72,14 @@ class Unit:
         numel = owned.stop - owned.start
         if precision.has_masters or not self.whole.lasts:
             category = "master" if precision.has_masters else "parameters"
-            self._master = comm.allocate(numel, torch.float32, category=category).tensor
+            master = comm.allocate(numel, torch.float32, category=category).tensor
         else:
-            self._master = self.whole.flat[owned]
+            master = self.whole.flat[owned]
+        self._rest = ResidentRest(master)
         # A replicated optimizer steps on the pieces of a sharded one: kernels round the tail of a tensor differently.
         index = comm.group.index
         pieces = range(index, index + 1) if stage.shards_optimizer else range(layout.num_shards)
-        self.optimized = Shards(layout, self._master, start=owned.start, pieces=pieces)
+        self.optimized = Shards(layout, master, start=owned.start, pieces=pieces)
         self._gradients = UnitGradients(
             self.spec,
             self.optimized,
@@ -117,8 +121,7 @@ class Unit:
         )
         values.tensor[layout.numel :].zero_()
         fill(values.tensor[: layout.numel])
-        with torch.no_grad():
-            self._rest.copy_(self._like_rest(values.tensor))
+        self._rest.write(self._like_rest(values.tensor))
         self.whole.load(values.tensor)
         values.release()
         self._note_values()
@@ -127,7 +130,7 @@ class Unit:
 
     def unshard(self) -> None:
         """Start making the parameters whole; nothing if they are, or if it has started. Collective."""
-        self.whole.unshard(self._rest)
+        self.whole.unshard(self._rest.read)
 
     def reshard(self, *, retain: bool = False) -> None:
         """Give the whole parameters back where the stage shards them; ``retain``: this rank goes on using them."""
@@ -141,10 +144,9 @@ class Unit:
         if not self.spec.trainable:
             return
         if self._stage.shards_optimizer:
-            self.whole.update(self._master)
-        elif self._master.data_ptr() != self.whole.flat.data_ptr():
-            with torch.no_grad():
-                self.whole.flat.copy_(self._master)
+            self.whole.update(self._rest.read)
+        else:
+            self._rest.read(self.whole.flat)
 
     def write_back(self, root: int) -> None:
         """Make the values world rank ``root`` holds in the whole parameters everybody's, masters included. Collective.
@@ -154,20 +156,21 @@ class Unit:
         whole, new = self.whole, self.whole.flat_of_user
         self._comm.broadcast(new, root=root, name=self.spec.name).wait()
         mine = self._like_rest(new)
-        with torch.no_grad():
-            if self._rest.data_ptr() != mine.data_ptr():
-                changed = mine != self._rest.to(mine.dtype)
-                self._rest.copy_(torch.where(changed, mine.to(self._rest.dtype), self._rest))
+        if not same_place(self._rest.tensor, mine):
+            with self._rest.at_hand(changes=True) as rest, torch.no_grad():
+                changed = mine != rest.to(mine.dtype)
+                rest.copy_(torch.where(changed, mine.to(rest.dtype), rest))
         if whole.shared:
-            whole.update(new[self._mine])
+            whole.update(ResidentRest(new[self._mine]).read)
             whole.wait_for_update()
         self._note_values()
 
     def take_over(self) -> None:
         """Follow a program that has put values into other memory (``parameter.data = ...``), and masters with them."""
-        inside = torch._C._is_alias_of(self._rest, self.whole.flat)  # type: ignore[attr-defined]
+        rest = self._rest.tensor
+        inside = torch._C._is_alias_of(rest, self.whole.flat)  # type: ignore[attr-defined]
         if self.whole.take_over() and inside:
-            self._rest.data = self._like_rest(self.whole.flat)
+            rest.data = self._like_rest(self.whole.flat)
             self.optimized.follow()
 
     def note_step(self) -> None:
@@ -184,30 +187,37 @@ class Unit:
         """What every rank updates by itself: values and, empty where there is none, reduced gradient; views, fp32."""
         if self._stage.shards_optimizer:
             return ()
-        gradient = self.gradients.reduced if self.gradients.present else self._master[:0]
-        return self._master[: self.spec.layout.numel], gradient[: self.spec.layout.numel]
+        master = self._rest.tensor
+        gradient = self.gradients.reduced if self.gradients.present else master[:0]
+        return master[: self.spec.layout.numel], gradient[: self.spec.layout.numel]
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
     @property
-    def owned_values(self) -> Tensor:
-        """This rank's part of the values without padding, the same elements in every stage; a view."""
-        whole = self._rest.numel() == self.spec.layout.padded_numel
-        return (self._rest[self._mine] if whole else self._rest)[: self._owned_numel]
+    def owned_numel(self) -> int:
+        """Elements of this rank's part of the values without padding, the same in every stage."""
+        return self._owned_numel
+
+    @contextmanager
+    def owned_values(self, *, changes: bool = False) -> Iterator[Tensor]:
+        """That part, (owned_numel,), inside the block; to be written with ``changes``. Not collective."""
+        with self._rest.at_hand(changes=changes) as rest:
+            whole = rest.numel() == self.spec.layout.padded_numel
+            yield (rest[self._mine] if whole else rest)[: self._owned_numel]
 
     def _like_rest(self, whole: Tensor) -> Tensor:
         """The part of ``whole`` that this rank keeps between uses."""
-        return whole if self._rest.numel() == whole.numel() else whole[self._mine]
+        return whole if self._rest.tensor.numel() == whole.numel() else whole[self._mine]
 
     def owned_shards(self) -> Iterator[tuple[int, nn.Parameter]]:
-        """Slot and optimizer's view of each part of ``owned_values``, in order."""
+        """Slot and optimizer's view of each part of the ``owned_values``, in order."""
         return self.optimized.of_piece(self._comm.group.index)
 
     def replicated(self, owned: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every shard that the optimizer of this rank sees, with its values. Collective where it is replicated.
 
         Args:
-            owned: (elements of ``owned_values``,) fp32, in that order.
+            owned: (owned_numel,) fp32.
         """
         full = owned
         if not self._stage.shards_optimizer:
@@ -220,16 +230,16 @@ class Unit:
         """Set the values, masters and whole parameters alike. Collective; no model call may be under way.
 
         Args:
-            owned: (elements of ``owned_values``,) fp32, in that order.
+            owned: (owned_numel,) fp32.
         """
-        with torch.no_grad():
-            self.owned_values.copy_(owned)
+        with self.owned_values(changes=True) as values, torch.no_grad():
+            values.copy_(owned)
         if self.spec.trainable:
             if not self._stage.shards_optimizer:
-                self._comm.all_gather(self._master, name=self.spec.name).wait()
+                self._comm.all_gather(self._rest.tensor, name=self.spec.name).wait()
             self.refresh()
         else:
-            self.whole.update(self._rest)
+            self.whole.update(self._rest.read)
         self.whole.wait_for_update()
         self._note_values()
 
@@ -238,5 +248,6 @@ class Unit:
     def gather_values(self) -> Tensor:
         """(numel,) fp32 copy of all values, from the masters. Collective."""
         sharded = self.spec.trainable or self._stage.shards_parameters
-        values = self._rest if sharded else self.whole.flat
-        return whole_copy(values, self.spec.layout, self._comm, name=self.spec.name)
+        with self._rest.at_hand() as rest:
+            values = rest if sharded else self.whole.flat
+            return whole_copy(values, self.spec.layout, self._comm, name=self.spec.name)

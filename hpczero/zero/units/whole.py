@@ -17,7 +17,7 @@ Memory that ranks share cannot be left: what is seen there shows later values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import torch
@@ -126,7 +126,7 @@ class WholeParameters:
         if self._sharded:
             self.reshard()
         elif self.shared:
-            self.update(self.flat[self.mine])
+            self.update(lambda mine: None)  # it is there
             self.wait_for_update()
 
     def _views(self, flat: Tensor) -> list[Tensor]:
@@ -134,11 +134,11 @@ class WholeParameters:
 
     # --- verbs ---------------------------------------------------------------------------------------------------
 
-    def unshard(self, shard: Tensor) -> None:
+    def unshard(self, read: Callable[[Tensor], None]) -> None:
         """Start making the parameters whole; nothing if they are, or if it has started. Collective.
 
         Args:
-            shard: (shard_numel,) the newest values of this rank's slice; may be the slice itself.
+            read: puts the newest values of this rank's slice into that slice, (shard_numel,).
         """
         self.check_certain()
         if self.state not in (UnitState.SHARDED, UnitState.RETAINED):
@@ -147,7 +147,7 @@ class WholeParameters:
         if self._gathered and self.lasts:
             return
         self._buffer.take()
-        self.set_shard(shard)
+        read(self.flat[self.mine])
         self._work = self._comm.all_gather(self.flat, name=self._spec.name)
         self._gathered = True
 
@@ -181,21 +181,17 @@ class WholeParameters:
         self._buffer.release()
         self.state = UnitState.SHARDED
 
-    def set_shard(self, shard: Tensor) -> None:
-        """Put the newest values of this rank's slice into the buffer; nothing if they are there."""
-        mine = self.flat[self.mine]
-        if shard.data_ptr() != mine.data_ptr():
-            with torch.no_grad():
-                mine.copy_(shard)
-
-    def update(self, shard: Tensor) -> None:
-        """Every rank's slice has new values, this one's in ``shard``. Collective where the buffer keeps them.
+    def update(self, read: Callable[[Tensor], None]) -> None:
+        """Every rank's slice has new values. Collective where the buffer keeps them.
 
         ``wait_for_update`` follows where the parameters are whole.
+
+        Args:
+            read: puts this rank's into its slice, (shard_numel,).
         """
         self._gathered = False
         if self.lasts:
-            self.set_shard(shard)
+            read(self.flat[self.mine])
             self._work = self._comm.all_gather(self.flat, name=self._spec.name)
             self._gathered = True
 
