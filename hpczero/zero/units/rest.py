@@ -1,9 +1,10 @@
-"""Rest: where the values of one unit that this rank keeps lie between uses.
+"""Rest: where what this rank keeps of one unit, values and mean gradient, lies between uses.
 
-Owns: the contract, and memory that is always there. Must not know: units, stages, optimizers, media, MPI.
+Owns: the contracts, and memory that is always there. Must not know: units, stages, optimizers, media, MPI.
 
 A unit asks for its values in four ways: it copies them out, replaces them, works on them where they are, and says ahead
-of time that it will want them. Where they lie meanwhile is nobody's business (issue 17, seam S2).
+of time that it will want them. Where they lie meanwhile is nobody's business (issue 17, seam S2). A gradient is made in
+backward, and gone after the step.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from hpczero.memory.buffers import Fresh, Memory
 
 
 class Rest(Protocol):
@@ -68,6 +71,97 @@ class ResidentRest:
     def at_hand(self, *, changes: bool = False) -> Iterator[Tensor]:
         """The tensor itself."""
         yield self.tensor
+
+
+class GradientRest(Protocol):
+    """The mean gradient of one unit on this rank; nothing here is collective.
+
+    Attributes:
+        tensor: (numel,) fp32; has memory from ``take`` to ``put_away``, and inside ``at_hand``.
+        version: another number where the gradient may have changed.
+        resident: it has memory all the time.
+        squares: sums of squares of its parts, as ``norm.squares`` has them, where they are known; None elsewhere.
+    """
+
+    resident: bool
+
+    @property
+    def tensor(self) -> Tensor:
+        """See the attributes."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """See the attributes."""
+        ...
+
+    @property
+    def squares(self) -> list[float] | None:
+        """See the attributes."""
+        ...
+
+    def take(self) -> None:
+        """Memory for it; a gradient that was put away is in it again, else the content is undefined."""
+        ...
+
+    def put_away(self) -> None:
+        """Nobody works on it before the next ``take`` or ``at_hand``."""
+        ...
+
+    def drop(self) -> None:
+        """Forget it."""
+        ...
+
+    def scale(self, factor: float) -> None:
+        """Multiply what was put away."""
+        ...
+
+    def at_hand(self, *, changes: bool = False) -> AbstractContextManager[Tensor]:
+        """``tensor`` in memory, to be read inside, and written with ``changes``."""
+        ...
+
+
+class ResidentGradient:
+    """A gradient in memory that is taken anew for every step; whoever still points at an old one keeps it."""
+
+    resident = True
+    squares = None
+
+    def __init__(self, numel: int, *, memory: Memory, device: torch.device) -> None:
+        """Not held: while activations are at their most, in forward, there are no gradients yet."""
+        self._fresh = Fresh(
+            numel, torch.float32, memory=memory, category="gradients", device=device
+        )
+
+    @property
+    def tensor(self) -> Tensor:
+        """Of this step."""
+        return self._fresh.tensor
+
+    @property
+    def version(self) -> int:
+        """Of the tensor."""
+        return self._fresh.tensor._version
+
+    def take(self) -> None:
+        """Nothing where it is there."""
+        self._fresh.take()
+
+    def put_away(self) -> None:
+        """It stays."""
+
+    def drop(self) -> None:
+        """This rank lets go of it."""
+        self._fresh.drop()
+
+    def scale(self, factor: float) -> None:
+        """In place."""
+        self._fresh.tensor.mul_(factor)
+
+    @contextmanager
+    def at_hand(self, *, changes: bool = False) -> Iterator[Tensor]:
+        """The tensor itself."""
+        yield self._fresh.tensor
 
 
 def same_place(one: Tensor, other: Tensor) -> bool:

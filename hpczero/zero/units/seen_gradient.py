@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -105,8 +106,10 @@ class SlotGradient:
         self.changed(self.name, f"gradients changed by {what}{tuple(numbers)}")
         if what == "mul_" and list(numbers) == [1.0]:
             return
-        for piece in self.unit.gradients.pieces_at(self.position):
-            operation(piece, *numbers)
+        gradients = self.unit.gradients
+        with gradients.at_hand(changes=True) if gradients.present else nullcontext():
+            for piece in gradients.pieces_at(self.position):
+                operation(piece, *numbers)
 
 
 class Sight:

@@ -22,7 +22,7 @@ from hpczero.memory.buffers import DTYPES, Buffer
 from hpczero.plan import Stage, UnitSpec
 from hpczero.plan.precision import Precision
 from hpczero.zero.units.reducer import Reducer
-from hpczero.zero.units.rest import ResidentRest, Rest, same_place
+from hpczero.zero.units.rest import ResidentGradient, ResidentRest, Rest, same_place
 from hpczero.zero.units.shards import Shards
 from hpczero.zero.units.unit_gradients import UnitGradients
 from hpczero.zero.units.whole import WholeParameters
@@ -87,6 +87,11 @@ class Unit:
             precision=precision,
             comm=comm,
             reducer=reducer,
+            rest=ResidentGradient(
+                layout.shard_numel if stage.shards_optimizer else layout.padded_numel,
+                memory=comm.memory,
+                device=comm.device,
+            ),
         )
 
     @property

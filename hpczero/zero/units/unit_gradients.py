@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from hpczero.comm.collectives import Collectives, Work
-from hpczero.memory.buffers import DTYPES, Fresh
+from hpczero.kernels.norm import squares
+from hpczero.memory.buffers import DTYPES
 from hpczero.plan import Stage, UnitSpec
 from hpczero.plan.precision import Precision
 from hpczero.zero.units.gradient import LocalGradient
@@ -29,6 +30,7 @@ from hpczero.zero.units.guard import (
     take_own_gradient,
 )
 from hpczero.zero.units.reducer import Reducer
+from hpczero.zero.units.rest import GradientRest
 from hpczero.zero.units.shards import Shards
 from hpczero.zero.units.usage import Flags, Usage
 from hpczero.zero.units.whole_copy import whole_copy
@@ -51,6 +53,7 @@ class UnitGradients:
         precision: Precision,
         comm: Collectives,
         reducer: Reducer,
+        rest: GradientRest,
     ) -> None:
         """Not collective; memory is taken in the first backward.
 
@@ -61,15 +64,12 @@ class UnitGradients:
             precision: dtypes.
             comm: the transport.
             reducer: over it.
+            rest: where the mean lies from its reduction to the step.
         """
         self._spec, self._optimized = spec, optimized
         self._stage, self._comm, self._reducer = stage, comm, reducer
         layout = spec.layout
-        numel = layout.shard_numel if stage.shards_optimizer else layout.padded_numel
-        # Not kept: while activations are at their most, in forward, there are no gradients yet.
-        self._fresh = Fresh(
-            numel, torch.float32, memory=comm.memory, category="gradients", device=comm.device
-        )
+        self._rest = rest
         self._local = LocalGradient(
             layout, DTYPES[precision.param], comm=comm, keep=stage.keeps_local_gradients
         )
@@ -120,11 +120,12 @@ class UnitGradients:
             self._comm.all_gather(self.reduced, name=self._spec.name).wait()
         shards = self._optimized
         set_own_gradients(shards.parameters, shards.cut(self.reduced))
+        self._rest.put_away()
 
     def _prepare_reduced(self) -> bool:
         """Whether the reduced buffer holds gradients to add to; what was set to None meanwhile becomes zero."""
+        self._rest.take()
         if not self.present:
-            self._fresh.take()
             return False
         for position, shard, gradient in self._gradient_parts():
             if own_gradient(shard) is None:
@@ -137,13 +138,30 @@ class UnitGradients:
 
     @property
     def reduced(self) -> Tensor:
-        """The mean over ranks so far, fp32; only where it is ``present``."""
-        return self._fresh.tensor
+        """The mean over ranks so far, fp32; only where it is ``present``, and read inside ``at_hand`` alone."""
+        return self._rest.tensor
+
+    def at_hand(self, *, changes: bool = False) -> AbstractContextManager[Tensor]:
+        """``reduced`` in memory, to be read inside, and written with ``changes``; only where it is ``present``."""
+        return self._rest.at_hand(changes=changes)
+
+    @property
+    def resident(self) -> bool:
+        """Whether ``reduced`` is in memory all the time."""
+        return self._rest.resident
+
+    def squares(self) -> list[float]:
+        """Sums of squares of ``owned``, as ``norm.squares`` has them; not computed where a reduction has left them."""
+        known = self._rest.squares
+        if known is not None:
+            return known
+        with self.at_hand():
+            return squares([self.owned])
 
     @property
     def version(self) -> int:
         """Of the reduced gradient: another one where somebody has changed it in place."""
-        return self.reduced._version if self.present else -1
+        return self._rest.version if self.present else -1
 
     @property
     def _reduced_mine(self) -> Tensor:
@@ -164,8 +182,8 @@ class UnitGradients:
         return self._present
 
     def scale(self, factor: float) -> None:
-        """Multiply the reduced gradient in place."""
-        self.reduced.mul_(factor)
+        """Multiply the reduced gradient."""
+        self._rest.scale(factor)
 
     def skip_unused(self, used_anywhere: Flags) -> None:
         """Drop the gradient of parameters no rank used: the optimizer then leaves them alone, as in torch."""
@@ -179,13 +197,14 @@ class UnitGradients:
         """Forget local and reduced gradients; with ``set_to_none=False`` reduced ones become zero."""
         self._local.clear()
         if not set_to_none:
-            for shard in self._optimized.parameters:
-                if (gradient := own_gradient(shard)) is not None:
-                    gradient.zero_()
+            with self.at_hand(changes=True) if self.present else nullcontext():
+                for shard in self._optimized.parameters:
+                    if (gradient := own_gradient(shard)) is not None:
+                        gradient.zero_()
         else:
             set_own_gradients(self._optimized.parameters, itertools.repeat(None))
             self.drops += 1
-            self._fresh.drop()
+            self._rest.drop()
             self.usage.drop_all()
             self._dropped.clear()
             self._present = False
@@ -198,7 +217,10 @@ class UnitGradients:
         return bool(reduced or self._local.filled[position])
 
     def pieces_at(self, position: int, *, owned: bool = False) -> list[Tensor]:
-        """Views of what this rank holds of a slot's reduced gradient; ``owned``: each element on one rank only."""
+        """Views of what this rank holds of a slot's reduced gradient; ``owned``: each element on one rank only.
+
+        To be used inside ``at_hand``.
+        """
         if not self.present:
             return []
         mine = self._comm.group.index
@@ -209,10 +231,11 @@ class UnitGradients:
         """Forget the gradient of one slot; after the last one the memory is given back."""
         self._local.filled[position] = False
         self.drops[position] += 1
-        for slot, shard, gradient in self._gradient_parts() if self.present else ():
-            if slot == position:
-                set_own_gradient(shard, None)
-                gradient.zero_()
+        with self.at_hand(changes=True) if self.present else nullcontext():
+            for slot, shard, gradient in self._gradient_parts() if self.present else ():
+                if slot == position:
+                    set_own_gradient(shard, None)
+                    gradient.zero_()
         self.usage.drop(position)
         self._dropped.add(position)
         if len(self._dropped) == len(self._spec.layout.slots):
@@ -222,4 +245,5 @@ class UnitGradients:
 
     def whole_copy(self) -> Tensor:
         """(numel,) fp32 copy of the reduced gradient. Collective."""
-        return whole_copy(self.reduced, self._spec.layout, self._comm, name=self._spec.name)
+        with self.at_hand() as reduced:
+            return whole_copy(reduced, self._spec.layout, self._comm, name=self._spec.name)

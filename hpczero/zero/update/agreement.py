@@ -6,6 +6,7 @@ is not finite.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ from hpczero.errors import CommError, StepError
 from hpczero.job.unlike import unlike
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.units.unit import Unit
+from hpczero.zero.units.unit_gradients import UnitGradients
 from hpczero.zero.units.usage import Flags
 from hpczero.zero.update.replicas import Replicas
 
@@ -66,9 +68,7 @@ class Agreement:
         ]
         used = np.concatenate(usages or [np.zeros((2, 0), dtype=bool)], axis=1)
         # Last: here a device is waited for, which is better busy while the host does the rest.
-        finite = known_finite or all_finite(
-            [u.gradients.owned for u in self._units if u.gradients.present]
-        )
+        finite = known_finite or are_finite([u.gradients for u in self._units])
         verdict = np.array([not finite, error is not None], dtype=np.uint8)
         mine = np.concatenate([seen, ~seen, verdict, np.packbits(used)])
         agreed = self._comm.agree(mine, name="step")
@@ -112,11 +112,7 @@ class Agreement:
 
     def nonfinite_error(self, reason: str) -> StepError:
         """Names ranks and units; a rank named here owns the element, it need not have made it."""
-        bad = [
-            u.spec.name
-            for u in self._units
-            if u.gradients.present and not all_finite([u.gradients.owned])
-        ]
+        bad = [u.spec.name for u in self._units if not are_finite([u.gradients])]
         counts = self._comm.share(np.array([len(bad)], dtype=np.float64), name="nonfinite")[:, 0]
         ranks = [int(rank) for rank in np.flatnonzero(counts)]
         here = f"; in this rank's shards: {', '.join(bad[:4])}" if bad else ""
@@ -127,6 +123,14 @@ class Agreement:
         )
         error.agreed = True
         return error
+
+
+def are_finite(gradients: Sequence[UnitGradients]) -> bool:
+    """Whether all that are present are; those that rest elsewhere have left their sums of squares."""
+    present = [each for each in gradients if each.present]
+    return all_finite([each.owned for each in present if each.resident]) and all(
+        all(map(math.isfinite, each.squares())) for each in present if not each.resident
+    )
 
 
 def all_finite(gradients: Sequence[torch.Tensor]) -> bool:

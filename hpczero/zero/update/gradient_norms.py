@@ -6,15 +6,23 @@ over elements are in `norm.py`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import ConfigError, StepError
+from hpczero.kernels.norm import (
+    largest,
+    largest_magnitude,
+    squares,
+    sum_of_powers,
+    sum_of_squares,
+)
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.update.norm import largest, largest_magnitude, sum_of_powers, sum_of_squares
 
 
 class GradientNorms:
@@ -70,14 +78,31 @@ class GradientNorms:
         if norm_type not in (2.0, math.inf):
             raise ConfigError(f"norm_type: got {norm_type!r}, expected 2.0 or inf")
         self._check()
-        gradients = [unit.gradients.owned for unit in self._units if unit.gradients.present]
         square = norm_type == 2.0
-        mine = sum_of_squares(gradients) if square else largest_magnitude(gradients)
+        mine = math.fsum(self._squares()) if square else self._largest()
         everybody = self._comm.share(np.array([mine]), name="grad_norm")[:, 0].tolist()
         norm = math.sqrt(math.fsum(everybody)) if square else largest(everybody)
         if math.isfinite(norm):
             self.note_finite()
         return norm
+
+    def _squares(self) -> list[float]:
+        """Of this rank's gradients; those in memory at once, with one transfer from a device."""
+        present = [unit.gradients for unit in self._units if unit.gradients.present]
+        found = squares([each.owned for each in present if each.resident])
+        for each in present:
+            if not each.resident:
+                found += each.squares()
+        return found
+
+    def _largest(self) -> float:
+        present = [unit.gradients for unit in self._units if unit.gradients.present]
+        found = [largest_magnitude([each.owned for each in present if each.resident])]
+        for each in present:
+            if not each.resident:
+                with each.at_hand():
+                    found.append(largest_magnitude([each.owned]))
+        return largest(found)
 
     def of_slot(self, unit: Unit, position: int, order: float) -> float:
         """Norm over one parameter, the same bits on every rank.
@@ -126,13 +151,18 @@ class GradientNorms:
         self, slots: Sequence[tuple[Unit, int]], order: float, changed: bool
     ) -> tuple[list[float], bool]:
         """The norms, and whether ``changed`` is true on any rank."""
-        owned = [unit.gradients.pieces_at(position, owned=True) for unit, position in slots]
-        if math.isinf(order):
-            mine = [largest_magnitude(pieces) for pieces in owned]
-        elif order == 2.0:
-            mine = [sum_of_squares(pieces) for pieces in owned]
-        else:
-            mine = [sum_of_powers(pieces, order) for pieces in owned]
+        mine = []
+        for unit, of_unit in itertools.groupby(slots, key=lambda slot: slot[0]):
+            positions = [position for _, position in of_unit]
+            with unit.gradients.at_hand() if unit.gradients.present else nullcontext():
+                for position in positions:
+                    pieces = unit.gradients.pieces_at(position, owned=True)
+                    if math.isinf(order):
+                        mine.append(largest_magnitude(pieces))
+                    elif order == 2.0:
+                        mine.append(sum_of_squares(pieces))
+                    else:
+                        mine.append(sum_of_powers(pieces, order))
         shared = self._comm.share(np.array([*mine, float(changed)]), name="gradient norms")
         *everybody, changes = shared.T.tolist()
         if math.isinf(order):

@@ -27,9 +27,14 @@ def sum_of_squares(tensors: Iterable[Tensor]) -> float:
     Args:
         tensors: flat, fp32, all on one device. One transfer from it, however many they are.
     """
+    return math.fsum(squares(tensors))
+
+
+def squares(tensors: Iterable[Tensor]) -> list[float]:
+    """What ``sum_of_squares`` sums up, by ``math.fsum``: one number for each block."""
     held = [tensor for tensor in tensors if tensor.numel()]
     if not held:
-        return 0.0
+        return []
     device = held[0].device
     block = HOST_BLOCK if device.type == "cpu" else DEVICE_BLOCK
     longest = min(block, max(tensor.numel() for tensor in held))
@@ -41,7 +46,8 @@ def sum_of_squares(tensors: Iterable[Tensor]) -> float:
             # linalg.vector_norm(dtype=float64) does the same, 50 times slower on the host (torch 2.13).
             widened = wide[: part.numel()].copy_(part)
             sums.append(torch.dot(widened, widened))
-    return math.fsum(torch.stack(sums).tolist())
+    found: list[float] = torch.stack(sums).tolist()
+    return found
 
 
 def largest_magnitude(tensors: Iterable[Tensor]) -> float:

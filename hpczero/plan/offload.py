@@ -1,0 +1,114 @@
+"""Offload: where optimizer state, gradients and parameters rest between uses.
+
+Owns: the choice, and what can be chosen together. Must not know: torch, tiers, how anything is moved.
+
+Source: Rajbhandari et al., ZeRO-Infinity, SC21, sec. 5; Ren et al., ZeRO-Offload, ATC21.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from hpczero.errors import PlanError
+from hpczero.plan.plan import Stage
+
+Medium = Literal["device", "host", "disk"]
+MEDIA: tuple[str, ...] = get_args(Medium)
+
+MIB = 2**20
+LEAST_WINDOW = 2**14  # bytes
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where the parts of a rank's shards rest: ``device``, where it computes; ``host``, its memory; or ``disk``.
+
+    Attributes:
+        optimizer: state of the optimizer, and fp32 masters where there are any.
+        gradients: mean gradients, from their reduction to the step.
+        parameters: this rank's shard of them, stage 3 only; they pass through memory whole, as without offload.
+        folder: for ``disk``: one on a disk of this node; each rank keeps a file there that nobody else sees.
+        window: bytes of one block of staging: what passes through memory at a time, all parts of some elements.
+        buffers: blocks of staging of each rank; two are being used, the others read ahead and write behind.
+        ahead: units whose parameters are read before they are used.
+    """
+
+    optimizer: Medium = "device"
+    gradients: Medium = "device"
+    parameters: Medium = "device"
+    folder: str | Path | None = None
+    window: int = 32 * MIB
+    buffers: int = 6
+    ahead: int = 2
+
+    @property
+    def any(self) -> bool:
+        """Whether anything rests elsewhere than where it is computed with."""
+        return self.medium != "device"
+
+    @property
+    def medium(self) -> Medium:
+        """The one medium of what rests elsewhere; ``device`` for none."""
+        media = {self.optimizer, self.gradients, self.parameters} - {"device"}
+        return media.pop() if len(media) == 1 else "device"
+
+    def check(self, stage: Stage) -> None:
+        """Refuse what does not go together.
+
+        Raises:
+            PlanError: says what, and what to choose instead.
+        """
+        parts = {
+            "optimizer": self.optimizer,
+            "gradients": self.gradients,
+            "parameters": self.parameters,
+        }
+        for name, medium in parts.items():
+            if medium not in MEDIA:
+                raise PlanError(
+                    f"offload.{name}: got {medium!r}, expected one of {', '.join(MEDIA)}"
+                )
+        away = {name: medium for name, medium in parts.items() if medium != "device"}
+        if len(set(away.values())) > 1:
+            raise PlanError(
+                f"offload: got {', '.join(f'{n} on {m}' for n, m in away.items())}, expected one medium for all that "
+                "does not rest on the device"
+            )
+        if away and "optimizer" not in away:
+            raise PlanError(
+                f"offload: got {', '.join(away)} on {self.medium} with the optimizer on the device, expected the "
+                "optimizer there first: its state is the largest part, and the step brings the others along with it"
+            )
+        if away and not stage.shards_optimizer:
+            raise PlanError(
+                f"offload: got optimizer on {self.optimizer} at stage {int(stage)}, expected stage 1, 2 or 3: at stage "
+                "0 every rank would move the whole state"
+            )
+        if self.parameters != "device" and not stage.shards_parameters:
+            raise PlanError(
+                f"offload: got parameters on {self.parameters} at stage {int(stage)}, expected stage 3: below it every "
+                "rank keeps all parameters whole"
+            )
+        if self.medium == "disk" and self.folder is None:
+            raise PlanError(
+                "offload: got disk without a folder, expected offload.folder: one on a disk of each node, on SLURM "
+                "often $TMPDIR or $SLURM_TMPDIR"
+            )
+        if self.window < LEAST_WINDOW or self.buffers < 3 or self.ahead < 0:
+            raise PlanError(
+                f"offload: got window {self.window:,} bytes, {self.buffers} buffers, {self.ahead} units ahead; "
+                f"expected at least {LEAST_WINDOW:,}, 3 and 0"
+            )
+
+    def describe(self) -> str:
+        """One line for a run header; empty where nothing rests elsewhere."""
+        if not self.any:
+            return ""
+        parts = {
+            "optimizer": self.optimizer,
+            "gradients": self.gradients,
+            "parameters": self.parameters,
+        }
+        return ", ".join(f"{name} on {medium}" for name, medium in parts.items())
