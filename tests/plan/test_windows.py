@@ -35,8 +35,8 @@ def test_windows_cover_a_shard_and_cut_long_tensors_at_whole_vectors(
 def test_neighbours_of_one_group_are_one_run_and_those_of_two_are_not() -> None:
     """By hand, on two ranks: [a a | b c] with c in another group, cut after 64 elements."""
     layout = ShardLayout.pack([("a", (50,)), ("b", (30,)), ("c", (20,))], 2)
-    assert runs_of_groups(layout, [0, 0, 1], 0) == [range(0, 64)]
-    assert runs_of_groups(layout, [0, 0, 1], 1) == [range(0, 16), range(16, 36)]
+    assert runs_of_groups(layout, [0, 0, 1], 0) == [range(64)]
+    assert runs_of_groups(layout, [0, 0, 1], 1) == [range(16), range(16, 36)]
 
 
 def test_a_window_smaller_than_two_vectors_is_refused() -> None:

@@ -107,7 +107,7 @@ class SlotGradient:
         if what == "mul_" and list(numbers) == [1.0]:
             return
         gradients = self.unit.gradients
-        with gradients.at_hand(changes=True) if gradients.present else nullcontext():
+        with gradients.rest.at_hand(changes=True) if gradients.present else nullcontext():
             for piece in gradients.pieces_at(self.position):
                 operation(piece, *numbers)
 

@@ -36,6 +36,7 @@ class Unit:
         spec: names, shapes and places.
         whole: the parameters as the model sees them.
         optimized: what the optimizer sees; empty where nothing is trained.
+        owned_numel: elements of this rank's part of the values without padding, the same in every stage.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Unit:
         self.whole = WholeParameters(spec, parameters, stage=stage, precision=precision, comm=comm)
         self.optimized = Shards(spec.layout, torch.empty(0), start=0, pieces=range(0))
         self._mine = self.whole.mine
-        self._owned_numel = len(spec.layout.shard_range(comm.group.index))
+        self.owned_numel = len(spec.layout.shard_range(comm.group.index))
         self._gradients: UnitGradients | None = None
         if spec.trainable:
             self._allocate_state(precision, reducer)
@@ -198,17 +199,12 @@ class Unit:
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
-    @property
-    def owned_numel(self) -> int:
-        """Elements of this rank's part of the values without padding, the same in every stage."""
-        return self._owned_numel
-
     @contextmanager
     def owned_values(self, *, changes: bool = False) -> Iterator[Tensor]:
-        """That part, (owned_numel,), inside the block; to be written with ``changes``. Not collective."""
+        """This rank's part without padding, (owned_numel,), inside the block; to be written with ``changes``. Not collective."""
         with self._rest.at_hand(changes=changes) as rest:
             whole = rest.numel() == self.spec.layout.padded_numel
-            yield (rest[self._mine] if whole else rest)[: self._owned_numel]
+            yield (rest[self._mine] if whole else rest)[: self.owned_numel]
 
     def _like_rest(self, whole: Tensor) -> Tensor:
         """The part of ``whole`` that this rank keeps between uses."""

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import numpy as np
 from torch import Tensor, nn
 
 from hpczero.comm.collectives import Collectives, Work
-from hpczero.kernels.norm import squares
 from hpczero.memory.buffers import DTYPES
 from hpczero.plan import Stage, UnitSpec
 from hpczero.plan.precision import Precision
@@ -41,6 +40,7 @@ class UnitGradients:
 
     Attributes:
         usage: which parameters have a gradient.
+        rest: where ``reduced`` lies from its reduction to the step.
         drops: (slots,) int64, how often each slot's gradient was set to None.
     """
 
@@ -69,7 +69,7 @@ class UnitGradients:
         self._spec, self._optimized = spec, optimized
         self._stage, self._comm, self._reducer = stage, comm, reducer
         layout = spec.layout
-        self._rest = rest
+        self.rest = rest
         self._local = LocalGradient(
             layout, DTYPES[precision.param], comm=comm, keep=stage.keeps_local_gradients
         )
@@ -120,11 +120,11 @@ class UnitGradients:
             self._comm.all_gather(self.reduced, name=self._spec.name).wait()
         shards = self._optimized
         set_own_gradients(shards.parameters, shards.cut(self.reduced))
-        self._rest.put_away()
+        self.rest.put_away()
 
     def _prepare_reduced(self) -> bool:
         """Whether the reduced buffer holds gradients to add to; what was set to None meanwhile becomes zero."""
-        self._rest.take()
+        self.rest.take()
         if not self.present:
             return False
         for position, shard, gradient in self._gradient_parts():
@@ -138,30 +138,13 @@ class UnitGradients:
 
     @property
     def reduced(self) -> Tensor:
-        """The mean over ranks so far, fp32; only where it is ``present``, and read inside ``at_hand`` alone."""
-        return self._rest.tensor
-
-    def at_hand(self, *, changes: bool = False) -> AbstractContextManager[Tensor]:
-        """``reduced`` in memory, to be read inside, and written with ``changes``; only where it is ``present``."""
-        return self._rest.at_hand(changes=changes)
-
-    @property
-    def resident(self) -> bool:
-        """Whether ``reduced`` is in memory all the time."""
-        return self._rest.resident
-
-    def squares(self) -> list[float]:
-        """Sums of squares of ``owned``, as ``norm.squares`` has them; not computed where a reduction has left them."""
-        known = self._rest.squares
-        if known is not None:
-            return known
-        with self.at_hand():
-            return squares([self.owned])
+        """The mean over ranks so far, fp32; only where it is ``present``, and inside ``rest.at_hand``."""
+        return self.rest.tensor
 
     @property
     def version(self) -> int:
         """Of the reduced gradient: another one where somebody has changed it in place."""
-        return self._rest.version if self.present else -1
+        return self.rest.version if self.present else -1
 
     @property
     def _reduced_mine(self) -> Tensor:
@@ -183,7 +166,7 @@ class UnitGradients:
 
     def scale(self, factor: float) -> None:
         """Multiply the reduced gradient."""
-        self._rest.scale(factor)
+        self.rest.scale(factor)
 
     def skip_unused(self, used_anywhere: Flags) -> None:
         """Drop the gradient of parameters no rank used: the optimizer then leaves them alone, as in torch."""
@@ -197,14 +180,14 @@ class UnitGradients:
         """Forget local and reduced gradients; with ``set_to_none=False`` reduced ones become zero."""
         self._local.clear()
         if not set_to_none:
-            with self.at_hand(changes=True) if self.present else nullcontext():
+            with self.rest.at_hand(changes=True) if self.present else nullcontext():
                 for shard in self._optimized.parameters:
                     if (gradient := own_gradient(shard)) is not None:
                         gradient.zero_()
         else:
             set_own_gradients(self._optimized.parameters, itertools.repeat(None))
             self.drops += 1
-            self._rest.drop()
+            self.rest.drop()
             self.usage.drop_all()
             self._dropped.clear()
             self._present = False
@@ -219,7 +202,7 @@ class UnitGradients:
     def pieces_at(self, position: int, *, owned: bool = False) -> list[Tensor]:
         """Views of what this rank holds of a slot's reduced gradient; ``owned``: each element on one rank only.
 
-        To be used inside ``at_hand``.
+        To be used inside ``rest.at_hand``.
         """
         if not self.present:
             return []
@@ -231,7 +214,7 @@ class UnitGradients:
         """Forget the gradient of one slot; after the last one the memory is given back."""
         self._local.filled[position] = False
         self.drops[position] += 1
-        with self.at_hand(changes=True) if self.present else nullcontext():
+        with self.rest.at_hand(changes=True) if self.present else nullcontext():
             for slot, shard, gradient in self._gradient_parts() if self.present else ():
                 if slot == position:
                     set_own_gradient(shard, None)
@@ -245,5 +228,5 @@ class UnitGradients:
 
     def whole_copy(self) -> Tensor:
         """(numel,) fp32 copy of the reduced gradient. Collective."""
-        with self.at_hand() as reduced:
+        with self.rest.at_hand() as reduced:
             return whole_copy(reduced, self._spec.layout, self._comm, name=self._spec.name)

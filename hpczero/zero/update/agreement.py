@@ -20,6 +20,7 @@ from hpczero.zero.calls.advice import Advice
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.unit_gradients import UnitGradients
 from hpczero.zero.units.usage import Flags
+from hpczero.zero.update.gradient_norms import squares_of
 from hpczero.zero.update.replicas import Replicas
 
 
@@ -128,8 +129,8 @@ class Agreement:
 def are_finite(gradients: Sequence[UnitGradients]) -> bool:
     """Whether all that are present are; those that rest elsewhere have left their sums of squares."""
     present = [each for each in gradients if each.present]
-    return all_finite([each.owned for each in present if each.resident]) and all(
-        all(map(math.isfinite, each.squares())) for each in present if not each.resident
+    return all_finite([each.owned for each in present if each.rest.resident]) and all(
+        all(map(math.isfinite, squares_of(each))) for each in present if not each.rest.resident
     )
 
 

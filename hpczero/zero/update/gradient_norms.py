@@ -23,6 +23,7 @@ from hpczero.kernels.norm import (
     sum_of_squares,
 )
 from hpczero.zero.units.unit import Unit
+from hpczero.zero.units.unit_gradients import UnitGradients
 
 
 class GradientNorms:
@@ -89,18 +90,18 @@ class GradientNorms:
     def _squares(self) -> list[float]:
         """Of this rank's gradients; those in memory at once, with one transfer from a device."""
         present = [unit.gradients for unit in self._units if unit.gradients.present]
-        found = squares([each.owned for each in present if each.resident])
+        found = squares([each.owned for each in present if each.rest.resident])
         for each in present:
-            if not each.resident:
-                found += each.squares()
+            if not each.rest.resident:
+                found += squares_of(each)
         return found
 
     def _largest(self) -> float:
         present = [unit.gradients for unit in self._units if unit.gradients.present]
-        found = [largest_magnitude([each.owned for each in present if each.resident])]
+        found = [largest_magnitude([each.owned for each in present if each.rest.resident])]
         for each in present:
-            if not each.resident:
-                with each.at_hand():
+            if not each.rest.resident:
+                with each.rest.at_hand():
                     found.append(largest_magnitude([each.owned]))
         return largest(found)
 
@@ -154,7 +155,7 @@ class GradientNorms:
         mine = []
         for unit, of_unit in itertools.groupby(slots, key=lambda slot: slot[0]):
             positions = [position for _, position in of_unit]
-            with unit.gradients.at_hand() if unit.gradients.present else nullcontext():
+            with unit.gradients.rest.at_hand() if unit.gradients.present else nullcontext():
                 for position in positions:
                     pieces = unit.gradients.pieces_at(position, owned=True)
                     if math.isinf(order):
@@ -170,3 +171,12 @@ class GradientNorms:
         else:
             norms = [math.fsum(values) ** (1.0 / order) for values in everybody]
         return norms, any(changes)
+
+
+def squares_of(gradients: UnitGradients) -> list[float]:
+    """As ``norm.squares``, of what this rank owns; not computed where a reduction has left them."""
+    known = gradients.rest.squares
+    if known is not None:
+        return known
+    with gradients.rest.at_hand():
+        return squares([gradients.owned])
