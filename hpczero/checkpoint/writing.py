@@ -6,8 +6,8 @@ Owns: the order of a save, and that it ends in a whole checkpoint or in none, on
           | digests to rank 0, manifest | rename | retention
 
 [Note: Errors]
-Every stage ends in an agreement: if it fails anywhere, all ranks raise the same error, and what was written is a hidden
-folder that nobody takes for a checkpoint.
+Every stage ends in an agreement. If it fails on any rank, all ranks raise the same error. What was written by then is a
+hidden folder, which does not count as a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -47,17 +48,17 @@ def write(
     still_ours: Callable[[], None] = lambda: None,
     lineage: Mapping[Path, int] = MappingProxyType({}),
 ) -> Path:
-    """Write and commit. Collective over topology.world.
+    """Write and commit a checkpoint. Collective over topology.world.
 
     Args:
         snapshot: of all ranks.
         folder: equal on all ranks; locked by the caller.
         topology: its ``world`` carries nothing else meanwhile.
         writer: ``mpio``, ``posix`` or ``auto``.
-        keep: newest checkpoints that stay; None takes none away.
-        at: told of every milestone; for tests that end the process there.
-        still_ours: raises where the lock on the folder was lost; called on rank 0 before the commit.
-        lineage: of the model, when the snapshot was taken; what is of another line goes to the side.
+        keep: newest checkpoints that stay; None removes none.
+        at: called with the name of every milestone; tests end the process there.
+        still_ours: raises if the lock on the folder was lost. Rank 0 calls it before the commit.
+        lineage: that of the model when the snapshot was taken. Checkpoints of another line go to the side.
 
     Returns:
         The folder of the checkpoint.
@@ -75,17 +76,7 @@ def write(
                 folder.check_room(snapshot.nbytes)
                 temporary = folder.begin(snapshot.step)
                 at("begun")
-                datasets, reserved = h5file.create(
-                    temporary / STATE_FILE,
-                    [part.dataset for part in snapshot.parts],
-                    snapshot.table,
-                    snapshot.meta,
-                    step=snapshot.step,
-                )
-                if writer == "auto":
-                    writer = writers.automatic(temporary / STATE_FILE, reserved=reserved)
-                places = [asdict(dataset) for dataset in datasets]
-                text = json.dumps([str(temporary), writer, places])
+                text = json.dumps([str(temporary), *_create_file(snapshot, temporary, writer)])
                 at("created")
         path, writer, entries = json.loads(topology.broadcast_text(text))
         temporary = Path(path)
@@ -97,19 +88,7 @@ def write(
         with _stage(topology, "commit the checkpoint"):
             target = folder.path
             if topology.is_root:
-                state = temporary / STATE_FILE
-                manifest = Manifest(
-                    step=snapshot.step,
-                    created=datetime.datetime.now(datetime.timezone.utc).isoformat(
-                        timespec="seconds"
-                    ),
-                    world_size=snapshot.world_size,
-                    table=snapshot.table,
-                    datasets=tuple(written),
-                    file_nbytes=state.stat().st_size,
-                    rest=rest_digest(state, written),
-                    meta=snapshot.meta,
-                )
+                manifest = _manifest(snapshot, temporary / STATE_FILE, written)
                 at("digested")
                 still_ours()
                 others = strangers(
@@ -131,6 +110,35 @@ def write(
     return target
 
 
+def _create_file(snapshot: Snapshot, folder: Path, writer: str) -> tuple[str, list[dict[str, Any]]]:
+    """Create the state file, on rank 0. Returns the writer's name, ``auto`` resolved, and where each dataset lies."""
+    datasets, reserved = h5file.create(
+        folder / STATE_FILE,
+        [part.dataset for part in snapshot.parts],
+        snapshot.table,
+        snapshot.meta,
+        step=snapshot.step,
+    )
+    if writer == "auto":
+        writer = writers.automatic(folder / STATE_FILE, reserved=reserved)
+    return writer, [asdict(dataset) for dataset in datasets]
+
+
+def _manifest(snapshot: Snapshot, state: Path, written: list[Dataset]) -> Manifest:
+    """The manifest of the state file as it lies on the disk, on rank 0."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return Manifest(
+        step=snapshot.step,
+        created=now.isoformat(timespec="seconds"),
+        world_size=snapshot.world_size,
+        table=snapshot.table,
+        datasets=tuple(written),
+        file_nbytes=state.stat().st_size,
+        rest=rest_digest(state, written),
+        meta=snapshot.meta,
+    )
+
+
 def _write_parts(
     parts: list[Part],
     path: Path,
@@ -138,7 +146,7 @@ def _write_parts(
     kind: type[writers.Writer],
     at: Milestone,
 ) -> list[Dataset]:
-    """Returns the datasets with their digests, complete on rank 0."""
+    """Fill the datasets, and return them with their digests, complete on rank 0. Collective over world."""
     writer: writers.Writer | None = None
     mine: list[list[str]] = []
     try:
@@ -187,7 +195,7 @@ def _write_parts(
 
 @contextlib.contextmanager
 def _stage(topology: Topology, what: str):  # type: ignore[no-untyped-def]  # as topology.agreed
-    """``topology.agreed`` in which what the system refuses is a CheckpointNotWritten."""
+    """``topology.agreed``, in which an error of the system becomes a CheckpointNotWritten."""
     with topology.agreed(what):
         try:
             yield

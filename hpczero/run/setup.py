@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from hpczero.options.config import RunConfig, TrainOptions
 from hpczero.options.environment import Environment
 from hpczero.options.reading import to_toml
 from hpczero.plan.batch import Batch
-from hpczero.run.checkpoints import RunCheckpoints
+from hpczero.run.checkpoints import RunCheckpoints, Start
 from hpczero.run.evaluation import Evaluation
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
@@ -108,14 +108,107 @@ class Run:
 
 
 def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
-    """The run, ready; None if earlier starts have left nothing to do. Collective over the topology's world.
+    """Make the run ready. Collective over the topology's world.
+
+    What cannot work is refused before the run folder is touched.
+
+    Returns:
+        None if earlier starts have left nothing to do.
 
     Raises:
-        HpcZeroError: of any kind; what cannot work is refused on every rank before the run folder is touched.
+        HpcZeroError: of any kind; on every rank.
     """
-    config, adapter, topology = given.config, given.adapter, given.topology
-    accelerator = given.accelerator
-    # What was asked for, held against the ranks and the data.
+    earlier = _look_back(given)
+    if earlier is None:
+        return None
+    asked = _hold_against_ranks_and_data(earlier)
+    samples = _lay_out_samples(asked, room)
+    model, optimizer = build(asked.config, asked.adapter, given.topology, given.accelerator)
+    asked = asked.pinned()
+    identity = resume.identity(asked.config, asked.tokens, asked.adapter.config)
+    folder, deadline = RunFolder.of(asked.config.run), Deadline(asked.environment)
+    checkpoints = RunCheckpoints(asked.config, folder, model, lock=lock.lock)
+    with given.topology.agreed("hold the job's time against a save"):
+        deadline.check_room(save_s=checkpoints.save_s)
+    begin = checkpoints.begin(identity)
+    set_options(optimizer, asked.config.train)
+    scheduler = LambdaLR(
+        optimizer, asked.config.train.learning_rate_factor, last_epoch=begin.step - 1
+    )
+    records = _start_records(asked, folder, lock, begin)
+    tell_header(
+        hpczero.sharding(model),
+        given.accelerator,
+        asked.tokens,
+        asked.config,
+        asked.batch,
+        asked.adapter.context,
+    )
+    return Run(
+        given=asked.given,
+        adapter=asked.adapter,
+        batch=asked.batch,
+        tokens=asked.tokens,
+        folder=folder,
+        lock=lock,
+        model=model,
+        step=_training_step(asked, samples, model, optimizer, scheduler),
+        evaluation=_evaluation(asked, samples, model),
+        checkpoints=checkpoints,
+        identity=identity,
+        start=begin.step,
+        records=records,
+        attempts=asked.attempts,
+        environment=asked.environment,
+        deadline=deadline,
+    )
+
+
+@dataclass(frozen=True)
+class _Earlier:
+    """A run and the starts before this one; ``given`` has the options as these starts settle them."""
+
+    given: Given
+    attempts: Attempts
+    environment: Environment
+
+
+@dataclass(frozen=True)
+class _Asked(_Earlier):
+    """What was asked for, after it was held against the ranks and the data.
+
+    Attributes:
+        adapter: with the tokenizer's vocabulary.
+        batch: sequences per step, and how they are spread.
+        tokens: the token file; open.
+    """
+
+    adapter: Adapter
+    batch: Batch
+    tokens: TokenFile
+
+    @property
+    def config(self) -> RunConfig:
+        """The options as they are settled."""
+        return self.given.config
+
+    def pinned(self) -> _Asked:
+        """The same with the global batch among the options, so that any number of ranks can continue it."""
+        config = self.config.pinned(self.batch.global_batch)
+        return replace(self, given=replace(self.given, config=config))
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Samples to train on, and those held out; None if the run evaluates nothing."""
+
+    batches: Batches
+    held_out: HeldOut | None
+
+
+def _look_back(given: Given) -> _Earlier | None:
+    """Settle the options with earlier starts of this run; None if they have done all steps. Collective."""
+    config, topology = given.config, given.topology
     with topology.agreed("look at earlier starts of this run"):
         # On the other ranks, as outside of a series of jobs, there is nothing to look at.
         environment = Environment.read() if topology.is_root else Environment()
@@ -127,6 +220,17 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
     if any(topology.gather(float(nothing_left))):
         log.info("nothing left to do: an earlier start has done all %d steps", config.train.steps)
         return None
+    return _Earlier(replace(given, config=config), attempts, environment)
+
+
+def _hold_against_ranks_and_data(earlier: _Earlier) -> _Asked:
+    """Refuse a batch that does not fit these ranks; open the token file. Collective.
+
+    Raises:
+        StoppedEarly: a signal came while the text was tokenized; the attempt is ended then.
+    """
+    given, attempts = earlier.given, earlier.attempts
+    config, topology = given.config, given.topology
     with topology.agreed("hold the ranks against the batch of this run"):
         if topology.is_root:
             resume.check_ranks(config, RunFolder.of(config.run), topology.data.size)
@@ -138,84 +242,73 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
     except StoppedEarly:
         attempts.end(0, EXIT_REQUEUE)
         raise
-    adapter = adapter.with_vocabulary(tokens.vocab_size)
+    adapter = given.adapter.with_vocabulary(tokens.vocab_size)
+    return _Asked(given, attempts, earlier.environment, adapter, batch, tokens)
+
+
+def _lay_out_samples(asked: _Asked, room: RoomCheck) -> _Samples:
+    """Refuse a run that does not fit the machine, then find its samples. Collective."""
+    config, adapter, batch = asked.config, asked.adapter, asked.batch
+    topology, is_host = asked.given.topology, asked.given.accelerator.is_host
     with topology.agreed("plan the run"):
-        run = run_of(config, adapter.config, batch, topology, is_host=accelerator.is_host)
+        run = run_of(config, adapter.config, batch, topology, is_host=is_host)
     room.check(run)
     with topology.agreed("lay out the samples"):
-        context = adapter.context
+        tokens, context = asked.tokens, adapter.context
         batches = Batches(tokens.train, context, batch.global_batch, config.run.seed)
         held_out = None
         if config.evaluation.batches:
             max_samples = config.evaluation.batches * batch.global_batch
             held_out = HeldOut(tokens.validation, context, max_samples)
+    return _Samples(batches, held_out)
 
-    model, optimizer = build(config, adapter, topology, accelerator)
 
-    # From the start, or from a checkpoint of any number of ranks and any stage.
-    config, folder = config.pinned(batch.global_batch), RunFolder.of(config.run)
-    identity = resume.identity(config, tokens, adapter.config)
-    checkpoints = RunCheckpoints(config, folder, model, lock=lock.lock)
-    deadline = Deadline(environment)
-    with topology.agreed("hold the job's time against a save"):
-        deadline.check_room(save_s=checkpoints.save_s)
-    begin = checkpoints.begin(identity)
-    set_options(optimizer, config.train)
-    factor = config.train.learning_rate_factor
-    scheduler = LambdaLR(optimizer, factor, last_epoch=begin.step - 1)
-    records = None
+def _start_records(asked: _Asked, folder: RunFolder, lock: RunLock, begin: Start) -> Records | None:
+    """Create the run folder or go on in it, on rank 0; None on the other ranks. Collective."""
+    config, topology = asked.config, asked.given.topology
     with topology.agreed("start the records"):
-        if topology.is_root:
-            lock.lock.check()  # a job that stood still may have been taken for dead since it took the folder
-            if begin.resumed:
-                resume.tell_changes(folder, config)
-                folder.go_on(begin.config)
-            else:
-                lock.make_room(config.run)
-                folder.create(config)
-            steps = config.train.steps
-            records = Records(folder, config.log, num_steps=steps, start=begin.step, own=begin.own)
-            attempts.begin(begin.step)
-    tell_header(hpczero.sharding(model), accelerator, tokens, config, batch, context)
+        if not topology.is_root:
+            return None
+        lock.lock.check()  # a job that stood still may have been taken for dead since it took the folder
+        if begin.resumed:
+            resume.tell_changes(folder, config)
+            folder.go_on(begin.config)
+        else:
+            lock.make_room(config.run)
+            folder.create(config)
+        steps = config.train.steps
+        records = Records(folder, config.log, num_steps=steps, start=begin.step, own=begin.own)
+        asked.attempts.begin(begin.step)
+    return records
 
-    rank, size, accumulation = topology.data.rank, topology.data.size, batch.accumulation
-    step = TrainingStep(
+
+def _training_step(
+    asked: _Asked, samples: _Samples, model: nn.Module, optimizer: AdamW, scheduler: LambdaLR
+) -> TrainingStep:
+    rank, size = asked.given.topology.data.rank, asked.given.topology.data.size
+    batches, accumulation = samples.batches, asked.batch.accumulation
+    return TrainingStep(
         model,
         optimizer,
-        loss=adapter.loss,
+        loss=asked.adapter.loss,
         samples=lambda number, micro: batches.micro_batch(number, micro, rank, size, accumulation),
         accumulation=accumulation,
-        accelerator=accelerator,
-        clip=config.train.clip or None,
+        accelerator=asked.given.accelerator,
+        clip=asked.config.train.clip or None,
         scheduler=scheduler,
     )
-    evaluation = Evaluation(
+
+
+def _evaluation(asked: _Asked, samples: _Samples, model: nn.Module) -> Evaluation:
+    return Evaluation(
         model,
-        held_out,
-        loss=adapter.loss,
-        topology=topology,
-        accelerator=accelerator,
-        micro_batch=batch.micro_batch,
-        every=config.evaluation.every,
-        steps=config.train.steps,
-    )
-    return Run(
-        given=Given(config, given.adapter, topology, accelerator, given.signals),
-        adapter=adapter,
-        batch=batch,
-        tokens=tokens,
-        folder=folder,
-        lock=lock,
-        model=model,
-        step=step,
-        evaluation=evaluation,
-        checkpoints=checkpoints,
-        identity=identity,
-        start=begin.step,
-        records=records,
-        attempts=attempts,
-        environment=environment,
-        deadline=deadline,
+        samples.held_out,
+        loss=asked.adapter.loss,
+        topology=asked.given.topology,
+        accelerator=asked.given.accelerator,
+        micro_batch=asked.batch.micro_batch,
+        every=asked.config.evaluation.every,
+        steps=asked.config.train.steps,
     )
 
 
