@@ -29,9 +29,9 @@ def agreed(comm: MPI.Intracomm, watchdog: Watchdog, what: str) -> Iterator[None]
         what: names the work in the message, e.g. ``"open the token file"``.
 
     Raises:
-        HpcZeroError: of the class the first failing rank raised, naming the ranks that failed. A foreign exception
-            is raised again as it is on its own rank, and is what every other rank is told: one that raised, and
-            could go on after, its own error would be alone.
+        HpcZeroError: of the class that the first failing rank raised; the message names the ranks that failed. A
+            foreign exception is raised again unchanged on its own rank, and named in the error of every other rank. It
+            goes first where ranks fail differently, because its rank may not be able to go on.
     """
     error: Exception | None = None
     try:
@@ -75,7 +75,7 @@ def spans(ranks: Sequence[int]) -> str:
 
 
 def _told_as(error: Exception) -> str:
-    """The name of its class; of one of ours that ``errors`` has not, that of the next above it which it has."""
+    """Name of the error's class. For one that ``errors`` does not have it is that of its nearest base in ``errors``."""
     for kind in type(error).__mro__:
         if issubclass(kind, HpcZeroError) and getattr(errors, kind.__name__, None) is kind:
             return str(kind.__name__)

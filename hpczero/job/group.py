@@ -2,8 +2,8 @@
 
 Owns: the named, duplicated communicators of one group. Must not know: what the ranks share; units, tensors, stages.
 
-With G nodes of L ranks each, rank (node g, local l) has index ``l*G + g`` (rail-major): an all-gather over the rail
-and then over the node is contiguous and in place.
+With G nodes of L ranks each, rank (node g, local l) has index ``l*G + g`` (rail-major). An all-gather over the rail and
+then over the node is then contiguous and in place.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Group:
     """Communicators and node map of some ranks; ranks are numbered within the group.
 
     Attributes:
-        comm: all of them, in rank order.
-        ordered: the same ranks in the order of their index.
-        node: ranks of this node; rail: ranks with this local rank, one per node; None where nodes are uneven.
+        comm: all ranks of the group, in rank order.
+        ordered: the same ranks in the order of ``index``.
+        node: ranks of this node.
         nodes: ranks of every node, nodes in order of their first rank.
         faked: whether ``nodes`` was given rather than found.
-        watchdog: ends the job when a call over these ranks does not return; of the whole topology.
+        watchdog: ends the job when a call over these ranks does not return. All groups of a topology share it.
     """
 
     comm: MPI.Intracomm
@@ -47,12 +47,12 @@ class Group:
     def create(
         cls, comm: MPI.Intracomm, nodes: Nodes, name: str, watchdog: Watchdog, *, faked: bool
     ) -> Group:
-        """Split ``comm``, which is the group's from now on. Collective over ``comm``; ``free`` undoes it.
+        """Split ``comm``, which belongs to the group from now on. Collective over ``comm``; ``free`` undoes it.
 
         Args:
             comm: the ranks.
-            nodes: which of them are on each node.
-            name: of the group, for what a debugger or a trace shows of its communicators.
+            nodes: ranks of ``comm`` on each node.
+            name: of the group; debuggers and traces show it.
             watchdog: borrowed.
             faked: whether ``nodes`` was given.
         """
@@ -71,9 +71,10 @@ class Group:
         )
 
     def part(self, ranks: Sequence[int], name: str) -> Group:
-        """The group of ``ranks``, which this rank is one of. Collective over this group: each rank with its own part.
+        """The group of ``ranks``, this rank among them. Collective over this group.
 
-        A rank by itself needs no other for that.
+        Each rank calls it with its own part. A rank whose part is itself alone needs no other rank and may call it at
+        any time.
 
         Args:
             ranks: in rising order; the parts of all ranks are disjoint or equal.
@@ -89,7 +90,7 @@ class Group:
         return Group.create(comm, nodes, name, self.watchdog, faked=self.faked)
 
     def beside(self) -> Group:
-        """This group with a communicator of its own, for another thread. Collective; free its ``comm`` alone."""
+        """This group with a communicator of its own, for another thread. Collective. Free its ``comm`` alone."""
         return replace(self, comm=self.comm.Dup())
 
     def free(self) -> None:
@@ -102,12 +103,12 @@ class Group:
 
     @property
     def rank(self) -> int:
-        """Of this process, within the group."""
+        """Rank of this process within the group."""
         return self.comm.rank
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """Number of ranks in the group."""
         return self.comm.size
 
     @property
@@ -122,12 +123,12 @@ class Group:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, G."""
+        """Number of nodes, G."""
         return len(self.nodes)
 
     @property
     def node_index(self) -> int:
-        """Which node this rank is on, g."""
+        """Number of this rank's node, g."""
         return next(g for g, ranks in enumerate(self.nodes) if self.rank in ranks)
 
     @property
@@ -147,7 +148,7 @@ class Group:
 
     @property
     def reduction_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Indices node by node, in local order: the order in which gradients are summed."""
+        """Indices node by node, in local order. Gradients are summed in this order."""
         if not self.is_rectangular:
             return self.nodes
         num_nodes = len(self.nodes)
@@ -159,11 +160,14 @@ class Group:
     # --- small agreements; all are collective over the group
 
     def agreed(self, what: str) -> AbstractContextManager[None]:
-        """Run rank-local work inside; if any rank raises, all ranks raise. See ``hpczero.job.agreed``."""
+        """Run rank-local work inside; if any rank raises, all ranks raise.
+
+        Collective at the end; ``job.agreed`` says more.
+        """
         return agreed(self.comm, self.watchdog, what)
 
     def gather(self, value: float) -> list[float]:
-        """``value`` of every rank in rank order, on every rank."""
+        """``value`` of every rank in rank order, on every rank, as fp64. Collective over the group."""
         mine = np.array([value], dtype=np.float64)
         found = np.empty(self.size, dtype=np.float64)
         with self.watchdog.watch("Topology.gather"):
@@ -171,27 +175,27 @@ class Group:
         return [float(v) for v in found]
 
     def gather_text(self, text: str) -> list[str]:
-        """``text`` of every rank in rank order, on every rank."""
+        """``text`` of every rank in rank order, on every rank. Collective over the group."""
         with self.watchdog.watch("Topology.gather_text"):
             return [str(found) for found in self.comm.allgather(text)]
 
     def hosts(self) -> list[str]:
-        """Name of the host of every rank in rank order, on every rank."""
+        """Host name of every rank in rank order, on every rank. Collective over the group."""
         return self.gather_text(socket.gethostname())
 
     def broadcast_text(self, text: str, root: int = 0) -> str:
-        """``text`` of rank ``root`` on every rank."""
+        """``text`` of rank ``root`` on every rank. Collective over the group."""
         with self.watchdog.watch("Topology.broadcast_text"):
             found = self.comm.bcast(text if self.rank == root else None, root=root)
         return str(found)
 
     def barrier(self) -> None:
-        """Wait for every rank."""
+        """Wait for every rank. Collective over the group."""
         with self.watchdog.watch("Topology.barrier"):
             self.comm.Barrier()
 
     def describe(self) -> str:
-        """Node map in a few lines, for a run header."""
+        """Node map in a few lines, for a run header; rank 0 alone has the names of hosts. Collective over the group."""
         with self.watchdog.watch("Topology.describe"):
             hosts = self.comm.gather((self.node_index, socket.gethostname()), root=0)
         shape = (
@@ -215,7 +219,7 @@ class Group:
 
 
 def named(comm: MPI.Comm, name: str) -> MPI.Intracomm:
-    """``comm`` under a name that debuggers and traces show."""
+    """Give ``comm`` a name that debuggers and traces show; returns it."""
     assert isinstance(comm, MPI.Intracomm), "split from an intracommunicator"
     comm.Set_name(f"hpczero.{name}")
     return comm

@@ -1,4 +1,4 @@
-"""From a started process to a rank that knows its place: what every collective command does first.
+"""From a started process to a rank that knows its place. Every collective command begins with this.
 
 Owns: fake nodes, whether ranks lie where SLURM was asked to put them, and the cores a rank computes on. Must not know:
 models, data, options of a command.
@@ -27,7 +27,7 @@ logger = logging.getLogger("hpczero.launch")
 
 
 def start_topology(nodes: str | None) -> Topology:
-    """MPI's world, as ``nodes`` (GxL) or HPCZERO_FAKE_NODES if given. Collective over MPI's world.
+    """Topology of MPI's world, with nodes by ``nodes`` (GxL) or HPCZERO_FAKE_NODES if given. Collective over it.
 
     Raises:
         ConfigError: the ranks cannot be laid out so.
@@ -39,7 +39,7 @@ def start_topology(nodes: str | None) -> Topology:
         shape = nodes or environment.fake_nodes
         node_of_rank = None if shape is None else parse_nodes(shape, topology.size)
         if shape is None and topology.is_root:
-            check_placement([len(ranks) for ranks in topology.nodes], environment)
+            check_placement([len(ranks) for ranks in topology.world.nodes], environment)
     if node_of_rank is None:
         return topology
     faked = Topology.create(topology.world.comm, node_of_rank)
@@ -48,10 +48,10 @@ def start_topology(nodes: str | None) -> Topology:
 
 
 def check_placement(counts: Sequence[int], environment: Environment) -> None:
-    """Hold the ranks of each node against what SLURM says. On rank 0 only: mpirun's daemons change it on other nodes.
+    """Hold the ranks of each node against what SLURM says. Only rank 0 can: mpirun's daemons change it on other nodes.
 
-    srun places ranks itself, so its numbers must be met. Under mpirun a node may hold fewer, but not more: that
-    many share its devices and memory.
+    srun places ranks itself, so its numbers must be met. Under mpirun a node may hold fewer ranks, but not more: these
+    would share its devices and memory.
 
     Raises:
         TopologyError: the ranks lie otherwise.
@@ -71,7 +71,10 @@ def check_placement(counts: Sequence[int], environment: Environment) -> None:
 
 
 def warn_of_shared_devices(topology: Topology, accelerator: Accelerator) -> None:
-    """Say so if ranks share a device: that is right for a test, and half the speed by mistake. Collective."""
+    """Warn if ranks share a device. Collective over world.
+
+    That is right for a test; by mistake it halves the speed.
+    """
     key = float(zlib.crc32(f"{socket.gethostname()} {accelerator.identity}".encode()))
     most = max(Counter(topology.gather(key)).values())
     if accelerator.identity and most > 1 and topology.is_root:
@@ -83,7 +86,7 @@ def warn_of_shared_devices(topology: Topology, accelerator: Accelerator) -> None
 
 
 def use_own_cores(topology: Topology) -> None:
-    """Let torch use this rank's share of the cores it may run on, or fewer if OMP_NUM_THREADS says so. Collective."""
+    """Let torch use this rank's share of the cores it may run on, or OMP_NUM_THREADS if that is fewer. Collective."""
     cores = sorted(os.sched_getaffinity(0))
     # Ranks bound to the same cores of the same host share them; fake nodes are on one host.
     key = float(zlib.crc32(f"{socket.gethostname()} {cores}".encode()))

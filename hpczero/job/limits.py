@@ -1,7 +1,7 @@
-"""What this machine lets the processes of a job have: memory there is, and the limits on it.
+"""Memory that this machine has for the processes of a job, and the limits on it.
 
 Owns: reading the kernel's files, cgroups of both versions, limits of the process. Must not know: MPI, torch, models,
-what a run needs. Every reader takes the root of the file system, so that files of another machine can be read.
+what a run needs. Every reader takes the root of the file system, so tests can read files of another machine.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Room:
 
     Attributes:
         name: for a message.
-        scope: ranks on the same host with the same scope have it together; empty: this process alone.
+        scope: ranks on the same host with the same scope share the bound; empty if this process alone has it.
         kind: which bytes count: ``resident`` all that are held, ``mapped`` address space, ``private`` writable memory
             of the process, ``shared`` files in /dev/shm, ``device`` memory of the device.
-        nbytes: the bound.
-        used: of it, by whoever, now.
-        yields: whether others may give back what they use; it is then no reason to refuse.
+        nbytes: the bound in bytes.
+        used: bytes of it that anybody uses now.
+        yields: whether others may give back what they use. The bound is then no reason to refuse a run.
     """
 
     name: str
@@ -45,10 +45,10 @@ class Room:
 
 @dataclass(frozen=True)
 class Usage:
-    """What this process has now, in bytes.
+    """Memory of this process now, in bytes.
 
     Attributes:
-        resident: pages of its own, and its part of pages that processes share, without those of files.
+        resident: pages of its own and its part of shared pages, without pages of files.
         of_files: its part of pages that are also in files: programs and libraries.
         mapped: address space.
         private: address space that is private and writable.
@@ -60,14 +60,14 @@ class Usage:
     private: int
 
     def of(self, kind: Kind) -> int:
-        """What counts against a bound of this kind."""
+        """Bytes that count against a bound of this kind."""
         return {"resident": self.resident, "mapped": self.mapped, "private": self.private}.get(
             kind, 0
         )
 
 
 def usage(root: Path = Path("/")) -> Usage:
-    """Of this process. Not collective."""
+    """Memory of this process now. Not collective."""
     pages = [_digits(word) or 0 for word in _text(root / "proc/self/statm").split()]
     fields = _table(root / "proc/self/smaps_rollup")
     resident = fields.get("Pss_Anon", 0) + fields.get("Pss_Shmem", 0)
@@ -122,7 +122,7 @@ def _shared_memory(root: Path) -> Iterator[Room]:
 
 
 def _cgroups(root: Path, swap: int) -> Iterator[Room]:
-    """The control group of this process and those above it, as far as they limit memory."""
+    """Control groups that limit this process's memory: its own and those above it."""
     for version, mount, top in _memory_mounts(root):
         path = _own_group(root, version)
         inside = None if path is None else _inside(path, top)
@@ -148,7 +148,7 @@ def _cgroups(root: Path, swap: int) -> Iterator[Room]:
 
 
 def _inside(path: str, top: str) -> str | None:
-    """Where the group ``path`` lies under a mount that shows the group ``top``; None where it does not lie there."""
+    """Where the group ``path`` lies under a mount that shows the group ``top``; None if it does not lie there."""
     group, above = PurePosixPath(path), PurePosixPath(top)
     if set(above.parts) <= {
         "/",
@@ -218,19 +218,19 @@ def _digits(text: str) -> int | None:
 
 
 def _unescaped(word: str) -> str:
-    """The kernel writes space, tab, newline and backslash of a path as three octal digits."""
+    """A path as it is: the kernel writes space, tab, newline and backslash as three octal digits."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)
 
 
 def _counts(path: Path) -> dict[str, int]:
-    """``name bytes`` on each line."""
+    """Lines ``name bytes`` as a table."""
     pairs = (line.split() for line in _text(path).splitlines())
     counts = {pair[0]: _digits(pair[1]) for pair in pairs if len(pair) == 2}
     return {name: count for name, count in counts.items() if count is not None}
 
 
 def _table(path: Path) -> dict[str, int]:
-    """``Name:  1234 kB`` on each line, in bytes."""
+    """Lines ``Name:  1234 kB`` as a table in bytes."""
     found = {}
     for line in _text(path).splitlines():
         name, _, value = line.partition(":")
@@ -242,7 +242,7 @@ def _table(path: Path) -> dict[str, int]:
 
 
 def _text(path: Path) -> str:
-    """Empty where it cannot be read: a kernel without it, or a container that hides it."""
+    """Text of a file; empty if it cannot be read, by an older kernel or in a container that hides it."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

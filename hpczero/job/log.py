@@ -1,8 +1,8 @@
 """Log lines of a parallel program.
 
-Owns: which rank may speak, and how its lines begin. Must not know: MPI, torch, what is said. A thin dress over the
-standard ``logging`` module: rooms speak through ``info`` and ``debug``; only a command decides, by ``configure``, what
-is shown.
+Owns: which rank may speak, and how its lines begin. Must not know: MPI, torch, what is said. It is a thin layer over
+the standard ``logging`` module. Rooms call ``info`` and ``debug``; only a command decides, by ``configure``, what is
+shown.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def configure(*, rank: int, node_index: int, level: Literal["info", "debug"]) ->
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Inside, nothing is shown: what is looked at there is looked at again, and told then."""
+    """Context: nothing is shown. What is looked at inside is looked at again later, and told then."""
     level = _LOGGER.level
     _LOGGER.setLevel(logging.CRITICAL + 1)
     try:
@@ -52,7 +52,7 @@ def debug(message: str, *args: object) -> None:
 
 
 class _StandardOutput(logging.Handler):
-    """Writes to the ``sys.stdout`` of the moment: a progress bar may have put itself in between."""
+    """Writes to the ``sys.stdout`` of the moment, which a progress bar may have replaced."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

@@ -1,19 +1,19 @@
 """Long work on a thread of its own, so that the caller can show how far it is, end it, or tell that it is stuck.
 
-Owns: the thread and its cores, what the work says of itself, and the signs that it lives. Must not know: what the work
-is, MPI, how it is shown.
+Owns: the thread and its cores, what the work says of itself, and its signs of life. Must not know: what the work is,
+MPI, how it is shown.
 
 [Note: Signs of life]
-Work says that it has got on whenever it has read or written something. A library may be silent for minutes while it
-computes: there the sign is processor time. In ``Progress.silent()`` and ``computing()`` the work has got on where the
-threads that it has started, or its own, have used ``LIVELY`` of the time of one core since the last sign. Threads that
-were there before do not count: MPI may have one that never rests. A read that hangs (a server that is gone) uses no
-processor time, so it is seen. What cannot be seen is a library that computes for ever.
+Work reports progress whenever it has read or written something. A library may be silent for minutes while it computes;
+there the sign is processor time. In ``Progress.silent()`` and ``computing()`` the work is alive if its thread and those
+it has started have used ``LIVELY`` of the time of one core since the last sign. Threads that were there before do not
+count: MPI may have one that never rests. A read that hangs (a server that is gone) uses no processor time, so it is
+seen. A library that computes for ever is not seen.
 
 [Note: Cores]
-A thread that changes its affinity changes its own, and that of the threads it starts from then on. So work that is
-given more cores than the process has takes them for itself and, say, for the pool of a library that starts with it;
-every other thread, torch's among them, stays where it was, and there is nothing to put back.
+A thread that changes its affinity changes its own, and that of the threads it starts from then on. Work that is given
+more cores than the process has therefore takes them for itself and for threads that start with it, such as the pool of
+a library. Every other thread, torch's among them, stays where it was, and nothing must be put back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Ended(Exception):
-    """Raised in the work, where it says that it has got on: it shall end. Of no use to anybody else."""
+    """Raised in the work where it reports progress, once it shall end. Nobody else needs it."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Moment:
 
     Attributes:
         what: the phase, e.g. ``"tokenize"``; empty before the first.
-        done_nbytes: of the phase.
-        total_nbytes: of the phase; None where nobody knows, or bytes mean nothing.
-        elapsed_s: since the phase began.
+        done_nbytes: bytes of the phase that are done.
+        total_nbytes: bytes of the phase; None where they are unknown or mean nothing.
+        elapsed_s: seconds since the phase began.
     """
 
     what: str = ""
@@ -59,7 +59,7 @@ class Moment:
 
 
 class Progress:
-    """What work says of itself, from any of its threads; cheap. One that nobody listens to does no harm."""
+    """What work says of itself, from any of its threads. Calls are cheap, and nobody need listen."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -71,10 +71,10 @@ class Progress:
         self.got_on = threading.Event()
 
     def phase(self, what: str, total_nbytes: int | None = None) -> None:
-        """Another phase begins.
+        """Begin another phase.
 
         Raises:
-            Ended: as ``advance``.
+            Ended: the work shall end.
         """
         with self._lock:
             self._what, self._done, self._since = what, 0, time.monotonic()
@@ -82,7 +82,7 @@ class Progress:
         self.advance()
 
     def advance(self, nbytes: int = 0) -> None:
-        """The work has got on, by so many bytes of its phase.
+        """Report that the work has got on, by ``nbytes`` of its phase.
 
         Raises:
             Ended: the work shall end.
@@ -95,10 +95,7 @@ class Progress:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Nothing will be said in the block, and nothing is lost where it is left alone at the end of the process.
-
-        See [Note: Signs of life].
-        """
+        """Context: the work reports nothing, and may be abandoned when the process ends ([Note: Signs of life])."""
         self._silent = True
         try:
             yield
@@ -108,10 +105,7 @@ class Progress:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Nothing may be said in the block for long, and the work is not to be left alone in it.
-
-        See [Note: Signs of life].
-        """
+        """Context: the work may report nothing for long, and must not be abandoned ([Note: Signs of life])."""
         self._computing = True
         try:
             yield
@@ -129,7 +123,7 @@ class Progress:
         return self._silent or self._computing
 
     def end(self) -> None:
-        """The work shall end when it next says something."""
+        """Have the work end when it next reports progress."""
         self._ended = True
 
     def now(self) -> Moment:
@@ -140,14 +134,14 @@ class Progress:
 
 
 class LongWork(Generic[T]):
-    """One call of ``work`` on a thread, that begins at once."""
+    """One call of ``work`` on a thread, which begins at once."""
 
     def __init__(self, work: Callable[[Progress], T], cores: Collection[int] = ()) -> None:
-        """Start it.
+        """Start the thread.
 
         Args:
-            work: called with what it says its progress to.
-            cores: it may run on; where the system refuses that, and where there are none, on those of the caller.
+            work: called with the ``Progress`` that it reports to.
+            cores: cores it may run on; if there are none, or the system refuses them, it runs on those of the caller.
         """
         self.progress = Progress()
         self._work = work
@@ -174,11 +168,11 @@ class LongWork(Generic[T]):
             self.progress.got_on.set()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has finished; returns after ``seconds``, or earlier then."""
+        """Whether the work has finished; returns then, or after ``seconds``."""
         return self._finished.wait(seconds)
 
     def has_got_on(self) -> bool:
-        """Whether there was a sign of life since the last call that saw one, or it has finished."""
+        """Whether the work has finished, or given a sign of life since the last call that saw one."""
         if self.progress.got_on.is_set():
             self.progress.got_on.clear()
             self._cpu_s, self._looked = self._cpu(), time.monotonic()
@@ -193,11 +187,11 @@ class LongWork(Generic[T]):
         return True
 
     def _cpu(self) -> float:
-        """Seconds of processor time of the work's threads that live."""
+        """Seconds of processor time of the work's threads that are alive."""
         return sum(_thread_cpu_s(thread) for thread in _threads() if thread not in self._others)
 
     def end(self) -> None:
-        """Have it end and wait until it has cleaned up, as far as there is anything to clean up."""
+        """Have the work end. Returns when it has cleaned up, when it is silent, or after ``PATIENCE_S`` seconds."""
         self.progress.end()
         give_up = time.monotonic() + PATIENCE_S
         while not (self.wait(LOOK_S) or self.progress.is_silent or time.monotonic() > give_up):
@@ -215,7 +209,7 @@ def watched(
     work: Callable[[Progress], T],
     show: Callable[[Moment], None],
 ) -> T:
-    """``work`` done on a thread while ``show`` is told how far it is. An exception here, as of a signal, ends it."""
+    """Do ``work`` on a thread while ``show`` is told how far it is. An exception here, as of a signal, ends it."""
     task = LongWork(work)
     try:
         while not task.wait(LOOK_S):
@@ -229,7 +223,7 @@ def watched(
 def in_order(
     executor: Executor, work: Callable[[Item], T], items: Iterable[Item], ahead: int
 ) -> Iterator[tuple[Item, T]]:
-    """Items and what ``work`` makes of each, in their order; ``ahead`` of them are at work while one is used."""
+    """Yield each item with what ``work`` makes of it, in order. Work on the next ``ahead`` items goes on meanwhile."""
     started: deque[tuple[Item, Future[T]]] = deque()
     for item in items:
         started.append((item, executor.submit(work, item)))
@@ -241,7 +235,7 @@ def in_order(
 
 
 def _threads() -> list[int]:
-    """Of this process, as the kernel numbers them."""
+    """Numbers of this process's threads in the kernel."""
     return [int(name) for name in os.listdir("/proc/self/task")]
 
 

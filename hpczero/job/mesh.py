@@ -2,11 +2,12 @@
 
 Owns: the degrees, the order of ranks in them, and who shares what with whom. Must not know: MPI, torch, nodes.
 
-Ranks count up through the degrees like digits, ``tensor`` the fastest: ranks that talk most lie side by side, which is
-on one node. ``replicate`` and ``shard`` together are data parallelism: their ranks train on different samples.
+Ranks count up through the degrees like digits, ``tensor`` the fastest. Ranks that exchange most then have neighbouring
+numbers, and lie on one node. ``replicate`` and ``shard`` together are data parallelism: their ranks train on different
+samples.
 
-Source: the order of torchtitan's ``ParallelDims`` (arXiv 2410.06511, sec. 2) and of Megatron-LM (arXiv 2104.04473,
-sec. 3): tensor parallelism inside a node, pipeline parallelism farthest apart.
+Source: the order of torchtitan's ``ParallelDims`` (arXiv 2410.06511, sec. 2) and of Megatron-LM (arXiv 2104.04473, sec.
+3): tensor parallelism inside a node, pipeline parallelism farthest apart.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ class Mesh:
 
         Args:
             size: ranks.
-            shard: its degree; None: what the others leave.
+            shard: its degree; None takes what the others leave.
             pipeline: its degree.
             replicate: its degree.
             sequence: its degree.
             tensor: its degree.
 
         Raises:
-            ConfigError: a degree is below 1, or they do not multiply to ``size``; it names every one.
+            ConfigError: a degree is below 1, or their product is not ``size``; the message names every degree.
         """
         others = pipeline * replicate * sequence * tensor
         left = size // others if shard is None and others > 0 else shard
@@ -81,12 +82,12 @@ class Mesh:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """In the order of ``DEGREES``."""
+        """The degrees in the order of ``DEGREES``."""
         return (self.pipeline, self.replicate, self.shard, self.sequence, self.tensor)
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """Number of ranks: the product of the degrees."""
         return prod(self.degrees)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
@@ -98,7 +99,7 @@ class Mesh:
         return tuple(reversed(found))
 
     def members(self, rank: int, *names: str) -> tuple[int, ...]:
-        """Ranks in rising order that differ from ``rank`` in these degrees at most."""
+        """Ranks, in rising order, that differ from ``rank`` in no degree but these."""
         mine = self.coordinates(rank)
         fixed = [i for i, name in enumerate(DEGREES) if name not in names]
         places = ((other, self.coordinates(other)) for other in range(self.size))

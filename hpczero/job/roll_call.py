@@ -1,8 +1,4 @@
-"""The roll call: where is everybody? Asked by the watchdog of a rank whose call does not return.
-
-Owns: questions and answers between watchdog threads, on a communicator of their own. Must not know: what ranks do, when
-to ask. It needs an MPI that lets a second thread call it while the first one waits inside.
-"""
+"""The roll call: the watchdog of a rank whose call does not return asks where the other ranks are."""
 
 from __future__ import annotations
 
@@ -18,13 +14,13 @@ POLL_S = 0.02
 
 
 class RollCall:
-    """One rank's part in it."""
+    """One rank's part in the roll call."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         """Not collective.
 
         Args:
-            comm: all ranks that may be asked; nothing else uses it. Freed by ``free``.
+            comm: all ranks that may be asked. Nothing else uses it; ``free`` frees it.
         """
         self._comm = comm
         self._pending: list[Any] = []  # requests whose messages must stay
@@ -35,13 +31,16 @@ class RollCall:
         return self._comm.size
 
     def answer(self, state: Callable[[], str]) -> None:
-        """Tell whoever has asked what ``state`` says. Not collective."""
+        """Send ``state`` to whoever has asked. Not collective."""
         while self._comm.iprobe(tag=QUESTION):
             asker = self._comm.recv(tag=QUESTION)
             self._pending.append(self._comm.isend((self._comm.rank, state()), asker, tag=ANSWER))
 
     def ask(self, patience_s: float, state: Callable[[], str]) -> dict[int, str]:
-        """What the others answer within ``patience_s``, by rank; who is asked meanwhile answers. Not collective."""
+        """Answers of the other ranks within ``patience_s`` seconds, by rank.
+
+        Not collective. Questions are answered meanwhile.
+        """
         others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
         for rank in others:
             self._pending.append(self._comm.isend(self._comm.rank, rank, tag=QUESTION))

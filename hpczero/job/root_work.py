@@ -1,14 +1,16 @@
 """Work that rank 0 does alone while the others wait, for longer than a collective may take.
 
-Owns: that no rank is taken for hung as long as the work gets on, and is if it does not; that its result, or its error,
-is that of all ranks; that it has the cores of those who wait. Must not know: what the work is, how it is shown.
+Owns: three promises. No rank is taken for hung while the work gets on, and every one is if it does not. Its result or
+its error is that of all ranks. It has the cores of those who wait. Must not know: what the work is, how it is shown.
 
-[Note: Meetings] The work is on a thread of rank 0. Meanwhile all ranks meet again and again, and rank 0 comes to a
-meeting once the work has got on since the last one (what that means: long_work.py). So every wait is short while it
-does; where it has not for HPCZERO_TIMEOUT, the watchdog ends the job as it ends any other hang.
+[Note: Meetings]
+The work runs on a thread of rank 0. Meanwhile all ranks meet again and again. Rank 0 comes to a meeting once the work
+has got on since the last one (what that means: long_work.py). Every wait is therefore short while the work gets on. If
+it has not got on for HPCZERO_TIMEOUT, the watchdog ends the job as for any other hang.
 
-[Note: Sleeping] In a collective MPI asks for messages without a pause, at the price of a core. Here ranks start it, and
-sleep between looks whether it is complete. So the work gets the cores of all ranks of its node.
+[Note: Sleeping]
+A rank that waits in a collective polls for messages without a pause and uses a core. Here ranks start the collective
+and sleep between looks whether it is complete. The work therefore gets the cores of all ranks of its node.
 """
 
 from __future__ import annotations
@@ -41,14 +43,14 @@ def done_by_root(
     Args:
         topology: its watchdog says how long the work may go without a sign of life.
         what: names the work in messages, e.g. ``"prepare the token file"``.
-        work: called on rank 0 alone, on a thread that may run on the cores of all ranks of its node; says to its
+        work: called on rank 0 alone, on a thread that may run on the cores of all ranks of its node. It reports to its
             argument whenever it has got on. It must not communicate.
         show: called on rank 0, several times a second.
-        is_stopped: whether this process was asked to stop. Asked on every rank, after the first second; one is enough.
+        is_stopped: whether this process was asked to stop. Every rank is asked after the first second; one stops all.
 
     Raises:
         StoppedEarly: some rank was asked to stop; on every rank.
-        HpcZeroError: as ``Topology.agreed``, where ``work`` raised.
+        HpcZeroError: ``work`` raised; as ``Topology.agreed`` says, on every rank.
     """
     with topology.watchdog.watch(f"waiting for all ranks to {what}"):
         cores = topology.world.node.allgather(os.sched_getaffinity(0))
@@ -92,7 +94,10 @@ def _finished(
     show: Callable[[Moment], None],
     is_stopped: Callable[[], bool],
 ) -> bool:
-    """Returns after ``period_s``, or when it has got on if that is later; at once when it has finished or shall end."""
+    """Whether the work is over.
+
+    Returns when it is or shall end. Otherwise it returns after ``period_s``, or later, when the work has got on.
+    """
     until = time.monotonic() + period_s
     has_got_on = False
     while not task.wait(min(LOOK_S, period_s)):
@@ -107,7 +112,7 @@ def _finished(
 
 
 def _anywhere(topology: Topology, *mine: bool) -> tuple[bool, ...]:
-    """Whether each holds on any rank. Collective over world. See [Note: Sleeping]."""
+    """Whether each holds on any rank. Collective over world ([Note: Sleeping])."""
     found = np.empty(len(mine), dtype=np.int64)
     request = topology.world.comm.Iallreduce(np.array(mine, dtype=np.int64), found)  # a sum
     sleep_s = LEAST_SLEEP_S

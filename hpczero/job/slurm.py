@@ -1,6 +1,7 @@
 """What SLURM says of the job: its forms of times and of tasks per node, and the time that is left.
 
-Owns: those texts, and the one command that is asked. Must not know: MPI, torch, runs, what follows from an answer.
+Owns: the forms of those texts, and the one command that is run. Must not know: MPI, torch, runs, what follows from an
+answer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ ASK_LIMIT_S = 15.0
 
 
 def seconds_of(text: str) -> float | None:
-    """Seconds of ``[days-][[hours:]minutes:]seconds`` as squeue prints it, infinite for UNLIMITED; else None."""
+    """Seconds of squeue's ``[days-][[hours:]minutes:]seconds``; infinite for UNLIMITED, None for anything else."""
     if text.strip() == "UNLIMITED":
         return math.inf
     match = re.fullmatch(
@@ -26,7 +27,7 @@ def seconds_of(text: str) -> float | None:
 
 
 def tasks_per_node(text: str) -> tuple[int, ...] | None:
-    """Tasks of each node, in SLURM's form: ``16(x25)`` or ``2(x3),1``; None if it is not of that form."""
+    """Tasks of each node, from SLURM's form ``16(x25)`` or ``2(x3),1``; None for anything else."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", part.strip())
@@ -37,7 +38,7 @@ def tasks_per_node(text: str) -> tuple[int, ...] | None:
 
 
 def ask_time_left(job: str) -> float | None:
-    """Seconds until the time limit of ``job`` by squeue; infinite if it has none; None if SLURM cannot be asked."""
+    """Seconds until the time limit of ``job`` by squeue; infinite if it has none, None if SLURM does not answer."""
     try:
         asked = subprocess.run(
             ["squeue", "--noheader", "--job", job, "--format", "%L"],

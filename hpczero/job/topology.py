@@ -1,7 +1,7 @@
-"""Topology: who shares what with whom in one job.
+"""Topology: the groups of ranks in one job.
 
-Owns: the groups of a job and the node map that they are made from. Must not know: units, tensors, stages. It is an
-argument, never a global: several live in one process, also over parts of MPI's world (issue 17, seam S1).
+Owns: the groups of a job and the node map that they are made from. Must not know: units, tensors, stages. A topology is
+an argument, never a global: several live in one process, also over parts of MPI's world (issue 17, seam S1).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpi4py import MPI
 from hpczero import errors
 from hpczero.errors import TopologyError
 from hpczero.job.agreed import spans
-from hpczero.job.group import Group, Nodes, named
+from hpczero.job.group import Group, named
 from hpczero.job.mesh import DATA, DEGREES, Mesh
 from hpczero.job.roll_call import RollCall
 from hpczero.job.watchdog import Watchdog
@@ -25,7 +25,9 @@ from hpczero.options.environment import Environment
 
 @dataclass(frozen=True)
 class Topology:
-    """The groups that a rank is in. Groups with the same ranks are one object, and so are its communicators.
+    """The groups that a rank is in. Groups with the same ranks are one object, and share their communicators.
+
+    Properties and methods without a group's name are those of ``world``.
 
     Attributes:
         mesh: the degrees.
@@ -33,7 +35,9 @@ class Topology:
         data: ranks that train on different samples.
         shard: ranks that share parameters, gradients and optimizer state.
         replicate: ranks that hold the same shard.
-        tensor, sequence, pipeline: ranks that share products, tokens of a sample, layers.
+        tensor: ranks that share each layer's products.
+        sequence: ranks that share the tokens of a sample.
+        pipeline: ranks that share the layers.
         watchdog: ends the job when a call over these ranks does not return.
     """
 
@@ -61,14 +65,15 @@ class Topology:
         From here on an uncaught error on one rank ends the whole job (``errors.install_abort_hook``).
 
         Args:
-            comm: the ranks of the job, all of MPI's or a part; it is duplicated, never used for our traffic.
+            comm: the ranks of the job, all of MPI's or a part. It is duplicated and never carries our traffic.
             nodes: node number of each rank, e.g. ``[0, 0, 1, 1]`` to treat one host as two; None asks MPI.
             mesh: degrees whose product is the size of ``comm``; None shards over all ranks.
-            timeout_s: seconds one collective over these ranks may take before the job is ended with exit 86; 0 waits
-                for ever, None takes HPCZERO_TIMEOUT or half an hour.
+            timeout_s: seconds one collective over these ranks may take before the job is ended with exit 86. 0 waits
+                for ever; None takes HPCZERO_TIMEOUT or half an hour.
 
         Raises:
-            ConfigError: HPCZERO_TIMEOUT is not a number of seconds; the degrees do not multiply to the ranks.
+            ConfigError: HPCZERO_TIMEOUT is not a number of seconds, or the product of the degrees is not the size of
+                ``comm``.
             TopologyError: ``nodes`` does not name one node for each rank, or ranks were given other meshes; on every
                 rank.
         """
@@ -98,7 +103,10 @@ class Topology:
         groups = {tuple(range(world.size)): world}
 
         def group(name: str, *degrees: str) -> Group:
-            """The same decision on every rank: whether a group is new depends on the degrees alone."""
+            """The group that shares these degrees.
+
+            Whether it is new follows from the degrees alone. All ranks therefore agree.
+            """
             ranks = mesh.members(world.rank, *degrees)
             if ranks not in groups:
                 groups[ranks] = world.part(ranks, name)
@@ -121,6 +129,7 @@ class Topology:
         """``create`` on MPI.COMM_WORLD, for callers that do not import MPI. Collective.
 
         Raises:
+            ConfigError: as ``create``.
             TopologyError: the ranks that were started do not see each other; and as ``create``.
         """
         check_launch(MPI.COMM_WORLD.size, Environment.read())
@@ -133,7 +142,7 @@ class Topology:
 
     @property
     def groups(self) -> list[Group]:
-        """Each once, smaller ones first; equal on every rank but for who is in them."""
+        """Each group once, smaller ones first, in the same order on every rank."""
         parts = (self.pipeline, self.sequence, self.tensor, self.replicate, self.shard, self.data)
         return [
             *{id(group): group for group in parts if group is not self.world}.values(),
@@ -152,12 +161,12 @@ class Topology:
 
     @property
     def rank(self) -> int:
-        """World rank."""
+        """Rank of this process in the job, from 0."""
         return self.world.rank
 
     @property
     def size(self) -> int:
-        """World size."""
+        """Number of ranks of the job."""
         return self.world.size
 
     @property
@@ -166,28 +175,23 @@ class Topology:
         return self.world.is_root
 
     @property
-    def nodes(self) -> Nodes:
-        """World ranks of every node, nodes in order of their first rank."""
-        return self.world.nodes
-
-    @property
     def num_nodes(self) -> int:
-        """Nodes, G."""
+        """Number of nodes, G."""
         return self.world.num_nodes
 
     @property
     def node_index(self) -> int:
-        """Which node this rank is on, g."""
+        """Number of this rank's node, g, from 0."""
         return self.world.node_index
 
     @property
     def local_rank(self) -> int:
-        """Place of this rank within its node, l."""
+        """Place of this rank within its node, l, from 0."""
         return self.world.local_rank
 
     @property
     def local_size(self) -> int:
-        """Ranks on this node."""
+        """Number of ranks on this node."""
         return self.world.local_size
 
     @property
@@ -197,34 +201,30 @@ class Topology:
 
     @property
     def shard_index(self) -> int:
-        """Which shard of every unit this rank owns."""
+        """Which shard of every unit this rank owns: its place in ``shard.ordered``, which is not its rank."""
         return self.shard.index
 
     def describe(self) -> str:
-        """Node map in a few lines, for a run header. Collective over world."""
+        """Node map in a few lines, for a run header; rank 0 alone has the names of hosts. Collective over world."""
         return self.world.describe()
 
     def agreed(self, what: str) -> AbstractContextManager[None]:
-        """Run rank-local work inside; if any rank raises, all ranks raise. Collective over world, at the end.
+        """Run rank-local work inside; if any rank raises, all ranks raise. Collective over world, at the block's end.
 
-        The block must not communicate: a rank that fails leaves it early. What is raised: ``hpczero.job.agreed``.
+        The block must not communicate: a rank that fails leaves it early.
 
         Args:
             what: names the work in the message, e.g. ``"open the token file"``.
+
+        Raises:
+            HpcZeroError: of the class that the first failing rank raised; the message names the ranks that failed. A
+                foreign exception is raised again unchanged on its own rank.
         """
         return self.world.agreed(what)
 
     def gather(self, value: float) -> list[float]:
-        """``value`` of every rank in rank order, on every rank. Collective over world."""
+        """``value`` of every rank in rank order, on every rank, as fp64. Collective over world."""
         return self.world.gather(value)
-
-    def gather_text(self, text: str) -> list[str]:
-        """``text`` of every rank in rank order, on every rank. Collective over world."""
-        return self.world.gather_text(text)
-
-    def hosts(self) -> list[str]:
-        """Name of the host of every rank in rank order, on every rank. Collective over world."""
-        return self.world.hosts()
 
     def broadcast_text(self, text: str, root: int = 0) -> str:
         """``text`` of rank ``root`` on every rank. Collective over world."""
@@ -235,13 +235,13 @@ class Topology:
         self.world.barrier()
 
     def abort(self, code: int) -> None:
-        """End the job on every rank with exit status ``code``. Not collective."""
+        """End the job on every rank with exit status ``code``; never returns. Not collective."""
         errors.abort_job(code)
         raise SystemExit(code)
 
 
 def started_ranks() -> int:
-    """Ranks that MPI sees. Not collective."""
+    """Number of ranks that MPI sees. Not collective."""
     return MPI.COMM_WORLD.size
 
 
@@ -253,7 +253,7 @@ def check_launch(size: int, environment: Environment) -> None:
         environment: of this process.
 
     Raises:
-        TopologyError: the launcher says another number.
+        TopologyError: the launcher has started another number of ranks.
 
     Source: open-mpi/ompi#13523, mpi4py#155: srun with the wrong plugin starts N worlds of one rank, without a word.
     """
@@ -267,7 +267,7 @@ def check_launch(size: int, environment: Environment) -> None:
 
 
 def _check_given(world: MPI.Intracomm, nodes: Sequence[int] | None, mesh: Mesh) -> None:
-    """Refuse nodes that do not name one for each rank, and unequal meshes; ``world`` is freed then. Collective."""
+    """Refuse nodes that do not name one for each rank, and unequal meshes. Frees ``world`` then. Collective."""
     mine = np.array([world.size if nodes is None else len(nodes), *mesh.degrees], dtype=np.int64)
     found = np.empty((world.size, len(mine)), dtype=np.int64)
     world.Allgather(mine, found)

@@ -1,4 +1,4 @@
-"""What ranks have that rank ``root`` has not, line by line.
+"""Which lines differ between a rank and rank ``root``.
 
 Owns: the comparison. Must not know: what the lines say, what is told of them.
 """
@@ -11,12 +11,15 @@ from hpczero.job.group import Group
 
 
 def unlike(group: Group, mine: Sequence[str], root: int = 0) -> tuple[str, str] | None:
-    """What this rank has and ``root`` has not, and the other way round; None where both have the same. Collective.
+    """Lines that only this rank has, and lines that only ``root`` has; None if both have the same. Collective.
 
     Args:
         group: the ranks that are compared.
         mine: lines of this rank, in an order that counts.
         root: rank of the group whose lines are expected.
+
+    Returns:
+        Two texts, each with ``; `` between its lines, or ``nothing``.
     """
     text = group.broadcast_text("\n".join(mine), root)
     expected = text.split("\n") if text else []

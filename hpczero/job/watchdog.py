@@ -1,6 +1,6 @@
 """The watchdog: a call that does not return ends the job instead of holding the allocation.
 
-Owns: the deadline of the call in progress, and what is said when it has passed. Must not know: what the call does, MPI.
+Owns: the deadline of the call in progress, and the message when it has passed. Must not know: what the call does, MPI.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ MOST_NAMED = 8
 
 
 class Watchdog:
-    """Looks at the calls in progress from a daemon thread; started by the first watched call.
-
-    Attributes:
-        timeout_s: seconds one call may take before the job is ended with exit 86; 0 waits for ever.
-    """
+    """Watches the calls in progress from a daemon thread, which the first watched call starts."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self.rank = rank
@@ -42,21 +38,21 @@ class Watchdog:
         self._roll_call: RollCall | None = None
 
     def attend(self, roll_call: RollCall) -> None:
-        """Answer when other ranks ask where this one is, and ask them."""
+        """Use ``roll_call``: answer where this rank is when others ask, and ask them."""
         self._roll_call = roll_call
 
     def leave(self) -> None:
-        """Neither answer nor ask any more; after ``stop``. Collective over the ranks of the roll call."""
+        """Stop to answer and to ask; after ``stop``. Collective over the ranks of the roll call."""
         if self._roll_call is not None:
             self._roll_call.free()
             self._roll_call = None
 
     def watch(self, what: str) -> _Watch:
-        """Context manager around one blocking call; ``what`` is printed if it never returns."""
+        """Context manager around one blocking call; ``what`` is printed if it does not return in time."""
         return _Watch(self, what)
 
     def stop(self) -> None:
-        """End the thread and wait for it, so that none asks for the interpreter at exit."""
+        """End the thread and wait for it, so that it does not ask for the interpreter at exit."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -76,11 +72,11 @@ class Watchdog:
         self._last = (self._calls.pop(number)[0], time.monotonic())
 
     def _latest(self) -> tuple[str, float] | None:
-        """The open call that began last, and when."""
+        """The open call that began last, and when it began."""
         return next(iter(reversed(list(self._calls.values()))), None)
 
     def _state(self) -> str:
-        """Where this rank is, for the others."""
+        """Where this rank is, in words for the others."""
         latest = self._latest()
         if latest is not None:
             what, since = latest
@@ -126,7 +122,7 @@ class Watchdog:
         os._exit(EXIT_HANG)
 
     def _missing(self, what: str, patience_s: float) -> list[str]:
-        """Who is not in the same call, and where instead; a line for each, or for all that say nothing."""
+        """Ranks that are not in the same call, and where they are instead. Those that say nothing share one line."""
         if self._roll_call is None:
             return []
         answers = self._roll_call.ask(patience_s, self._state)

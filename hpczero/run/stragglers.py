@@ -56,7 +56,7 @@ class Stragglers:
         slow, tired = slower_than_others(now), slower_than_before(now, best)
         if not slow and not tired:
             return []
-        hosts = self._topology.hosts()
+        hosts = self._topology.world.hosts()
         typical = statistics.median_low(now)
         lines = [
             f"straggler: rank {rank} on {hosts[rank]} works {now[rank] * 1e3:.1f} ms per step, others "

@@ -24,7 +24,7 @@ def seconds(topology: Topology, call: Callable[[], object]) -> float:
 
 def placement(topology: Topology) -> str:
     """``4x2-block``, ``4x2-cyclic``, ``1x2``, or the sizes of uneven nodes: how ranks lie on nodes."""
-    nodes = topology.nodes
+    nodes = topology.world.nodes
     if not topology.is_rectangular:
         return "+".join(str(len(ranks)) for ranks in nodes)
     shape = f"{len(nodes)}x{len(nodes[0])}"

@@ -170,7 +170,7 @@ def measure(topology: Topology, point: Point, accelerator: Accelerator) -> Row:
         "mpi": MPI.Get_library_version().split(",")[0].strip("\0 \n"),
         "slurm_job": os.environ.get("SLURM_JOB_ID", ""),
         "placement": placement(topology),
-        "ranks_per_node": [len(node) for node in topology.nodes],
+        "ranks_per_node": [len(node) for node in topology.world.nodes],
         "hosts": numbers(hosts),
         # Nodes that are one machine in truth: whatever is measured between them is no scaling.
         "emulated": topology.num_nodes > len(set(numbers(hosts))),

@@ -32,7 +32,7 @@ def nodes() -> None:
 
     topology = Topology.of_world()
     header = topology.describe()
-    report({"host": socket.gethostname(), "nodes": topology.nodes, "header": header})
+    report({"host": socket.gethostname(), "nodes": topology.world.nodes, "header": header})
     topology.free()
 
 
@@ -77,7 +77,7 @@ def collectives(node_of_rank: str = "") -> None:
     topology = Topology.of_world(given)
     transport = Flat(topology)
     generator = torch.Generator().manual_seed(topology.rank)
-    digests = {"nodes": repr(topology.nodes)}
+    digests = {"nodes": repr(topology.world.nodes)}
     shard_numel = 4099
     for dtype in (torch.float32, torch.bfloat16):
         full = torch.randn(topology.size * shard_numel, generator=generator).to(dtype)

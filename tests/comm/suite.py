@@ -48,7 +48,7 @@ def expected_sum(
 ) -> Floats:
     """The whole reduced buffer in fp32: balanced tree in local order on each node, then over nodes."""
     nodes = []
-    for ranks in topology.nodes:
+    for ranks in topology.world.nodes:
         node = IN_ORDER[len(ranks)](*exact([contribution(r, numel, dtype) for r in ranks]))
         rounds = node_dtype is torch.bfloat16 and topology.num_nodes > 1
         nodes.append(to_bf16_and_back(node) if rounds else node)

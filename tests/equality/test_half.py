@@ -207,7 +207,7 @@ def check(
     expected = None
     problems = []
     if topology.is_root:
-        by_hand = ByHand(case, precision, topology.nodes, micros=micros)
+        by_hand = ByHand(case, precision, topology.world.nodes, micros=micros)
         expected = [by_hand.step(step) for step in range(case.steps)]
         for stage, found in enumerate(runs):
             problems += [f"stage {stage}, {problem}" for problem in deviations(found, expected)]

@@ -106,7 +106,7 @@ def mesh_data() -> tuple[str, ...]:
 
 
 def node_of(topology: Any, rank: int) -> int:
-    return next(g for g, ranks in enumerate(topology.nodes) if rank in ranks)
+    return next(g for g, ranks in enumerate(topology.world.nodes) if rank in ranks)
 
 
 @pytest.mark.mpi

@@ -53,7 +53,7 @@ def test_node_map_is_what_was_given(comm: MPI.Intracomm, place: Callable[[int], 
             for node in dict.fromkeys(given)  # in order of their first rank
         ]
         mine = expected[topology.node_index]
-        parallel_assert(comm, topology.nodes == tuple(expected), str(topology.nodes))
+        parallel_assert(comm, topology.world.nodes == tuple(expected), str(topology.world.nodes))
         parallel_assert(comm, mine[topology.local_rank] == comm.rank)
         parallel_assert(comm, topology.local_size == len(mine) and topology.world.faked)
         peers = topology.world.node.allgather(comm.rank)
@@ -69,7 +69,7 @@ def test_shard_order_is_a_bijection_and_rail_major_on_even_nodes(
         parallel_assert(comm, sorted(owners) == list(range(comm.size)), str(owners))
         in_order = topology.shard.ordered.allgather(comm.rank)
         parallel_assert(comm, [owners[rank] for rank in in_order] == list(range(comm.size)))
-        even = len({len(ranks) for ranks in topology.nodes}) == 1
+        even = len({len(ranks) for ranks in topology.world.nodes}) == 1
         parallel_assert(comm, topology.is_rectangular == even)
         expected = (
             topology.local_rank * topology.num_nodes + topology.node_index if even else comm.rank
@@ -83,7 +83,7 @@ def test_reduction_groups_are_the_shards_of_each_node_in_local_order(
 ) -> None:
     with on_nodes(comm, place(comm.size)) as topology:
         owners = comm.allgather(topology.shard_index)
-        expected = tuple(tuple(owners[rank] for rank in ranks) for ranks in topology.nodes)
+        expected = tuple(tuple(owners[rank] for rank in ranks) for ranks in topology.world.nodes)
         parallel_assert(comm, topology.shard.reduction_groups == expected, str(expected))
 
 
@@ -101,7 +101,9 @@ def test_rail_joins_equal_local_ranks_of_all_nodes(comm: MPI.Intracomm) -> None:
 
 
 def test_ranks_of_this_machine_are_one_node(comm: MPI.Intracomm, topology: Topology) -> None:
-    parallel_assert(comm, topology.nodes == (tuple(range(comm.size)),), str(topology.nodes))
+    parallel_assert(
+        comm, topology.world.nodes == (tuple(range(comm.size)),), str(topology.world.nodes)
+    )
     parallel_assert(comm, not topology.world.faked and topology.is_rectangular)
     parallel_assert(comm, topology.shard_index == topology.rank == comm.rank)
     text = topology.describe()

@@ -256,7 +256,9 @@ def gather_bounds(found: list[Room], own: Usage, topology: Topology) -> list[Bou
     Ranks may have different rooms: one of them alone may be under ``ulimit``, or nodes may differ.
     """
     held = {room.scope: own.of(room.kind) for room in found if room.scope}
-    said = [json.loads(text) for text in topology.gather_text(json.dumps([gethostname(), held]))]
+    said = [
+        json.loads(text) for text in topology.world.gather_text(json.dumps([gethostname(), held]))
+    ]
     bounds = []
     for room in found:
         if not room.scope:  # of this process alone
