@@ -1,4 +1,4 @@
-"""Collectives: ways to move flat buffers between ranks. `base` holds the contract, the other files one way each."""
+"""Collectives: transports, which move flat buffers between ranks. `collectives` has their contract."""
 
 from hpczero.comm.choice import check_transport_name, choose
 from hpczero.comm.collectives import Collectives, CommStats, Work

@@ -1,9 +1,9 @@
-"""The queue: operations that go on while the model computes, one after the other, on a thread of their own.
+"""Operations in the background: they run while the model computes, one after the other, on a thread of their own.
 
 Owns: the thread, the order, and who hears of an error. Must not know: what the operations do.
 
-One thread and one order: MPI matches the calls of a communicator by their order, so the thread is the only one that
-uses the communicators of the operations. It needs an MPI that lets two threads call it at a time.
+MPI matches the calls of a communicator by their order. One thread therefore makes all calls on the communicators of the
+operations. This needs an MPI that lets two threads call it at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Operation = tuple[str, Mark, Callable[[], None], "_Outcome"]
 
 
 def can_run_in_background() -> bool:
-    """Whether this MPI lets a second thread call it. Not collective, but the same on every rank of a job."""
+    """Whether this MPI lets a second thread call it: the same on every rank of a job. Not collective."""
     return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
 
@@ -43,16 +43,16 @@ class _Outcome:
             raise self._error
 
 
-class Queue:
-    """Runs what it is given in that order; the thread starts with the first operation."""
+class Background:
+    """Runs operations in the order in which it is given them. The thread starts with the first one."""
 
     def __init__(self, watchdog: Watchdog, accelerator: Accelerator) -> None:
         """Not collective.
 
         Args:
-            watchdog: looks at every operation while it runs; one that waits for its turn is not late.
-            accelerator: an operation begins when the device has done what the caller had started before it, and has a
-                lane of its own; it has ended when the device is through with it.
+            watchdog: looks at every operation while it runs. An operation that waits for its turn is not late.
+            accelerator: its device. An operation begins when the device has done what the caller had started before,
+                and has a lane of its own. It has ended when the device has done its work too.
         """
         self._watchdog = watchdog
         self._accelerator = accelerator
@@ -65,11 +65,11 @@ class Queue:
         """Run ``operation`` when its turn has come.
 
         Args:
-            what: printed if it never ends.
+            what: printed if the operation never ends.
             operation: touches nothing that the caller changes before it has waited.
 
         Returns:
-            Waits for the end. It raises what the operation raised, and so does every later one: none of them is run.
+            Waits for the end. It raises what the operation raised. Every later one then raises the same and is not run.
         """
         if self._thread is None:
             # Daemon: a job that ends in an error must not wait for a message that never comes.

@@ -1,6 +1,6 @@
 """Which transport serves a group.
 
-Owns: the names users may ask for, and the choice where they do not. Must not know: units, stages.
+Owns: the names users may ask for, and the choice for ``auto``. Must not know: units, stages.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ def choose(
     overlap: bool = True,
     accelerator: Accelerator | None = None,
 ) -> Collectives:
-    """A transport. Collective over its ranks.
+    """Make a transport. Collective over its ranks.
 
     Args:
-        topology: its shard group are the ranks; or any group.
-        transport: ``flat`` for any nodes; ``hierarchical`` sends messages between nodes and inside them; ``window``
-            shares memory inside nodes; ``ipc`` lets ranks of a node read each other's device memory; ``auto`` takes the
-            fastest that works.
+        topology: a topology, whose shard group the transport serves, or any group.
+        transport: ``flat`` works on any nodes. ``hierarchical`` sends messages between nodes and inside them.
+            ``window`` shares memory inside nodes. ``ipc`` lets ranks of a node read each other's device memory.
+            ``auto`` takes the fastest that works.
         strict: as in Collectives.
         node_dtype: as in Collectives.
-        algorithms: between nodes: ``auto`` measures or takes what was measured before, ``measure`` measures anew,
-            ``default`` does neither; or by name, as in ``all_gather=ring,reduce_scatter=pairwise``.
-        overlap: between nodes, and on devices, move bytes while the model computes, if MPI lets two threads call it.
+        algorithms: between nodes. ``auto`` measures or takes what was measured before, ``measure`` measures anew,
+            ``default`` does neither. Names work too, as in ``all_gather=ring,reduce_scatter=pairwise``.
+        overlap: whether to move bytes while the model computes, between nodes and on devices. Needs an MPI that lets
+            two threads call it.
         accelerator: where the buffers are; None for the host.
 
     Raises:
@@ -112,7 +113,7 @@ def check_transport_name(transport: str) -> None:
     """Refuse a name that ``choose`` does not know. Not collective.
 
     Raises:
-        ConfigError: with the names it knows.
+        ConfigError: the name is unknown; the message has the known ones.
     """
     known = get_args(Transport)
     if transport not in known:

@@ -3,9 +3,9 @@
 Owns: what a collective promises, its accounts (calls, bytes, seconds), the fingerprint of the call sequence, and the
 strict order check. Must not know: units, stages, optimizers.
 
-Every rank makes the same calls in the same order. Buffers are flat and contiguous. Nobody reads an output, or writes
-or frees an input, before ``Work.wait`` returns; but a REDUCE buffer of the transport may be released at once, and taken
-again later, since the transport knows who still reads it.
+Every rank makes the same calls in the same order. Buffers are flat and contiguous. The caller does not read an output,
+and does not write or free an input, before ``Work.wait`` returns. A REDUCE buffer of the transport is an exception: it
+may be released at once and taken again later, because the transport knows who still reads it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ MOVABLE = (torch.float32, torch.bfloat16, torch.float16)
 class CommStats:
     """Accounts of one transport on this rank, by operation.
 
-    ``sent_nbytes`` counts what leaves the rank by the algorithm's own arithmetic; ``seconds`` is
-    time in calls and waits.
+    ``sent_nbytes`` counts the bytes that leave the rank, by the algorithm's own arithmetic. ``seconds`` is time in
+    calls and waits.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -59,7 +59,7 @@ class CommStats:
 
 
 class Work:
-    """A started operation. ``wait`` returns when its buffers may be used again; calling it twice is allowed."""
+    """A started operation. ``wait`` returns when its buffers may be used again; it may be called twice."""
 
     def __init__(self, name: str, finish: Callable[[], None] | None = None) -> None:
         self.name = name
@@ -79,7 +79,7 @@ class Work:
 class Collectives(ABC):
     """One way to move flat buffers over ``group.ordered``, and where their memory comes from.
 
-    Subclasses implement the underscored verbs; checks, order and accounts are here, once.
+    Subclasses implement the underscored verbs. Checks, order and accounts are here.
     """
 
     def __init__(
@@ -91,14 +91,15 @@ class Collectives(ABC):
         node_dtype: torch.dtype = torch.float32,
         reach: Reach | None = None,
     ) -> None:
-        """Collective when ``strict`` (a communicator is duplicated for the order check).
+        """Collective when ``strict``: a communicator is duplicated for the order check.
 
         Args:
-            topology: its shard group are the ranks; or any group. It must outlive the transport, and its watchdog looks
-                at every call.
-            strict: agree on (step, unit, operation, bytes) before every call and name the odd rank.
+            topology: a topology, whose shard group the transport serves, or any group. It must outlive the transport.
+                Its watchdog looks at every call.
+            strict: whether ranks agree on (step, unit, operation, bytes) before every call. A rank that differs is
+                named.
             memory: ledger to count buffers in; None makes a new one.
-            node_dtype: dtype each node's partial sum is rounded to (``Precision.reduce``), whatever the transport.
+            node_dtype: dtype that each node's partial sum is rounded to (``Precision.reduce``), for every transport.
             reach: where the buffers are, and how MPI gets at them; None for the host's memory.
         """
         self.topology = topology if isinstance(topology, Topology) else None
@@ -123,17 +124,17 @@ class Collectives(ABC):
         use: Use = Use.PRIVATE,
         keep: bool = False,
     ) -> Buffer:
-        """A flat buffer this transport can send from and receive into.
+        """A flat buffer that this transport can send from and receive into.
 
-        Collective over the group for other uses than PRIVATE: the same calls in the same order on every rank,
-        and ``settle`` after the last of them.
+        Collective over the group for other uses than PRIVATE: every rank makes the same calls in the same order, and
+        calls ``settle`` after the last of them.
 
         Args:
             numel: elements; for GATHER and REDUCE a multiple of the number of shards.
             dtype: one that can be sent.
-            category: of the ledger.
-            use: what the buffer is for; a transport may share the memory of GATHER and REDUCE buffers between ranks.
-            keep: ``release`` keeps the memory.
+            category: the ledger counts the buffer under it.
+            use: what the buffer is for. A transport may share the memory of GATHER and REDUCE buffers between ranks.
+            keep: whether ``release`` keeps the memory.
 
         Raises:
             CommError: there is not enough memory to share; on every rank.
@@ -144,7 +145,7 @@ class Collectives(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the buffers are."""
+        """Device of the buffers."""
         return self.reach.accelerator.device
 
     @abstractmethod
@@ -152,22 +153,22 @@ class Collectives(ABC):
         """One line for a run header."""
 
     def measured(self) -> list[str]:
-        """Lines about what the choice of algorithms rests on; none where nothing was measured."""
+        """Lines of the measurements that the choice of algorithms rests on; none if nothing was measured."""
         return []
 
     def settle(self) -> None:
-        """All buffers with a use have been asked for. Collective over the group."""
+        """Say that all buffers with a use have been asked for. Collective over the group."""
         return
 
     def all_gather(self, full: Tensor, *, name: str) -> Work:
         """Fill ``full`` from every rank's shard, in place. Collective over the group.
 
         Args:
-            full: (num_shards * shard_numel,); this rank's shard already lies in its slice.
-            name: unit, for messages.
+            full: (num_shards * shard_numel,), this rank's shard in its slice.
+            name: name of the unit, for messages.
 
         Raises:
-            CommError: a buffer that cannot be sent, or (strict) ranks that disagree.
+            CommError: the buffer cannot be sent, or (strict) ranks disagree.
         """
         shard = self._check(full, name)
         sent = self._sent_nbytes(full, shard, Use.GATHER)
@@ -183,20 +184,20 @@ class Collectives(ABC):
         accumulate: bool = False,
         name: str,
     ) -> Work:
-        """``out (+)= scale *`` this rank's shard of the fp32 sum of every rank's ``full``.
+        """Set ``out (+)= scale *`` this rank's shard of the fp32 sum of every rank's ``full``.
 
-        Collective over the group. The sum has one order whatever the transport (`kernels.tree_sum` over
+        Collective over the group. Every transport sums in the same order (`kernels.tree_sum` over
         ``group.reduction_groups``).
 
         Args:
             full: (num_shards * shard_numel,) fp32, bf16 or fp16; not changed.
             out: (shard_numel,) fp32, no overlap with ``full``.
             scale: multiplies the sum, e.g. 1 / world size.
-            accumulate: add to ``out`` instead of replacing it.
-            name: unit, for messages.
+            accumulate: whether to add to ``out`` instead of replacing it.
+            name: name of the unit, for messages.
 
         Raises:
-            CommError: a buffer that cannot be sent, or (strict) ranks that disagree.
+            CommError: the buffer cannot be sent, or (strict) ranks disagree.
         """
         shard = self._check(full, name)
         if out.dtype != torch.float32 or out.numel() != shard or not out.is_contiguous():
@@ -213,7 +214,7 @@ class Collectives(ABC):
     def broadcast(self, full: Tensor, *, root: int, name: str) -> Work:
         """Give every rank ``root``'s content of ``full``. Collective over the group; ``root`` is a rank of it.
 
-        Bytes are moved as they are: any dtype will do.
+        Bytes are moved as they are, so any dtype will do.
         """
         nbytes = full.numel() * full.element_size()
         sent = nbytes if self.group.rank == root else 0
@@ -221,17 +222,17 @@ class Collectives(ABC):
             return self._broadcast(full, root, name) if full.numel() else Work(name)
 
     def agree(self, flags: npt.NDArray[np.uint8], *, name: str) -> npt.NDArray[np.uint8]:
-        """Bitwise OR of ``flags`` over all ranks. Blocking; collective over the group."""
+        """Bitwise OR of ``flags`` over all ranks. Blocking. Collective over the group."""
         with self._issue("agree", name, len(flags)):
             found = np.empty_like(flags)
             self.group.comm.Allreduce(np.ascontiguousarray(flags), found, op=MPI.BOR)
             return found
 
     def share(self, values: npt.NDArray[np.float64], *, name: str) -> npt.NDArray[np.float64]:
-        """``values`` of every rank as (world size, len(values)), in rank order.
+        """``values`` of every rank in rank order, as (group size, len(values)). Blocking. Collective over the group.
 
-        Blocking; collective over the group. For the few numbers of a step's agreement; the same bits on every
-        rank, unlike an MPI sum.
+        It is for the few numbers that ranks agree on in a step. Every rank gets the same bits; an MPI sum does not
+        promise that.
         """
         sent = values.nbytes * (self.group.size - 1)
         with self._issue("share", name, sent, key=values.nbytes):
@@ -251,7 +252,7 @@ class Collectives(ABC):
 
     @property
     def exchange_nbytes(self) -> int:
-        """Bytes held to receive peers' blocks."""
+        """Bytes that this rank holds to receive peers' blocks."""
         return self.memory.current.get("exchange", 0)
 
     def close(self) -> None:
@@ -264,7 +265,7 @@ class Collectives(ABC):
         return (full.numel() - shard_numel) * full.element_size()
 
     def _later(self, operation: str, name: str, finish: Callable[[], None]) -> Work:
-        """Work that is done by ``finish`` when somebody waits for it."""
+        """Work that ``finish`` does when somebody waits for it."""
 
         def watched() -> None:
             with _Issue(self, f"the rest of {operation} of {name!r} (step {self.step})"):
@@ -273,11 +274,14 @@ class Collectives(ABC):
         return Work(name, watched)
 
     def waiting(self) -> AbstractContextManager[object]:
-        """Around a wait for other ranks that is no call of its own: it counts as time in calls. Not collective."""
+        """Context around a wait for other ranks that is no call of its own.
+
+        It counts as time in calls. Not collective.
+        """
         return _Issue(self, None)
 
     def _elsewhere(self, name: str, wait: Callable[[], None]) -> Work:
-        """Work that another thread does, under the watchdog's eyes; waiting for it counts as time in calls."""
+        """Work that another thread does, watched by the watchdog. Waiting for it counts as time in calls."""
 
         def timed() -> None:
             with self.waiting():
@@ -299,7 +303,7 @@ class Collectives(ABC):
         return Work(name)
 
     def _check(self, full: Tensor, name: str) -> int:
-        """Shard size of ``full`` in elements."""
+        """Shard size of ``full`` in elements; refuses a buffer that cannot be sent."""
         self._check_movable(full, name)
         shards = self.group.size
         if full.numel() % shards:
@@ -320,7 +324,7 @@ class Collectives(ABC):
     def _issue(self, operation: str, name: str, sent: int, key: int | None = None) -> _Issue:
         """Agree (strict), remember and count one call that sends ``sent`` bytes.
 
-        ``key`` is its size, equal on all ranks; None where all send the same.
+        ``key`` is the call's size, equal on all ranks; None where all send the same.
         """
         nbytes = sent if key is None else key
         if self._order is not None:
@@ -335,7 +339,7 @@ class Collectives(ABC):
 
 
 class _Issue:
-    """Times one call, or the wait for it, for the accounts, and has the watchdog look at it unless ``what`` is None."""
+    """Times one call, or the wait for it, for the accounts. The watchdog looks at it unless ``what`` is None."""
 
     def __init__(self, owner: Collectives, what: str | None) -> None:
         self._owner = owner
@@ -359,5 +363,5 @@ class _Issue:
 
 
 def shard_group(ranks: Topology | Group) -> Group:
-    """The ranks that share: of a topology its shard group."""
+    """The ranks that a transport serves: the shard group of a topology, or the group itself."""
     return ranks.shard if isinstance(ranks, Topology) else ranks

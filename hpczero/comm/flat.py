@@ -1,7 +1,7 @@
-"""The flat transport: one communicator of all ranks, whatever the nodes.
+"""The flat transport: one communicator of all ranks, on any nodes.
 
-Owns: which blocks go into one exchange. Must not know: units, stages, how blocks travel. The reference every other
-transport must equal bit for bit.
+Owns: which blocks go into one exchange. Must not know: units, stages, how blocks travel. It is the reference: every
+other transport must equal it bit for bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hpczero.plan.footprint import exchange_chunk
 class Flat(Collectives):
     """All-gather in place; reduce-scatter as an exchange of bytes and our own fp32 tree sum.
 
-    On CPU nothing is gained by overlap when ranks fill the cores: calls block, and the Work they return is done.
+    Calls block, and the Work they return is done. Overlap gains nothing on a CPU whose cores the ranks fill.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class Flat(Collectives):
             strict: as in Collectives.
             memory: as in Collectives.
             node_dtype: as in Collectives.
-            gather: algorithm of all-gathers.
-            exchange: algorithm of the exchange in reduce-scatters.
+            gather: algorithm for all-gathers.
+            exchange: algorithm for the exchange in reduce-scatters.
             chunk_nbytes: most bytes of one shard that a single MPI call moves.
             reach: as in Collectives.
         """

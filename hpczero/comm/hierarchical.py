@@ -8,8 +8,8 @@ With G nodes of L ranks, rank (node g, local l) owns shard l*G + g. Rail l joins
     all_gather       rail: shards l*G .. l*G+G-1, contiguous | node: parts l = 0 .. L-1, contiguous
     reduce_scatter   node: partial sums of part l, slice by slice | rail: slice g goes to node g, summed there
 
-Each byte crosses the network once, over every rank's own connection at once, and no buffer is reordered. Source:
-docs/performance.md has the bounds.
+Each byte crosses the network once. All ranks use their own connections at once, and no buffer is reordered. The bounds
+stand in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpczero.comm.algorithms.blocks import CHUNK_BYTES
-from hpczero.comm.background import Queue
+from hpczero.comm.background import Background
 from hpczero.comm.between.rails import Rails
 from hpczero.comm.between.selection import DEFAULT, Selection
 from hpczero.comm.collectives import Collectives, Work, shard_group
@@ -49,7 +49,7 @@ Inside = Literal["window", "ipc", "messages"]
 
 
 class Hierarchical(Collectives):
-    """All-gather between nodes first, reduce-scatter inside nodes first; one node or one rank per node will do."""
+    """All-gather between nodes first, reduce-scatter inside nodes first. One node, or one rank per node, works too."""
 
     def __init__(
         self,
@@ -68,21 +68,21 @@ class Hierarchical(Collectives):
 
         Args:
             topology: as in Collectives; every node has the same number of ranks.
-            strict: as in Collectives; ``window`` also gives each rank whole parameters of its own.
+            strict: as in Collectives. With ``window`` each rank also gets whole parameters of its own.
             memory: as in Collectives.
             node_dtype: as in Collectives.
             selection: algorithms between nodes; equal on all ranks.
-            inside: how ranks of a node meet: ``window`` shares memory of the host, ``ipc`` lets them read each other's
-                device memory, ``messages`` does neither.
-            overlap: where there are several nodes, move bytes on a thread of its own while the caller computes; the MPI
-                must let two threads call it (``queue.can_run_in_background``).
+            inside: how ranks of a node exchange data. ``window`` shares memory of the host, ``ipc`` lets them read each
+                other's device memory, ``messages`` does neither.
+            overlap: whether a thread moves bytes while the caller computes, between nodes and on devices. The MPI must
+                let two threads call it (``background.can_run_in_background``).
             chunk_nbytes: most bytes of one shard that a single MPI call moves.
             reach: as in Collectives.
 
         Raises:
-            TopologyError: nodes with different numbers of ranks.
-            ConfigError: an algorithm that does not work on this number of nodes; on every rank.
-            CommError: no shared memory; on every rank.
+            TopologyError: nodes have different numbers of ranks.
+            ConfigError: an algorithm does not work on this number of nodes; on every rank.
+            CommError: ranks of a node cannot share memory; on every rank.
         """
         group = shard_group(topology)
         if group.rail is None:
@@ -112,30 +112,35 @@ class Hierarchical(Collectives):
         )
         messages = Messages(node, self.memory, chunk_nbytes=chunk_nbytes, reach=self.reach)
         self._put_off: deque[Work] = deque()
-        self._queue = Queue(group.watchdog, accelerator) if runs_beside else None
+        self._background = Background(group.watchdog, accelerator) if runs_beside else None
         self._lending = Lending()
-        self._node: NodeLevel = messages
-        beside = self._queue is not None
-        if group.node.size > 1 and inside == "window":
-            self._node = Window(
+        self._node = self._level(inside, group, messages, shares_wholes=not strict)
+
+    def _level(
+        self, inside: Inside, group: Group, messages: Messages, *, shares_wholes: bool
+    ) -> NodeLevel:
+        """How ranks of this node exchange data. Collective over the group."""
+        if group.node.size == 1 or inside == "messages":
+            return messages
+        if inside == "ipc":
+            return Ipc(
                 group,
                 self.memory,
+                self.reach.accelerator,
                 messages,
                 drain=lambda: self._finish_until(None),
                 waiting=self.waiting,
-                overlap=beside,
-                shares_wholes=not strict,
+                overlap=self._background is not None,
             )
-        elif group.node.size > 1 and inside == "ipc":
-            self._node = Ipc(
-                group,
-                self.memory,
-                accelerator,
-                messages,
-                drain=lambda: self._finish_until(None),
-                waiting=self.waiting,
-                overlap=beside,
-            )
+        return Window(
+            group,
+            self.memory,
+            messages,
+            drain=lambda: self._finish_until(None),
+            waiting=self.waiting,
+            overlap=self._background is not None,
+            shares_wholes=shares_wholes,
+        )
 
     @override
     def allocate(
@@ -147,7 +152,7 @@ class Hierarchical(Collectives):
         use: Use = Use.PRIVATE,
         keep: bool = False,
     ) -> Buffer:
-        if self._queue is not None and use is Use.REDUCE and not self._node.reads_peers:
+        if self._background is not None and use is Use.REDUCE and not self._node.reads_peers:
             lent = LentBuffer(
                 numel,
                 dtype,
@@ -173,7 +178,7 @@ class Hierarchical(Collectives):
             lasting=lasting,
             nodes=self._nodes,
             round_nbytes=rounds,
-            overlap=self._queue is not None,
+            overlap=self._background is not None,
             pulls=pulls,
         )
 
@@ -184,9 +189,11 @@ class Hierarchical(Collectives):
         if not self.reach.accelerator.is_host:
             inside += f" ({self.reach.name})" if not self._node.reads_peers else " of devices"
         if self._nodes == 1:
-            return f"{inside} on one node" + (", while the model computes" if self._queue else "")
+            return f"{inside} on one node" + (
+                ", while the model computes" if self._background else ""
+            )
         between = f"between nodes {self._rails.selection.describe()}"
-        when = ", while the model computes" if self._queue is not None else ""
+        when = ", while the model computes" if self._background is not None else ""
         return f"{inside} inside nodes; {between}{when}"
 
     @override
@@ -195,17 +202,17 @@ class Hierarchical(Collectives):
 
     @property
     def selection(self) -> Selection:
-        """Algorithms between nodes."""
+        """Algorithms between nodes, by size."""
         return self._rails.selection
 
     def select(self, selection: Selection) -> None:
         """Use other algorithms between nodes from the next call on. Equal on all ranks; not collective.
 
         Raises:
-            ConfigError: an algorithm that does not work on this number of nodes.
+            ConfigError: an algorithm does not work on this number of nodes.
         """
-        if self._queue is not None:
-            self._queue.drain()
+        if self._background is not None:
+            self._background.drain()
         self._rails.select(self._fitted(selection))
 
     def _fitted(self, selection: Selection) -> Selection:
@@ -223,7 +230,7 @@ class Hierarchical(Collectives):
         return ((nodes - 1) * between.itemsize + inside) * shard_numel
 
     def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work:
-        if self._queue is not None:
+        if self._background is not None:
 
             def gather() -> None:
                 self._rails.gather(full, shard_numel, self.group.local_rank)
@@ -231,7 +238,7 @@ class Hierarchical(Collectives):
                 if rest is not None:
                     rest()
 
-            wait = self._queue.start(f"all_gather of {name!r} (step {self.step})", gather)
+            wait = self._background.start(f"all_gather of {name!r} (step {self.step})", gather)
             return self._elsewhere(name, wait)
         if self._nodes > 1:
             self._rails.gather(full, shard_numel, self.group.local_rank)
@@ -251,8 +258,8 @@ class Hierarchical(Collectives):
                 else:
                     self._rails.reduce(parts, out, dtype, scale, accumulate)
 
-        if self._queue is not None:
-            wait = self._queue.start(f"reduce_scatter of {name!r} (step {self.step})", finish)
+        if self._background is not None:
+            wait = self._background.start(f"reduce_scatter of {name!r} (step {self.step})", finish)
             return Work(name, self._lending.lend(full, self._elsewhere(name, wait).wait))
         if self._nodes > 1 or not self._node.shares(full, Use.REDUCE):
             finish()
@@ -264,7 +271,7 @@ class Hierarchical(Collectives):
         return Work(name, lambda: self._finish_until(work))
 
     def _finish_until(self, work: Work | None) -> None:
-        """Finish what was put off, oldest first, up to ``work``; everything for None."""
+        """Finish what was put off, oldest first, up to ``work``; None finishes everything."""
         while self._put_off and (work is None or work in self._put_off):
             self._put_off.popleft().wait()
 
@@ -287,8 +294,8 @@ class Hierarchical(Collectives):
     def close(self) -> None:
         """Free counters, datatypes and scratch. Collective."""
         self._finish_until(None)
-        if self._queue is not None:
-            self._queue.close()
+        if self._background is not None:
+            self._background.close()
         self._rails.close()
         self._node.close()
         for comm in self._own:
@@ -298,7 +305,7 @@ class Hierarchical(Collectives):
 
 
 def _own(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """A duplicate for one transport. Collective over ``comm``; the transport frees it."""
+    """A duplicate of ``comm`` for one transport, which frees it. Collective over ``comm``."""
     duplicate = comm.Dup()
     duplicate.Set_name(f"{comm.Get_name()}, of one transport")
     return duplicate

@@ -1,7 +1,4 @@
-"""Private gradients that a reduction in the background may still be reading when their owner is done with them.
-
-Owns: who may take the memory back, and when. Must not know: what a reduction does.
-"""
+"""Private gradients that a reduction in the background may still be reading when their owner is done with them."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ MOST_LENT = (
 
 
 class LentBuffer(Buffer):
-    """Released at once by its owner, in truth when the reduction has read it."""
+    """A buffer whose owner may release it at once. Its memory is given back when the reduction has read it."""
 
     def __init__(
         self,
@@ -32,17 +29,17 @@ class LentBuffer(Buffer):
         keep: bool,
         device: torch.device = CPU,
     ) -> None:
-        """As ``Buffer``."""
+        """Arguments as ``Buffer``."""
         super().__init__(numel, dtype, memory=memory, category=category, keep=keep, device=device)
         self._reader: Callable[[], None] | None = None
         self._wanted = True
 
     def lend(self, wait: Callable[[], None]) -> None:
-        """Somebody reads it until ``wait`` returns."""
+        """Lend the buffer to a reader until ``wait`` returns."""
         self._reader = wait
 
     def get_back(self) -> None:
-        """Return when nobody reads it; gives the memory back if its owner has."""
+        """Return when nobody reads the buffer. Gives the memory back if the owner has released it."""
         reader, self._reader = self._reader, None
         if reader is not None:
             reader()
@@ -50,7 +47,7 @@ class LentBuffer(Buffer):
             super().release()
 
     def take(self) -> None:
-        """Take the memory; waits for the reader."""
+        """Take the memory. Waits for the reader."""
         self._wanted = True
         self.get_back()
         super().take()
@@ -70,11 +67,11 @@ class Lending:
         self._lent: deque[LentBuffer] = deque()
 
     def add(self, buffer: LentBuffer) -> None:
-        """Know ``buffer`` by its tensor."""
+        """Remember ``buffer`` by its tensor."""
         self._buffers[id(buffer.tensor)] = buffer
 
     def lend(self, full: Tensor, wait: Callable[[], None]) -> Callable[[], None]:
-        """``full`` is read until ``wait`` returns; waits itself where too much is lent already.
+        """Lend ``full`` until ``wait`` returns. Waits itself if too much is lent already.
 
         Returns:
             What to call instead of ``wait``.

@@ -1,6 +1,6 @@
 """The strict order check: ranks agree on the next call before they make it.
 
-Owns: the comparison and the message that names the odd rank. Must not know: what the calls do.
+Owns: the comparison, and the message that names the rank that differs. Must not know: what the calls do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RECORD_NBYTES = 192
 
 
 class OrderCheck:
-    """Compares (step, operation, unit, bytes) over all ranks, one exchange per call (``HPCZERO_STRICT=1``)."""
+    """Compares (step, operation, unit, bytes) over all ranks, by one exchange per call (``HPCZERO_STRICT=1``)."""
 
     def __init__(self, world: MPI.Intracomm) -> None:
         """Collective over ``world``; ``free()`` undoes it."""
@@ -28,7 +28,7 @@ class OrderCheck:
         """Raise on every rank if one is about to make another call than the others. Collective.
 
         Raises:
-            CommError: names each rank that differs from the majority and both calls.
+            CommError: the message names each rank that differs from the majority, and both calls.
         """
         self._sequence += 1
         record = f"{operation} of {unit!r}, {nbytes} bytes, step {step}".encode()[:RECORD_NBYTES]

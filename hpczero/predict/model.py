@@ -31,7 +31,7 @@ from hpczero.models.config import flops_per_token
 from hpczero.plan.plan import UnitSpec
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Kernels
-from hpczero.predict.network import Wires
+from hpczero.predict.network import Network
 
 FORWARD_CALLS, BACKWARD_CALLS = 16, 24  # operations of a block that are started one by one
 
@@ -79,14 +79,14 @@ class Prediction:
 
 def predict(job: Job) -> Prediction:
     """One step of ``job``. Pure."""
-    wires = Wires(job)
+    network = Network(job)
     block_f, block_b = (_block_s(job, backward) for backward in (False, True))
     head_f, head_b = (_head_s(job, backward) for backward in (False, True))
-    sliced_f, sliced_b = wires.model_parallel_s()
+    sliced_f, sliced_b = network.model_parallel_s()
     block_f += sliced_f
     block_b += sliced_b + (block_f if job.checkpointing else 0.0)
     layers, steps = job.model.layers, job.accumulation
-    exposed, whole = wires.exposed(block_f, block_b, head_b)
+    exposed, whole = network.exposed(block_f, block_b, head_b)
     owned = sum(_owned(job, unit) for unit in job.plan.units)
     return Prediction(
         job=job,

@@ -15,7 +15,7 @@ AGREEMENTS = 3  # small collectives of a step: loss, finite check and norm, flag
 FP32_BYTES = 4
 
 
-class Wires:
+class Network:
     """Seconds of the collectives of one job."""
 
     def __init__(self, job: Job) -> None:
@@ -46,9 +46,9 @@ class Wires:
         mine = nodes * shard_numel
         if self.job.transport == "flat":
             copies = mine * local * work.element_s("copy", backward=False)
-            wires = self._flat_s(shard_numel * self._item) if nodes > 1 else 0.0
-            wires = wires or self._inside_s(mine * self._item, local, shared=False)
-            return copies + wires + work.sum_s(nodes * local, shard_numel)
+            travel = self._flat_s(shard_numel * self._item) if nodes > 1 else 0.0
+            travel = travel or self._inside_s(mine * self._item, local, shared=False)
+            return copies + travel + work.sum_s(nodes * local, shard_numel)
         wire = self._item if local == 1 else FP32_BYTES
         rail = (nodes - 1) * (machine.nic_latency + shard_numel * wire / machine.rail_rate)
         inside = self._inside_s(mine * self._item, local, shared=True) + work.sum_s(local, mine)

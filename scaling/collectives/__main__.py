@@ -87,7 +87,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
     import torch
     from mpi4py import MPI
 
-    from scaling.collectives.candidates import movers, tuned
+    from scaling.collectives.candidates import candidates, tuned
     from scaling.evidence.clock import placement, seconds
 
     torch.set_num_threads(1)
@@ -107,7 +107,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
     }
     order = random.Random(options.seed)
     for size in options.sizes:
-        with movers(topology, size, selection) as found:
+        with candidates(topology, size, selection) as found:
             for mover in found:
                 mover.call()  # connections, pages
             for number in range(options.rounds):

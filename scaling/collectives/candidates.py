@@ -47,7 +47,7 @@ def tuned(topology: Topology) -> Selection:
 
 
 @contextmanager
-def movers(topology: Topology, shard_nbytes: int, auto: Selection) -> Iterator[list[Mover]]:
+def candidates(topology: Topology, shard_nbytes: int, auto: Selection) -> Iterator[list[Mover]]:
     """All that work on this topology, for fp32 shards of ``shard_nbytes``. Collective."""
     numel = shard_nbytes // 4
     with ExitStack() as stack:

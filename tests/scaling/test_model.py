@@ -16,7 +16,7 @@ from hpczero.models.presets import PRESETS
 from hpczero.predict.job import Job
 from hpczero.predict.machine import FOLDER, Machine, Roofline, load_machine, machine_names
 from hpczero.predict.model import largest_micro_batch, predict
-from hpczero.predict.network import Wires
+from hpczero.predict.network import Network
 from scaling.predict.paper import (
     ANCHOR_TFLOPS,
     FIGURE_2,
@@ -66,21 +66,21 @@ def test_an_all_gather_is_a_ring_or_doubling_between_nodes_then_one_inside(
     shard = 2**20
     inside = 3 * (1e-6 + nodes * shard / 1e11)
     rail = rounds * 1e-5 + (nodes - 1) * shard / 1e10
-    assert Wires(job(ranks=4 * nodes)).gather_s(shard) == pytest.approx(rail + inside)
+    assert Network(job(ranks=4 * nodes)).gather_s(shard) == pytest.approx(rail + inside)
 
 
 def test_no_collective_beats_the_bound_of_the_network() -> None:
     # (G - 1) L S must enter each node, over all of its NICs
     for nodes, transport in itertools.product((2, 5, 16), ("flat", "hierarchical", "window")):
-        wires, shard = Wires(job(ranks=4 * nodes, transport=transport)), 2**22
+        network, shard = Network(job(ranks=4 * nodes, transport=transport)), 2**22
         bound = (nodes - 1) * 4 * shard / (4 * 1e10)
-        assert wires.gather_s(shard) >= bound
-        assert wires.reduce_s(shard // 4) >= bound
+        assert network.gather_s(shard) >= bound
+        assert network.reduce_s(shard // 4) >= bound
 
 
 def test_one_rank_has_nothing_to_exchange() -> None:
-    wires = Wires(job(ranks=1))
-    assert wires.gather_s(2**20) == 0.0
+    network = Network(job(ranks=1))
+    assert network.gather_s(2**20) == 0.0
     found = predict(job(ranks=1, stage=0))
     assert found.communication_s < 0.01 * found.step_s
 

@@ -1,7 +1,7 @@
 """How the ranks of one communicator move equal blocks: one file for each algorithm.
 
-Owns: the order of messages. Must not know: nodes, units, sums, dtypes. All algorithms move bytes and nothing else, so
-results do not depend on the choice.
+Owns: the order of messages. Must not know: nodes, units, sums, dtypes. All algorithms move bytes and do nothing else,
+so results do not depend on which one is chosen.
 """
 
 from hpczero.comm.algorithms.base import Exchange, Gather

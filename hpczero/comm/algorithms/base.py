@@ -21,7 +21,7 @@ NAP_S = 50e-6
 
 
 def wait_all(requests: list[MPI.Request]) -> None:
-    """Return when all are complete."""
+    """Return when all requests are complete."""
     patient_from = time.perf_counter() + POLL_S
     while not MPI.Request.Testall(requests):
         if time.perf_counter() > patient_from:
@@ -29,7 +29,7 @@ def wait_all(requests: list[MPI.Request]) -> None:
 
 
 class _Algorithm:
-    """One algorithm on one communicator, which it borrows; ``free`` gives back what it made."""
+    """One algorithm on one communicator, which it borrows. ``free`` frees what the algorithm made."""
 
     name: ClassVar[str]
     in_rounds: ClassVar[bool] = False  # whether it pays to cut blocks into short rounds
@@ -38,7 +38,7 @@ class _Algorithm:
         """Not collective.
 
         Args:
-            comm: must outlive the algorithm, and carry nothing else while it runs.
+            comm: must outlive the algorithm. It carries nothing else while the algorithm runs.
             chunk_nbytes: most bytes of one block that a single MPI call moves.
         """
         self.comm = comm
@@ -66,7 +66,7 @@ class Gather(_Algorithm, ABC):
             self._finish()
 
     def _finish(self) -> None:
-        """Return when every piece is there, if some may still be on their way."""
+        """Return when every piece has arrived. Algorithms override it if pieces may still be on their way."""
         return
 
     @abstractmethod
@@ -74,7 +74,7 @@ class Gather(_Algorithm, ABC):
 
 
 class Exchange(_Algorithm, ABC):
-    """All-to-all of equal blocks, in calls that may overlap: each completes the one before, ``finish`` the last."""
+    """All-to-all of equal blocks. Calls may overlap: each call completes the one before, ``finish`` the last one."""
 
     in_rounds = True
 
@@ -86,15 +86,16 @@ class Exchange(_Algorithm, ABC):
         prepare: Callable[[int], None] = lambda index: None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Block i of ``send`` goes to rank i, and what rank i sends lands in block i of ``receive``.
+        """Send block i of ``send`` to rank i; what rank i sends arrives in block i of ``receive``.
 
-        Collective over the communicator. This rank's own block of ``receive`` has no defined content: read it from
+        Collective over the communicator. This rank's own block of ``receive`` has no defined content; read it from
         ``send``.
 
         Args:
             send: one block for each rank, none longer than ``chunk_nbytes``.
-            receive: as many, no overlap with ``send``.
-            prepare: fills a block of ``send`` shortly before it leaves; called once for each, own block included.
+            receive: as many blocks, no overlap with ``send``.
+            prepare: fills a block of ``send`` shortly before it leaves; called once for each block, this rank's own
+                included.
             meanwhile: called once, when the call before is complete and messages of this one are on their way.
         """
         self._exchange(send, receive, prepare, meanwhile)

@@ -1,7 +1,7 @@
 """Equal blocks of one buffer, as MPI sees them.
 
-Owns: addresses, strided datatypes, and the cut into calls that no MPI library chokes on. Must not know: units, sums,
-who needs the blocks.
+Owns: addresses, strided datatypes, and the cut into calls of a size that every MPI library takes. Must not know: units,
+sums, who needs the blocks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Blocks:
     Attributes:
         tensor: keeps the memory alive.
         start: byte offset of block 0 in the tensor.
-        nbytes: of one block.
+        nbytes: bytes of one block.
         stride: bytes from one block to the next, at least ``nbytes``; 64-bit.
-        count: how many.
+        count: number of blocks.
     """
 
     tensor: Tensor
@@ -37,12 +37,12 @@ class Blocks:
 
     @classmethod
     def of(cls, tensor: Tensor, start: int, numel: int, stride: int, count: int) -> Blocks:
-        """The same in elements of ``tensor``."""
+        """Blocks by numbers of elements of ``tensor`` instead of bytes."""
         item = tensor.element_size()
         return cls(tensor, start * item, numel * item, stride * item, count)
 
     def block(self, index: int) -> MPI.buffer:
-        """Memory of one block."""
+        """Memory of one block, for MPI."""
         return MPI.buffer.fromaddress(
             self.tensor.data_ptr() + self.start + index * self.stride, self.nbytes
         )
@@ -59,20 +59,20 @@ class Blocks:
         return MPI.buffer.fromaddress(self.tensor.data_ptr() + offset, size - offset)
 
     def pieces(self, most_nbytes: int) -> Iterator[Blocks]:
-        """The same blocks in pieces of at most ``most_nbytes``; one piece of every block at a time."""
+        """The same blocks in pieces of at most ``most_nbytes``. Each item has one piece of every block."""
         for offset in range(0, self.nbytes, most_nbytes):
             nbytes = min(most_nbytes, self.nbytes - offset)
             yield Blocks(self.tensor, self.start + offset, nbytes, self.stride, self.count)
 
 
 class BlockTypes:
-    """Committed datatypes by (bytes, extent); MPI frees none by itself."""
+    """Committed datatypes by (bytes, extent). MPI frees none by itself."""
 
     def __init__(self) -> None:
         self._types: dict[tuple[int, int], MPI.Datatype] = {}
 
     def get(self, nbytes: int, extent: int) -> MPI.Datatype:
-        """``nbytes`` bytes that repeat every ``extent`` bytes."""
+        """A datatype of ``nbytes`` bytes that repeats every ``extent`` bytes."""
         if (nbytes, extent) not in self._types:
             block = MPI.BYTE.Create_contiguous(nbytes)
             self._types[nbytes, extent] = block.Create_resized(0, extent).Commit()
@@ -80,7 +80,7 @@ class BlockTypes:
         return self._types[nbytes, extent]
 
     def free(self) -> None:
-        """Free them all. Not collective."""
+        """Free all datatypes. Not collective."""
         for block in self._types.values():
             block.Free()
         self._types.clear()

@@ -1,8 +1,10 @@
 """Recursive doubling, the farthest partner first.
 
-Owns: its order. Must not know: see package. log2(n) steps; what is exchanged doubles from step to step. Ranks that are
-near in communicator order meet last, when there is most to exchange: with nodes filled one after the other the large
-messages stay inside the node.
+Owns: the order of partners. Must not know: see package.
+
+There are log2(n) steps; what is exchanged doubles from step to step. Ranks that are near in communicator order meet
+last, when there is most to exchange. With nodes filled one after the other the large messages therefore stay inside the
+node.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ from hpczero.comm.algorithms.blocks import Blocks
 
 
 class DoublingGather(Gather):
-    """Powers of two only; source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005, sec. 4.1; distances reversed."""
+    """All-gather of a power of two ranks.
+
+    Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005, sec. 4.1; distances reversed.
+    """
 
     name = "doubling"
 

@@ -1,9 +1,11 @@
-"""Pairs: in step d everybody sends to the rank d ahead and receives from the rank d behind.
+"""Pairs: in step d every rank sends to the rank d ahead and receives from the rank d behind.
 
-Owns: its order. Must not know: see package. One step at a time: messages to several ranks at once share a link badly
-(between four emulated hosts all at once took 1.6 times as long, Open MPI 4.1.4). The next step is prepared and given to
-MPI before this one is complete, so that the link never waits for a rank that has not noticed yet; with short rounds
-that comes within a few per cent of the bound of a NIC.
+Owns: the order of pairs. Must not know: see package.
+
+Steps go one at a time, because messages to several ranks at once share a link badly: between four emulated hosts all at
+once took 1.6 times as long (Open MPI 4.1.4). The next step is prepared and given to MPI before this one is complete.
+The link then never waits for a rank that has not yet noticed that its step is over. With short rounds this comes within
+a few per cent of the bound of a NIC.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class _Steps:
         )
 
     def wait(self, left: int) -> None:
-        """Return when no more than ``left`` are under way."""
+        """Return when at most ``left`` are under way."""
         while len(self._steps) > left:
             wait_all(self._steps.popleft())
 
@@ -65,7 +67,7 @@ class PairwiseGather(Gather):
 
 
 class PairwiseExchange(Exchange):
-    """Block by block, each prepared and handed over while the one before travels."""
+    """Block by block. Each is prepared and given to MPI while the one before travels."""
 
     name = "pairwise"
 

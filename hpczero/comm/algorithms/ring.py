@@ -1,7 +1,9 @@
-"""The ring: every rank hands on to its right what it got from its left.
+"""The ring: every rank passes on to its right what it got from its left.
 
-Owns: the ring's order. Must not know: see package. n - 1 steps of one block each; every link of the ring carries every
-block but one, so the bound of a NIC is reached whatever the number of ranks, at the price of n - 1 latencies.
+Owns: the ring's order. Must not know: see package.
+
+There are n - 1 steps of one block each. Every link of the ring carries every block but one, so the bound of a NIC is
+reached for any number of ranks. The price is n - 1 latencies.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from hpczero.comm.algorithms.blocks import Blocks
 
 
 class RingGather(Gather):
-    """Neighbours in communicator order; source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005, sec. 4.1."""
+    """Neighbours are those in communicator order.
+
+    Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005, sec. 4.1.
+    """
 
     name = "ring"
 

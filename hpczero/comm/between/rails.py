@@ -1,7 +1,7 @@
-"""The level between nodes: ranks with the same place on every node, each over its own connection.
+"""The level between nodes: ranks with the same local rank, each over its own connection.
 
-Owns: the algorithm for each size, the pieces in which sums and messages overlap, the dtype in which partial sums
-travel. Must not know: how the ranks of a node share, units, stages.
+Owns: the algorithm for each size, the pieces in which sums and messages overlap, and the dtype of partial sums on the
+network. Must not know: how the ranks of a node share, units, stages.
 """
 
 from __future__ import annotations
@@ -25,12 +25,7 @@ from hpczero.plan.footprint import rail_chunk
 
 
 class Rails:
-    """This rank's rail; the other rails of its node do the same at the same time.
-
-    Attributes:
-        comm: one rank of every node, in the order of the nodes; borrowed.
-        selection: which algorithm serves which size.
-    """
+    """This rank's rail. The other rails of its node do the same at the same time."""
 
     def __init__(
         self,
@@ -46,10 +41,10 @@ class Rails:
         """Not collective.
 
         Args:
-            comm: must outlive the rails, and carry nothing else while they move.
-            memory: ledger.
+            comm: must outlive the rails. It carries nothing else while they move bytes.
+            memory: ledger of buffers.
             local_size: ranks of each node.
-            node_dtype: each node's partial sum is rounded to.
+            node_dtype: each node's partial sum is rounded to it.
             selection: equal on all ranks.
             chunk_nbytes: most bytes of one shard that a single MPI call moves.
             reach: as in Collectives.
@@ -69,11 +64,7 @@ class Rails:
         self.select(selection)
 
     def select(self, selection: Selection) -> None:
-        """Use other algorithms from now on; equal on all ranks.
-
-        Raises:
-            ConfigError: an algorithm that does not work on this number of nodes.
-        """
+        """Use other algorithms from now on. Equal on all ranks; not collective."""
         names = {choice.algorithm for choice in (*selection.gathers, *selection.exchanges)}
         for kind in (*GATHERS, *EXCHANGES):
             if kind.name in names and not kind.fits(self.comm.size):
@@ -86,7 +77,7 @@ class Rails:
         self.selection = selection
 
     def wire(self, dtype: torch.dtype) -> torch.dtype:
-        """In which partial sums of ``dtype`` travel."""
+        """Dtype of partial sums of ``dtype`` on the network."""
         # One rank per node has nothing to add up: its gradient travels as it is, if that is not wider.
         alone = self._local_size == 1 and dtype.itemsize <= self._node_dtype.itemsize
         return dtype if alone else self._node_dtype
@@ -95,8 +86,8 @@ class Rails:
         """Fill the part of ``full`` that belongs to this rail, in place. Collective over the rail.
 
         Args:
-            full: (num_shards * shard_numel,); this rank's shard lies in its slice.
-            shard_numel: of one rank.
+            full: (num_shards * shard_numel,), this rank's shard in its slice.
+            shard_numel: elements of one rank's shard.
             local_rank: place of the rail's ranks on their nodes.
         """
         nodes = self.comm.size
@@ -109,11 +100,11 @@ class Rails:
         """Sum over the ranks of the node and then over nodes. Collective over the rail.
 
         Args:
-            parts: every local rank's elements of what this rail owns: slice g of it is for node g.
+            parts: every local rank's elements of what this rail owns; slice g of them is for node g.
             out: (shard_numel,) fp32.
-            dtype: of the parts.
+            dtype: dtype of the parts.
             scale: multiplies the sum.
-            accumulate: add to ``out``.
+            accumulate: whether to add to ``out`` instead of replacing it.
         """
         nodes, local = self.comm.size, range(self._local_size)
         wire, shard_numel = self.wire(dtype), out.numel()
@@ -160,7 +151,7 @@ class Rails:
     def _sum_nodes(
         self, sent: Tensor, received: Tensor, out: Tensor, scale: float, accumulate: bool
     ) -> None:
-        """Sum one chunk of all nodes' partial sums; this node's own never left."""
+        """Sum one chunk of all nodes' partial sums. This node's own is read from where it was made."""
         nodes, me = self.comm.size, self.comm.rank
         rows = list(received.view(nodes, -1).unbind())
         rows[me] = sent.view(nodes, -1)[me]

@@ -1,6 +1,7 @@
 """Which algorithm serves which size between nodes.
 
-Owns: the table, its text and its JSON. Must not know: MPI, how it was found out (``tuning``), what an algorithm does.
+Owns: the table, its text and its JSON. Must not know: MPI, how the table was measured (``tuning``), what an algorithm
+does.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ class Choice:
 
     Attributes:
         algorithm: its name.
-        chunk_nbytes: most bytes of a block that travel in one round, where the algorithm works in rounds.
-        from_nbytes: smallest block it serves.
-        at_nbytes: block it was measured with; 0 if it was not.
+        chunk_nbytes: most bytes of a block that travel in one round, for an algorithm that works in rounds.
+        from_nbytes: smallest block that it serves.
+        at_nbytes: block that it was measured with; 0 if it was not measured.
         seconds: what each candidate took at that size, by ``algorithm`` or ``algorithm/chunk``.
     """
 
@@ -35,18 +36,18 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """With the chunk, where it is not the usual one."""
+        """The algorithm, with the chunk where it is not the usual one."""
         return candidate_name(self.algorithm, self.chunk_nbytes)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Choices by size, smallest first, the first from 0 on.
+    """Choices by size, smallest first; the first serves blocks from 0 bytes on.
 
     Attributes:
-        gathers: of all-gathers; sizes are those of one rank's shard.
-        exchanges: of reduce-scatters; sizes are those of one node's partial sum for one rank.
-        origin: where the choices come from, for people.
+        gathers: choices for all-gathers, by the bytes of one rank's shard.
+        exchanges: choices for reduce-scatters, by the bytes of one node's partial sum for one rank.
+        origin: where the choices come from, in words.
     """
 
     gathers: tuple[Choice, ...]
@@ -60,11 +61,11 @@ class Selection:
                 raise ValueError(f"choices must rise from size 0, got {starts}")
 
     def gather_for(self, nbytes: int) -> Choice:
-        """Of an all-gather of shards of ``nbytes``."""
+        """Choice for an all-gather of shards of ``nbytes``."""
         return _at(self.gathers, nbytes)
 
     def exchange_for(self, nbytes: int) -> Choice:
-        """Of a reduce-scatter with partial sums of ``nbytes``."""
+        """Choice for a reduce-scatter with partial sums of ``nbytes``."""
         return _at(self.exchanges, nbytes)
 
     def in_rounds_of(self, least_nbytes: int) -> Selection:
@@ -77,10 +78,10 @@ class Selection:
 
     @classmethod
     def parse(cls, text: str) -> Selection:
-        """From ``all_gather=ring,reduce_scatter=pairwise``; what is left out keeps its default.
+        """Selection from ``all_gather=ring,reduce_scatter=pairwise``; an operation that is left out keeps its default.
 
         Raises:
-            ConfigError: an operation or an algorithm that does not exist.
+            ConfigError: an operation or an algorithm does not exist.
         """
         chosen = {"all_gather": DEFAULT.gathers[0], "reduce_scatter": DEFAULT.exchanges[0]}
         for operation, algorithm in named_algorithms(text).items():
@@ -93,7 +94,7 @@ class Selection:
         return f"all-gather {gathers}; reduce-scatter {exchanges} ({self.origin})"
 
     def table(self) -> list[str]:
-        """Lines of what was measured, in milliseconds; none if nothing was."""
+        """Lines of what was measured, in milliseconds; none if nothing was measured."""
         rows: list[str] = []
         titled = (("all-gather", self.gathers), ("reduce-scatter", self.exchanges))
         for title, choices in titled:
@@ -107,7 +108,7 @@ class Selection:
         return rows
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
-        """For a file; ``from_json`` reads it."""
+        """The selection as JSON values, which ``from_json`` reads."""
         return {
             name: [
                 {
@@ -124,10 +125,10 @@ class Selection:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], *, origin: str) -> Selection:
-        """What ``as_json`` wrote.
+        """The selection that ``as_json`` wrote.
 
         Raises:
-            ValueError: not such a thing, or with algorithms that this version does not have.
+            ValueError: the value has another form, or names algorithms that this version does not have.
         """
         try:
             gathers, exchanges = (
@@ -153,12 +154,12 @@ def candidate_name(algorithm: str, chunk_nbytes: int) -> str:
 
 
 def boundary(smaller: int, larger: int) -> int:
-    """Size from which the choice for ``larger`` holds, when the next smaller one was measured at ``smaller``."""
+    """Size from which the choice for ``larger`` holds, where the next smaller measured size is ``smaller``."""
     return math.isqrt(smaller * larger)
 
 
 def size_text(nbytes: int) -> str:
-    """``64 KiB``, ``8 MiB``."""
+    """A size in words: ``64 KiB``, ``8 MiB``."""
     if nbytes >= 2**20:
         return f"{nbytes / 2**20:.3g} MiB"
     return f"{nbytes / 2**10:.3g} KiB"

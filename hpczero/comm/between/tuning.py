@@ -1,15 +1,15 @@
-"""Finding out which algorithm is fastest for which size between these nodes.
+"""Measuring which algorithm is fastest for which size between these nodes.
 
-Owns: the candidates, the measurement, and the file that remembers it for the next job. Must not know: buffers of
-units, stages, what a selection is used for.
+Owns: the candidates, the measurement, and the file that keeps it for the next job. Must not know: buffers of units,
+stages, what a selection is used for.
 
 [Note: Measuring]
-From small blocks to large ones every candidate does the real thing, sums included, on all rails at once; the time of a
-candidate is that of the slowest rank, the least of a few runs (noise only adds). What is far slower than the best is
-not tried at the next size, except the default, and a size that would break the budget is not tried at all: the default
-serves it, unless another was far better at a size whose time is the links'; what wins with short blocks wins by its
-latency, which tells nothing of long ones. All ranks see all times, so all stop and choose alike. A candidate takes the
-place of the default only if it is faster by a margin, so that noise does not choose.
+Sizes go from small blocks to large ones. Every candidate does the real operation, sums included, on all rails at once.
+Its time is that of the slowest rank, and the least of a few runs: noise only adds. A candidate far slower than the best
+is not tried at the next size, except the default. A size that would break the budget is not tried at all. It gets the
+default, unless another was far better at a size where bandwidth decides; what wins with short blocks wins by latency,
+which tells nothing of long ones. All ranks see all times, so all stop and choose alike. A candidate replaces the
+default only if it is faster by a margin, so that noise does not choose.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ Trial = Callable[[], None]
 
 
 def tune(group: Group, node_dtype: torch.dtype, *, fresh: bool = False) -> Selection:
-    """The selection for these nodes: remembered, or measured in about BUDGET_S. Collective over the group.
+    """The selection for these nodes: remembered, or measured in about BUDGET_S seconds. Collective over the group.
 
     Args:
         group: several nodes of equal size.
-        node_dtype: in which partial sums travel.
-        fresh: measure even where something is remembered.
+        node_dtype: dtype of partial sums on the network.
+        fresh: whether to measure even if something is remembered.
     """
     path = cache_file(group)
     found = None if fresh else _remembered(group, path)
@@ -81,9 +81,9 @@ def tune(group: Group, node_dtype: torch.dtype, *, fresh: bool = False) -> Selec
 
 
 def cache_file(group: Group) -> Path:
-    """Where this kind of nodes is remembered. Collective over the group; equal on all ranks.
+    """Where the selection for this kind of nodes is kept. Collective over the group; equal on all ranks.
 
-    Nodes are of one kind if their names differ in digits only: a job that lands on other nodes of the same cluster
+    Nodes are of one kind if their names differ in digits only. A job that lands on other nodes of the same cluster then
     uses what the first one measured.
     """
     with group.watchdog.watch("naming the nodes"):
@@ -98,7 +98,7 @@ def cache_file(group: Group) -> Path:
 
 
 def _remembered(group: Group, path: Path) -> Selection | None:
-    """What rank 0 finds in ``path``, on every rank. Collective."""
+    """Selection that rank 0 finds in ``path``, on every rank. Collective."""
     found = None
     if group.is_root:
         try:
@@ -236,7 +236,10 @@ def _measure(group: Group, candidates: Candidates, *, budget_s: float) -> tuple[
 
 
 def _that_differ(choices: list[Choice], nbytes: int) -> list[Choice]:
-    """Without those that do the same as one before them at this size: a block is one round if it is short enough."""
+    """Choices without those that do the same as an earlier one at this size.
+
+    A block that is short enough is one round.
+    """
     rounds = {
         (choice.algorithm, min(choice.chunk_nbytes, nbytes)): choice for choice in choices[::-1]
     }
@@ -246,7 +249,7 @@ def _that_differ(choices: list[Choice], nbytes: int) -> list[Choice]:
 def _time(
     group: Group, candidates: Candidates, choice: Choice, nbytes: int, runs: int
 ) -> tuple[float, float]:
-    """Seconds of the fastest run on the slowest rank, and of everything. Collective; equal on all ranks."""
+    """Seconds of the fastest run on the slowest rank, and of all runs together. Collective; equal on all ranks."""
     began = time.perf_counter()
     best = float("inf")
     with candidates.trial(choice, nbytes) as run:

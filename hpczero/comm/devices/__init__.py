@@ -1,1 +1,1 @@
-"""Devices: how MPI gets at device memory, and how long a device stood still for that."""
+"""Devices: how MPI gets at device memory, and how long a device waits for collectives."""

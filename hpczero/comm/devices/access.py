@@ -1,4 +1,4 @@
-"""How MPI gets at the bytes of device memory: not at all, by their addresses, or through pinned memory of the host.
+"""How MPI gets at device memory: not at all, by its address, or through pinned memory of the host.
 
 Owns: the waits before MPI is called (accelerator/base.py: [Note: Two clocks]) and the choice of the wrapper around each
 algorithm. Must not know: which algorithm, units, nodes.
@@ -30,16 +30,19 @@ class Reach(ABC):
     def gather(
         self, kind: type[Gather], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
     ) -> Gather:
-        """``kind`` on ``comm``. Not collective."""
+        """An algorithm of class ``kind`` on ``comm``. Not collective."""
 
     @abstractmethod
     def exchange(
         self, kind: type[Exchange], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
     ) -> Exchange:
-        """``kind`` on ``comm``. Not collective."""
+        """An algorithm of class ``kind`` on ``comm``. Not collective."""
 
     def broadcast(self, comm: MPI.Intracomm, blocks: Blocks, root: int) -> None:
-        """Give everybody ``root``'s block 0. Collective over ``comm``. Rare: through memory of the host, in pieces."""
+        """Give every rank ``root``'s block 0.
+
+        Collective over ``comm``. It is rare, so it goes through the host, in pieces.
+        """
         for piece in blocks.pieces(CHUNK_BYTES):
             device = piece.view(0)
             host = device.cpu()
@@ -49,7 +52,7 @@ class Reach(ABC):
 
 
 class HostReach(Reach):
-    """The memory is the host's: MPI sees it as it is."""
+    """The memory is the host's; MPI sees it as it is."""
 
     name = "host memory"
 
@@ -70,7 +73,7 @@ class HostReach(Reach):
 
 
 class DirectReach(Reach):
-    """This MPI takes addresses of device memory (CUDA-aware)."""
+    """This MPI takes addresses of device memory: it is CUDA-aware."""
 
     name = "device memory given to MPI"
 
@@ -88,7 +91,7 @@ class DirectReach(Reach):
 
 
 class StagedReach(Reach):
-    """This MPI knows the host's memory only: everything goes through pinned memory, in pieces that overlap."""
+    """This MPI knows the host's memory only. Everything goes through pinned memory, in pieces that overlap."""
 
     name = "device memory through the host"
 

@@ -1,9 +1,9 @@
 """Whether this MPI can be given addresses of device memory.
 
-Owns: the ladder of questions, and the answer's reason. Must not know: transports, units.
+Owns: the questions, their order, and the reason of the answer. Must not know: transports, units.
 
-No single question can be trusted: libraries claim support that crashes, and deny what works. So the user's word comes
-first; then what the library says of itself; what it claims is tried by two ranks in a job of its own, because the
+No single question can be trusted: libraries claim support that crashes, and deny support that works. The user's word
+comes first. Then the library is asked. If it claims support, two ranks try it in a job of their own, because the
 failure is a signal and not an exception. Without a proof everything goes through the host, which is always right.
 """
 
@@ -37,8 +37,8 @@ class Claim:
     """What an MPI library says of itself.
 
     Attributes:
-        aware: None where it says nothing.
-        reason: how we know.
+        aware: whether it takes device memory; None if it does not say.
+        reason: how we know, in words.
     """
 
     aware: bool | None
@@ -46,7 +46,7 @@ class Claim:
 
 
 def reach_of(accelerator: Accelerator, group: Group) -> Reach:
-    """How MPI gets at the memory of ``accelerator``. Collective over the group; rank 0 decides for all."""
+    """How MPI gets at the memory of ``accelerator``. Collective over the group. Rank 0 decides for all."""
     if accelerator.is_host:
         return HostReach()
     text = ""
@@ -64,12 +64,12 @@ def reach_of(accelerator: Accelerator, group: Group) -> Reach:
 def decide(
     wish: bool | None, said: Claim, trial: Callable[[], tuple[bool, str]]
 ) -> tuple[bool, str]:
-    """The ladder; says why. Not collective.
+    """Answer the questions in order; also says why. Not collective.
 
     Args:
         wish: HPCZERO_GPU_AWARE.
-        said: of the library.
-        trial: asked only where the library claims support.
+        said: what the library claims.
+        trial: called only if the library claims support.
     """
     if wish is not None:
         return wish, f"HPCZERO_GPU_AWARE={int(wish)}"
@@ -80,7 +80,7 @@ def decide(
 
 
 def claim() -> Claim:
-    """Ask the library, from the standard's question to its makers' own. Not collective."""
+    """Ask the library, first by the standard's question, then by its makers' own. Not collective."""
     kinds = _memory_kinds()
     if kinds:
         return Claim("cuda" in kinds, f"MPI says it takes memory of kinds {kinds}")
@@ -91,12 +91,7 @@ def claim() -> Claim:
 
 
 def environment_claim(variables: Mapping[str, str], libraries: str) -> Claim:
-    """What variables and loaded libraries tell of MPICH's and MVAPICH's kin.
-
-    Args:
-        variables: the environment.
-        libraries: text of /proc/self/maps.
-    """
+    """What environment variables and loaded libraries tell of MPICH, MVAPICH and their relatives."""
     if "libmpi_gtl_cuda" in libraries:
         on = variables.get("MPICH_GPU_SUPPORT_ENABLED") == "1"
         return Claim(on, f"libmpi_gtl_cuda is loaded and MPICH_GPU_SUPPORT_ENABLED is {int(on)}")
@@ -116,7 +111,7 @@ def try_in_a_job() -> tuple[bool, str]:
     """Send device memory between two ranks started for it. Not collective; takes seconds.
 
     Returns:
-        Whether it worked, and what to say about it.
+        Whether it worked, and what to say of it.
     """
     launcher = shutil.which("mpirun") or shutil.which("mpiexec")
     if launcher is None:
@@ -155,7 +150,7 @@ def _memory_kinds() -> str:
 
 
 def _query_cuda_support() -> bool | None:
-    """Open MPI's own question; None where there is no such function."""
+    """Open MPI's own question; None if it has no such function."""
     query = getattr(ctypes.CDLL(None), "MPIX_Query_cuda_support", None)
     return None if query is None else bool(query())
 

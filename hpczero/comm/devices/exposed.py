@@ -1,10 +1,10 @@
-"""Exposed communication as a device sees it: how long its lane of computation stood still for collectives.
+"""Exposed communication on a device: how long its lane of computation stood still for collectives.
 
 Owns: the spans of one transport, and their sum. Must not know: what the collectives do.
 
-The host's clock cannot tell: the host runs ahead of the device, so while it waits for a collective the device may
-still compute. What counts is the time between the last kernel before a collective and the end of the wait for it, on
-the lane that computes. Nothing here makes the host wait before somebody asks.
+The host's clock cannot measure it. The host runs ahead of the device, so the device may still compute while the host
+waits for a collective. What counts is the time between the last kernel before a collective and the end of the wait for
+it, on the lane that computes. The host does not wait for any of this until somebody asks for the sum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpczero.accelerator import Accelerator, Span
 
 
 class Exposed:
-    """Not thread-safe: for the thread that computes."""
+    """Spans of one transport. Only the thread that computes may use them."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -23,11 +23,11 @@ class Exposed:
         self._spans: deque[Span] = deque()
 
     def begin(self) -> Span | None:
-        """A span for ``end``; None on the host, where the host's clock does tell."""
+        """Begin a span; None on the host, whose own clock measures it."""
         return None if self._accelerator.is_host else self._accelerator.span()
 
     def end(self, span: Span | None) -> None:
-        """The collective, or the wait for it, is over."""
+        """End a span: the collective, or the wait for it, is over."""
         if span is None:
             return
         span.end()
@@ -36,7 +36,7 @@ class Exposed:
             self._seconds += self._spans.popleft().seconds()
 
     def seconds(self) -> float | None:
-        """Of all spans so far; waits until the device is through with them. None on the host."""
+        """Seconds of all spans so far; None on the host. Waits until the device has worked through them."""
         if self._accelerator.is_host:
             return None
         while self._spans:

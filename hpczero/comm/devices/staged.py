@@ -6,7 +6,7 @@ host's bytes, units, sums.
     gather     down k+1 | messages k | up k-1        a few slots in turn, so that all three go on at once
     exchange   prepare, down, send: block by block; up when the inner algorithm says that the call before is complete
 
-Source: the ring of slots is that of every staging MPI; see docs/decisions/0013-accelerators.md.
+Source: the ring of slots is that of every staging MPI (docs/decisions/0013-accelerators.md).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class StagedGather(Gather):
         """Not collective.
 
         Args:
-            inner: moves bytes of the host; this owns it.
-            accelerator: whose memory the blocks are.
+            inner: moves bytes of the host. The staged gather owns it.
+            accelerator: the blocks are its memory.
         """
         super().__init__(inner.comm, chunk_nbytes=inner.chunk_nbytes)
         self.name = f"{inner.name}, staged"  # type: ignore[misc]  # of this one object
@@ -86,7 +86,7 @@ class StagedExchange(Exchange):
     """Another exchange, on the host's copy of each block."""
 
     def __init__(self, inner: Exchange, accelerator: Accelerator) -> None:
-        """As ``StagedGather``."""
+        """Not collective; arguments as ``StagedGather``."""
         super().__init__(inner.comm, chunk_nbytes=inner.chunk_nbytes)
         self.name = f"{inner.name}, staged"  # type: ignore[misc]  # of this one object
         self._inner = inner
@@ -144,7 +144,7 @@ class StagedExchange(Exchange):
 
 
 class _Slots:
-    """Pinned buffers, each with the mark behind its last reader; grown to the largest need."""
+    """Pinned buffers, each with the mark behind its last reader. They grow to the largest need."""
 
     def __init__(self, accelerator: Accelerator, count: int) -> None:
         self._accelerator = accelerator
@@ -160,7 +160,7 @@ class _Slots:
         return Blocks(self._buffers[slot], 0, like.nbytes, like.nbytes, like.count)
 
     def in_use(self, slot: int, until: Mark) -> None:
-        """A lane reads ``slot`` up to a mark."""
+        """Say that a lane reads ``slot`` up to a mark."""
         self._readers[slot] = until
 
     def wait(self, slot: int) -> None:
@@ -170,7 +170,7 @@ class _Slots:
             reader.wait()
 
     def free(self) -> None:
-        """Give the memory back; nothing may be under way."""
+        """Give the memory back. Nothing may be under way."""
         for slot in range(len(self._buffers)):
             self.wait(slot)
             self._buffers[slot] = torch.empty(0, dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """Two ranks send device memory to each other.
 
-Run as ``mpirun -n 2 python -m hpczero.comm.devices.trial``. Owns: the trial. Must not know: what is decided by it.
-It may be killed by a signal; that is what it is for.
+Run as ``mpirun -n 2 python -m hpczero.comm.devices.trial``. Owns: the trial. Must not know: what is decided by it. A
+signal may kill it; its caller expects that.
 """
 
 from __future__ import annotations

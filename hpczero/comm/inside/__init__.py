@@ -1,1 +1,1 @@
-"""Inside a node: ways by which the ranks of one node gather and reduce. ``level`` is the contract."""
+"""Inside a node: ways in which the ranks of one node gather and reduce. ``level`` is the contract."""

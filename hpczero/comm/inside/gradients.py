@@ -4,9 +4,9 @@ Owns: who may read and fill which place when, on one node. Must not know: what k
 order of sums, whole parameters, units.
 
 [Note: Who may touch a gradient]
-A rank fills a place in its own part of the arena, tells the node where (``reading``), reads the others' places, and
-says when it has. A place is filled again only when everybody has read it. Where the memory is a device's, what a rank
-tells has been done there: it waits for the device first (accelerator/base.py: [Note: Two clocks]).
+A rank fills a place in its own part of the ground and tells the node where it lies (``reading``). It then reads the
+others' places, and says when it has. A place is filled again only when all ranks have read it. On a device a rank tells
+only what the device has done: it waits for the device first (accelerator/base.py: [Note: Two clocks]).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpczero.accelerator import Accelerator
 from hpczero.comm.inside.level import Parts
-from hpczero.comm.inside.places import Arena, Ground
+from hpczero.comm.inside.places import Ground, Places
 from hpczero.comm.inside.segment import Counters
 from hpczero.job.group import Group
 from hpczero.memory.buffers import Buffer, Memory
@@ -30,7 +30,7 @@ COLUMNS = 2 + LOCATIONS
 
 
 class SharedGradients:
-    """The arena of one transport on one node. Methods are collective over the node unless they say otherwise."""
+    """Gradients of one transport on one node. Methods are collective over the node unless they say otherwise."""
 
     def __init__(
         self,
@@ -47,13 +47,13 @@ class SharedGradients:
 
         Args:
             group: borrowed.
-            memory: ledger.
-            accelerator: whose memory it is.
+            memory: ledger of buffers.
+            accelerator: the gradients are its memory.
             drain: enters every block of ``reading`` that was put off.
-            waiting: around a wait for other ranks, see ``Collectives.waiting``.
-            first_column: of the counters; ``COLUMNS`` are used.
-            tells_late: peers are told where a gradient lies when the block of ``reading`` is entered, by a thread that
-                may wait for the device, and not by the call.
+            waiting: context around a wait for other ranks (``Collectives.waiting``).
+            first_column: first of the ``COLUMNS`` columns of the counters that are used.
+            tells_late: whether peers are told where a gradient lies when the block of ``reading`` is entered, instead
+                of by the call. The thread that enters it may wait for the device.
         """
         self._node = group.node
         self._group = group
@@ -63,7 +63,7 @@ class SharedGradients:
         self._ready, self._read = first_column, first_column + 1
         self._location = first_column + 2
         self._tells_late = tells_late
-        self._arena = Arena(
+        self._places = Places(
             self._node.rank,
             memory,
             wait_until_read=self._wait_until_read,
@@ -73,33 +73,36 @@ class SharedGradients:
         self._reductions = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, *, category: str, keep: bool) -> Buffer:
-        """As ``Collectives.allocate`` for ``Use.REDUCE``; not collective, but equal on all ranks of the node."""
-        return self._arena.allocate(numel, dtype, category=category, keep=keep)
+        """A buffer as of ``Collectives.allocate`` with ``Use.REDUCE``.
+
+        Not collective, but equal on all ranks of the node.
+        """
+        return self._places.allocate(numel, dtype, category=category, keep=keep)
 
     def lay_out(self) -> int:
-        """All buffers are asked for. Returns the bytes of each rank's part; not collective."""
-        return self._arena.lay_out()
+        """Lay all buffers out, once they are asked for. Returns the bytes of each rank's part. Not collective."""
+        return self._places.lay_out()
 
     def open(self, ground: Ground, counters: Counters) -> None:
-        """Use them from now on; not collective."""
+        """Use the ground and the counters from now on. Not collective."""
         self._counters = counters
-        self._arena.open(ground)
+        self._places.open(ground)
 
     def close(self) -> None:
-        """Point into the ground no more; not collective. The counters are the caller's."""
+        """Stop to point into the ground. Not collective. The counters stay the caller's."""
         self._counters = None
-        self._arena.close()
+        self._places.close()
 
     def fits(self, full: Tensor) -> bool:
         """Whether peers can see ``full``. Not collective, but the same on all ranks of the node."""
-        return self._counters is not None and self._arena.fits(full)
+        return self._counters is not None and self._places.fits(full)
 
     def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
-        """``Parts`` of everybody's ``full``, which fits into one place."""
+        """Context: ``Parts`` of every rank's ``full``, which fits into one place."""
         assert self._counters is not None, "opened"
         self._reductions = number = self._reductions + 1
         self._wait_until_read(number - LOCATIONS)  # the number before in the same column
-        location = self._arena.locate(full, number)
+        location = self._places.locate(full, number)
         if not self._tells_late:
             self._tell(number, location)
         return self._reading(number, location, full.numel(), full.dtype)
@@ -114,14 +117,14 @@ class SharedGradients:
     def _reading(
         self, number: int, location: int, numel: int, dtype: torch.dtype
     ) -> Iterator[Parts]:
-        counters, arena = self._counters, self._arena
+        counters, places = self._counters, self._places
         assert counters is not None, "opened"
         if self._tells_late:
             self._tell(number, location)
         counters.wait(self._ready, number)
         column = self._location + number % LOCATIONS
         peers = [
-            arena.view_of(rank, counters.read(rank, column), numel, dtype)
+            places.view_of(rank, counters.read(rank, column), numel, dtype)
             for rank in range(self._node.size)
         ]
         begin = self._node.rank * (numel // self._node.size)

@@ -2,8 +2,8 @@
 
 Owns: the contract of a node level, and its form by MPI messages. Must not know: other nodes, the order of sums, units.
 
-A buffer of whole parameters or gradients has ``size`` equal parts on a node of ``size`` ranks: part l belongs to local
-rank l, and holds the shards of all ranks with that place on their nodes.
+On a node of ``size`` ranks a buffer of whole parameters or gradients has ``size`` equal parts. Part l belongs to local
+rank l. It holds the shards of all ranks with that local rank, one from each node.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class NodeLevel(ABC):
     """The ranks of one node. Every method is collective over the node unless it says otherwise.
 
     Attributes:
-        most_nbytes: what one call of ``Parts`` may ask for, over all ranks of the node.
+        most_nbytes: most bytes that one call of ``Parts`` may ask for, over all ranks of the node.
         reads_peers: whether ranks read each other's memory, without a message.
         shares_wholes: whether the node has one copy of whole parameters.
     """
@@ -42,7 +42,7 @@ class NodeLevel(ABC):
     shares_wholes: bool = False
 
     def __init__(self, node: MPI.Intracomm, memory: Memory, *, device: torch.device = CPU) -> None:
-        """Not collective; the communicator is borrowed. ``device``: where private buffers are."""
+        """Not collective. The communicator is borrowed; private buffers are on ``device``."""
         self.comm = node
         self.memory = memory
         self.device = device
@@ -50,22 +50,22 @@ class NodeLevel(ABC):
     def allocate(
         self, numel: int, dtype: torch.dtype, *, category: str, use: Use, keep: bool
     ) -> Buffer:
-        """As ``Collectives.allocate``; private memory on this base."""
+        """A buffer as of ``Collectives.allocate``; private memory in this base class."""
         return Buffer(
             numel, dtype, memory=self.memory, category=category, keep=keep, device=self.device
         )
 
     def settle(self) -> None:
-        """All buffers with a use have been asked for."""
+        """Say that all buffers with a use have been asked for."""
         return
 
     def shares(self, full: Tensor, use: Use) -> bool:
-        """Whether peers see ``full`` without a message. Not collective, but the same on every rank of the node."""
+        """Whether peers see ``full`` without a message. Not collective; the same on every rank of the node."""
         return False
 
     @abstractmethod
     def spread(self, full: Tensor) -> Callable[[], None] | None:
-        """Give every rank of the node all parts of ``full``, in place; each has its own part.
+        """Give every rank of the node all parts of ``full``, in place. Each rank has its own part already.
 
         Returns:
             What is left to do before the parts of others may be read; None for nothing.
@@ -73,15 +73,15 @@ class NodeLevel(ABC):
 
     @abstractmethod
     def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
-        """``Parts`` of everybody's ``full`` inside; the ranks ask for the same in the same order.
+        """Context: ``Parts`` of every rank's ``full``. The ranks ask for the same parts in the same order.
 
-        A result of ``Parts`` is good until the next call. Where ``shares(full, Use.REDUCE)``, the call itself lets
-        peers read, and the block may be entered later, in the order of the calls.
+        A result of ``Parts`` is valid until the next call. If ``shares(full, Use.REDUCE)``, this call itself lets peers
+        read. The block may then be entered later, in the order of the calls.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Free what is not memory of buffers."""
+        """Free everything but the memory of buffers."""
 
 
 class Messages(NodeLevel):

@@ -1,16 +1,17 @@
-"""The node level by peers' memory: each rank exports one block, the others of its node read what they need out of it.
+"""The node level by peers' memory: each rank exports one block, and the others of its node read from it.
 
 Owns: the block, its mapping by peers, the places through which whole parameters are handed on. Must not know: other
-nodes, the order of sums, units. On devices this is CUDA IPC and the copy engines; on the host, shared memory: the twin.
+nodes, the order of sums, units. On devices this is CUDA IPC and the copy engines. On the host it is shared memory, the
+twin.
 
     all-gather       own part into a place of one's block | told | each pulls the others' parts
     reduce-scatter   the gradient lies in a place of one's block | told | each sums its part straight out of all blocks
 
 [Note: One copy more]
-A rank copies its own part into a place before others pull it, instead of letting them pull from where it lies: that
-is 1/L of the bytes at the speed of the device's own memory, and it lets whole parameters be ordinary memory that is
-given back between uses. Two places in turn are enough: a rank that offers part n + 1 has pulled all parts n before, and
-nobody fills the place of n again, for n + 2, without having pulled everybody's n + 1.
+A rank copies its own part into a place before others pull it. The alternative, to pull from where the part lies, would
+save 1/L of the bytes at the speed of the device's own memory. With the copy whole parameters are ordinary memory, which
+is given back between uses. Two places in turn are enough. A rank that offers part n + 1 has pulled all parts n before.
+No rank fills the place of n again, for n + 2, without having pulled every rank's part n + 1.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ COLUMNS = FIRST_GRADIENT + gradients.COLUMNS
 
 
 class ExportGround(Ground):
-    """Every rank's block, as this one sees it; gradients lie at its begin."""
+    """Every rank's block as this rank sees it. Gradients lie at its beginning."""
 
     def __init__(self, parts: list[Tensor]) -> None:
         self.parts = parts
@@ -49,7 +50,7 @@ class ExportGround(Ground):
 
 
 class Ipc(NodeLevel):
-    """Ranks of one node that read each other's device memory; what does not fit moves by messages."""
+    """Ranks of one node that read each other's device memory. What does not fit moves by messages."""
 
     most_nbytes = 2**62  # nothing is copied to be summed
 
@@ -68,11 +69,11 @@ class Ipc(NodeLevel):
 
         Args:
             group: borrowed.
-            memory: ledger.
+            memory: ledger of buffers.
             accelerator: of this rank; ranks of a node may share one device.
             messages: moves buffers that do not fit; closed by ``close``.
             drain: enters every block of ``reading`` that was put off.
-            waiting: around a wait for other ranks, see ``Collectives.waiting``.
+            waiting: context around a wait for other ranks (``Collectives.waiting``).
             overlap: as in ``Window``.
         """
         super().__init__(group.node, memory, device=accelerator.device)
@@ -101,7 +102,7 @@ class Ipc(NodeLevel):
     def allocate(
         self, numel: int, dtype: torch.dtype, *, category: str, use: Use, keep: bool
     ) -> Buffer:
-        """As ``Collectives.allocate``; ``settle`` exports what all of them need together."""
+        """A buffer as of ``Collectives.allocate``. ``settle`` exports what all buffers need together."""
         if use is Use.REDUCE:
             return self._gradients.allocate(numel, dtype, category=category, keep=keep)
         if use is Use.GATHER:
@@ -109,7 +110,7 @@ class Ipc(NodeLevel):
         return super().allocate(numel, dtype, category=category, use=use, keep=keep)
 
     def settle(self) -> None:
-        """See ``NodeLevel``. Collective over the group.
+        """Export this rank's block and map those of its peers. Collective over the group.
 
         Raises:
             CommError: there is not enough memory, or peers cannot map it; on every rank.
@@ -146,7 +147,7 @@ class Ipc(NodeLevel):
         return self._gradients.fits(full)
 
     def spread(self, full: Tensor) -> Callable[[], None] | None:
-        """Peers' parts are copied out of their memory; [Note: One copy more]."""
+        """Copy peers' parts out of their memory ([Note: One copy more])."""
         counters, comm = self._counters, self.comm
         if counters is None or not self.shares(full, Use.GATHER):
             return self._messages.spread(full)

@@ -1,14 +1,14 @@
 """Where a rank's gradients lie so that its node can read them.
 
 Owns: this rank's part of the ground, its places and who holds them. Must not know: what kind of memory the ground is,
-other ranks' progress beyond the one question it is given, reductions, units.
+reductions, units. It knows other ranks' progress only through ``wait_until_read``.
 
 [Note: Places]
 Most gradients live from a unit's backward to its reduction, so two places serve all units in turn. The buffer that was
-asked for first has a place of its own: it is the root unit's, whose first gradient comes early and whose last comes
-late. Where backward reaches units in another order than they are reduced, a unit may find its place taken; its gradient
-then goes to private memory and moves to the spare place when its turn has come. Gradients that are kept (stage 1) have
-a place each. ``Plan.memory`` counts by the same rule.
+asked for first has a place of its own. It is the root unit's, whose first gradient comes early and whose last comes
+late. Backward may reach units in another order than they are reduced, and a unit may then find its place taken. Its
+gradient goes to private memory and moves to the spare place when its turn has come. Gradients that are kept (stage 1)
+have a place each. ``Plan.memory`` counts by the same rule.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Ground(ABC):
         """(nbytes,) uint8 of local rank ``rank``."""
 
     def claim(self, start: int, stop: int) -> None:
-        """Have the memory behind these bytes of this rank's part.
+        """Have memory behind these bytes of this rank's part.
 
         Raises:
             CommError: there is none left.
@@ -43,13 +43,13 @@ class Ground(ABC):
 
 
 class Place:
-    """Some bytes of the arena that one gradient at a time may hold.
+    """Some bytes of this rank's part that one gradient at a time may hold.
 
     Attributes:
         start: first byte in this rank's part of the ground.
-        nbytes: how many.
-        claimed: of these, how many have memory behind them.
-        is_kept: whether it belongs to a gradient that is kept, and counted there.
+        nbytes: number of bytes.
+        claimed: number of these bytes that have memory behind them.
+        is_kept: whether it belongs to a gradient that is kept; its bytes are counted there.
         taken: whether a gradient holds it.
         reduction: number of the last reduction that read it.
     """
@@ -64,11 +64,11 @@ class Place:
 
 
 class GradientBuffer(Buffer):
-    """One unit's local gradient: in a place while there is one, in private memory otherwise."""
+    """One unit's local gradient. It lies in a place if one is free, in private memory otherwise."""
 
     def __init__(
         self,
-        arena: Arena,
+        places: Places,
         numel: int,
         dtype: torch.dtype,
         *,
@@ -76,10 +76,10 @@ class GradientBuffer(Buffer):
         category: str,
         keep: bool,
     ) -> None:
-        self.tensor = lasting(0, dtype, arena.device)
+        self.tensor = lasting(0, dtype, places.device)
         self.place: Place | None = None
         self.keeps = keep
-        self._arena = arena
+        self._places = places
         self._numel = numel
         self._dtype = dtype
         self._nbytes = numel * dtype.itemsize
@@ -91,16 +91,16 @@ class GradientBuffer(Buffer):
             memory.add(category, self._nbytes)
 
     def take(self) -> None:
-        """Take the memory; waits until a place that was read before may be written again."""
+        """Take the memory. Waits until a place that was read before may be written again."""
         if self._held:
             return
         assert self.place is not None, "laid out before it is used"
         self._in_place = not self.place.taken
         if self._in_place:
-            self._arena.take(self.place, self._nbytes)
-            self.tensor = self._arena.view(self.place, self._numel, self._dtype)
+            self._places.take(self.place, self._nbytes)
+            self.tensor = self._places.view(self.place, self._numel, self._dtype)
         else:
-            self.tensor = lasting(self._numel, self._dtype, self._arena.device)
+            self.tensor = lasting(self._numel, self._dtype, self._places.device)
             self._memory.add(self._category, self._nbytes)
         self._held = True
 
@@ -114,15 +114,15 @@ class GradientBuffer(Buffer):
             self.place.taken = False
         else:
             self._memory.add(self._category, -self._nbytes)
-        self.tensor = lasting(0, self._dtype, self._arena.device)
+        self.tensor = lasting(0, self._dtype, self._places.device)
 
 
-class Arena:
+class Places:
     """This rank's part of one ground, laid out once all gradient buffers are known.
 
     Attributes:
-        nbytes: of each rank's part.
-        device: where gradients go that have no place.
+        nbytes: bytes of each rank's part.
+        device: device of gradients that have no place.
     """
 
     def __init__(
@@ -137,9 +137,9 @@ class Arena:
 
         Args:
             rank: local rank.
-            memory: ledger; places that are not kept count as ``exchange`` from their first use.
-            wait_until_read: returns when all ranks of the node have read what they want of a reduction.
-            device: of the ground.
+            memory: ledger of buffers. Places that are not kept count as ``exchange`` from their first use.
+            wait_until_read: returns when all ranks of the node have read what they need of a reduction.
+            device: device of the ground.
         """
         self.nbytes = 0
         self.device = device
@@ -184,28 +184,28 @@ class Arena:
         return place
 
     def open(self, ground: Ground) -> None:
-        """Use ``ground``, which has ``nbytes`` for each rank of the node, at the begin of its part."""
+        """Use ``ground``. The places begin at the start of its parts; it has ``nbytes`` for each rank of the node."""
         self._ground = ground
         start = ground.part(self._rank).data_ptr()
         self._by_address = {start + place.start: place for place in self._places if place.nbytes}
 
     def close(self) -> None:
-        """Point into the ground no more."""
+        """Stop to point into the ground."""
         self._ground = None
         for buffer in self._buffers:
             buffer.tensor = torch.empty(0, dtype=buffer.tensor.dtype, device=self.device)
 
     def view(self, place: Place, numel: int, dtype: torch.dtype) -> Tensor:
-        """(numel,) of this rank's ``place``."""
+        """(numel,) of ``dtype`` in this rank's ``place``; no copy."""
         return self.view_of(self._rank, place.start, numel, dtype)
 
     def view_of(self, rank: int, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """(numel,) of the part of local rank ``rank``, from byte ``start`` of it on."""
+        """(numel,) of ``dtype`` in the part of local rank ``rank``, from byte ``start`` on; no copy."""
         assert self._ground is not None, "laid out"
         return self._ground.part(rank)[start : start + numel * dtype.itemsize].view(dtype)
 
     def take(self, place: Place, nbytes: int) -> None:
-        """Hold ``place`` and have its memory at hand; its last readers are through on return."""
+        """Hold ``place`` and have memory behind it. Its last readers have read it on return."""
         assert self._ground is not None, "laid out"
         if place.claimed < nbytes:
             self._ground.claim(place.start, place.start + nbytes)
@@ -216,13 +216,13 @@ class Arena:
         place.taken = True
 
     def fits(self, full: Tensor) -> bool:
-        """Whether ``locate`` can make ``full`` visible; the same on all ranks that ask for the same size."""
+        """Whether ``locate`` can make ``full`` visible. Ranks that ask for the same size get the same answer."""
         if self._spare is None:
             return full.data_ptr() in self._by_address
         return full.numel() * full.element_size() <= self._spare.nbytes
 
     def locate(self, full: Tensor, reduction: int) -> int:
-        """Byte in this rank's part at which the node finds ``full``, which is moved to the spare place if need be."""
+        """Byte in this rank's part where the node finds ``full``, which is moved to the spare place if necessary."""
         place = self._by_address.get(full.data_ptr())
         if place is not None:
             place.reduction = reduction

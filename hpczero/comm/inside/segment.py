@@ -3,12 +3,12 @@
 Owns: the shared file behind it, its pages, and the counters by which ranks tell each other how far they are. Must not
 know: units, gradients, nodes other than this one.
 
-A segment is a file in /dev/shm without a name: it is unlinked as soon as every rank has mapped it, so nothing is left
-behind however a job ends, and it lives as long as the last tensor that points into it.
+A segment is a file in /dev/shm without a name. It is unlinked as soon as every rank has mapped it, so nothing is left
+behind however a job ends. Its memory lives as long as the last tensor that points into it.
 
 [Note: Full /dev/shm]
-Touching a page that a full tmpfs cannot give kills the process (SIGBUS). Pages are therefore asked for beforehand
-(posix_fallocate), which fails with an error instead; on NUMA machines they lie near the rank that asks.
+A process that touches a page which a full tmpfs cannot give is killed (SIGBUS). Pages are therefore asked for
+beforehand (posix_fallocate), which fails with an error instead. On NUMA machines they lie near the rank that asks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Segment:
     """
 
     def __init__(self, file: int, memory: mmap.mmap) -> None:
-        """Takes over ``file``. Use ``create``."""
+        """Take over ``file``. Use ``create`` to make a segment."""
         self._file = file
         self._map = memory
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -54,15 +54,15 @@ class Segment:
 
     @classmethod
     def create(cls, node: MPI.Intracomm, nbytes: int, what: str) -> Segment:
-        """A new one. Collective over ``node``.
+        """Make a segment. Collective over ``node``.
 
         Args:
             node: ranks that may share memory.
             nbytes: size; rounded up to pages.
-            what: for messages.
+            what: names it in messages.
 
         Raises:
-            CommError: it cannot be made or not be seen by all; on every rank.
+            CommError: it cannot be made, or some rank cannot see it; on every rank.
         """
         nbytes = -(-max(nbytes, 1) // PAGE) * PAGE
         name, file, memory, problem = "", -1, None, ""
@@ -85,10 +85,10 @@ class Segment:
         raise error
 
     def claim(self, start: int, stop: int) -> None:
-        """Have the pages of bytes ``start`` to ``stop`` at hand, near this rank.
+        """Have memory behind bytes ``start`` to ``stop``, near this rank.
 
         Raises:
-            CommError: there is no memory left; see [Note: Full /dev/shm].
+            CommError: there is no memory left ([Note: Full /dev/shm]).
         """
         if stop > start:
             try:
@@ -100,22 +100,22 @@ class Segment:
                 ) from error
 
     def give_back(self, start: int, stop: int) -> None:
-        """Return the pages that lie wholly within bytes ``start`` to ``stop``; their content is lost for all ranks."""
+        """Return the pages that lie wholly within bytes ``start`` to ``stop``. Their content is lost for all ranks."""
         start, stop = -(-start // PAGE) * PAGE, stop // PAGE * PAGE
         if stop > start:
             self._map.madvise(mmap.MADV_REMOVE, start, stop - start)
 
 
 class Counters:
-    """Numbers that only grow, ``columns`` for each rank of a node: what each has done so far."""
+    """Numbers that only grow, ``columns`` for each rank of a node. They say what each rank has done so far."""
 
     def __init__(self, node: MPI.Intracomm, columns: int, *, naps: bool = False) -> None:
         """Collective over ``node``.
 
         Args:
             node: borrowed.
-            columns: numbers of each rank.
-            naps: who waits long sleeps between looks, as another thread of the process has work for the core.
+            columns: how many numbers each rank has.
+            naps: whether a long wait sleeps between looks, because another thread of the process has work for the core.
         """
         self._node = node
         self._naps = naps
@@ -131,17 +131,17 @@ class Counters:
         node.Barrier()
 
     def publish(self, column: int, value: int) -> None:
-        """This rank has come to ``value``; what it wrote before is seen by whoever sees the number."""
+        """Say that this rank has come to ``value``. Whoever sees the number also sees what was written before."""
         self._window.Sync()
         self._rows[self._node.rank][column] = value
         self._window.Sync()
 
     def read(self, rank: int, column: int) -> int:
-        """How far ``rank`` is."""
+        """Value that ``rank`` has come to."""
         return int(self._rows[rank][column])
 
     def reached(self, column: int, value: int) -> bool:
-        """Whether every rank has come to ``value``; what they wrote before can then be read."""
+        """Whether every rank has come to ``value``. What they wrote before can then be read."""
         for row in self._rows:
             if row[column] < value:
                 return False
@@ -162,7 +162,7 @@ class Counters:
         self._window.Sync()
 
     def wait_until(self, done: Callable[[], bool]) -> None:
-        """Return when ``done()``; meanwhile MPI's own messages go on."""
+        """Return when ``done()`` is true. MPI's own messages go on meanwhile."""
         polls = 0
         while not done():
             polls += 1
@@ -181,7 +181,7 @@ class Counters:
 
 
 def _map(path: Path, nbytes: int, flags: int) -> tuple[int, mmap.mmap | None, str]:
-    """File descriptor, its ``nbytes`` mapped, and ""; or what went wrong. The file may be there all the same."""
+    """File descriptor, its ``nbytes`` mapped, and ""; or what went wrong. The file may exist in either case."""
     file = -1
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)

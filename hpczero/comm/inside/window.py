@@ -3,12 +3,12 @@
 Owns: the segments and who may touch what when. Must not know: other nodes, the order of sums, units.
 
 [Note: Who may touch what]
-Whole parameters (``Use.GATHER``): a rank writes its own part only, and only when nobody reads it, which the order of
-a training step sees to: an update comes after an agreement of all ranks that their backward is through. ``spread`` is
-then nothing but waiting for everybody. Where the memory is given back, each rank drops its own part once every rank of
-the node has released the buffer.
+Whole parameters (``Use.GATHER``): a rank writes its own part only, and only when no rank reads it. The order of a
+training step sees to that: an update comes after an agreement of all ranks that their backward is over. ``spread`` only
+waits for all ranks. If the memory is given back, each rank drops its own part once every rank of the node has released
+the buffer.
 
-Gradients (``Use.REDUCE``): see gradients.[Note: Who may touch a gradient].
+Gradients (``Use.REDUCE``): gradients.py, [Note: Who may touch a gradient].
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SegmentGround(Ground):
 
 
 class WholeBuffer(Buffer):
-    """Whole parameters of a unit, one copy for the node; the ledger counts this rank's part of it."""
+    """Whole parameters of a unit, one copy for the node. The ledger counts this rank's part of it."""
 
     shared = True
 
@@ -68,7 +68,7 @@ class WholeBuffer(Buffer):
         category: str,
         lasts: bool,
     ) -> None:
-        """Not collective; the pages of this rank's part are there."""
+        """Not collective. The pages of this rank's part are there already."""
         self.tensor = segment.bytes[: numel * dtype.itemsize].view(dtype)
         self.lasts = lasts
         self.number = number
@@ -99,7 +99,7 @@ class WholeBuffer(Buffer):
             self._held = True
 
     def release(self) -> None:
-        """This rank reads it no more; the pages go when no rank of the node does."""
+        """Say that this rank reads it no more. The pages go when no rank of the node reads them."""
         if not self.lasts:
             self._window.released(self)
 
@@ -112,7 +112,7 @@ class WholeBuffer(Buffer):
 
 
 class Window(NodeLevel):
-    """Ranks of one node over shared memory; what is not allocated here moves by messages."""
+    """Ranks of one node over shared memory. What is not allocated here moves by messages."""
 
     most_nbytes = 2**62  # nothing is copied
 
@@ -131,14 +131,15 @@ class Window(NodeLevel):
 
         Args:
             group: borrowed.
-            memory: ledger.
+            memory: ledger of buffers.
             messages: moves buffers that lie elsewhere; closed by ``close``.
             drain: enters every block of ``reading`` that was put off.
-            waiting: around a wait for other ranks, see ``Collectives.waiting``.
-            overlap: another thread than the one that calls ``reading`` and ``released`` calls ``spread`` and enters
-                the blocks of ``reading``, in the order of those calls.
-            shares_wholes: False gives each rank whole parameters of its own, in memory that is gone while they are
-                sharded, as it is between nodes: a program that reads them then fails on one node too.
+            waiting: context around a wait for other ranks (``Collectives.waiting``).
+            overlap: whether one thread calls ``reading`` and ``released``, and another calls ``spread`` and enters the
+                blocks of ``reading``, in the order of those calls.
+            shares_wholes: whether a node has one copy of whole parameters. False gives each rank its own, in memory
+                that is gone while they are sharded, as between nodes. A program that reads them then fails on one node
+                too.
         """
         super().__init__(group.node, memory)
         self._group = group
@@ -162,7 +163,7 @@ class Window(NodeLevel):
     def allocate(
         self, numel: int, dtype: torch.dtype, *, category: str, use: Use, keep: bool
     ) -> Buffer:
-        """As ``Collectives.allocate``; collective over the group where the memory is shared."""
+        """A buffer as of ``Collectives.allocate``. Collective over the group if the memory is shared."""
         if use is Use.GATHER and self.shares_wholes:
             return self._allocate_whole(numel, dtype, category, keep)
         if use is Use.REDUCE:
@@ -192,7 +193,7 @@ class Window(NodeLevel):
         return whole
 
     def settle(self) -> None:
-        """Lay the arena out. Collective over the group."""
+        """Lay the gradients out in shared memory. Collective over the group."""
         self._counters = Counters(self.comm, FIRST_WHOLE + len(self._wholes), naps=self._overlap)
         each = self._gradients.lay_out()
         nbytes = each * self.comm.size
@@ -220,14 +221,14 @@ class Window(NodeLevel):
         return lambda: counters.wait(ARRIVED, arrival)
 
     def released(self, whole: WholeBuffer) -> None:
-        """This rank has no more use for the content of ``whole``."""
+        """Say that this rank has no more use for the content of ``whole``."""
         if self._counters is not None and whole.held:
             self._counters.publish(FIRST_WHOLE + whole.number, whole.generation)
             self._to_drop[whole.number] = whole
             self.drop_released()
 
     def drop_released(self) -> None:
-        """Give back what every rank of the node has released by now; not collective."""
+        """Give back what every rank of the node has released by now. Not collective."""
         if self._counters is None:
             return
         for other in list(self._to_drop.values()):
