@@ -1,7 +1,7 @@
 """The error tree, exit codes, and the one way a command ends.
 
-Owns: what an error is called and which exit code a batch system sees. Must not know: torch, units, stages; MPI only
-through the module that is already loaded (an error must never be what starts MPI).
+Owns: what an error is called and which exit code a batch system sees. Must not know: torch, units, stages. It uses MPI
+only where the module is loaded already: an error must not start MPI.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class StepError(HpcZeroError, RuntimeError):
 
 
 class OutOfMemory(HpcZeroError, MemoryError):
-    """Memory ran out; says what the plan needs beside what the allocator said."""
+    """Memory ran out; the message has what the plan needs beside what the allocator said."""
 
 
 class CheckpointError(HpcZeroError, RuntimeError):
@@ -99,7 +99,7 @@ class CheckpointMismatch(CheckpointError, ValueError):
 
 
 class StoppedEarly(HpcZeroError):
-    """A run that was asked to stop before its first step; the same command begins again."""
+    """A run that was asked to stop before its first step; the same command begins it again."""
 
     exit_code = EXIT_REQUEUE
 
@@ -111,7 +111,7 @@ class CheckpointBusy(CheckpointError):
 
 
 def launcher_rank() -> int:
-    """Rank by the launcher's environment, before MPI is up; 0 where there is no launcher."""
+    """Rank by the launcher's environment, before MPI is up; 0 without a launcher."""
     for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"):
         value = os.environ.get(name, "")
         if value.isascii() and value.isdigit() and len(value) < 10:
@@ -125,14 +125,14 @@ def launched_by_open_mpi() -> bool:
 
 
 def _running_mpi() -> Any:
-    """mpi4py's module, where it is up and has several ranks; else None."""
+    """mpi4py's module where it is up with several ranks; else None."""
     mpi = sys.modules.get("mpi4py.MPI")
     up = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
     return mpi if mpi is not None and up and mpi.COMM_WORLD.size > 1 else None
 
 
 def abort_job(code: int) -> None:
-    """End every rank of the job if MPI is up in this process; return otherwise."""
+    """End every rank of the job if MPI is up in this process; otherwise return."""
     mpi = _running_mpi()
     if mpi is not None:
         for stream in (sys.stdout, sys.stderr):
@@ -151,9 +151,9 @@ def report(error: BaseException) -> int:
 
 
 def report_once(error: BaseException) -> int:
-    """As ``report``, of an error that all ranks raise together: one of those that have the same text says it.
+    """Report an error that all ranks raise together. Of ranks with the same text only one writes it.
 
-    Collective over MPI's world, where MPI is up. A rank that has waited for the others too long speaks for itself
+    Collective over MPI's world, where MPI is up. A rank that has waited for the others too long writes its own error
     and ends the job.
     """
     text, mpi = _text_of(error), _running_mpi()
@@ -178,7 +178,7 @@ def report_once(error: BaseException) -> int:
 
 
 def _waits(request: Any) -> bool:
-    """Whether ``request`` of MPI is done within TOLD_S."""
+    """Whether ``request`` of MPI is done within TOLD_S seconds."""
     deadline = time.monotonic() + TOLD_S
     while not request.Test():
         if time.monotonic() > deadline:
@@ -214,7 +214,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _of_the_machine(error: BaseException) -> str | None:
-    """One line, where it is the machine that has no more to give: a traceback says nothing then."""
+    """One line for an error of a machine that has no more to give, where a traceback tells nothing; else None."""
     own = Path(__file__)
     frames = traceback.extract_tb(error.__traceback__)
     places = [(Path(f.filename), f.lineno) for f in frames]
@@ -238,9 +238,9 @@ def _of_the_machine(error: BaseException) -> str | None:
 
 
 def explain_exhaustion(text: str) -> None:
-    """Have an uncaught error of a failed allocation begin with ``text``, in programs that are not our commands.
+    """Begin the report of an uncaught failed allocation with ``text``, in programs that are not our commands.
 
-    A later call takes the place of an earlier one.
+    A later call replaces an earlier one.
     """
     previous = sys.excepthook
     if hasattr(previous, "explains"):
@@ -307,7 +307,7 @@ def run(main: Callable[[], int | None]) -> None:
 
 
 def _reader_left() -> bool:
-    """Whether nobody reads our stdout any more; what is still in its buffer is then thrown away."""
+    """Whether nobody reads our stdout any more. What is still in its buffer is then dropped."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     left = bool(poll.poll(0))
@@ -317,7 +317,7 @@ def _reader_left() -> bool:
 
 
 def _drop_output() -> None:
-    """What is still in the buffer of stdout is thrown away: Python would fail with it once more at its very end."""
+    """Drop what is still in the buffer of stdout: Python would fail with it once more at exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -3,11 +3,11 @@
 Owns: nothing but the contract. Must not know: MPI, collectives, units.
 
 [Note: Two clocks]
-Work on a device is issued now and done later, in the order of its lane. MPI, other processes and the host's own
-memory know nothing of that order. Whoever hands device memory to them first waits on the host for a ``Mark`` behind
-the last operation that wrote it; whoever hands the host's result to the device does so after the host has it. There is
-no other rule, and all transports keep it (docs/architecture.md). On the host's own memory every mark has passed at
-once, which is why the same transports run there, and are tested there with a twin whose lanes are late on purpose.
+Work on a device is issued now and done later, in the order of its lane. MPI, other processes and the host's own memory
+know nothing of that order. Two rules follow, and all transports keep them. Device memory is handed to MPI, another
+process or the host only after the host has waited for a ``Mark`` behind the last operation that wrote it. A result of
+the host is handed to the device only after the host has it. On the host's own memory every mark has passed at once. The
+same transports therefore run there, and tests run them with a twin whose lanes are late on purpose.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ class Mark(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when everything before it is done. Any thread."""
+        """Return when everything before the mark is done. Any thread may call it."""
 
 
 class Lane(ABC):
-    """One order of work on the device, beside that of the caller."""
+    """An order of work on the device, beside that of the caller."""
 
     @abstractmethod
     def after(self, mark: Mark) -> None:
-        """What is started here from now on begins when ``mark`` has passed; returns at once."""
+        """Have what is started here from now on begin when ``mark`` has passed. Returns at once."""
 
     @abstractmethod
     def copy(self, into: Tensor, source: Tensor) -> None:
-        """Start to copy; either side may be pinned memory of the host. Both must live until a later mark has passed."""
+        """Start a copy; either side may be pinned memory of the host. Both must live until a later mark has passed."""
 
     @abstractmethod
     def mark(self) -> Mark:
-        """Behind what was started here so far."""
+        """Mark the end of what was started here so far."""
 
     @abstractmethod
     def current(self) -> AbstractContextManager[None]:
-        """Inside, what torch starts on this thread goes to this lane."""
+        """Context: what torch starts on this thread goes to this lane."""
 
     def finish(self) -> None:
         """Return when everything started here is done."""
@@ -53,19 +53,22 @@ class Lane(ABC):
 
 
 class Span(ABC):
-    """From ``Accelerator.span`` to ``end`` on the caller's lane, by the device's own clock."""
+    """A stretch of the caller's lane, from ``Accelerator.span`` to ``end``, timed by the device's own clock."""
 
     @abstractmethod
     def end(self) -> None:
-        """Here it ends; returns at once."""
+        """End the span; returns at once."""
 
     @abstractmethod
     def passed(self) -> bool:
-        """Whether the device is through with it; after ``end``."""
+        """Whether the device has worked through the span. Call it after ``end``."""
 
     @abstractmethod
     def seconds(self) -> float:
-        """How long it was; waits until the device is through with it. After ``end``."""
+        """Length of the span in seconds.
+
+        Call it after ``end``. It waits until the device has worked through the span.
+        """
 
 
 class Export(ABC):
@@ -80,12 +83,15 @@ class Export(ABC):
     ticket: bytes
 
     def seal(self) -> None:
-        """Everybody who needs it has attached it; nobody else can any more, where that can be had."""
+        """Say that all who need the block have attached it.
+
+        Where the system allows that, nobody else can from now on.
+        """
         return
 
     @abstractmethod
     def close(self) -> None:
-        """Give the memory back; nobody may have it attached or point into it."""
+        """Give the memory back. Nobody may have it attached or point into it any more."""
 
 
 class Attached(ABC):
@@ -99,15 +105,15 @@ class Attached(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Unmap it; nobody may point into it."""
+        """Unmap the block. Nobody may point into it any more."""
 
 
 class Accelerator(ABC):
     """One device of this process.
 
     Attributes:
-        device: of torch.
-        is_host: whether its memory is the host's: every call is done when it returns, and MPI sees the memory.
+        device: the torch device.
+        is_host: whether its memory is the host's. Every call is then done when it returns, and MPI sees the memory.
     """
 
     device: torch.device
@@ -115,7 +121,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def mark(self) -> Mark:
-        """Behind what torch has started on this thread's current lane."""
+        """Mark the end of what torch has started on this thread's current lane."""
 
     def finish(self) -> None:
         """Return when what torch has started on this thread's current lane is done."""
@@ -123,39 +129,39 @@ class Accelerator(ABC):
 
     @abstractmethod
     def span(self) -> Span:
-        """Begins behind what torch has started on this thread's current lane."""
+        """Begin a span behind what torch has started on this thread's current lane."""
 
     @abstractmethod
     def lane(self) -> Lane:
-        """A new one."""
+        """Make a new lane."""
 
     @abstractmethod
     def pinned(self, nbytes: int) -> Tensor:
-        """(nbytes,) uint8 of host memory that lanes can copy from and to without the processor."""
+        """(nbytes,) uint8 of host memory from and to which lanes copy without the processor."""
 
     @abstractmethod
     def export(self, nbytes: int) -> Export:
-        """Memory that other processes of this node can map.
+        """Allocate ``nbytes`` that other processes of this node can map.
 
         Raises:
-            CommError: there is not enough; or such memory cannot be shared here, with the remedy.
+            CommError: there is not enough memory, or such memory cannot be shared here; the message has the remedy.
         """
 
     @abstractmethod
     def attach(self, ticket: bytes, nbytes: int) -> Attached:
-        """Map what another process exported; a process cannot map its own.
+        """Map what another process exported. A process cannot map its own export.
 
         Raises:
-            CommError: it cannot be seen from here, with the remedy.
+            CommError: the block cannot be seen from here; the message has the remedy.
         """
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """``tensor`` of the host, on the device for what is started here from now on; does not wait for the device."""
+        """``tensor`` of the host on the device, for what is started here from now on; does not wait for the device."""
         return tensor
 
     @property
     def identity(self) -> str:
-        """Names the device on its host, whatever number this process knows it by; empty on the host."""
+        """Name of the device on its host, the same in every process that sees it; empty on the host."""
         return ""
 
     @abstractmethod
@@ -164,12 +170,12 @@ class Accelerator(ABC):
 
     @abstractmethod
     def usage(self) -> Mapping[str, int]:
-        """Bytes on the device: ``allocated``, ``reserved``, their peaks, ``total``, and more; none on the host."""
+        """Bytes on the device: ``allocated``, ``reserved``, their peaks, ``total`` and more; empty on the host."""
 
     def reset_peak(self) -> None:
-        """Start new peaks."""
+        """Begin to measure peaks anew."""
         return
 
     def enter_thread(self) -> None:
-        """Make this device the current one of the calling thread: in CUDA the choice belongs to a thread."""
+        """Make this device the current one of the calling thread. In CUDA each thread has its own current device."""
         return

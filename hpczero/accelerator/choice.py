@@ -1,7 +1,8 @@
 """Which device this rank uses, decided before MPI is started.
 
 Owns: the rank's place on its node as the launcher tells it, and the refusal of settings that break shared memory. Must
-not know: MPI. UCX and Open MPI bind to the current device when they start (pytorch#31528), so nobody can be asked.
+not know: MPI. UCX and Open MPI bind to the current device when they start (pytorch#31528), so the device is chosen
+before MPI could be asked.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def choose_accelerator(kind: str = "auto", environment: Environment | None = Non
         environment: of this process; None reads it.
 
     Raises:
-        ConfigError: cuda where there is none; an allocator whose memory no other process can map.
+        ConfigError: ``cuda`` without a CUDA device, or an allocator whose memory no other process can map.
     """
     if kind not in KINDS:
         raise ConfigError(f"device: got {kind!r}, expected one of {', '.join(KINDS)}")
@@ -46,10 +47,10 @@ def choose_accelerator(kind: str = "auto", environment: Environment | None = Non
 
 
 def accelerator_of(device: torch.device) -> Accelerator:
-    """The accelerator whose memory ``device`` is: for models that lie there already.
+    """The accelerator whose memory ``device`` is, for a model that lies there already.
 
     Raises:
-        ConfigError: a device that is neither cpu nor cuda.
+        ConfigError: the device is neither cpu nor cuda.
     """
     if device.type in ("cpu", "meta"):
         return HostAccelerator()
@@ -63,7 +64,7 @@ def accelerator_of(device: torch.device) -> Accelerator:
 
 
 def device_index(local_rank: int | None, count: int) -> int:
-    """Which of ``count`` visible devices a rank takes. Several ranks may share one, in turn.
+    """Which of ``count`` visible devices a rank takes. Several ranks may share one; they take them in turn.
 
     Args:
         local_rank: place of the rank on its node; None where the launcher does not say.
@@ -84,10 +85,10 @@ def check_allocator(settings: str) -> None:
     """Refuse allocators whose memory cannot be given to MPI or to other ranks.
 
     Args:
-        settings: of PYTORCH_CUDA_ALLOC_CONF.
+        settings: the value of PYTORCH_CUDA_ALLOC_CONF.
 
     Raises:
-        ConfigError: names the setting.
+        ConfigError: such an allocator is set; the message names the setting.
     """
     for bad in ("expandable_segments:true", "backend:cudamallocasync"):
         if bad in settings.replace(" ", "").lower():

@@ -1,12 +1,12 @@
 """CUDA devices: streams and events of torch, exported memory of CuPy.
 
 Owns: the CUDA calls, and which allocators make memory that cannot be shared. Must not know: MPI, collectives. Nothing
-here touches CUDA before a ``CudaAccelerator`` is made, which a rank does before it starts MPI (see ``choice``).
+here touches CUDA before a ``CudaAccelerator`` is made. A rank makes it before it starts MPI (``choice``).
 
 [Note: One exported block]
-A CUDA IPC handle names a whole ``cudaMalloc`` block, whatever pointer into it was given (cupy#9436), and memory of
-pools (cudaMallocAsync, expandable segments) has none. So what others may see is one block of its own, from
-``cudaMalloc`` itself, cut up by offsets that we know.
+A CUDA IPC handle names a whole ``cudaMalloc`` block, whatever pointer into it was given (cupy#9436). Memory of pools
+(cudaMallocAsync, expandable segments) has no handle. Each export is therefore one block from ``cudaMalloc`` itself, and
+we cut it up by offsets.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Events(Span):
 
 
 class _Stream(Lane):
-    """Before what the model computes: copies and sums are short, and somebody waits for them."""
+    """A CUDA stream of high priority: copies and sums are short, and somebody waits for them."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
@@ -84,7 +84,7 @@ class _Stream(Lane):
 
 
 class _Block(Export):
-    """One allocation that other processes may map; [Note: One exported block]."""
+    """One allocation that other processes may map ([Note: One exported block])."""
 
     def __init__(self, cupy: ModuleType, device: torch.device, nbytes: int) -> None:
         self._runtime = cupy.cuda.runtime
@@ -166,7 +166,7 @@ class CudaAccelerator(Accelerator):
     """One CUDA device."""
 
     def __init__(self, index: int) -> None:
-        """Starts CUDA on device ``index`` for this thread.
+        """Start CUDA on device ``index`` for this thread.
 
         Raises:
             ConfigError: there is no such device, or CuPy is missing.
@@ -262,7 +262,7 @@ class CudaAccelerator(Accelerator):
 
 
 def load_cupy() -> ModuleType:
-    """CuPy.
+    """Import CuPy.
 
     Raises:
         ConfigError: it is not installed.

@@ -1,4 +1,4 @@
-"""The host as an accelerator: nothing is late, and what is exported lies in shared memory. The CPU twin.
+"""The host as an accelerator: nothing is late, and exports lie in shared memory. It is the CPU twin of a device.
 
 Owns: exports as files in /dev/shm. Must not know: MPI, collectives.
 """
@@ -45,7 +45,7 @@ class _HostSpan(Span):
 
 
 class _Now(Lane):
-    """Does everything at once."""
+    """A lane that does everything at once."""
 
     def after(self, mark: Mark) -> None:
         mark.wait()
@@ -62,7 +62,7 @@ class _Now(Lane):
 
 
 class _SharedFile(Export):
-    """A file without a name once it is sealed; mapped by all who attached it."""
+    """A file in /dev/shm, mapped by all who attached it. It has no name once it is sealed."""
 
     def __init__(self, nbytes: int) -> None:
         name = f"hpczero-export-{os.getpid()}-{secrets.token_hex(8)}"

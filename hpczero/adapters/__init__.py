@@ -1,1 +1,1 @@
-"""Adapters: models of other programs, one file each. What they call their parameters, and how these lie."""
+"""Adapters: models of other programs, one file each, with the names and layouts of their parameters."""

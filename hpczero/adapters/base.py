@@ -19,7 +19,7 @@ class Adapter(Protocol):
 
     @property
     def config(self) -> GPTConfig:
-        """Its sizes, as checkpoints and weight files name them."""
+        """Sizes of the model, under the names that checkpoints and weight files use."""
         ...
 
     @property
@@ -29,7 +29,7 @@ class Adapter(Protocol):
 
     @property
     def flops_per_token(self) -> float:
-        """Forward and backward, without recomputation."""
+        """FLOPs of forward and backward for one token, without recomputation."""
         ...
 
     def with_vocabulary(self, size: int) -> Adapter:
@@ -41,11 +41,11 @@ class Adapter(Protocol):
         ...
 
     def initializer(self, model: nn.Module, seed: int) -> Callable[[str, Tensor], None]:
-        """What ``zeroify`` fills parameters with: f(name, whole fp32 tensor), by (seed, name, shape) alone."""
+        """What ``zeroify`` fills parameters with: f(name, whole fp32 tensor). Values depend on seed, name and shape."""
         ...
 
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean over the tokens of a micro-batch, a scalar; ``inputs`` and ``targets`` are int64 (B, T)."""
+        """Mean loss over the tokens of a micro batch, a scalar. ``inputs`` and ``targets`` are int64 (B, T)."""
         ...
 
     def decays(self, name: str, parameter: Tensor) -> bool:

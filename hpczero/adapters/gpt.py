@@ -30,7 +30,7 @@ class GPTAdapter:
 
     @property
     def flops_per_token(self) -> float:
-        """6 per parameter of a product, and those of attention; see ``hpczero.models.flops_per_token``."""
+        """Model FLOPs of one token, by ``hpczero.models.flops_per_token``."""
         return flops_per_token(self.config)
 
     def with_vocabulary(self, size: int) -> GPTAdapter:

@@ -1,7 +1,7 @@
 """The names and shapes that Hugging Face's GPT-2 has for the parameters of ``hpczero.models.GPT``.
 
 Owns: both layouts and what ``config.json`` must say. Must not know: files, torch, the model's class. Our linear layers
-keep (out, in); theirs in the blocks, ``Conv1D``, keep (in, out).
+store weights as (out, in). Theirs in the blocks are ``Conv1D``, which stores (in, out).
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ Shape = tuple[int, ...]
 
 
 def is_transposed(name: str) -> bool:
-    """Whether the parameter ``name`` of ours is stored the other way round there."""
+    """Whether GPT-2 stores our parameter ``name`` transposed."""
     found = _OURS.fullmatch(name)
     return found is not None and found[3] == "weight" and not found[2].endswith("_norm")
 
 
 def their_name(name: str) -> str:
-    """Of a parameter of ours, one of those ``check`` has let through."""
+    """GPT-2's name of our parameter ``name``, which ``check`` has let through."""
     found = _OURS.fullmatch(name)
     if found:
         return f"{PREFIX}h.{found[1]}.{THEIRS_IN_BLOCK[found[2]]}.{found[3]}"
@@ -64,7 +64,7 @@ def their_name(name: str) -> str:
 
 
 def file_name(name: str) -> str:
-    """As the file that most programs write has it; a name that is none of ours stays as it is."""
+    """GPT-2's name of a parameter as most programs write it to files; a name that is none of ours stays as it is."""
     try:
         return their_name(name).removeprefix(PREFIX)
     except KeyError:
@@ -72,7 +72,7 @@ def file_name(name: str) -> str:
 
 
 def our_name(key: str) -> str | None:
-    """Of their tensor ``key``; None for a mask, which is no weight; a key of something else stays as it is."""
+    """Our name of their tensor ``key``; None for a mask, which is no weight. An unknown key stays as it is."""
     plain = key.removeprefix(PREFIX)
     if _MASK.fullmatch(plain):
         return None
@@ -85,13 +85,13 @@ def our_name(key: str) -> str | None:
 
 
 def looks_like(names: Mapping[str, Any]) -> bool:
-    """Whether keys are theirs; other models have blocks ``h.0`` too, but not with the same modules."""
+    """Whether the keys are GPT-2's. Other models have blocks ``h.0`` too, but with other modules in them."""
     found = (_THEIRS.fullmatch(name.removeprefix(PREFIX)) for name in names)
     return any(match and "c_attn" in match[2] and match[2] in OURS_IN_BLOCK for match in found)
 
 
 def expected_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Of all parameters of the GPT that ``shapes`` come nearest to, in our layout, its own head included."""
+    """Shapes of all parameters of the GPT that ``shapes`` come nearest to, in our layout, its untied head included."""
     vocab_size, hidden = _pair(shapes.get(TABLE))
     context, _ = _pair(shapes.get("wpe.weight"))
     ffn, _ = _pair(shapes.get("blocks.0.mlp.expansion.weight"))
@@ -120,7 +120,7 @@ def expected_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 def sizes_of(expected: Mapping[str, Shape]) -> dict[str, int]:
-    """Fields of ``GPTConfig`` that the shapes of a whole GPT-2 tell."""
+    """Fields of ``GPTConfig`` that follow from the shapes of a whole GPT-2."""
     vocab_size, hidden = expected[TABLE]
     return {
         "vocab_size": vocab_size,
@@ -144,10 +144,10 @@ def check(shapes: Mapping[str, Shape], tied: Mapping[str, str], model: Mapping[s
     Args:
         shapes: of all parameters and buffers, in our layout; a tied head under its own name too.
         tied: further names of parameters, each with the name it is tied to.
-        model: fields of ``GPTConfig``, as far as they are known.
+        model: known fields of ``GPTConfig``.
 
     Raises:
-        ConfigError: names what does not fit.
+        ConfigError: the message names what does not fit.
     """
     positions = model.get("positions", "learned")
     faults = [f"positions are {positions!r}, expected 'learned'"] if positions != "learned" else []
@@ -187,11 +187,11 @@ def their_config(
     Args:
         shapes: as in ``check``.
         model: as in ``check``.
-        heads: attention heads, where ``model`` does not have them: shapes do not tell.
-        tied: the head is the table of tokens.
+        heads: attention heads, where ``model`` does not have them; they do not follow from shapes.
+        tied: whether the head is the token embedding.
 
     Raises:
-        ConfigError: the number of heads is unknown, two are given, or it cannot be.
+        ConfigError: the number of heads is unknown, differs from that in ``model``, or does not divide the width.
     """
     vocab_size, hidden = shapes[TABLE]
     known = model.get("heads")
@@ -230,7 +230,7 @@ def our_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of ``GPTConfig`` from a ``config.json`` of theirs.
 
     Raises:
-        CheckpointMismatch: a GPT-2 that ours cannot compute, or not one at all.
+        CheckpointMismatch: the file is not of a GPT-2, or of one that our GPT cannot compute.
     """
     faults = [
         f"{name} is {shown(config[name])}, expected {values[0]!r}"

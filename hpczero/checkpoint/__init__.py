@@ -1,4 +1,4 @@
-"""Checkpoints: sharded state in one HDF5 file that any number of ranks, at any stage, goes on from."""
+"""Checkpoints: sharded state in one HDF5 file, from which any number of ranks goes on at any stage."""
 
 from __future__ import annotations
 

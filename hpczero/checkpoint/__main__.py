@@ -1,7 +1,7 @@
 """The command for checkpoints on disk: ``python -m hpczero.checkpoint ls|verify|export|import PATH``.
 
-Owns: the command line and what it prints. Must not know: how anything is done. One process; no MPI is started.
-Weights go into a model that trains already by ``hpczero.checkpoint.import_weights``, without a checkpoint between.
+Owns: the command line and what it prints. Must not know: how anything is done. It is one process and starts no MPI.
+``hpczero.checkpoint.import_weights`` puts weights into a model that trains already, without a checkpoint.
 """
 
 from __future__ import annotations

@@ -41,11 +41,11 @@ class Background:
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to wait for on this rank."""
+        """Whether nothing is left to wait for on this rank."""
         return self._thread is not None and not self._thread.is_alive()
 
     def start(self, work: Callable[[Topology], Path]) -> None:
-        """Collective over world the first time."""
+        """Start a write. Collective over world the first time."""
         if self._own is None:
             self._own = replace(self._topology, world=self._topology.world.beside())
         own = self._own
@@ -67,9 +67,9 @@ class Background:
         self._thread.start()
 
     def leave(self, then: Callable[[], None]) -> None:
-        """Nobody waits for it: it goes on, and ends with ``then``. Not collective.
+        """Go on without a caller who waits; ``then`` is called at the end. Not collective.
 
-        Peers write their parts on threads, too, so it ends as long as they live. The communicator stays behind.
+        Peers write their parts on threads too, so the write ends as long as they live. The communicator is not freed.
         """
         assert self._thread is not None, "busy"
         with self._guard:
@@ -89,7 +89,7 @@ class Background:
         """Wait for the thread of this rank. Not collective, but the thread's work is.
 
         Raises:
-            CheckpointError: what it raised.
+            CheckpointError: what the write raised.
         """
         assert self._thread is not None, "busy"
         self._thread.join()
@@ -102,13 +102,13 @@ class Background:
         return self._path
 
     def close(self) -> None:
-        """Collective over world."""
+        """Wait for the write and free the communicator. Collective over world."""
         if self._own is not None:
             self._own.world.comm.Free()
             self._own = None
 
 
 def wait_for_left() -> None:
-    """Return when what was left has been written, or has failed. Not collective."""
+    """Return when all writes that were left are done or have failed. Not collective."""
     while _left:
         _left.pop().join()

@@ -1,6 +1,6 @@
 """The public calls: save, load, and the checkpoints of one run with saves in the background.
 
-Owns: who holds the lock, and what is in flight. Must not know: files, datasets.
+Owns: who holds the lock, and which save is in progress. Must not know: files, datasets.
 """
 
 from __future__ import annotations
@@ -44,27 +44,28 @@ def save(
 ) -> Path:
     """Write ``directory/step-...``: a whole checkpoint, or none. Collective over the topology's world.
 
-    What is in ``directory`` and not of the model's line is set aside with the same rename: checkpoints newer than the
-    one that was loaded or saved there last; where none was, those of this step and later ones, and all with ``keep``.
-    They are kept in ``directory/aside-...``, and a line is logged.
+    A checkpoint in ``directory`` that is not of the model's line is set aside by the same rename that brings in the new
+    one. If the model was loaded or saved in ``directory``, these are the checkpoints newer than the last such one.
+    Otherwise they are those of this step and later, and all of them with ``keep``. They are kept in
+    ``directory/aside-...``, and a line is logged.
 
     Args:
-        directory: of all checkpoints of a run; made if need be.
+        directory: of all checkpoints of a run; made if it does not exist.
         model: zeroified, between two steps.
         optimizer: the one it was zeroified with; None takes that one too.
         step: optimizer steps done.
         extra: numbers, texts, lists and dictionaries that ``load`` gives back, e.g. ``scheduler.state_dict()`` and the
             place in the data. Keys may be numbers, None and texts; tuples come back as lists.
-        keep: newest checkpoints that stay, counted among those of the model's line; None takes none away.
-        writer: ``mpio`` (parallel HDF5), ``posix`` (the same file without MPI-IO), or ``auto``: ``mpio``
-            on parallel file systems where it is safe.
+        keep: newest checkpoints that stay, counted among those of the model's line; None removes none.
+        writer: ``mpio`` (parallel HDF5), ``posix`` (the same file without MPI-IO), or ``auto``: ``mpio`` on parallel
+            file systems where it is safe.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        ConfigError: a bad ``step`` or ``extra``; or the model has no optimizer, and the checkpoint of this step that is
-            there holds the state of one.
+        ConfigError: ``step`` or ``extra`` cannot be saved; or the model has no optimizer, and the checkpoint of this
+            step in ``directory`` holds the state of one.
         CheckpointBusy: another job writes to ``directory``.
         CheckpointError: it could not be written; on every rank, and older checkpoints are as they were.
     """
@@ -76,19 +77,23 @@ def load(directory: str | Path, model: nn.Module, optimizer: Optimizer | None = 
     """Make ``model`` and its optimizer what they were at a save. Collective over the topology's world.
 
     The number of ranks, the stage, the units and the precision may be others than at the save. Parameters, state and
-    options of the optimizer, buffers, random streams and loss scale are restored; a scheduler is yours to restore from
+    options of the optimizer, buffers, random streams and loss scale are restored. A scheduler is not; restore it from
     ``extra``.
 
     Args:
-        directory: a checkpoint, or a folder of them or of a run: then the newest sound one.
+        directory: a checkpoint, or the folder of checkpoints or of a run, of which the newest sound one is loaded.
         model: zeroified, of the same parameters.
         optimizer: the one it was zeroified with; None takes that one too.
 
+    Returns:
+        What the checkpoint holds beside the model, ``extra`` among it.
+
     Raises:
         ConfigError: there is no checkpoint.
-        StepError: inside ``gathered``, whose end would write the values of before over the loaded ones.
-        CorruptCheckpoint: none is sound; says what is wrong with the newest.
-        CheckpointMismatch: of another model or optimizer, or of a later version; lists the differences.
+        StepError: inside ``gathered``, whose end would write the old values over the loaded ones.
+        CorruptCheckpoint: none is sound; the message says what is wrong with the newest.
+        CheckpointMismatch: it is of another model or optimizer, or of a later version; the message lists the
+            differences.
     """
     state = _sharding(model, optimizer)
     found = _load(_path(directory), state)
@@ -100,7 +105,7 @@ def load(directory: str | Path, model: nn.Module, optimizer: Optimizer | None = 
 
 
 class Checkpoints:
-    """The checkpoints of one run. Use it as a context manager; every method is collective over the topology's world."""
+    """The checkpoints of one run. Use it as a context manager. Methods are collective over the topology's world."""
 
     def __init__(
         self,
@@ -122,16 +127,16 @@ class Checkpoints:
             model: as in ``save``.
             optimizer: as in ``save``.
             keep: as in ``save``.
-            background: write while training goes on; needs memory for a copy of this rank's shards, and an MPI
-                that lets two threads call it.
+            background: whether to write while training goes on. It needs memory for a copy of this rank's shards, and
+                an MPI that lets two threads call it.
             writer: as in ``save``; in the background always ``posix``.
             slab_nbytes: bytes that one digest covers.
             at: told of every milestone of a save, on every rank.
-            lock: of ``directory``, which the caller holds on rank 0 as long as this is used; None: taken at the first
-                save.
+            lock: lock of ``directory``, which the caller holds on rank 0 as long as this is used. None takes one at the
+                first save.
 
         Raises:
-            ConfigError: no such writer, or fewer than one to keep.
+            ConfigError: there is no such writer, or ``keep`` is below 1.
         """
         if writer not in ("auto", "mpio", "posix"):
             raise ConfigError(f"writer: got {writer!r}, expected auto, mpio or posix")
@@ -154,9 +159,10 @@ class Checkpoints:
         )
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> Path:
-        """As ``hpczero.checkpoint.save``; with ``background`` it returns the folder of all, once the shards are copied.
+        """Save as ``hpczero.checkpoint.save`` does. Collective over world.
 
-        An earlier save that is still being written is waited for, and its error raised.
+        With ``background`` it returns the folder of all checkpoints, once the shards are copied. An earlier save that
+        is still being written is waited for, and its error raised.
         """
         topology = self._sharding.topology
         self.wait()
@@ -180,7 +186,7 @@ class Checkpoints:
         return self._folder.path
 
     def _take(self) -> None:
-        """Have the folder to ourselves, tidy. Collective."""
+        """Take the lock of the folder, and finish what a killed job has left there. Collective."""
         if self._locked:
             return
         topology = self._sharding.topology
@@ -201,7 +207,10 @@ class Checkpoints:
             self._lock.release()
 
     def _writing(self, snapshot: Snapshot, writer: str) -> Callable[[Topology], Path]:
-        """What writes ``snapshot``. A load in the meantime gives the model another lineage, but not the snapshot."""
+        """The call that writes ``snapshot``.
+
+        It remembers the lineage: a load in the meantime changes the model's, not the snapshot's.
+        """
         lineage = self._sharding.lineage
 
         def run(topology: Topology) -> Path:
@@ -226,7 +235,9 @@ class Checkpoints:
         return self._background is not None and self._background.busy
 
     def check(self) -> Path | None:
-        """Call it between steps: the checkpoint that has been finished in the background since the last call, if any.
+        """The checkpoint that was finished in the background since the last call, or None. Call it between steps.
+
+        Collective over world.
 
         Raises:
             CheckpointError: it could not be written; on every rank at the same step.
@@ -237,7 +248,7 @@ class Checkpoints:
         return self.wait() if all(done) else None
 
     def wait(self) -> Path | None:
-        """Return when nothing is being written; as ``check``."""
+        """Return when nothing is being written, with the result of ``check``. Collective over world."""
         if self._background is None or not self._background.busy:
             return None
         topology = self._sharding.topology
@@ -245,13 +256,14 @@ class Checkpoints:
             return self._background.finish()
 
     def load(self, path: str | Path | None = None) -> Loaded | None:
-        """The newest sound checkpoint, or None if there is none at all; as ``hpczero.checkpoint.load``.
+        """Load the newest sound checkpoint; None if there is none at all. Collective over world.
 
-        A save that is still being written is waited for, and its error raised.
+        It loads as ``hpczero.checkpoint.load`` does. A save that is still being written is waited for, and its error
+        raised.
 
         Args:
-            path: another one, also of another folder. What is newer in this folder is then not of this run's line any
-                more: the next save sets it aside, and says so.
+            path: another checkpoint to load, also of another folder. Newer checkpoints of this folder are then no
+                longer of this run's line; the next save sets them aside, and says so.
         """
         self.wait()
         place = self._folder.path if path is None else _path(path)
@@ -265,22 +277,18 @@ class Checkpoints:
         even_alone: bool = False,
         before: Callable[[], None] = lambda: None,
     ) -> Path | None:
-        """Keep apart what is not of the model's line at once; otherwise the next save does it.
+        """Set aside what is not of the model's line now, instead of at the next save. Collective over world.
 
         That is everything newer than the checkpoint of this folder that was loaded last; everything, if none was.
 
         Args:
-            moved: files that go with it, where they are there.
-            copied: files of which a copy goes with it.
-            even_alone: they go where there is no checkpoint to go with, too.
-            before: called on rank 0 once they are kept, and before the checkpoints do not count any more.
+            moved: files that are moved with them, if they exist.
+            copied: files of which a copy goes with them.
+            even_alone: whether the files go even if there is no checkpoint to set aside.
+            before: called on rank 0 once the files are kept, and before the checkpoints cease to count.
 
         Returns:
-            Where it lies now, on rank 0; None if there is nothing, and on other ranks.
-
-        Raises:
-            CheckpointBusy: another job writes to the folder.
-            CheckpointError: the folder cannot be written.
+            The folder they are in now, on rank 0; None if there is nothing to set aside, and on other ranks.
         """
         topology = self._sharding.topology
         self.wait()
@@ -307,7 +315,7 @@ class Checkpoints:
         return place
 
     def close(self) -> None:
-        """Wait, and let other jobs write here."""
+        """Wait for a save that is being written, and release the lock. Collective over world."""
         try:
             self.wait()
         finally:
@@ -348,7 +356,7 @@ def _sharding(model: nn.Module, optimizer: Optimizer | None) -> Sharding:
 
 
 def _load(path: Path, sharding: Sharding, *, own: bool = False) -> Loaded | None:
-    """``load_newest``, where loaded values stay."""
+    """``load_newest``, refused where loaded values would not stay."""
     with sharding.topology.agreed("begin a load"):
         if any(unit.whole.holds for unit in sharding.units):
             raise StepError(

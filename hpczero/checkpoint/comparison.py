@@ -1,6 +1,6 @@
-"""Is a checkpoint one of this model and this optimizer? If not, how do they differ?
+"""Whether a checkpoint is of this model and this optimizer, and how they differ.
 
-Owns: what must be equal, and the message that lists what is not. Must not know: files, ranks.
+Owns: what must be equal, and the message that lists the differences. Must not know: files, ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def match_parameters(manifest: Manifest, table: Table, path: Path) -> dict[str, 
     """Place in the checkpoint of each parameter of the model.
 
     Raises:
-        CheckpointMismatch: other parameters; lists them.
+        CheckpointMismatch: the parameters differ; the message lists how.
     """
     theirs, ours = manifest.table.named(), table.named()
     differences = []
@@ -97,10 +97,10 @@ def _owners(table: Table) -> dict[str, str]:
 
 
 def match_optimizer(manifest: Manifest, sharding: Sharding, path: Path) -> dict[str, str]:
-    """Kinds of the optimizer's state; none without an optimizer on either side.
+    """Kinds of the optimizer's state; none if either side has no optimizer.
 
     Raises:
-        CheckpointMismatch: another optimizer, or other groups.
+        CheckpointMismatch: the optimizer is another, or has other groups.
     """
     saved, optimizer = manifest.meta["optimizer"], sharding.optimizer
     if optimizer is None or saved is None:
@@ -129,7 +129,7 @@ def match_optimizer(manifest: Manifest, sharding: Sharding, path: Path) -> dict[
 
 
 def _match_groups(manifest: Manifest, sharding: Sharding, path: Path) -> None:
-    """Refuse parameters in groups of other places: they would get each other's options."""
+    """Refuse parameters whose groups have other places: they would get each other's options."""
     theirs = manifest.table.named()
     for unit in sharding.units:
         for slot, group in zip(unit.spec.layout.slots, unit.spec.groups, strict=True):
@@ -143,10 +143,10 @@ def _match_groups(manifest: Manifest, sharding: Sharding, path: Path) -> None:
 
 
 def match_streams(manifest: Manifest, path: Path) -> None:
-    """Refuse random streams of another form; not those of ranks that this job does not have.
+    """Refuse random streams of another form, unless they are of ranks that this job does not have.
 
     Raises:
-        CheckpointMismatch: names the first.
+        CheckpointMismatch: the message names the first.
     """
     mine = {name: len(state) for name, state in streams.capture().items()}
     for name, nbytes in manifest.meta["rng"]:
@@ -161,7 +161,7 @@ def match_buffers(manifest: Manifest, sharding: Sharding, path: Path) -> None:
     """Refuse other buffers.
 
     Raises:
-        CheckpointMismatch: names the first.
+        CheckpointMismatch: the message names the first.
     """
     named = dict(sharding.model.named_buffers())
     persistent = {id(buffer) for buffer in sharding.buffers}
@@ -196,7 +196,7 @@ def _more(names: Sequence[str]) -> str:
 
 
 def renamed(ours: Table, theirs: Table) -> dict[str, str]:
-    """Name here of a tied parameter that is stored under another of its names."""
+    """Name in this model of a tied parameter that is stored under another of its names."""
     own = {row.name for row in ours.owners}
     named = ours.named()
     found = {}

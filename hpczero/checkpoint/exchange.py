@@ -2,9 +2,10 @@
 
 Owns: who sends which elements to whom, in rounds of bounded size. Must not know: files, parameters, torch modules.
 
-A rank's elements of a flat dataset lie in many short runs, because every unit is cut over all ranks; a file wants few
-long pieces. So each rank is responsible for some consecutive slabs, and elements travel between the two cuts, a few
-slabs at a time. What a rank holds is one flat tensor in the order of the file, so what it sends to a slab is one slice.
+A rank's elements of a flat dataset lie in many short runs, because every unit is cut over all ranks. A file is written
+best in few long pieces. Each rank is therefore responsible for some consecutive slabs, and elements travel between the
+two cuts, a few slabs at a time. A rank holds one flat tensor in the order of the file, so what it sends to a slab is
+one slice.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Exchange:
     def __init__(
         self, comm: MPI.Intracomm, watchdog: Watchdog, mine: Sequence[tuple[int, int]]
     ) -> None:
-        """Tell everybody what this rank holds.
+        """Tell every rank what this rank holds. Collective over ``comm``.
 
         Args:
             comm: all ranks that hold elements; borrowed, and used for nothing else meanwhile.
@@ -63,7 +64,7 @@ class Exchange:
         return int(self._before[-1])
 
     def rounds(self, dataset: Dataset) -> Iterator[list[range]]:
-        """For each round, the elements that each rank gathers (empty for some); equal on all ranks. Not collective."""
+        """For each round, the elements that each rank gathers, empty for some. Equal on all ranks. Not collective."""
         size = self._comm.size
         per_round = max(ROUND_NBYTES // (dataset.slab_numel * dataset.itemsize), 1)
         shares = [dataset.slabs_of(rank, size) for rank in range(size)]
@@ -84,10 +85,10 @@ class Exchange:
 
         Args:
             held: (numel,) what this rank holds, in the order of the file.
-            windows: of ``rounds``.
+            windows: one item of ``rounds``.
 
         Returns:
-            (elements of this rank's window,) complete.
+            (elements of this rank's window,), complete.
         """
         rank = self._comm.rank
         window = windows[rank]
@@ -101,12 +102,12 @@ class Exchange:
         return into
 
     def from_slabs(self, slabs: Tensor, held: Tensor, windows: Sequence[range]) -> None:
-        """Hand one round out.
+        """Distribute one round. Collective over the communicator.
 
         Args:
             slabs: (elements of this rank's window,).
             held: (numel,) gets what this rank holds, in the order of the file.
-            windows: of ``rounds``.
+            windows: one item of ``rounds``.
         """
         rank = self._comm.rank
         window = windows[rank]
@@ -123,12 +124,12 @@ class Exchange:
             held[slice(*places[peer])] = values
 
     def _place(self, window: range) -> tuple[int, int]:
-        """Which of the elements that this rank holds lie in ``window``: one slice of them."""
+        """The slice of this rank's elements that lies in ``window``."""
         runs = self._runs[self._comm.rank]
         return self._rank_of(runs, window.start), self._rank_of(runs, window.stop)
 
     def _rank_of(self, runs: Runs, element: int) -> int:
-        """How many of this rank's elements come before ``element``."""
+        """Number of this rank's elements before ``element``."""
         index = int(np.searchsorted(runs[:, 1], element, side="right"))
         if index == len(runs):
             return self.numel
@@ -137,12 +138,12 @@ class Exchange:
     def _trade(
         self, part: Callable[[int], Tensor], counts: Sequence[int]
     ) -> Iterator[tuple[int, Tensor]]:
-        """Each other rank with what comes from it, one after the other; to be used up.
+        """Yield each other rank with what comes from it, one after the other. The caller must take all of them.
 
-        Not one Alltoallv: what is sent lies in several places, and a rank's own part needs no message.
+        It is not one Alltoallv: what is sent lies in several places, and a rank's own part needs no message.
 
         Args:
-            part: what goes to a rank.
+            part: gives what goes to a rank.
             counts: elements that come from each rank.
         """
         comm, size = self._comm, self._comm.size
@@ -161,7 +162,7 @@ class Exchange:
 
 
 def _on_page(numel: int, dtype: torch.dtype) -> Tensor:
-    """(numel,), content undefined, at the begin of a page: files take such memory without a copy in between."""
+    """(numel,), content undefined, that begins at a page. Files take such memory without a copy in between."""
     found = torch.empty(numel + mmap.PAGESIZE // dtype.itemsize, dtype=dtype)
     skip = -found.data_ptr() % mmap.PAGESIZE // dtype.itemsize
     return found[skip : skip + numel]
@@ -173,7 +174,7 @@ def _bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
 
 
 def _scatter(values: Tensor, runs: Runs, start: int, window: Tensor) -> None:
-    """``values``, one after the other, to their ``runs`` of the ``window`` that begins at element ``start``."""
+    """Copy ``values``, one after the other, to their ``runs`` of the ``window`` that begins at element ``start``."""
     source, target, begin = values.numpy(), window.numpy(), 0
     for first, last in (runs - start).tolist():
         target[first:last] = source[begin : begin + last - first]
@@ -181,7 +182,7 @@ def _scatter(values: Tensor, runs: Runs, start: int, window: Tensor) -> None:
 
 
 def _gather(window: Tensor, runs: Runs, start: int, values: Tensor) -> None:
-    """The reverse."""
+    """Copy the ``runs`` of the ``window`` that begins at element ``start`` to ``values``, one after the other."""
     source, target, begin = window.numpy(), values.numpy(), 0
     for first, last in (runs - start).tolist():
         target[begin : begin + last - first] = source[first:last]

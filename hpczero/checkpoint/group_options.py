@@ -1,6 +1,6 @@
-"""Options of an optimizer's group: what a checkpoint keeps of them, and what they become again.
+"""Options of an optimizer's group: what a checkpoint keeps of them, and how they are restored.
 
-Owns: which values are numbers, whoever made them, and the refusal of what cannot be kept. Must not know: files, MPI,
+Owns: which values are numbers, of any library, and the refusal of what cannot be kept. Must not know: files, MPI,
 shards.
 """
 
@@ -24,14 +24,14 @@ _DATA = (Tensor, np.ndarray, np.generic, complex, int, bytes, bytearray, set, fr
 
 
 class _NoData(Exception):
-    """A function, a module: what a program has, and gives to its optimizer again."""
+    """A function or module in an option: the program gives it to its optimizer again."""
 
 
 def options_of(group: Mapping[str, Any], place: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Of group ``place``: the options, as JSON holds them; and those that are no data, each with its type.
+    """Options of group ``place`` as JSON holds them, and those that are no data, each with its type.
 
     Raises:
-        CheckpointError: one is data that cannot be kept; names it.
+        CheckpointError: an option is data that cannot be kept; the message names it.
     """
     kept: dict[str, Any] = {}
     left: dict[str, str] = {}
@@ -56,7 +56,7 @@ def options_of(group: Mapping[str, Any], place: int) -> tuple[dict[str, Any], di
 
 
 def _plain(value: Any) -> Any:
-    """With Python's own numbers, of whatever library they were."""
+    """A value with Python's own numbers instead of a library's."""
     if isinstance(value, Tensor | np.ndarray | np.generic):
         number = value.item() if _count(value) == 1 else None
         if isinstance(number, bool | int | float):
@@ -93,7 +93,7 @@ def _described(value: Any) -> str:
 
 
 def fits(saved: object, current: object) -> bool:
-    """Whether an option can take the place of another: what is a number stays one."""
+    """Whether an option can replace another: a number stays a number."""
     if isinstance(current, tuple):
         return (
             isinstance(saved, list)
@@ -125,7 +125,7 @@ def _becomes(value: object, dtype: np.dtype[Any]) -> bool:
 
 
 def restored(saved: Any, current: Any) -> Any:
-    """What was saved, of the types that ``current`` has where it stands; what has no place there as JSON has it."""
+    """The saved value with the types that ``current`` has at the same places; other places stay as JSON has them."""
     return _as(unmarked(saved), current)
 
 

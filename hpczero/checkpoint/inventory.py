@@ -1,12 +1,4 @@
-"""What of a zeroified model and its optimizer goes into a checkpoint, and where.
-
-Owns: the way from this rank's shards to places in the flat datasets and back. Must not know: files, MPI, other ranks'
-shards.
-
-    parameters, fp32        master                 (numel,)            every parameter
-    optimizer, elementwise  exp_avg, momentum ...  (trainable_numel,)  fp32, whatever the optimizer keeps
-    optimizer, scalar       step ...               one number for each parameter, in the manifest
-"""
+"""What of a zeroified model and its optimizer goes into a checkpoint, and where."""
 
 from __future__ import annotations
 
@@ -31,9 +23,9 @@ class Inventory:
     """One sharded model as a checkpoint sees it. Not collective unless a method says so.
 
     Attributes:
-        table: parameters in the order of this model.
+        table: parameters, in the order of this model.
         held: elements of the file whose values this rank holds, as (start, stop), ascending.
-        held_trainable: those that have optimizer state.
+        held_trainable: the part of ``held`` that has optimizer state.
     """
 
     def __init__(self, sharding: Sharding) -> None:
@@ -74,10 +66,12 @@ class Inventory:
         return found
 
     def check_range(self, values: Tensor, path: Path) -> None:
-        """Refuse (elements of ``held``,) of ``path`` that the precision of the model has no finite number for.
+        """Refuse values of ``path`` that are finite, but not in the precision of the model.
+
+        ``values`` has the shape (elements of ``held``,).
 
         Raises:
-            CheckpointMismatch: names the first parameter.
+            CheckpointMismatch: the message names the first parameter.
         """
         dtype = _HALF.get(self._sharding.precision.param)
         if dtype is None:
@@ -93,14 +87,17 @@ class Inventory:
                 )
 
     def set_values(self, values: Tensor) -> None:
-        """The reverse. Collective over world."""
+        """Set this model's values to ``values``, (elements of ``held``,) in that order. Collective over world."""
         if self._sharding.schedule is not None:
             self._sharding.schedule.residence.end_step()
         for unit, owned in self._by_unit(values):
             unit.restore(owned)
 
     def _by_unit(self, values: Tensor, *, trainable: bool = False) -> Iterator[tuple[Unit, Tensor]]:
-        """``values``, in the order of the file, cut into each unit's ``owned_values``; one unit's copy at a time."""
+        """``values``, in the order of the file, cut into each unit's ``owned_values``.
+
+        One unit's copy exists at a time.
+        """
         cuts: dict[Unit, list[tuple[int, int, int]]] = {
             unit: [] for unit in self._sharding.units if unit.spec.trainable or not trainable
         }
@@ -121,7 +118,7 @@ class Inventory:
         """For each key of the optimizer's state on this rank: ``elements``, or the type of its scalar.
 
         Raises:
-            CheckpointError: a state that is neither fp32 like the parameter nor one number.
+            CheckpointError: a state is neither fp32 with the parameter's shape nor one number.
         """
         kinds: dict[str, str] = {}
         for _, state, numel in self._states():
@@ -162,7 +159,7 @@ class Inventory:
         return torch.cat(parts) if parts else torch.empty(0)
 
     def scalars(self, kinds: Mapping[str, str]) -> dict[str, dict[str, Scalar | None]]:
-        """For each key, what the parameters that this rank owns parts of have: the number; None for a tensor."""
+        """For each key and each parameter that this rank owns parts of: its number; None for a tensor."""
         found: dict[str, dict[str, Scalar | None]] = {key: {} for key in kinds}
         for row, state, _ in self._states():
             for key, kind in kinds.items():
@@ -184,7 +181,7 @@ class Inventory:
 
         Args:
             elements: for each elementwise key, (elements of ``held_trainable``,); empty afterwards.
-            kinds: of all keys, in the order the optimizer made them.
+            kinds: of all keys, in the order in which the optimizer made them.
             present: for each key, the parameters that have it, with the number of a scalar.
         """
         optimizer = self._sharding.optimizer
@@ -228,7 +225,7 @@ class Inventory:
 
 
 def _kind(key: str, value: Any, numel: int) -> str | None:
-    """``elements``, ``tensor:float32``, ``int`` ...; None for a state that is not there yet."""
+    """``elements``, ``tensor:float32``, ``int`` ...; None for a state that does not exist yet."""
     if value is None:
         return None
     if isinstance(value, Tensor):
@@ -248,7 +245,7 @@ def _kind(key: str, value: Any, numel: int) -> str | None:
 
 
 def _scalar(kind: str, number: Scalar | None) -> Any:
-    """The reverse of ``scalars`` for one value."""
+    """The state of one value that ``scalars`` gave."""
     assert number is not None, "scalars are numbers"
     if kind.startswith("tensor:"):
         return torch.tensor(number, dtype=getattr(torch, kind.removeprefix("tensor:")))

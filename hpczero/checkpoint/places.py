@@ -1,11 +1,7 @@
-"""Which checkpoints a path means, that a user gave.
+"""Which checkpoints a path means that a user gave.
 
-Owns: that a run's folder, its folder of checkpoints and one checkpoint are understood in every command alike, and what
-is said where there is none. Must not know: MPI, what is in a checkpoint, other files of a run.
-
-    runs/mine                                the folder of a run: its checkpoints are meant
-    runs/mine/checkpoints                    a folder of checkpoints; also one that was set aside, or of an own loop
-    runs/mine/checkpoints/step-000000500     one checkpoint
+Owns: that all commands understand a run's folder, a folder of checkpoints and one checkpoint alike, and the message
+where there is none. Must not know: MPI, what is in a checkpoint, other files of a run.
 """
 
 from __future__ import annotations
@@ -24,10 +20,10 @@ GIVE = "give the folder of a run, its folder of checkpoints, or one step-... in 
 
 
 def folder_at(path: Path) -> Path:
-    """The folder of checkpoints that ``path`` means, if it is not one checkpoint; it need not be there.
+    """The folder of checkpoints that ``path`` means, unless it is one checkpoint; the folder need not exist.
 
     Raises:
-        ConfigError: nobody can look there.
+        ConfigError: the system does not say what is there.
         CorruptCheckpoint: as ``Folder.candidates``.
     """
     inner = path / CHECKPOINTS
@@ -42,7 +38,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     """Folders of the checkpoints that ``path`` may mean, best first: itself, or those in it.
 
     Raises:
-        ConfigError: there is none, or nobody can look there.
+        ConfigError: there is none, or the system does not say.
         CorruptCheckpoint: as ``Folder.candidates``.
     """
     if is_checkpoint(path):
@@ -54,7 +50,7 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def what_is_there(path: Path) -> str:
-    """Instead of checkpoints, for a message."""
+    """What ``path`` holds instead of checkpoints, for a message."""
     kind = _kind(path)
     if kind != "a directory":
         return f"it is {kind}" if kind else "it does not exist"
@@ -77,14 +73,17 @@ def _names(folder: Path) -> str:
 
 
 def is_imported(manifest: Manifest) -> bool:
-    """Whether a checkpoint was made of another program's weights: it has no optimizer and no training behind it."""
+    """Whether a checkpoint was made of another program's weights.
+
+    It has no optimizer, and no training came before it.
+    """
     provenance = manifest.meta.get("provenance")
     told = isinstance(provenance, dict) and "imported" in provenance
     return told and manifest.meta.get("optimizer") is None
 
 
 def holds_imports_alone(path: Path) -> bool:
-    """Whether a folder of checkpoints has some, and each is of another program's weights.
+    """Whether a folder has checkpoints, and each was made of another program's weights.
 
     Raises:
         ConfigError: the folder cannot be read.
@@ -99,12 +98,12 @@ def place_for(path: Path, step: int) -> tuple[Path, int]:
     """Where a new checkpoint goes: the folder of checkpoints, and its step.
 
     Args:
-        path: the folder of a run that is there, a folder of checkpoints, or the checkpoint itself, whose name says the
-            step; neither of the last two need be there.
-        step: wished for; 0 also where the name is to say it.
+        path: the folder of an existing run, a folder of checkpoints, or the checkpoint itself, whose name states the
+            step. The last two need not exist.
+        step: the step that is asked for; 0 also if the name states it.
 
     Raises:
-        ConfigError: the name says another step, or nobody can look there.
+        ConfigError: the name states another step, or the system does not say what is there.
     """
     named = step_of_folder(path.name)
     if named is None:

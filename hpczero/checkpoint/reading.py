@@ -1,8 +1,8 @@
 """Reading a checkpoint into a model, at any number of ranks, stage and units.
 
-Owns: the order of a load, and the fall back to an older checkpoint. Must not know: how to write. Each rank reads the
-slabs it is responsible for, checks them, and hands elements to the ranks that need them; nothing of the model is
-touched before everything has been read and checked.
+Owns: the order of a load, and the fallback to an older checkpoint. Must not know: how to write. Each rank reads the
+slabs it is responsible for, checks them, and sends elements to the ranks that need them. The model is not changed
+before everything has been read and checked.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Loaded:
     """What came out of a checkpoint beside the model.
 
     Attributes:
-        path: its folder.
+        path: folder of the checkpoint.
         step: optimizer steps done.
         extra: what was given to ``save``.
         world_size: ranks that saved it.
-        imported: it is of another program's weights, so no training stands behind it.
+        imported: whether it was made of another program's weights, so no training came before it.
     """
 
     path: Path
@@ -72,12 +72,12 @@ class Loaded:
 
 
 def find(path: Path, topology: Topology, *, own: bool) -> tuple[list[Path], bool]:
-    """Checkpoints that ``path`` may mean, best first, and whether it is one itself. Collective over world.
+    """Checkpoints that ``path`` may mean, best first, and whether ``path`` is one itself. Collective over world.
 
     Args:
-        path: of a checkpoint, a folder of them or, unless ``own``, of a run.
+        path: of a checkpoint, a folder of checkpoints or, unless ``own``, a run.
         topology: its rank 0 looks.
-        own: ``path`` is the folder that this program saves to, and nothing else.
+        own: whether ``path`` is the folder that this program saves to, and nothing else.
     """
     text = ""
     with topology.agreed("look for checkpoints"):
@@ -99,7 +99,7 @@ def load_newest(path: Path, sharding: Sharding, *, own: bool = False) -> Loaded 
         own: as in ``find``.
 
     Raises:
-        CorruptCheckpoint: there are checkpoints, and none is sound; or ``path`` itself is one and is not.
+        CorruptCheckpoint: there are checkpoints, and none is sound; or ``path`` itself is one that is not.
         CheckpointMismatch: it does not belong to this model, or a later version wrote it.
     """
     topology = sharding.topology
@@ -133,16 +133,17 @@ def load_newest(path: Path, sharding: Sharding, *, own: bool = False) -> Loaded 
 
 
 def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
-    """Load this very checkpoint. Collective over world.
+    """Load this checkpoint and no other. Collective over world.
 
     Args:
         path: of the checkpoint.
         sharding: of the model.
-        asked_for: by its path, so it need not be of the step that its name says.
+        asked_for: whether it was asked for by its path. It need then not be of the step that its name states.
 
     Raises:
-        CorruptCheckpoint: names dataset, parameters and range, or another step than the name; the model is as it was.
-        CheckpointMismatch: lists the differences; the model is as it was.
+        CorruptCheckpoint: the message names dataset, parameters and range, or a step other than the name's. The model
+            is as it was.
+        CheckpointMismatch: the message lists the differences. The model is as it was.
     """
     topology = sharding.topology
     manifest = _manifest(path, topology, asked_for=asked_for)
@@ -209,7 +210,7 @@ def _manifest(path: Path, topology: Topology, *, asked_for: bool) -> Manifest:
 def _runs(
     held: Sequence[tuple[int, int]], table: Table, places: Mapping[str, int]
 ) -> list[tuple[int, int]]:
-    """The same elements, by their places in the checkpoint; the model may have another order of parameters."""
+    """The same elements by their places in the checkpoint, whose parameters may have another order."""
     owners = [row for row in table.owners if row.numel]
     starts = np.array([row.offset for row in owners], dtype=np.int64)
     found = []

@@ -1,4 +1,4 @@
-"""What a save may take the place of.
+"""Which checkpoint a save may replace.
 
 Owns: the refusal to lose more than is saved. Must not know: MPI, models.
 """
@@ -14,10 +14,10 @@ from hpczero.errors import CheckpointMismatch, ConfigError, CorruptCheckpoint
 
 
 def check_replaced(path: Path, snapshot: Snapshot) -> None:
-    """Refuse that weights alone take the place of the checkpoint ``path``, if there is one with optimizer state.
+    """Refuse to replace the checkpoint ``path`` by weights alone if it holds the state of an optimizer.
 
     Raises:
-        ConfigError: it holds the state of an optimizer.
+        ConfigError: it does.
     """
     if snapshot.meta["optimizer"] is not None:
         return

@@ -1,7 +1,4 @@
-"""Datasets of one checkpoint, read by all ranks together and checked on the way.
-
-Owns: which rank reads what, reading ahead, the check of every slab. Must not know: what the elements mean, the model.
-"""
+"""Datasets of one checkpoint, read by all ranks together and checked on the way."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class _Wanted:
-    """One dataset, and what this rank needs of it."""
+    """One dataset, and the parts of it that this rank needs."""
 
     dataset: Dataset
     runs: Runs
@@ -57,12 +54,12 @@ class SlabReader:
         self._topology = topology
 
     def read(self, wanted: Sequence[tuple[str, Runs]]) -> list[Tensor]:
-        """For each dataset, what lies at the runs of it, one after the other.
+        """For each dataset, the elements of its runs, one run after the other. Collective over world.
 
-        While one window is handed out, the next is read and checked, across the edges of datasets.
+        While one window is distributed, the next is read and checked, also of the next dataset.
 
         Raises:
-            CorruptCheckpoint: on every rank; names dataset, parameters and range.
+            CorruptCheckpoint: on every rank; the message names dataset, parameters and range.
         """
         topology = self._topology
         plans = [self._plan(name, runs) for name, runs in wanted]
@@ -93,7 +90,7 @@ class SlabReader:
         return [plan.arranged(found.get(plan.dataset.name, torch.empty(0))) for plan in plans]
 
     def read_whole(self, name: str) -> Tensor:
-        """All bytes of a small dataset, on every rank; rank 0 reads them.
+        """All bytes of a small dataset, on every rank; rank 0 reads them. Collective over world.
 
         Raises:
             CorruptCheckpoint: on every rank.
@@ -108,7 +105,7 @@ class SlabReader:
             return torch.from_numpy(topology.world.comm.bcast(data))
 
     def fill(self, descriptor: int, dataset: Dataset, window: range, into: Bytes) -> None:
-        """Read whole slabs, each held against its digest. Not collective; any thread.
+        """Read whole slabs, and check each against its digest. Not collective; any thread may call it.
 
         Raises:
             CorruptCheckpoint: on this rank.
@@ -156,7 +153,7 @@ class SlabReader:
 
 
 def _announce(descriptor: int, dataset: Dataset, window: range) -> None:
-    """Have the kernel begin to read a window: a disk that has to fetch it likes to know early."""
+    """Have the kernel begin to read a window, so that a slow disk starts early."""
     offset = dataset.offset + window.start * dataset.itemsize
     nbytes = len(window) * dataset.itemsize
     if nbytes:  # none would mean all of the file
@@ -166,7 +163,7 @@ def _announce(descriptor: int, dataset: Dataset, window: range) -> None:
 class _Ahead:
     """Reads the next window on a thread, into two buffers in turn.
 
-    The buffers stay: touching fresh memory costs more than reading into it (docs/performance.md).
+    The buffers are kept: to touch fresh memory costs more than to read into it (docs/performance.md).
     """
 
     def __init__(self, watchdog: Watchdog) -> None:
@@ -183,7 +180,7 @@ class _Ahead:
             self._thread.shutdown()
 
     def start(self, reader: SlabReader, descriptor: int, dataset: Dataset, window: range) -> None:
-        """Begin to read; what was taken last stays as it is meanwhile."""
+        """Begin to read. What was taken last stays valid meanwhile."""
         self._buffers.reverse()
         nbytes = len(window) * dataset.itemsize
         if self._buffers[0].size < nbytes:
@@ -197,7 +194,7 @@ class _Ahead:
         self._pending = self._thread.submit(read)
 
     def take(self) -> Bytes:
-        """What was begun.
+        """Wait for what was begun, and return it.
 
         Raises:
             CorruptCheckpoint: as ``SlabReader.fill``.

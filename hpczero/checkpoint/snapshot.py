@@ -1,8 +1,4 @@
-"""What is to be written, as it was at one step.
-
-Owns: which datasets a checkpoint has, what is said about them, and where this rank's part comes from. Must not know:
-files.
-"""
+"""What is to be written, as it was at one step."""
 
 from __future__ import annotations
 
@@ -40,9 +36,9 @@ class Part:
     """What this rank brings to one dataset.
 
     Attributes:
-        dataset: of all ranks.
+        dataset: the dataset, of all ranks.
         held: elements of it that this rank has, as (start, stop), ascending.
-        values: gives them, flat, in that order; a copy that nobody changes.
+        values: gives these elements, flat, in that order, as a copy that nobody changes.
     """
 
     dataset: Dataset
@@ -56,7 +52,7 @@ class Snapshot:
 
     Attributes:
         step: optimizer steps done.
-        world_size: ranks.
+        world_size: number of ranks.
         table: the parameters.
         parts: in the order of the file.
         meta: what the manifest says; complete on world rank 0 only.
@@ -70,11 +66,11 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Of all datasets."""
+        """Bytes of all datasets."""
         return sum(part.dataset.nbytes for part in self.parts)
 
     def copied(self) -> Snapshot:
-        """With all values taken now: what follows may change the model. Not collective."""
+        """The snapshot with all values copied now, so that the model may change. Not collective."""
         parts = []
         for part in self.parts:
             values = part.values()
@@ -90,12 +86,12 @@ def take(
     slab_nbytes: int = SLAB_NBYTES,
     inventory: Inventory | None = None,
 ) -> Snapshot:
-    """Look at everything that a checkpoint holds. Collective over world; values are not copied yet.
+    """Collect what a checkpoint holds; values are not copied yet. Collective over world.
 
     Raises:
         ConfigError: ``extra`` cannot be written as JSON, or ranks disagree about ``step``; on every rank.
-        CheckpointError: a state of the optimizer that cannot be kept, or ranks whose optimizers differ; on every rank.
-        StepError: values were changed behind hpczero's back, or ranks have drifted apart at stage 0; on every rank.
+        CheckpointError: a state of the optimizer cannot be kept, or ranks have different optimizers; on every rank.
+        StepError: values were changed behind hpczero's back, or ranks differ at stage 0; on every rank.
     """
     topology = sharding.topology
     _check_step(sharding, step)
@@ -171,7 +167,7 @@ def _check_step(sharding: Sharding, step: int) -> None:
 
 
 def _check_names(sharding: Sharding, table: Table, kinds: Mapping[str, str]) -> None:
-    """Refuse names that no file can have."""
+    """Refuse names that cannot be written to a file."""
     names = [("parameter", row.name) for row in table.rows]
     names += [("buffer", name) for name, _ in _named_buffers(sharding)]
     names += [("optimizer state", key) for key in kinds]
@@ -184,7 +180,7 @@ def _check_names(sharding: Sharding, table: Table, kinds: Mapping[str, str]) -> 
 
 
 def _extra_fields(extra: Mapping[str, Any]) -> str:
-    """JSON of what the manifest says of ``extra``."""
+    """Fields of the manifest that hold ``extra``."""
     advice = "give numbers, texts, lists and dictionaries of them"
     try:
         text = json.dumps(extra_fields(extra))
@@ -199,7 +195,7 @@ def _extra_fields(extra: Mapping[str, Any]) -> str:
 
 
 def _merge_kinds(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Of all ranks, in the order of the first rank that has any: a rank may own nothing."""
+    """Kinds of all ranks, in the order of the first rank that has any. A rank may own nothing."""
     merged: dict[str, str] = {}
     for rank, kinds in enumerate(found):
         for key, kind in kinds.items():
@@ -216,7 +212,7 @@ def _merge_kinds(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
 def _optimizer(
     sharding: Sharding, kinds: Mapping[str, str], scalars: Sequence[Mapping[str, Any]], table: Table
 ) -> dict[str, Any] | None:
-    """Class, options and numbers; on world rank 0 only."""
+    """Class, options and numbers of the optimizer; on world rank 0 only."""
     optimizer = sharding.optimizer
     if optimizer is None:
         return None
@@ -244,7 +240,7 @@ def _optimizer(
 
 
 def compact(values: Mapping[str, Any], table: Table) -> dict[str, Any]:
-    """One entry ``*`` where all trainable parameters have the same."""
+    """The entries of all trainable parameters, as one entry ``*`` if they are equal."""
     trainable = sum(not row.frozen for row in table.owners if row.numel)
     distinct = set(values.values())
     if len(values) == trainable and len(distinct) == 1:
@@ -253,7 +249,7 @@ def compact(values: Mapping[str, Any], table: Table) -> dict[str, Any]:
 
 
 def expand(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The reverse of ``compact``."""
+    """The entries that ``compact`` was given."""
     return dict.fromkeys(names, values["*"]) if set(values) == {"*"} else dict(values)
 
 

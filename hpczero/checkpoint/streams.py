@@ -1,7 +1,4 @@
-"""The random streams of a process as bytes: torch's (its device's too), NumPy's and Python's own.
-
-Owns: their form in a checkpoint. Must not know: ranks, files.
-"""
+"""The random streams of a process as bytes: those of torch and its device, NumPy and Python."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def capture() -> dict[str, Bytes]:
-    """State of each stream; each always of the same length."""
+    """State of each stream; each has the same length in every call."""
     version, words, gauss = random.getstate()
     assert version == 3, "of every Python that is supported"
     kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002  (users' code may draw from it)
@@ -34,7 +31,7 @@ def capture() -> dict[str, Bytes]:
 
 
 def restore(states: dict[str, Bytes]) -> None:
-    """Go on where ``capture`` was called."""
+    """Continue the streams from where ``capture`` was called."""
     torch.set_rng_state(torch.from_numpy(states["torch"].copy()))
     if _device_has_stream():
         if "cuda" in states:
@@ -50,7 +47,7 @@ def restore(states: dict[str, Bytes]) -> None:
 
 
 def start_anew(key: int) -> None:
-    """Streams for a rank that no stored one belongs to; the same for the same ``key``."""
+    """Start streams for a rank that no stored one belongs to; the same for the same ``key``."""
     torch.manual_seed(key)
     np.random.seed(key % 2**32)  # noqa: NPY002
     random.seed(key)

@@ -1,7 +1,4 @@
-"""Is a checkpoint what was written? Read by one process, without MPI and without a model.
-
-Owns: the verdict and what is said. Must not know: how a checkpoint is written or loaded.
-"""
+"""Whether a checkpoint is what was written, by one process, without MPI and without a model."""
 
 from __future__ import annotations
 
@@ -29,14 +26,14 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True)
 class Report:
-    """Of one checkpoint.
+    """Result for one checkpoint.
 
     Attributes:
         path: its folder.
-        verdict: over all.
+        verdict: the result of all checks.
         problems: one line each; the first is the worst.
-        manifest: None where it cannot be read.
-        read_nbytes: bytes that were held against their digests.
+        manifest: None if it cannot be read.
+        read_nbytes: bytes that were checked against their digests.
     """
 
     path: Path
@@ -51,7 +48,7 @@ def verify(path: Path, *, deep: bool = True) -> Report:
 
     Args:
         path: folder of one checkpoint.
-        deep: read every byte; otherwise manifest, size and what HDF5 itself needs.
+        deep: whether to read every byte. Otherwise manifest, size and what HDF5 itself needs are checked.
     """
     try:
         missing = [n for n in (MANIFEST_FILE, STATE_FILE) if not is_there(path / n)]

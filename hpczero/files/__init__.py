@@ -1,4 +1,4 @@
-"""Files: names and bytes that are on the disk when a call returns; files of anybody's that are opened with care.
+"""Files: names and bytes that are on the disk when a call returns; other programs' files, opened with care.
 
 Knows neither MPI nor torch.
 """

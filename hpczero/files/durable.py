@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a small file; a reader sees the old one or the new one, whole. ``sync`` its folder for the name."""
+    """Replace a small file. A reader sees the old one or the new one, whole. ``sync`` its folder to keep its name."""
 
     def write(temporary: Path) -> None:
         temporary.write_text(text, encoding="utf-8")
@@ -26,12 +26,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def copy(file: Path, to: Path) -> None:
-    """As ``write_text``, with the content and the times of ``file``."""
+    """Copy ``file`` with its content and times; otherwise as ``write_text``."""
     _put(to, lambda temporary: shutil.copy2(file, temporary))
 
 
 def move(file: Path, to: Path) -> None:
-    """Rename ``file``, also to another file system: then it is there twice for a moment, and never not at all."""
+    """Rename ``file``, also to another file system. There it exists twice for a moment, and never not at all."""
     try:
         file.rename(to)
     except OSError as error:
@@ -51,13 +51,13 @@ def keep_as(file: Path, name: Path) -> None:
 
 
 def remove_left_over(folder: Path, names: Sequence[str], *, age_s: float) -> None:
-    """What a kill has left of writing ``names`` in ``folder``, that long ago; never raises."""
+    """Remove what a killed process has left of writing ``names`` in ``folder``, if it is that old. Never raises."""
     left = re.compile(rf"\.({'|'.join(map(re.escape, names))})\.[0-9a-f]{{8}}")
     remove_old(folder, left, age_s=age_s)
 
 
 def remove_old(folder: Path, named: re.Pattern[str], *, age_s: float) -> None:
-    """Files in ``folder`` with such names that nobody has written to for so long; never raises."""
+    """Remove files in ``folder`` with such names that nobody has written to for so long. Never raises."""
     with suppress(OSError):  # it is only for tidiness
         for entry in list(folder.iterdir()):
             if named.fullmatch(entry.name):
@@ -67,7 +67,7 @@ def remove_old(folder: Path, named: re.Pattern[str], *, age_s: float) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Take a folder away with all that is in it; of a link to one, the link alone.
+    """Remove a folder with all that is in it. Of a link to a folder, only the link is removed.
 
     Raises:
         OSError: something in it cannot be removed.
@@ -79,7 +79,7 @@ def remove(folder: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Have the names in ``folder``, or the content of a file, on the disk."""
+    """Return when the names in a folder, or the content of a file, are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

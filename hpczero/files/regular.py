@@ -1,7 +1,7 @@
-"""Files that anybody may have put there: opened only where they are regular, read only as far as they may be long.
+"""Other programs' files: opened only where they are regular, read only as far as they may be long.
 
-Owns: that a FIFO, a device or a folder in the place of a file is an error instead of a wait, and that text of any
-depth or length is one too. Must not know: what files mean, which of our errors their readers raise.
+Owns: that a FIFO, a device or a folder in the place of a file is an error instead of a wait, and that text too deep or
+too long is one too. Must not know: what files mean, which of our errors their readers raise.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _KINDS = {
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor to read from; never waits for a writer, and has no effect on a device.
+    """Open a regular file and return its descriptor. Never waits for a writer, and has no effect on a device.
 
     Raises:
-        OSError: there is none, it is no regular file, or it may not be read; ``reason`` says it in words.
+        OSError: there is no such file, it is not regular, or it may not be read; ``reason`` says it in words.
     """
     if "\0" in str(path):
         raise OSError(errno.EINVAL, "has a null character in its name", str(path))
@@ -56,7 +56,7 @@ def kind_of(path: Path) -> str:
     """What is at ``path``, links followed: ``a file``, ``a directory``, ``a FIFO`` ...; empty if there is nothing.
 
     Raises:
-        OSError: that cannot be known.
+        OSError: the system does not say.
     """
     try:
         mode = path.stat().st_mode
@@ -72,24 +72,24 @@ def kind_of(path: Path) -> str:
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is anything at ``path``, links followed; unlike ``Path.exists`` it never takes a guess.
+    """Whether there is anything at ``path``, links followed. Unlike ``Path.exists`` it never guesses.
 
     Raises:
-        OSError: that cannot be known.
+        OSError: the system does not say.
     """
     return kind_of(path) not in ("", _LOST)
 
 
 def check_regular(path: Path) -> None:
-    """Raises as ``open_regular``, before a library opens ``path`` by its name."""
+    """Raise what ``open_regular`` raises, before a library opens ``path`` by its name."""
     os.close(open_regular(path))
 
 
 def read_bytes(path: Path, limit: int = TEXT_NBYTES) -> bytes:
-    """All bytes of a regular file that has at most ``limit`` of them.
+    """All bytes of a regular file of at most ``limit`` bytes.
 
     Raises:
-        OSError: as ``open_regular``; or it is longer.
+        OSError: as ``open_regular``; or the file is longer.
     """
     with open(open_regular(path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
@@ -101,20 +101,20 @@ def read_bytes(path: Path, limit: int = TEXT_NBYTES) -> bytes:
 
 
 def read_text(path: Path, limit: int = TEXT_NBYTES) -> str:
-    """As ``read_bytes``, decoded.
+    """Text of a regular UTF-8 file of at most ``limit`` bytes.
 
     Raises:
         OSError: as ``read_bytes``.
-        UnicodeDecodeError: it is not UTF-8.
+        UnicodeDecodeError: the file is not UTF-8.
     """
     return read_bytes(path, limit).decode("utf-8")
 
 
 def parse_json(text: str) -> Any:  # Any: JSON
-    """``json.loads`` that has one kind of error, and refuses an object with one key twice.
+    """Parse JSON with one kind of error; an object with one key twice is refused.
 
     Raises:
-        ValueError: no JSON, too deep, a number too long, or a key twice.
+        ValueError: the text is no JSON, is nested too deep, or has a number too long or a key twice.
     """
     try:
         return json.loads(text, object_pairs_hook=_once)
@@ -132,7 +132,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def reason(error: OSError | ValueError) -> str:
-    """What is wrong, without the path and the number."""
+    """What is wrong by an OSError, without its path and number."""
     if isinstance(error, UnicodeDecodeError):
         return "is no UTF-8 text"
     if isinstance(error, OSError):

@@ -2,8 +2,8 @@
 
 Owns: the sum. Must not know: what is compared, ranks.
 
-A sum of integers modulo 2**64 does not depend on the order of summation, as one of fp32 numbers would. It knows NaN and
--0.0 by their bits.
+A sum of integers modulo 2**64 does not depend on the order of summation; a sum of fp32 numbers does. It tells NaN and
+-0.0 apart from others by their bits.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from torch import Tensor
 
 
 def sum_of_bits(flat: Tensor) -> Tensor:
-    """() int64: the memory in words of 64 bits, added up modulo 2**64; what is left over, in words of 8 bits.
+    """Sum of the tensor's memory as words of 64 bits, modulo 2**64; a remainder is added as words of 8 bits.
 
     Args:
-        flat: of any dtype, contiguous, beginning at a multiple of 8 bytes of its memory.
+        flat: of any dtype, contiguous; its first byte lies at a multiple of 8 bytes of its storage.
+
+    Returns:
+        () int64.
     """
     data = flat.view(torch.uint8)
     paired = data.numel() // 8 * 8

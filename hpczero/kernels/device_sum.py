@@ -31,10 +31,11 @@ def device_tree_sum(
     accumulate: bool,
     node_dtype: torch.dtype,
 ) -> bool:
-    """As ``tree_sum``, on torch's current stream of ``out``'s device; blocks may be mapped from other processes.
+    """Sum as ``tree_sum`` does, on torch's current stream of ``out``'s device. Other processes may own the blocks.
 
     Returns:
-        Whether it was done: not where the kernel cannot be compiled. ``tree_sum``'s operations give the same bits.
+        Whether it was done. It is not where the kernel cannot be compiled; ``tree_sum``'s operations give the same
+        bits.
     """
     import cupy
 
@@ -77,7 +78,7 @@ def _current_lane(cupy: Any, device: torch.device) -> Any:
 
 
 def can_launch(blocks: Sequence[Tensor]) -> bool:
-    """Whether there are few enough for one launch."""
+    """Whether there are few enough blocks for one launch."""
     return len(blocks) <= MOST_BLOCKS
 
 

@@ -1,9 +1,9 @@
-"""Source text of the k-way sum, for CUDA's run-time compiler, and for the host's, which is how it is tested anywhere.
+"""Source text of the k-way sum, for CUDA's run-time compiler and for the host's, so that it is tested on any machine.
 
 Owns: the text. Must not know: CuPy, torch's tensors, streams.
 
 The order and the rounding places are those of ``tree_sum``. Every addition is written out, because a library's sum
-fixes no order, and by intrinsics that no compiler fuses into a multiply-add.
+fixes no order. Additions are intrinsics, because a compiler may fuse plain ones into multiply-adds.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def tree_sum_source(
         groups: as in ``tree_sum``.
         dtype: of the blocks: fp32, bf16, fp16.
         node_dtype: as in ``tree_sum``.
-        aligned: every pointer is a multiple of ``VECTOR_NBYTES``.
-        cuda: for CUDA's compiler; otherwise for the host's.
+        aligned: whether every pointer is a multiple of ``VECTOR_NBYTES``.
+        cuda: text for CUDA's compiler; False gives that for the host's.
     """
     element, load = _ELEMENTS[dtype]
     width = vector_width(dtype) if aligned else 1

@@ -1,8 +1,8 @@
 r"""The one sum: k blocks into one in fp32, as a balanced tree within each node, then over nodes.
 
 Owns: the order and the rounding places of every gradient reduction. Must not know: MPI, who sent which block. This is
-the torch twin; it works piece by piece so that partial sums stay in cache. On a CUDA device
-``device_sum`` does the same in one launch.
+the torch twin. It works piece by piece, so partial sums stay in cache. On a CUDA device ``device_sum`` does the same in
+one launch.
 
     blocks 0 1 2 3 | 4 5 6 7          node 0 | node 1
            \/   \/   \/   \/          fp32 partial sums
@@ -24,7 +24,7 @@ PIECE_NUMEL = 32 * 1024
 
 
 def piece_numel(device: torch.device) -> int:
-    """Elements that one sum should have at most: what stays in cache on the host, everything on a device."""
+    """Most elements of one sum: what stays in cache on the host, everything on a device."""
     return PIECE_NUMEL if device.type == "cpu" else 2**62
 
 
@@ -44,8 +44,8 @@ def tree_sum(
         out: (numel,) fp32.
         groups: indices into ``blocks`` node by node; together a permutation of all of them.
         scale: multiplies the sum once.
-        accumulate: add to what ``out`` holds instead of replacing it.
-        node_dtype: what each node's partial sum is rounded to where there is more than one node.
+        accumulate: whether to add to what ``out`` holds instead of replacing it.
+        node_dtype: each node's partial sum is rounded to it where there is more than one node.
     """
     if (
         out.device.type == "cuda"
@@ -77,7 +77,10 @@ def _node_sum(blocks: Sequence[Tensor], node_dtype: torch.dtype) -> Tensor:
 
 
 def _tree(blocks: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Balanced binary sum of ``blocks`` in order, fp32, in ``out`` if given; without, a single fp32 block is itself."""
+    """Balanced binary sum of ``blocks`` in order, in fp32.
+
+    It goes into ``out`` if given. A single fp32 block is its own sum.
+    """
     if len(blocks) == 1:
         return blocks[0].float() if out is None else out.copy_(blocks[0])
     middle = (len(blocks) + 1) // 2

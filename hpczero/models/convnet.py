@@ -1,7 +1,7 @@
 """A small residual convolutional network with batch normalisation, for images.
 
-Owns: the network. Must not know: ranks, shards, hpczero. It is the model that has what a GPT has not: convolution
-kernels, and buffers (running statistics) that are state but not parameters.
+Owns: the network. Must not know: ranks, shards, hpczero. It has what a GPT has not: convolution kernels, and buffers
+(running statistics), which are state but not parameters.
 
 Shape suffixes: B batch, C channels, Y height, X width, K classes.
 """

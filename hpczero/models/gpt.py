@@ -1,8 +1,8 @@
 """A GPT-2 style decoder in plain PyTorch.
 
 Owns: the network, its loss and its initial weights. Must not know: ranks, shards, hpczero. There are no buffers, so a
-model built under ``torch.device("meta")`` needs nothing but its parameters, and every weight is used through the module
-that holds it, so that hooks on modules see each use.
+model built under ``torch.device("meta")`` needs nothing but its parameters. Every weight is used through the module
+that holds it, so hooks on modules see each use.
 
 Shape suffixes: B batch, T time, C hidden, H heads, D head size, V vocabulary, N = B * T.
 """
@@ -83,13 +83,13 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """torch's, which fills nothing on the meta device.
+    """torch's embedding, which fills nothing on the meta device.
 
-    There torch's own way to do that loads its compiler: seconds and 100 MB in every process, for nothing.
+    torch's own filling on the meta device loads its compiler: seconds and 100 MB in every process.
     """
 
     def reset_parameters(self) -> None:
-        """Standard normal, as torch's."""
+        """Fill the weight with a standard normal, as torch does; on the meta device do nothing."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
@@ -192,7 +192,8 @@ class GPT(nn.Module):
 def rotate(x_BHTD: Tensor) -> Tensor:
     """Rotary position embedding: pair (i, i + D/2) at time t is turned by the angle t / 10000^(2i/D).
 
-    The table is computed anew: next to the block's products it costs nothing, and a stored one would be a buffer.
+    The table is computed anew in each call. That costs nothing next to the block's products, and a stored table would
+    be a buffer.
 
     Source: Su et al., RoFormer, arXiv 2104.09864, sec. 3.4.2; the halves layout of GPT-NeoX.
     """

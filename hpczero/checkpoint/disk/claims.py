@@ -1,11 +1,11 @@
-"""Who asks for a folder of checkpoints, or holds it, and whether he lives.
+"""Which processes ask for a folder of checkpoints or hold it, and whether they are alive.
 
 Owns: what a lock file says, and the verdict. Must not know: how the lock is taken.
 
 [Note: Alive]
-A process number means something only to the kernel that gave it, in the namespace it was given in: hosts, and
-containers on one host, may share a name and a folder. So a file says which boot and which namespace its process belongs
-to. Where both are ours, the process table decides, at once. Everywhere else the file's age does: a holder touches it
+A process number means something only to the kernel that gave it, in the namespace where it was given. Hosts, and
+containers on one host, may share a name and a folder. A file therefore says which boot and which namespace its process
+belongs to. If both are ours, the process table decides at once. Otherwise the file's age decides: a holder touches it
 every 15 s.
 """
 
@@ -33,7 +33,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Claim:
-    """What one lock file says, and when it was last touched: seconds since the epoch, and since then."""
+    """What one lock file says, and when it was last touched: in seconds since the epoch, and seconds ago."""
 
     token: str
     path: Path
@@ -43,7 +43,7 @@ class Claim:
 
     @property
     def holds(self) -> bool:
-        """Whether it has what it asked for, as far as one can tell."""
+        """Whether the process has the folder, as far as the file tells."""
         return self.said.get("state") != "asks"
 
     def __str__(self) -> str:
@@ -55,10 +55,10 @@ class Claim:
 
 
 def said_by(path: Path) -> dict[str, Any]:
-    """What a claim says; nothing, if it is no claim or cannot be read.
+    """What a lock file says; nothing, if it is no claim or cannot be read.
 
     Raises:
-        OSError: it is gone: of an errno in ``GONE``.
+        OSError: the file is gone; its errno is in ``GONE``.
     """
     try:
         said = json.loads(read_bytes(path, CLAIM_NBYTES))
@@ -70,7 +70,7 @@ def said_by(path: Path) -> dict[str, Any]:
 
 
 def lives(claim: Claim) -> bool:
-    """Whether it counts. See [Note: Alive]."""
+    """Whether the claim counts ([Note: Alive])."""
     said = claim.said
     mine = Environment.read()
     if mine.job and said.get("job") == mine.job and _before(said.get("restart"), mine.restart):
@@ -86,7 +86,7 @@ def _before(restart: object, ours: str) -> bool:
 
 
 def own_place() -> dict[str, str]:
-    """Where our process number means something; without a namespace it is not known."""
+    """Boot and namespace in which our process number means something; unknown without a namespace."""
     boot = namespace = ""
     with contextlib.suppress(OSError):
         # Another number: /proc shows the processes of another namespace than ours.
@@ -97,7 +97,7 @@ def own_place() -> dict[str, str]:
 
 
 def by_process_table(said: Mapping[str, Any]) -> bool | None:
-    """Whether the process of a claim runs, by this kernel's process table; None if that does not tell."""
+    """Whether the process of a claim runs, by this kernel's process table; None if the table does not tell."""
     place = own_place()
     if not place["namespace"] or any(said.get(key) != value for key, value in place.items()):
         return None
@@ -115,9 +115,9 @@ def by_process_table(said: Mapping[str, Any]) -> bool | None:
 
 
 def started_at(pid: int) -> str:
-    """When a process of this host began, in the kernel's ticks; empty if there is none: numbers are used again.
+    """When a process of this host began, in the kernel's ticks; empty if it is not running. Numbers are used again.
 
-    One that has ended and waits for its parent to hear of it has ended.
+    A process that has ended, but whose parent has not noticed yet, is not running.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

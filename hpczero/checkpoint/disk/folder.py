@@ -1,11 +1,11 @@
-"""The folder of checkpoints: what is in it, how one comes in, how old ones go.
+"""The folder of checkpoints: what is in it, how a checkpoint comes in, how old ones go.
 
 Owns: names, the commit, retention. Must not know: MPI, HDF5, models. One rank does all of it.
 
-A checkpoint is a folder ``step-...`` whose manifest states its own digest; nothing else is believed. A save writes
-into a hidden folder, and one rename brings it in. What is to go is renamed first, so that half a folder never has a
-name that counts. What is not of the line of whoever saves goes to the side (``lines.py``). Files and folders that are
-not ours are left alone.
+A checkpoint is a folder ``step-...`` whose manifest states its own digest; nothing else counts as one. A save writes
+into a hidden folder, and one rename brings it in. A checkpoint that is to go is renamed first, so half a folder never
+has a name that counts. What is not of the line that is saved goes to the side (``lines.py``). Files and folders that
+are not ours are left alone.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Folder:
 
         Raises:
             ConfigError: the folder cannot be read.
-            CorruptCheckpoint: a run was killed while it set some aside, and nobody can read which.
+            CorruptCheckpoint: a run was killed while it set checkpoints aside, and the note that says which cannot be
+                read.
         """
         named = [entry for entry in self._entries() if step_of(entry.name) is not None]
         try:  # what nobody can look at is not taken for gone: a run would go on without it
@@ -96,7 +97,7 @@ class Folder:
         room.check_room(self.path, nbytes)
 
     def begin(self, step: int) -> Path:
-        """A new hidden folder for ``step``."""
+        """Make a hidden folder for ``step``."""
         path = self.path / f".tmp-{step_folder(step)}-{secrets.token_hex(4)}"
         path.mkdir()
         return path
@@ -109,13 +110,15 @@ class Folder:
         others: Sequence[Path] = (),
         at: Callable[[str], None] = lambda name: None,
     ) -> Path:
-        """Make what lies in ``temporary`` the checkpoint of its step. It is one from the rename on, never half.
+        """Make what lies in ``temporary`` the checkpoint of its step.
+
+        It counts from one rename on, and is never half there.
 
         Args:
             temporary: from ``begin``.
             manifest: of what lies in it.
             others: checkpoints of another line, which go to the side with that same rename.
-            at: told of every milestone.
+            at: called with the name of every milestone.
 
         Raises:
             OSError: it cannot be written.
@@ -175,13 +178,15 @@ class Folder:
         copied: Sequence[Path] = (),
         before: Callable[[], None] = lambda: None,
     ) -> Path:
-        """Keep ``found`` where nothing takes them for checkpoints of this line; all of them or none. Under the lock.
+        """Move ``found`` to where nothing takes them for checkpoints of this line, all or none.
+
+        The caller holds the lock.
 
         Args:
             found: checkpoints of this folder.
-            moved: files that go with them, where they are there.
+            moved: files that go with them, if they exist.
             copied: files of which a copy goes with them.
-            before: called once the files are kept, and before it is decided.
+            before: called once the files are kept, and before the move is decided.
 
         Raises:
             OSError: the folder cannot be written.
@@ -225,7 +230,7 @@ class Folder:
         )
 
     def _point(self) -> None:
-        """Have LATEST name the newest checkpoint, or nothing; it is for people, so never raises."""
+        """Have LATEST name the newest checkpoint, or nothing. It is for people, so it never raises."""
         with suppress(ConfigError, CheckpointError):
             found = self.candidates()
             try:
@@ -239,15 +244,15 @@ class Folder:
     # --- old ones go
 
     def retain(self, keep: int, saved: Path | None = None) -> None:
-        """Leave the ``keep`` newest valid checkpoints, and take away what earlier saves have left.
+        """Leave the ``keep`` newest valid checkpoints, and remove what earlier saves have left. Never raises.
 
-        What is damaged does not count, and goes once a newer one is valid. What a later version wrote, and what could
-        not be read this time, does not count either, and stays. Nothing goes while the newest may not be on the disk.
-        Never raises: a save has succeeded.
+        A damaged checkpoint does not count, and goes once a newer one is valid. One that a later version wrote, or that
+        could not be read this time, does not count either, and stays. Nothing goes while the newest may not be on the
+        disk.
 
         Args:
-            keep: at least one stays.
-            saved: stays whatever else is there.
+            keep: newest valid checkpoints that stay, at least one.
+            saved: stays in any case.
         """
         if not self._is_sure:
             return
@@ -268,13 +273,13 @@ class Folder:
                     shutil.rmtree(entry, ignore_errors=True)
 
     def sweep(self) -> None:
-        """Bring to an end what a killed job has left; only where no other job can be saving.
+        """Finish what a killed job has left. Only for a caller that knows that no other job is saving.
 
-        What it was setting aside goes there, or stays if it had not come to that. Its unfinished saves go, and what it
-        has left of smaller files once that is old: others that ask for the lock make some, too.
+        Checkpoints that it was setting aside go there, or stay if that was not decided. Its unfinished saves go. Its
+        smaller files go once they are old: jobs that ask for the lock make such files, too.
 
         Raises:
-            CheckpointError: nobody can read what it was setting aside, or it cannot be done.
+            CheckpointError: the note of what it was setting aside cannot be read, or this cannot be finished.
         """
         try:
             if os.path.lexists(self.path / lines.NOTE):
@@ -296,7 +301,7 @@ class Folder:
                 self._point()
 
     def discard(self, path: Path) -> None:
-        """Take one checkpoint away."""
+        """Remove one checkpoint."""
         trash = self.path / f".trash-{step_folder(_order(path)[0])}-{secrets.token_hex(4)}"
         path.rename(trash)
         with suppress(OSError):
@@ -304,15 +309,15 @@ class Folder:
 
 
 def _is_folder(path: Path) -> bool:
-    """Raises OSError where nobody knows, in every version of Python."""
+    """Whether ``path`` is a folder. Raises OSError where the system does not say, in every version of Python."""
     return kind_of(path) == "a directory"
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether ``path`` is one by what is in it, sound or not.
+    """Whether ``path`` is a checkpoint by what is in it, sound or not.
 
     Raises:
-        ConfigError: nobody can look there.
+        ConfigError: the system does not say.
     """
     try:
         return any(is_there(path / name) for name in (MANIFEST_FILE, STATE_FILE))
@@ -335,9 +340,9 @@ def _order(path: Path) -> tuple[int, bool]:
 
 
 def _is_valid(path: Path) -> bool | None:
-    """Whether manifest and file size are right; None where nobody knows, today or with this version.
+    """Whether manifest and file size are right; None where that cannot be told, today or by this version.
 
-    Nobody knows, either, what a checkpoint is that somebody has given another step's name.
+    It cannot be told of a checkpoint either that has another step's name.
     """
     try:
         if misnamed(path, read_manifest(path)):
@@ -360,7 +365,7 @@ def _age_s(path: Path) -> float:
 
 
 def misnamed(path: Path, manifest: Manifest) -> str:
-    """What is wrong with the name of a checkpoint, which says another step than its manifest; empty if nothing is."""
+    """What is wrong with the name of a checkpoint, whose manifest says another step; empty if nothing is."""
     step = step_of(path.name)
     if step is None or step == manifest.step:
         return ""
@@ -374,7 +379,7 @@ def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint ``path``, held against the size of its file.
 
     Raises:
-        CorruptCheckpoint: it is missing, changed, or the file has another size.
+        CorruptCheckpoint: it is missing or was changed, or the file has another size.
         CheckpointMismatch: a later version wrote it.
     """
     name = MANIFEST_FILE

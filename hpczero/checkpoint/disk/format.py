@@ -5,7 +5,7 @@ Owns: the format and its version (docs/checkpoint-format.md). Must not know: MPI
     <folder>/step-000001200/state.h5         flat datasets
                             manifest.json    what they are, where they lie, a digest of every byte; written last
 
-Nothing in it depends on the number of ranks, the stage or the units it was saved with: parameters lie end to end in
+Nothing in it depends on the number of ranks, the stage or the units at the save. Parameters lie end to end in
 registration order, the trainable ones first, without padding.
 """
 
@@ -50,13 +50,13 @@ def step_folder(step: int) -> str:
 
 
 def step_of_folder(name: str) -> int | None:
-    """The step a folder name means; None if it is not one of ours."""
+    """The step that a folder's name states; None if it is not one of our names."""
     found = _STEP_FOLDER.fullmatch(name)
     return int(found[1]) if found and step_folder(int(found[1])) == name else None
 
 
 def digest(data: npt.NDArray[Any]) -> str:
-    """Of the bytes of a contiguous array, 16 hexadecimal digits."""
+    """Digest of the bytes of a contiguous array, 16 hexadecimal digits."""
     return str(xxhash.xxh3_64(data.data).hexdigest())
 
 
@@ -66,10 +66,10 @@ class Row:
 
     Attributes:
         name: qualified, as in ``model.named_parameters(remove_duplicate=False)``.
-        shape: of the parameter.
-        offset: of its first element in the flat datasets.
-        group: optimizer group; -1 where it is frozen.
-        tied_to: index of the row that holds it, where this is a further name of a tied parameter.
+        shape: shape of the parameter.
+        offset: place of its first element in the flat datasets.
+        group: optimizer group; -1 if it is frozen.
+        tied_to: index of the row that holds its values, if this is a further name of a tied parameter.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Row:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
@@ -124,7 +124,7 @@ class Table:
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters."""
+        """Elements of all parameters, each tied one once."""
         return sum(row.numel for row in self.owners)
 
     @property
@@ -146,7 +146,7 @@ class Table:
         return found
 
     def to_json(self) -> list[list[Any]]:
-        """Plain lists."""
+        """The table as plain lists."""
         return [[r.name, list(r.shape), r.offset, r.group, r.tied_to] for r in self.rows]
 
     @classmethod
@@ -165,12 +165,12 @@ class Dataset:
     """One flat dataset, cut into slabs of fixed size from its start; the last may be short.
 
     Attributes:
-        name: its path in the HDF5 file.
-        dtype: of NumPy, little endian, such as ``<f4``.
-        numel: elements.
-        slab_numel: elements of a slab.
-        offset: of its first byte in the file; 0 until the file is made, and where it is empty.
-        digests: of each slab; empty until it is written.
+        name: path in the HDF5 file.
+        dtype: NumPy's name of the type, little endian, such as ``<f4``.
+        numel: number of elements.
+        slab_numel: number of elements of a slab.
+        offset: place of its first byte in the file; 0 until the file is made, and if the dataset is empty.
+        digests: one of each slab; empty until it is written.
     """
 
     name: str
@@ -182,7 +182,7 @@ class Dataset:
 
     @classmethod
     def of(cls, name: str, dtype: str, numel: int, slab_nbytes: int = SLAB_NBYTES) -> Dataset:
-        """With slabs of ``slab_nbytes``."""
+        """A dataset with slabs of ``slab_nbytes`` bytes."""
         return cls(name, dtype, numel, max(slab_nbytes // np.dtype(dtype).itemsize, 1))
 
     @property
@@ -197,33 +197,33 @@ class Dataset:
 
     @property
     def num_slabs(self) -> int:
-        """Slabs."""
+        """Number of slabs."""
         return -(-self.numel // self.slab_numel)
 
     def slab(self, index: int) -> range:
-        """Elements of one slab."""
+        """Elements of slab ``index``."""
         start = index * self.slab_numel
         return range(start, min(start + self.slab_numel, self.numel))
 
     def slabs_of(self, rank: int, size: int) -> range:
-        """Slabs that ``rank`` of ``size`` writes or reads: consecutive, as even as can be."""
+        """Slabs that ``rank`` of ``size`` ranks writes or reads: consecutive, and as even as possible."""
         return range(rank * self.num_slabs // size, (rank + 1) * self.num_slabs // size)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds; with it, reading needs no more than bytes at offsets.
+    """What a checkpoint holds. A reader who has it needs nothing more than bytes at offsets.
 
     Attributes:
         step: optimizer steps done.
         created: UTC, ISO 8601.
-        world_size: ranks that saved it.
+        world_size: number of ranks that saved it.
         table: the parameters.
         datasets: all flat datasets.
-        file_nbytes: size of the HDF5 file.
-        rest: digest of all of its bytes outside of the datasets.
+        file_nbytes: size of the HDF5 file in bytes.
+        rest: digest of all bytes of the file outside of the datasets.
         meta: optimizer, buffers, random streams, the user's extra, provenance.
-        version: of the format.
+        version: version of the format.
     """
 
     step: int
@@ -237,11 +237,11 @@ class Manifest:
     version: int = VERSION
 
     def dataset(self, name: str) -> Dataset | None:
-        """By its path."""
+        """The dataset with this path."""
         return next((dataset for dataset in self.datasets if dataset.name == name), None)
 
     def damage(self, path: Path, dataset: Dataset, slab: range) -> str:
-        """Says which elements of what are not those that were written."""
+        """A text that says which elements of which parameters are not those that were written."""
         where = ""
         if dataset.dtype == "<f4":
             names = self.table.overlapping(slab.start, slab.stop)
@@ -253,7 +253,10 @@ class Manifest:
         )
 
     def to_json(self) -> str:
-        """The text of ``manifest.json``: one object; its last field, ``sha256``, is of all text before that field."""
+        """The text of ``manifest.json``: one object.
+
+        Its last field, ``sha256``, is the digest of all text before it.
+        """
         body = {
             "format": FORMAT,
             "version": self.version,
@@ -271,7 +274,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Read and check.
+        """Read a manifest and check it.
 
         Raises:
             CorruptCheckpoint: it is not whole, or was changed.

@@ -3,13 +3,14 @@
 Owns: the objects in the file and where their bytes lie. Must not know: MPI, parameters' owners, the order of a save.
 
 [Note: One rank makes the file]
-Groups, attributes and small tables are written by rank 0 alone with the serial driver, datasets with all their bytes
-allocated and none filled. Then all ranks write bytes, through MPI-IO or at offsets. So collective metadata, which hangs
-and corrupts in several releases of HDF5, is never used, and both ways leave the same file to the byte.
+Rank 0 alone makes groups, attributes, small tables and datasets with the serial driver. All bytes of datasets are
+allocated then, and none is filled. Afterwards all ranks write bytes, through MPI-IO or at offsets. Collective metadata,
+which hangs and corrupts in several releases of HDF5, is never used. Both ways leave the same file to the byte.
 
 [Note: Made in memory]
-HDF5 1.10 crashes the process in the close of a file that it could not write, as on a full disk. So it writes to memory,
-where content of datasets takes none, and we copy: that fails as any write does.
+HDF5 1.10 crashes the process when it closes a file that it could not write, as on a full disk. It therefore writes to
+memory, where the content of datasets takes no room, and we copy the result to the disk. That copy fails as any write
+does.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Array = npt.NDArray[Any]
 def create(
     path: Path, datasets: Sequence[Dataset], table: Table, meta: Mapping[str, Any], *, step: int
 ) -> tuple[list[Dataset], bool]:
-    """Make the file, everything in it but the content of ``datasets``. On one rank only.
+    """Make the file with everything in it but the content of ``datasets``. Not collective: one rank calls it.
 
     Returns:
         ``datasets`` with their places in the file, and whether the file system keeps room for all of it.
@@ -72,7 +73,7 @@ def create(
 
 
 def _copy(image: int, path: Path) -> None:
-    """Make ``path`` what is in ``image``; where there is nothing, nothing is written."""
+    """Write ``image`` to ``path``; its holes are left out."""
     nbytes = os.fstat(image).st_size
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -128,7 +129,7 @@ def _write_table(group: h5py.Group, table: Table) -> None:
 
 
 def _reserve(path: Path) -> bool:
-    """Have the file system give the blocks now: a full disk is then an error here, not in mid-write.
+    """Have the file system give the blocks now. A full disk is then an error here, and not in the middle of a write.
 
     Returns:
         Whether it could; some file systems cannot.

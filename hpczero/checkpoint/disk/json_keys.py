@@ -1,11 +1,11 @@
-"""Dictionaries whose keys are no texts, in JSON and back.
+"""Dictionaries whose keys are not texts, in JSON and back.
 
 Owns: what JSON holds of a program's values, and the marks for what it would change. Must not know: files, MPI, torch.
 
 [Note: Pairs]
-JSON has texts for keys: of ``{3: 1}`` it makes ``{"3": 1}`` without a word, and a scheduler's milestones are never met
-again. Such a dictionary is written as ``{"__pairs__": [[3, 1]]}``, a Counter as ``{"__counter__": [[3, 1]]}``. So
-is one that holds such a mark itself: every mark is ours.
+Keys are texts in JSON: it makes ``{"3": 1}`` of ``{3: 1}`` without a word, and a scheduler's milestones would never be
+met again. Such a dictionary is therefore written as ``{"__pairs__": [[3, 1]]}``, and a Counter as ``{"__counter__":
+[[3, 1]]}``. A dictionary that holds such a mark itself is written so too. Every mark in the file is thus ours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Unfit(TypeError):
-    """A value that JSON cannot hold; says which, and where."""
+    """A value that JSON cannot hold. The message says which, and where."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -33,13 +33,13 @@ class Unfit(TypeError):
         self.where = ""
 
     def inside(self, key: object) -> Unfit:
-        """The same, one level further up."""
+        """The same error, one level further up."""
         self.where = f"[{shown(key)}]{self.where}"
         return self
 
 
 def within(key: object, act: Callable[[Any], T], part: Any) -> T:
-    """``act(part)``, whose ``Unfit`` says that the part is at ``key``."""
+    """``act(part)``; an ``Unfit`` from it says that the part is at ``key``."""
     try:
         return act(part)
     except Unfit as error:
@@ -59,10 +59,10 @@ def extra_fields(extra: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def extra_of(meta: Mapping[str, Any]) -> dict[Any, Any]:
-    """The reverse.
+    """``extra`` from the fields that ``extra_fields`` made.
 
     Raises:
-        ValueError: it is of no form that this version knows, or no pairs are behind a mark.
+        ValueError: it has no form that this version knows, or there are no pairs behind a mark.
     """
     extra, form = meta["extra"], meta.get(FORM)
     if form is not None:
@@ -75,7 +75,7 @@ def extra_of(meta: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def _has_other_keys(value: Any) -> bool:
-    """Whether JSON would change a key anywhere in it, or a Counter.
+    """Whether the value holds a key that JSON would change, or a Counter, at any depth.
 
     Raises:
         Unfit: it holds what JSON cannot hold.
@@ -96,7 +96,7 @@ def _has_other_keys(value: Any) -> bool:
 
 
 def marked(value: Any) -> Any:
-    """With marks. See [Note: Pairs].
+    """The value with marks ([Note: Pairs]).
 
     Raises:
         Unfit: it holds what JSON cannot hold.
@@ -116,10 +116,10 @@ def marked(value: Any) -> Any:
 
 
 def unmarked(value: Any) -> Any:
-    """The reverse.
+    """The value that ``marked`` was given.
 
     Raises:
-        ValueError: no pairs are behind a mark.
+        ValueError: there are no pairs behind a mark.
     """
     if isinstance(value, list):
         return [unmarked(part) for part in value]

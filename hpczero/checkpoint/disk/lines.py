@@ -3,13 +3,15 @@
 Owns: which ones those are, where they go, and the note that makes it happen whole or not at all. Must not know: MPI,
 models, what a checkpoint holds.
 
-A line is the checkpoints of a run, each the successor of the one before. A folder has one: ``step-...``. What another
-line has left there is kept in a folder ``aside-<time>``, which nothing reads unless told to, and nothing deletes.
+A line is the checkpoints of a run, each the successor of the one before. A folder has one line, in ``step-...``.
+Checkpoints of another line are kept in a folder ``aside-<time>``. Nothing reads that folder unless it is named, and
+nothing deletes it.
 
 [Note: One rename decides]
-Several renames are not one. So a note says first which checkpoints go where, and from which moment on: at once, or from
-the rename that brings in the first checkpoint of the new line, known by its manifest. From then on they do not count,
-wherever they lie. Whoever has the lock next finishes the renames of a note in force, and throws away one that is not.
+Several renames are not atomic together. A note therefore says first which checkpoints go where, and from which moment
+on. That is at once, or from the rename that brings in the first checkpoint of the new line, which is known by its
+manifest. From that moment the checkpoints do not count, wherever they lie. The next holder of the lock finishes the
+renames of a note in force, and discards a note that is not.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _ASIDE = re.compile(r"aside-\d{8}T\d{6}Z(-\d+)?")
 
 
 def step_of(name: str) -> int | None:
-    """The step of a folder that counts as a checkpoint by its name; None if it does not."""
+    """The step of a folder whose name is that of a checkpoint; None for any other."""
     replaced = REPLACED.fullmatch(name)
     return step_of_folder(replaced[1] if replaced else name)
 
@@ -45,14 +47,15 @@ def step_of(name: str) -> int | None:
 def strangers(
     found: Sequence[Path], *, step: int, origin: int | None, keep: int | None
 ) -> list[Path]:
-    """Those of ``found`` that are not of the line of a model, if it has, or is to have, a checkpoint at ``step``.
+    """Those of ``found`` that are not of a model's line, which has or is to have a checkpoint at ``step``.
 
     Args:
         found: checkpoints of one folder.
-        step: of the model.
-        origin: step of the one in this folder that the model has come from: loaded, or saved there. None: of none.
-        keep: as in ``save``. A folder in which old ones go is a run's, so everything there that is not of this line
-            goes to the side; in any other one the user may keep what he likes, below ``step``.
+        step: optimizer steps of the model.
+        origin: step of the checkpoint in this folder that the model was last loaded from or saved to; None if there is
+            none.
+        keep: as in ``save``. A folder in which old checkpoints go is a run's, so everything in it that is not of this
+            line goes to the side. In any other folder the user may keep what he likes below ``step``.
     """
     if origin is not None and origin <= step:
         return [path for path in found if (step_of(path.name) or 0) > origin]
@@ -65,9 +68,9 @@ class Note:
 
     Attributes:
         folder: name of the folder it goes to.
-        names: of the checkpoints, where they lie now and in ``folder``.
-        target: checkpoint that the new line begins with; empty: it is decided without one.
-        manifest: SHA-256 of its manifest.
+        names: names of the checkpoints, where they lie now and in ``folder``.
+        target: checkpoint that the new line begins with; empty if the move is decided without one.
+        manifest: SHA-256 of the target's manifest.
     """
 
     folder: str
@@ -76,10 +79,10 @@ class Note:
     manifest: str = ""
 
     def in_force(self, path: Path) -> bool:
-        """Whether what it names does not count any more. See [Note: One rename decides].
+        """Whether the checkpoints that it names have ceased to count ([Note: One rename decides]).
 
         Raises:
-            OSError: the manifest cannot be read, so nobody knows. Taken for gone, a decision would be undone.
+            OSError: the manifest cannot be read, so it is unknown. To take it for missing would undo a decision.
         """
         if not self.target:
             return True
@@ -91,11 +94,11 @@ class Note:
 
 
 def hidden(path: Path) -> frozenset[str]:
-    """Names in the folder ``path`` that do not count: they are being set aside.
+    """Names in the folder ``path`` that do not count, because they are being set aside.
 
     Raises:
         CorruptCheckpoint: the note cannot be read.
-        OSError: what decides cannot be read.
+        OSError: the manifest that decides cannot be read.
     """
     note = read_note(path)
     return frozenset(note.names) if note is not None and note.in_force(path) else frozenset()
@@ -105,7 +108,7 @@ def read_note(path: Path) -> Note | None:
     """The note in the folder ``path``, if there is one.
 
     Raises:
-        CorruptCheckpoint: it cannot be read, so nobody knows which checkpoints count.
+        CorruptCheckpoint: it cannot be read, so it is unknown which checkpoints count.
     """
     file = path / NOTE
     if not os.path.lexists(file):
@@ -135,7 +138,7 @@ def read_note(path: Path) -> Note | None:
 
 
 def asides(path: Path) -> list[Path]:
-    """Folders of checkpoints that were set aside in ``path``, newest first."""
+    """Folders of checkpoints in ``path`` that were set aside, newest first."""
     try:
         found = [entry for entry in path.iterdir() if _ASIDE.fullmatch(entry.name)]
     except OSError:
@@ -144,7 +147,7 @@ def asides(path: Path) -> list[Path]:
 
 
 def new_aside(path: Path) -> Path:
-    """A folder in ``path`` for what is set aside now, made."""
+    """Make a folder in ``path`` for what is set aside now."""
     name = time.strftime("aside-%Y%m%dT%H%M%SZ", time.gmtime())
     number = 1
     while True:
@@ -157,9 +160,9 @@ def new_aside(path: Path) -> Path:
 
 
 def note_text(place: Path, found: Iterable[Path], *, target: str = "", manifest: str = "") -> str:
-    """The text of a note: ``found`` shall go to ``place``, once ``target`` is there with the text ``manifest``.
+    """The text of a note: ``found`` go to ``place`` once ``target`` exists with a manifest of the text ``manifest``.
 
-    The last line is the SHA-256 of those before: a note in which anything is changed is not believed.
+    The last line is the SHA-256 of the lines before, so a note that was changed does not count.
     """
     names: dict[str, str] = {}
     for path in found:
@@ -175,13 +178,13 @@ def _digest(text: str) -> str:
 
 
 def finish(path: Path) -> Path | None:
-    """Do what the note in ``path`` says, or throw it away. Under the lock of the folder only.
+    """Do what the note in ``path`` says if it is in force; discard it otherwise. The caller holds the folder's lock.
 
     Returns:
-        Where they lie now; None if nothing was set aside.
+        Where the checkpoints are now; None if nothing was set aside.
 
     Raises:
-        OSError: they cannot be renamed, or what decides cannot be read.
+        OSError: they cannot be renamed, or the manifest that decides cannot be read.
         CorruptCheckpoint: the note cannot be read.
     """
     note = read_note(path)
@@ -204,7 +207,7 @@ def finish(path: Path) -> Path | None:
 
 
 def _move_link(link: Path, to: Path, moved: Mapping[str, str]) -> None:
-    """Move a link to a checkpoint, so that it leads to the same one, also where that is one of ``moved`` itself."""
+    """Move a link to a checkpoint so that it leads to the same one, even if that one is among ``moved``."""
     target = link.parent.resolve() / link.readlink()
     beside = target.parent.resolve() == link.parent.resolve() and target.name in moved
     if to.is_symlink():  # a job was killed before it had taken the old one away
@@ -214,6 +217,6 @@ def _move_link(link: Path, to: Path, moved: Mapping[str, str]) -> None:
 
 
 def homes(path: Path) -> frozenset[Path]:
-    """Folders of whose line the checkpoint ``path`` is one: where its name is, and, through links, its data."""
+    """Folders whose line has the checkpoint ``path``: that of its name and, through links, that of its data."""
     data = path.resolve().parent
     return frozenset((data, path.parent.resolve()) if step_of(path.name) is not None else (data,))

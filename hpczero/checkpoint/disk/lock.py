@@ -1,14 +1,15 @@
 """One job at a time writes checkpoints into a folder.
 
-Owns: the lock files, and which of them mean nothing any more. Must not know: checkpoints. HDF5 and MPI-IO protect
-nothing: a second writer truncates the file of the first.
+Owns: the lock files, and which of them no longer count. Must not know: checkpoints. HDF5 and MPI-IO protect nothing: a
+second writer truncates the file of the first.
 
 [Note: Publish, then look]
 Every process that wants the folder first makes a file of its own, ``.lock-<token>``, and then looks at all others. Of
-two, the one that looked last has seen the other, so both cannot go on; and nobody ever removes, renames or replaces a
-file that may have become somebody else's meanwhile, as one must with a single lock file that a dead job left behind.
-A file has one of two states. Whoever sees another that holds gives up. Whoever sees another that asks waits for it if
-its own token is the smaller one, and makes way otherwise; so of several that ask, one gets it.
+two processes the one that looked last has seen the other, so they cannot both go on. No process removes, renames or
+replaces a file that may have become another's meanwhile; a single lock file, left behind by a dead job, would need
+that. A file has one of two states: its process asks, or it holds. A process that sees a holder gives up. A process that
+sees another one ask waits for it if its own token is smaller, and makes way otherwise. Of several that ask, one
+therefore gets the folder.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while 
 
 
 def is_claimed(folder: Path) -> bool:
-    """Whether some process, alive or not, has a file of the lock there; what the folder holds may change then."""
+    """Whether some process, alive or not, has a lock file in the folder; its content may change then."""
     try:
         return any(_NAME.fullmatch(name) for name in os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -70,23 +71,23 @@ class Lock:
 
     @property
     def path(self) -> Path:
-        """Our file."""
+        """Path of our lock file."""
         return self._folder / f".lock-{self._token}"
 
     @property
     def held(self) -> bool:
-        """Whether it was acquired, and not released since; ``check`` says whether others agree."""
+        """Whether it was acquired and not released since. ``check`` says whether others agree."""
         return self._thread is not None
 
     def acquire(self, patience_s: float = 0.0) -> None:
-        """Take the lock; those of jobs that have ended do not count, and go.
+        """Take the lock. Lock files of jobs that have ended do not count, and are removed.
 
         Args:
-            patience_s: how long to wait for a holder of whom nobody here knows whether he lives, until he shows it, or
-                has been silent for so long that he does not count.
+            patience_s: seconds to wait for a holder of which nobody here knows whether it is alive. It ends when the
+                holder shows that it is, or has been silent for so long that it does not count.
 
         Raises:
-            CheckpointBusy: another job holds it; says which.
+            CheckpointBusy: another job holds it; the message says which.
             CheckpointNotWritten: the folder cannot be written.
         """
         deadline = time.monotonic() + patience_s
@@ -150,7 +151,7 @@ class Lock:
                     claim.path.unlink()
 
     def check(self) -> None:
-        """See that it is still ours: a job that stood still for long is taken for dead by those on other hosts.
+        """See that the lock is still ours. A job that stood still for long is taken for dead by jobs on other hosts.
 
         Raises:
             CheckpointBusy: another job has the folder now, or had it meanwhile.
@@ -172,7 +173,7 @@ class Lock:
         )
 
     def release(self) -> None:
-        """Let others in; nothing if it is not held."""
+        """Let others in; does nothing if the lock is not held."""
         with self._guard:
             self._asked = self._stays and self.held
             if self._stays:
@@ -187,12 +188,12 @@ class Lock:
         self._unmake()
 
     def stay(self) -> None:
-        """Hold it, whoever releases it, until ``leave``: something is still being written."""
+        """Keep the lock until ``leave``, even if it is released before: something is still being written."""
         with self._guard:
             self._stays = True
 
     def leave(self) -> None:
-        """The end of ``stay``: release it, if somebody has asked for that meanwhile. From any thread."""
+        """End ``stay``. Releases the lock if that was asked for meanwhile. Any thread may call it."""
         with self._guard:
             self._stays, asked = False, self._asked
             self._asked = False
@@ -200,10 +201,10 @@ class Lock:
             self.release()
 
     def follow(self, folder: Path) -> None:
-        """After a rename of what our file lies in: hold it in a new folder at the old path, and not there any more.
+        """After a rename of the folder: hold the lock in a new folder at the old path, and not in the renamed one.
 
         Args:
-            folder: where ours has gone to.
+            folder: where the renamed folder is.
 
         Raises:
             CheckpointBusy: another job was faster.
@@ -236,10 +237,10 @@ class Lock:
         self.release()
 
     def _ask(self) -> None:
-        """Return when we are seen to ask, and no other asks or holds. See [Note: Publish, then look].
+        """Return when our file is visible, and no other process asks or holds ([Note: Publish, then look]).
 
         Raises:
-            CheckpointBusy: another holds it, or does not come to an end of asking.
+            CheckpointBusy: another process holds the folder, or does not stop to ask.
             FileNotFoundError: the folder was moved away; ask again.
         """
         deadline = time.monotonic() + ASKING_S
@@ -265,11 +266,14 @@ class Lock:
             raise FileNotFoundError(errno.ENOENT, "was moved away meanwhile", str(self.path))
 
     def _asks(self, other: Claim) -> bool:
-        """Whether ``other`` lives and does not know yet."""
+        """Whether the process of ``other`` is alive and has not decided yet."""
         return any(c.token == other.token and not c.holds for c in self._others())
 
     def _say(self, state: str) -> None:
-        """Make our file, or give it another content; its name is there throughout, and whoever reads it reads all."""
+        """Make our file, or replace its content.
+
+        Its name is there throughout, and every reader sees a whole content.
+        """
         me = {
             "state": state,
             **claims.own_place(),
@@ -287,7 +291,7 @@ class Lock:
             raise
 
     def _others(self, *, living: bool = True) -> list[Claim]:
-        """Claims of other processes that live, or of those that do not."""
+        """Claims of other processes that are alive, or of those that are not."""
         found = []
         now = self._now()
         for path in self._folder.iterdir():
@@ -310,7 +314,7 @@ class Lock:
         return found
 
     def _now(self) -> float:
-        """By the clock that gives files their times, which may be the file server's."""
+        """The time by the clock that gives files their times, which may be the file server's."""
         try:
             os.utime(self.path)
             return self.path.stat().st_mtime

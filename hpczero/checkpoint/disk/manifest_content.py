@@ -37,7 +37,7 @@ def check_content(manifest: Manifest, path: Path) -> None:
     """Refuse a manifest that a reader could not follow to its end.
 
     Raises:
-        CorruptCheckpoint: names the checkpoint ``path``, the field, what it is and what was expected.
+        CorruptCheckpoint: the message names the checkpoint ``path``, the field, what it is and what was expected.
     """
     try:
         _check(manifest)
@@ -72,7 +72,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def _states(manifest: Manifest) -> dict[str, tuple[str, int]]:
-    """The datasets of the optimizer."""
+    """The datasets of the optimizer's state."""
     if "optimizer" not in manifest.meta:
         raise refuse("meta.optimizer", "not there", "an object or null")
     if manifest.meta["optimizer"] is None:

@@ -1,7 +1,8 @@
 """What the fields of a manifest may be: types, ranges, places in the file.
 
-Owns: the form of the JSON object. Must not know: files, classes, what the values mean. A manifest that states its own
-digest was still written by somebody: numbers from it decide where bytes are read and how much memory is taken.
+Owns: the form of the JSON object. Must not know: files, classes, what the values mean. The form is checked even if the
+digest is right, because anybody can write a digest. Numbers of a manifest decide where bytes are read and how much
+memory is taken.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _DATASET = {"name", "dtype", "numel", "slab_numel", "offset", "digests"}
 
 
 def check_form(body: Mapping[str, Any]) -> None:
-    """Refuse a manifest that cannot be, whatever digest it states.
+    """Refuse a manifest of an impossible form, whatever digest it states.
 
     Args:
         body: its JSON object.
 
     Raises:
-        CorruptCheckpoint: names the field, what it is and what was expected.
+        CorruptCheckpoint: the message names the field, what it is and what was expected.
     """
     whole(body, "step")
     whole(body, "world_size", most=MOST_RANKS)
@@ -47,17 +48,17 @@ def check_form(body: Mapping[str, Any]) -> None:
 
 
 def refuse(field: str, got: object, expected: str) -> CorruptCheckpoint:
-    """The error to raise for a field."""
+    """The error for a field."""
     return CorruptCheckpoint(
         f"manifest.json cannot be: {field} is {shown(got)}, expected {expected}"
     )
 
 
 def of_type(fields: Mapping[str, Any], name: str, kind: type, where: str = "") -> Any:
-    """The field ``name``.
+    """The field ``name``, of this type.
 
     Raises:
-        CorruptCheckpoint: it is not there, or of another type.
+        CorruptCheckpoint: it does not exist, or has another type.
     """
     if name not in fields:
         raise refuse(f"{where}{name}", "not there", f"a {kind.__name__}")
@@ -72,7 +73,7 @@ def whole(
     """The field ``name``, a whole number.
 
     Raises:
-        CorruptCheckpoint: it is none, or out of range.
+        CorruptCheckpoint: it is not a whole number, or out of range.
     """
     value = of_type(fields, name, int, where)
     if not least <= value <= most:
@@ -81,10 +82,10 @@ def whole(
 
 
 def shape_of(value: object, field: str) -> tuple[int, ...]:
-    """A list of sizes.
+    """A shape from a list of sizes.
 
     Raises:
-        CorruptCheckpoint: it is none.
+        CorruptCheckpoint: it is no such list.
     """
     sizes = value if isinstance(value, list) else [None]
     if len(sizes) > MOST_DIMS or not all(type(n) is int and 0 <= n <= MOST for n in sizes):
@@ -93,7 +94,7 @@ def shape_of(value: object, field: str) -> tuple[int, ...]:
 
 
 def is_text(value: str) -> bool:
-    """Whether it can be written: JSON's escapes may be half a character."""
+    """Whether a text can be written as UTF-8; JSON's escapes may be half a character."""
     return value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
 
 
@@ -136,7 +137,11 @@ def _check_datasets(entries: Sequence[object], file_nbytes: int) -> None:
 
 
 def _check_parameters(rows: Sequence[object]) -> None:
-    """Names once; those that hold values end to end, trainable ones first; the others are names of these."""
+    """Refuse a table that breaks a rule.
+
+    Each name comes once. Parameters with values lie end to end, trainable ones first. All other names are further names
+    of these.
+    """
     names: set[str] = set()
     end, frozen, further = 0, False, False
     for row in rows:

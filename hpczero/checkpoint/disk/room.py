@@ -19,11 +19,11 @@ def check_room(folder: Path, nbytes: int) -> None:
     """Refuse a save of ``nbytes`` that cannot succeed.
 
     Args:
-        folder: made if need be.
-        nbytes: of the checkpoint.
+        folder: made if it does not exist.
+        nbytes: size of the checkpoint in bytes.
 
     Raises:
-        CheckpointNotWritten: the folder cannot be written, or has no room.
+        CheckpointNotWritten: the folder cannot be written, or there is no room.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def check_room(folder: Path, nbytes: int) -> None:
 
 
 def in_one_unit(free: int, needed: int) -> tuple[str, str]:
-    """Both in the largest unit that shows which is more; the second without its name."""
+    """Both sizes in the largest unit that shows which is more; the second without the unit's name."""
     for name, unit in (("MiB", 2**20), ("KiB", 2**10)):
         down, up = free // unit, -(-needed // unit)
         if down < up and all(n == 0 or n >= SHOWN * unit for n in (free, needed)):

@@ -1,7 +1,7 @@
-"""One checkpoint as one process reads it: elements in order, every slab held against its digest.
+"""One checkpoint as one process reads it: elements in order, every slab checked against its digest.
 
-Owns: reading without MPI, HDF5 or torch. Must not know: models, who wants the values, which checkpoint a path means.
-Two slabs at most are in memory.
+Owns: reading without MPI, HDF5 or torch. Must not know: models, who wants the values, which checkpoint a path means. At
+most two slabs are in memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Stored:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open it; data are not read yet.
+        """Open a checkpoint; no data are read yet.
 
         Raises:
             CorruptCheckpoint: its manifest or the size of its file is wrong, or it cannot be read.
@@ -54,10 +54,10 @@ class Stored:
             ) from error
 
     def read(self, name: str, start: int, stop: int) -> Iterator[Array]:
-        """Elements [start, stop) of dataset ``name`` in pieces, in order; a piece lives until the next one.
+        """Elements [start, stop) of dataset ``name`` in pieces, in order. A piece is valid until the next one.
 
         Raises:
-            CorruptCheckpoint: names dataset, parameters and range.
+            CorruptCheckpoint: the message names dataset, parameters and range.
         """
         dataset = self.manifest.dataset(name)
         if dataset is None:
@@ -87,7 +87,7 @@ class Stored:
         return self._slab[2]
 
     def close(self) -> None:
-        """Close it; nothing can be read any more."""
+        """Close the checkpoint; nothing can be read any more."""
         os.close(self._descriptor)
 
     def __enter__(self) -> Stored:

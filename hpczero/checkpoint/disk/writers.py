@@ -1,7 +1,7 @@
 """Two ways to fill the datasets of a checkpoint's file from all ranks.
 
-Owns: MPI-IO and its traps. Must not know: what the file has, the order of a save. See h5file.[Note: One rank makes the
-file].
+Owns: MPI-IO and its traps. Must not know: what the file has, the order of a save (h5file.py: [Note: One rank makes the
+file]).
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ class Writer(ABC):
 
     @abstractmethod
     def __init__(self, path: Path) -> None:
-        """Open it on this rank. Not collective: one rank may fail alone."""
+        """Open the file on this rank. Not collective: one rank may fail alone."""
 
     def join(self, comm: MPI.Intracomm) -> None:
-        """What all ranks must do together before the first write, once each has opened it. Collective over ``comm``.
+        """Do what all ranks must do together before the first write, once each has opened the file.
 
-        ``comm`` is borrowed.
+        Collective over ``comm``, which is borrowed.
         """
         return
 
     @abstractmethod
     def write(self, dataset: Dataset, start: int, data: Array) -> None:
-        """Write elements from ``start`` on; none is fine. The same number of calls on all ranks, in the same order.
+        """Write elements of ``dataset`` from ``start`` on; none is allowed.
 
-        ``data`` is the writer's from then on.
+        All ranks make the same number of calls in the same order. ``data`` belongs to the writer from then on.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Have everything on the disk. Collective."""
+        """Return when everything is on the disk. Collective."""
 
     def abandon(self) -> None:
-        """Something failed here or elsewhere: give up without a collective call."""
+        """Give up without a collective call, after something failed here or on another rank."""
         return
 
 
@@ -106,11 +106,11 @@ class MpioWriter(Writer):
 
 
 class PosixWriter(Writer):
-    """``pwrite`` at the offsets of the datasets: no MPI-IO, and any thread may do it.
+    """``pwrite`` at the offsets of the datasets: no MPI-IO, and any thread may call it.
 
-    It writes on a thread of its own, one piece at a time, while the caller makes the next piece: file systems let one
-    rank at a time write to a file, and the others need not wait. An error is raised by the next call. Whole pages go
-    past the kernel's cache where the file system lets them (docs/performance.md has what that is worth).
+    It writes on a thread of its own, one piece at a time, while the caller makes the next piece. File systems let one
+    rank at a time write to a file, and the others need not wait for that. The next call raises an error of the write.
+    Whole pages go past the kernel's cache if the file system allows it; docs/performance.md has the gain.
     """
 
     @override
@@ -155,9 +155,9 @@ class PosixWriter(Writer):
 
 
 def _writes_wrong_bytes() -> bool:
-    """Whether MPI-IO is the OMPIO of an Open MPI that can corrupt what parallel HDF5 writes, silently.
+    """Whether MPI-IO is the OMPIO of an Open MPI that can silently corrupt what parallel HDF5 writes.
 
-    open-mpi/ompi#12718; repaired in 4.1.7 and 5.0.6.
+    Source: open-mpi/ompi#12718; repaired in 4.1.7 and 5.0.6.
     """
     vendor, version = MPI.get_vendor()
     if vendor != "Open MPI" or version >= (5, 0, 6) or (4, 1, 7) <= version < (5, 0, 0):
@@ -186,14 +186,15 @@ WRITERS: dict[str, type[Writer]] = {"mpio": MpioWriter, "posix": PosixWriter}
 
 
 def automatic(file: Path, *, reserved: bool) -> str:
-    """What ``auto`` means for ``file``; asked on one rank.
+    """What ``auto`` means for ``file``. Not collective: one rank asks.
 
-    MPI-IO where it knows the file system (it then locks and cuts by the file system's own stripes), and is safe there:
-    it may hang on a disk that fills up in mid-write. On others it does what ``posix`` does, through the kernel's cache,
-    and takes several times as long (docs/performance.md).
+    It is MPI-IO if MPI-IO knows the file system and is safe there. It then locks and cuts by the file system's own
+    stripes. It is not safe if the disk may fill up in the middle of a write: it may hang then. On file systems that it
+    does not know it does what ``posix`` does, through the kernel's cache, and takes several times as long
+    (docs/performance.md).
 
     Args:
-        file: is there.
+        file: exists.
         reserved: whether the file system keeps room for all of it.
     """
     fits = bool(h5py.get_config().mpi) and reserved and filesystem_of(file) in PARALLEL
@@ -201,10 +202,10 @@ def automatic(file: Path, *, reserved: bool) -> str:
 
 
 def writer_for(name: str) -> type[Writer]:
-    """``mpio`` or ``posix``.
+    """The writer called ``mpio`` or ``posix``.
 
     Raises:
-        CheckpointError: mpio where h5py has it not.
+        CheckpointError: ``mpio`` with an h5py that does not have it.
     """
     if name == "mpio" and not h5py.get_config().mpi:
         raise CheckpointError(

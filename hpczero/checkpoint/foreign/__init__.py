@@ -1,1 +1,1 @@
-"""Foreign weights: what other programs wrote or want to read, to and from a checkpoint or a model."""
+"""Foreign weights: what other programs wrote or read, to and from a checkpoint or a model."""

@@ -1,8 +1,8 @@
-"""Weights of other programs made into a checkpoint, which a training then starts from.
+"""Weights of other programs made into a checkpoint, from which a training then starts.
 
 Owns: what such a checkpoint says, and writing it in one process with one slab in memory. Must not know: MPI, models.
 
-It has no optimizer and no random streams: every rank that loads it starts those anew.
+It has no optimizer and no random streams; every rank that loads it starts these anew.
 """
 
 from __future__ import annotations
@@ -66,21 +66,21 @@ def convert(
 
     Args:
         path: as in ``import_weights``.
-        out: folder of a run that is there, or a folder of checkpoints, which holds none yet and is made if need be; or
-            in it ``step-...``, which says the step.
-        layout: as in ``import_weights``. None: ``hpczero``, unless the names are those of Hugging Face's GPT-2, which
-            nobody may have meant.
+        out: the folder of an existing run, a folder of checkpoints, or ``step-...`` in it, which states the step. It
+            holds no checkpoint yet. A folder of checkpoints is made if it does not exist.
+        layout: as in ``import_weights``. None is ``hpczero``, and refuses names of Hugging Face's GPT-2, which are
+            hardly meant so.
         step: optimizer steps done.
-        tied: further names of parameters, each with the name that the weights have; those that our own export or a
-            torch file tells, and the head of GPT-2, are known.
-        buffers: patterns of names, as ``*.running_mean``; tensors that are not floating point, and those that our own
-            export tells, are known to be buffers.
+        tied: further names of parameters, each with the name that the weights have. Those that our own export or a
+            torch file states, and the head of GPT-2, are known.
+        buffers: patterns of names, as ``*.running_mean``. Tensors that are not floating point, and those that our own
+            export states, are known to be buffers.
 
     Raises:
-        ConfigError: ``out`` has checkpoints or says another step, there are no weights, or ``tied`` names what is not
-            there.
+        ConfigError: ``out`` has checkpoints or says another step, there are no weights, or ``tied`` names what does not
+            exist.
         CheckpointError: the weights cannot be read.
-        CheckpointMismatch: they are not of the layout, or it is to be said.
+        CheckpointMismatch: they are not of the layout, or the layout must be given.
         CheckpointNotWritten: ``out`` cannot be written.
     """
     if step < 0:
@@ -136,7 +136,10 @@ def convert(
 def _pieces(
     weights: WeightFiles, names: Sequence[str], not_finite: list[str]
 ) -> Iterator[torch.Tensor]:
-    """Values of the parameters ``names``; those with any that is not finite are put in ``not_finite``."""
+    """Values of the parameters ``names``.
+
+    Names of those with a value that is not finite are added to ``not_finite``.
+    """
     for name in names:
         for piece in weights[name].pieces(0, weights[name].numel):
             if name not in not_finite[-1:] and not bool(piece.isfinite().all()):
@@ -219,7 +222,7 @@ def _fill(descriptor: int, dataset: Dataset, pieces: Iterator[Array]) -> Dataset
 
 
 def _told(weights: WeightFiles, layout: str) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """What ``extra`` says of model and tokenizer, tied names and buffers, as far as the files tell."""
+    """What ``extra`` gets of model, tokenizer, tied names and buffers, as far as the files state it."""
     if layout == "gpt2":
         return {"model": weights.model} if weights.model else {}, ties.of_gpt2(weights), []
     try:
@@ -304,7 +307,7 @@ def _some(names: Sequence[str]) -> str:
 def _meta(
     path: Path, extra: Mapping[str, Any], buffers: Sequence[tuple[str, Any]]
 ) -> dict[str, Any]:
-    """As a save writes it."""
+    """``meta`` of the manifest, in the form in which a save writes it."""
     return {
         "optimizer": None,
         "buffers": [[n, str(h.dtype).removeprefix("torch."), list(h.shape)] for n, h in buffers],

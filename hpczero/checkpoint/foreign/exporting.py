@@ -5,7 +5,7 @@ Must not know: MPI, HDF5; torch only where a torch file is written. One process.
 
     slabs, each held against its digest -> pieces of tensors, cast -> files under a hidden name -> fsync -> rename
 
-Parameters are exported from their fp32 masters in the dtype asked for, persistent buffers in their own.
+Parameters are exported from their fp32 masters, in the dtype that is asked for. Persistent buffers keep their dtype.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Form:
     """What exported weights look like.
 
     Attributes:
-        format: ``safetensors`` makes a folder of files and an index, one tensor at a time; ``torch`` makes one file for
-            ``torch.load``, with the whole model in memory.
-        dtype: of the parameters; buffers keep their own.
+        format: ``safetensors`` makes a folder of files and an index, with one tensor in memory at a time. ``torch``
+            makes one file for ``torch.load``, with the whole model in memory.
+        dtype: dtype of the parameters; buffers keep their own.
         layout: names and shapes of ``hpczero``, or those of Hugging Face's ``gpt2``, with a config.json.
         shard_mib: most MiB of one safetensors file; a larger tensor has a file of its own.
         heads: attention heads, for the layout gpt2 where the checkpoint does not say.
@@ -96,10 +96,10 @@ class Exported:
     """What was exported.
 
     Attributes:
-        checkpoint: where from.
+        checkpoint: folder that was read.
         step: optimizer steps done.
-        num_tensors: each tied one once.
-        nbytes: of the tensors.
+        num_tensors: number of tensors, each tied one once.
+        nbytes: bytes of the tensors.
     """
 
     checkpoint: Path
@@ -112,13 +112,13 @@ def export(path: Path, out: Path, form: Form | None = None) -> Exported:
     """Write the weights of a checkpoint to ``out``. Not collective.
 
     Args:
-        path: a checkpoint, or a folder of them or of a run: then the newest sound one.
-        out: a folder that is made, or a torch file; it must not be there yet.
-        form: what they look like.
+        path: a checkpoint, or the folder of checkpoints or of a run, of which the newest sound one is read.
+        out: folder of safetensors files, or torch file; it must not exist yet.
+        form: what the weights shall look like.
 
     Raises:
-        ConfigError: no checkpoint, ``out`` exists, or the checkpoint does not fit ``form``.
-        CorruptCheckpoint: none is sound; says what is wrong with the newest.
+        ConfigError: there is no checkpoint, ``out`` exists, or the checkpoint does not fit ``form``.
+        CorruptCheckpoint: none is sound; the message says what is wrong with the newest.
         CheckpointMismatch: a later version wrote it.
         CheckpointNotWritten: ``out`` cannot be written.
     """
@@ -196,12 +196,7 @@ def _check_room(folder: Path, nbytes: int) -> None:
 
 
 class _Names:
-    """What is said about the tensors beside their values.
-
-    Attributes:
-        tied: further names of parameters, each with the name its tensor has.
-        config: content of config.json, for the layout gpt2.
-    """
+    """Names of the tensors, and what is said beside their values."""
 
     def __init__(self, stored: Stored, form: Form) -> None:
         """Raises ConfigError where the checkpoint does not fit the layout."""
@@ -226,7 +221,7 @@ class _Names:
             self.config["dtype"] = TORCH_NAMES[form.dtype]
 
     def metadata(self) -> dict[str, str]:
-        """Of the safetensors files; with it our own import knows tokenizer, ties and buffers again."""
+        """Metadata of the safetensors files. Our own import finds tokenizer, ties and buffers in them."""
         said: dict[str, Any] = {"step": self._manifest.step, "model": self._model}
         if self._layout == "hpczero":
             if isinstance(self._tokenizer, str):
@@ -254,7 +249,7 @@ def _parameters(stored: Stored, form: Form) -> Iterator[Entry]:
 
 
 def _buffers(stored: Stored) -> Iterator[Entry]:
-    """A buffer that modules share comes once; the checkpoint does not keep its further names."""
+    """Persistent buffers. One that modules share comes once; the checkpoint does not keep its further names."""
     begin = 0
     for name, dtype, shape in stored.manifest.meta["buffers"]:
         if dtype not in DTYPES:
@@ -274,7 +269,7 @@ def _cast_row(stored: Stored, row: Row, dtype: str) -> Iterator[Array]:
 
 
 def cast(values: Array, dtype: str, name: str) -> Array:
-    """Round fp32 to the nearest, ties to even.
+    """Round fp32 values to the nearest of ``dtype``, ties to even.
 
     Args:
         values: (n,) fp32.
@@ -309,7 +304,7 @@ def cast(values: Array, dtype: str, name: str) -> Array:
 
 
 def _transposed(pieces: Any, rows: int, columns: int) -> Iterator[Array]:
-    """A matrix the other way round; it is in memory whole, in its final dtype."""
+    """A transposed matrix. It is in memory whole, in its final dtype."""
     whole: Array | None = None
     begin = 0
     for piece in pieces():
@@ -329,7 +324,10 @@ def _transposed(pieces: Any, rows: int, columns: int) -> Iterator[Array]:
 
 
 def _write_torch(path: Path, entries: list[Entry], tied: dict[str, str]) -> None:
-    """A plain dictionary of tensors, as ``state_dict`` has it: every name is there, tied ones with the same tensor."""
+    """Write a plain dictionary of tensors, as ``state_dict`` makes it.
+
+    Every name is there; tied ones have the same tensor.
+    """
     import torch  # not at the top: the other exports do without
 
     state = {entry.name: _tensor(entry, getattr(torch, entry.dtype)) for entry in entries}

@@ -1,7 +1,8 @@
 """Weights of other programs into a zeroified model.
 
 Owns: the comparison of weights and model, and which elements each rank reads. Must not know: formats of files, units.
-Every rank opens the files and reads its own elements alone, so nothing is sent; the model is touched once all have all.
+Every rank opens the files and reads only its own elements, so nothing is sent. The model is changed once all ranks have
+all of theirs.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ def import_weights(path: str | Path, model: nn.Module, *, layout: str = "hpczero
 
     Args:
         path: a safetensors file, a ``state_dict`` that ``torch.save`` wrote, an index of several such files, or a
-            folder that holds one of these; in any floating dtype, cast to the fp32 masters (frozen parameters: to the
-            precision of the model). All ranks must see it.
+            folder that holds one of these. Any floating dtype is cast to the fp32 masters, that of frozen parameters to
+            the precision of the model. All ranks must see it.
         model: zeroified, between two steps. The state of its optimizer stays as it is.
-        layout: ``hpczero``: names and shapes are those of the model. ``gpt2``: Hugging Face's GPT-2, into
+        layout: ``hpczero`` for the names and shapes of the model, ``gpt2`` for Hugging Face's GPT-2 into
             ``hpczero.models.GPT``.
 
     Raises:
         ConfigError: there are no weights at ``path``.
         CheckpointError: they cannot be read, or are damaged.
-        CheckpointMismatch: they are of another model, lists the differences; hold values that its dtypes cannot; or are
-            not the same on all ranks. The model is as it was.
+        CheckpointMismatch: the weights are of another model, hold values that its dtypes cannot, or differ between
+            ranks. The message lists the differences. The model is as it was.
     """
     state = sharding_of(model)
     topology = state.topology
@@ -111,7 +112,7 @@ def _match(weights: WeightFiles, table: Table, buffers: Sequence[tuple[list[str]
     """Refuse weights of another model.
 
     Raises:
-        CheckpointMismatch: lists the differences.
+        CheckpointMismatch: the message lists the differences.
     """
     wanted = [*_names(table).values(), *(names for names, _ in buffers)]
     shapes = {row.name: row.shape for row in table.rows}
@@ -144,10 +145,10 @@ def _match(weights: WeightFiles, table: Table, buffers: Sequence[tuple[list[str]
 
 
 def _match_config(weights: WeightFiles, model: nn.Module) -> None:
-    """Refuse what shapes do not tell, where a config.json is there: other logits would come out in silence.
+    """Refuse a config.json whose model differs in what shapes do not tell: it would compute other logits.
 
     Raises:
-        CheckpointMismatch: says what is different.
+        CheckpointMismatch: the message says what is different.
     """
     heads = getattr(getattr(model, "config", None), "heads", None)
     known = weights.model.get("heads", heads)
@@ -192,7 +193,7 @@ def _read(weights: WeightFiles, inventory: Inventory) -> Tensor:
 
 
 def _not_finite(values: Tensor, inventory: Inventory) -> list[str]:
-    """Parameters of which some of ``values`` are no numbers."""
+    """Parameters with elements in ``values`` that are not finite."""
     found: list[str] = []
     begin = 0
     for name, start, stop in _ranges(inventory.held, inventory.table):

@@ -1,7 +1,7 @@
 """Safetensors files written tensor by tensor.
 
 Owns: the header, the order of tensors in a file, the division into several files. Must not know: checkpoints, torch.
-(The library itself writes only what is whole in memory.)
+The safetensors library cannot be used: it writes only what is whole in memory.
 
     8 bytes: size of the header | header: JSON, padded with spaces | tensors, end to end
 """
@@ -52,10 +52,10 @@ class Entry:
     """One tensor of a file.
 
     Attributes:
-        name: its key.
-        dtype: of torch, a key of ``DTYPES``.
-        shape: in the file.
-        pieces: gives its bytes from first to last as contiguous arrays; each lives until the next one.
+        name: its key in the file.
+        dtype: torch's name of the dtype, a key of ``DTYPES``.
+        shape: shape in the file.
+        pieces: gives its bytes from first to last as contiguous arrays. Each is valid until the next one.
     """
 
     name: str
@@ -65,12 +65,12 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """In the file."""
+        """Bytes in the file."""
         return prod(self.shape) * DTYPES[self.dtype][1]
 
 
 def split(entries: Sequence[Entry], shard_nbytes: int) -> list[list[Entry]]:
-    """Into files of at most ``shard_nbytes``, in order; a larger tensor has a file of its own."""
+    """Divide entries into files of at most ``shard_nbytes``, in order. A larger tensor has a file of its own."""
     files: list[list[Entry]] = [[]]
     room = shard_nbytes
     for entry in entries:
@@ -85,7 +85,7 @@ def split(entries: Sequence[Entry], shard_nbytes: int) -> list[list[Entry]]:
 def write_all(
     folder: Path, entries: Sequence[Entry], metadata: Mapping[str, str], shard_nbytes: int
 ) -> None:
-    """Write ``model-00001-of-0000N.safetensors`` and so on, then the index that says what is where.
+    """Write ``model-00001-of-0000N.safetensors`` and so on, then the index that says which file has which tensor.
 
     Raises:
         OSError: they cannot be written.
@@ -104,7 +104,7 @@ def write_all(
 
 
 def write(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
-    """Write one file, as far as the disk.
+    """Write one file; it is on the disk on return.
 
     Raises:
         OSError: it cannot be written.
@@ -134,7 +134,7 @@ class _Counted:
         self.nbytes = 0
 
     def pieces(self) -> Iterator[Array]:
-        """Each, once it is written."""
+        """Each piece, once it is written."""
         for piece in self._entry.pieces():
             flat = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
             self._file.write(flat.data)
@@ -159,7 +159,7 @@ def _header(ordered: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write one small file, as far as the disk.
+    """Write one small file; it is on the disk on return.
 
     Raises:
         OSError: it cannot be written.

@@ -1,7 +1,7 @@
-"""Digests in a safetensors file: one of each tensor with its dtype and shape, one of all that is said beside them.
+"""Digests in a safetensors file: one of each tensor with its dtype and shape, one of the other metadata.
 
 Owns: the entry of the file's metadata that holds them, and the comparison. Must not know: torch, how files are read.
-The format itself has none; other readers do not mind the entry.
+The format itself has no digests; other readers ignore the entry.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Array = npt.NDArray[Any]
 
 
 def tensor_digest(dtype: str, shape: Iterable[int], pieces: Iterable[Array]) -> str:
-    """16 hexadecimal digits.
+    """Digest of one tensor, 16 hexadecimal digits.
 
     Args:
-        dtype: its name in the file, such as ``F32``.
-        shape: in the file.
+        dtype: name of the dtype in the file, such as ``F32``.
+        shape: shape in the file.
         pieces: its bytes from first to last, contiguous.
     """
     state = xxhash.xxh3_64(f"{dtype} {list(shape)} ".encode())
@@ -39,14 +39,14 @@ def tensor_digest(dtype: str, shape: Iterable[int], pieces: Iterable[Array]) -> 
 
 
 def with_digests(metadata: Mapping[str, str], tensors: Mapping[str, str]) -> dict[str, str]:
-    """``metadata`` and the entries for the digests; ``tensors``: digest of each."""
+    """``metadata`` with the entries for the digests; ``tensors`` has the digest of each tensor."""
     entry = {"metadata": _of_texts(metadata), "tensors": dict(tensors)}
     return {**metadata, HAS: "true", KEY: json.dumps(entry, separators=(",", ":"))}
 
 
 @dataclass(frozen=True)
 class Digests:
-    """What a file says its tensors should be.
+    """What a file states that its tensors are.
 
     Attributes:
         tensors: digest of each.
@@ -56,10 +56,10 @@ class Digests:
 
     @classmethod
     def of(cls, metadata: Mapping[str, str], names: Iterable[str]) -> Digests | None:
-        """Those of a file with these ``metadata`` and tensors; None if it has none.
+        """Digests of a file with these ``metadata`` and tensors; None if it has none.
 
         Raises:
-            ValueError: the metadata are not what was written, or other tensors are there.
+            ValueError: the metadata are not what was written, or the file has other tensors.
         """
         if KEY not in metadata and HAS not in metadata:
             return None
@@ -76,7 +76,7 @@ class Digests:
         return cls(tensors)
 
     def check(self, name: str, found: str) -> None:
-        """Hold the digest of a tensor against the one it was written with.
+        """Compare the digest of a tensor with the one that the file states.
 
         Raises:
             ValueError: they differ.

@@ -1,7 +1,4 @@
-"""Names of weights that are one parameter: what the files say of it, held against the values that they hold.
-
-Owns: which names are tied, and whether two tensors are equal. Must not know: checkpoints, models, MPI.
-"""
+"""Names of weights that are one parameter: what the files state, checked against the values that they hold."""
 
 from __future__ import annotations
 
@@ -17,10 +14,12 @@ from hpczero.errors import CheckpointMismatch
 
 
 def of_gpt2(weights: WeightFiles) -> dict[str, str]:
-    """The head of a GPT-2 with the table it is tied to; a head of its own is none, unless config.json says so.
+    """The head of a GPT-2, with the token embedding it is tied to.
+
+    A head of its own is not tied, unless config.json says so.
 
     Raises:
-        CheckpointMismatch: config.json ties a head that differs from the table.
+        CheckpointMismatch: config.json ties a head that differs from the token embedding.
     """
     both = gpt2.HEAD in weights and gpt2.TABLE in weights
     tied = weights.model.get("tie_embeddings")
@@ -37,7 +36,7 @@ def of_gpt2(weights: WeightFiles) -> dict[str, str]:
 
 
 def of_storage(weights: WeightFiles) -> dict[str, str]:
-    """Names of tensors that are the same memory, each with the first of them."""
+    """Names of tensors that share memory, each with the first of them."""
     first: dict[Any, str] = {}
     found = {}
     for name, held in weights.items():
@@ -47,14 +46,14 @@ def of_storage(weights: WeightFiles) -> dict[str, str]:
 
 
 def check(weights: WeightFiles, aliases: Mapping[str, str]) -> None:
-    """Refuse to tie what has two values: one of them would be thrown away.
+    """Refuse to tie names with two values, because one value would be lost.
 
     Args:
-        weights: where the values are; a further name need not be in there.
+        weights: where the values are; a further name need not be in them.
         aliases: further names of parameters, each with the name that is kept.
 
     Raises:
-        CheckpointMismatch: names the two.
+        CheckpointMismatch: the message names the two.
     """
     for alias, name in aliases.items():
         if alias in weights and name in weights and not is_equal(weights, alias, name):
@@ -76,12 +75,12 @@ def is_equal(weights: Mapping[str, Held], name: str, other: str) -> bool:
 
 
 def is_same_memory(weights: Mapping[str, Held], name: str, other: str) -> bool:
-    """Whether two tensors are known to be one."""
+    """Whether two tensors are known to be the same memory."""
     return weights[name].storage is not None and weights[name].storage == weights[other].storage
 
 
 def are_equal(one: Tensor, other: Tensor) -> bool:
-    """Of values; what is no number is equal to what is none."""
+    """Whether values are equal; NaN equals NaN."""
     return torch.equal(one, other) or bool(
         ((one == other) | (one.isnan() & other.isnan())).all().item()
     )

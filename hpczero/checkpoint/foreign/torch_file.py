@@ -1,7 +1,7 @@
-"""A file of ``torch.save``: opened so that what is damaged in it is found, and what it should not hold is refused.
+"""A file of ``torch.save``, opened so that damage is found and what it should not hold is refused.
 
-Owns: the checksums of its zip archive, and which tensors can be weights. Must not know: models, layouts of names.
-torch itself looks at no checksum.
+Owns: the checksums of its zip archive, and which tensors can be weights. Must not know: models, layouts of names. torch
+itself checks no checksum.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ NO_CHECKSUM = 0
 
 
 class TorchFile:
-    """One file of a ``state_dict``, mapped into memory as long as it lives.
+    """One file of a ``state_dict``, mapped into memory as long as this object lives.
 
     Attributes:
-        tensors: by name.
-        has_checksums: False: damage to its values cannot be seen.
+        tensors: tensors by name.
+        has_checksums: whether damage to its values can be seen.
     """
 
     def __init__(self, file: Path) -> None:
-        """Open it; only what says where the values are is held against its checksums here.
+        """Open a file. Only the part that says where the values are is checked against its checksums here.
 
         Raises:
-            CheckpointError: damaged, no file of torch.save, or other things than tensors of plain memory are in it.
+            CheckpointError: it is damaged, not of torch.save, or holds other things than tensors of plain memory.
         """
         self._file = file
         self._values: list[str] = []
@@ -65,10 +65,10 @@ class TorchFile:
             self.tensors[str(key)] = self._plain(key, value)
 
     def check(self, part: int, parts: int) -> None:
-        """Hold the values against their checksums; of ``parts`` readers each takes its share.
+        """Check the values against their checksums. Each of ``parts`` readers takes its share.
 
         Raises:
-            CheckpointError: names what is damaged.
+            CheckpointError: the message names what is damaged.
         """
         if self.has_checksums:
             self._read(self._values[part::parts])
@@ -96,7 +96,7 @@ class TorchFile:
             self._read([name for name in names if name not in set(self._values)])
 
     def _read(self, names: list[str]) -> None:
-        """As far as the end, where zipfile compares the checksum."""
+        """Read to the end, where zipfile compares the checksum."""
         name = ""
         try:
             with zipfile.ZipFile(self._file) as archive:
@@ -112,7 +112,7 @@ class TorchFile:
             ) from error
 
     def _plain(self, key: object, value: object) -> Tensor:
-        """A tensor whose elements are all there, each in memory of its own."""
+        """``value``, if it is a tensor whose elements all exist, each in memory of its own; refuses others."""
         if not isinstance(value, Tensor):
             raise CheckpointError(
                 f"{self._file}: {key!r} is a {type(value).__name__}, expected tensors only; save the state_dict of the "
@@ -139,7 +139,7 @@ class TorchFile:
 
 
 def _of_the_machine(file: Path, error: MemoryError | OSError) -> CheckpointError:
-    """Not of the file: another one would not do better."""
+    """Whether an error is the machine's: another file would not do better."""
     why = reason(error) if isinstance(error, OSError) else f"out of memory: {_first_line(error)}"
     return CheckpointError(f"{file}: cannot be read: {why}")
 

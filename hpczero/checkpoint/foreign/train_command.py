@@ -1,4 +1,4 @@
-"""What to type to train from imported weights, as far as they tell.
+"""The command to type to train from imported weights, as far as the weights tell.
 
 Owns: which of them hpczero.train can train, and the words. Must not know: values, models in torch.
 """
@@ -30,7 +30,7 @@ _UNTOLD = {
 def how_to_train(path: Path) -> str:
     """A line for people: the command that begins at the imported checkpoint ``path``, or why there is none.
 
-    The run that it begins does not lie around the checkpoint.
+    The run that it begins is written to another folder.
     """
     manifest = read_manifest(path)
     model = manifest.meta["extra"].get("model", {})
@@ -59,7 +59,7 @@ def how_to_train(path: Path) -> str:
 
 
 def _fault(manifest: Manifest) -> str:
-    """Why hpczero.train has no such model; empty if it has."""
+    """Why hpczero.train has no such model; empty if it has one."""
     shapes = {row.name: row.shape for row in manifest.table.owners}
     rows = manifest.table.rows
     tied = {row.name: rows[row.tied_to].name for row in rows if row.tied_to is not None}
@@ -86,7 +86,7 @@ def _sized(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def _sizes(shapes: Mapping[str, tuple[int, ...]], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the model; words in capitals for those that neither shapes nor ``model`` tell."""
+    """Options of the model. Words in capitals stand for those that neither shapes nor ``model`` tell."""
     learned = shapes.get("wpe.weight")
     return {
         "layers": sum(name.endswith(".attention.qkv.weight") for name in shapes),

@@ -1,8 +1,8 @@
 """Weights that other programs wrote: tensors by name, of which any range of elements can be read.
 
 Owns: which files a path means, what is in them, and reading no more than is asked for. Must not know: MPI, HDF5,
-models, checkpoints. Formats: safetensors and files of ``torch.save`` (read with ``weights_only``), one or many with an
-index.
+models, checkpoints. Formats are safetensors and files of ``torch.save`` (read with ``weights_only``), one file or many
+with an index.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Held:
     """One tensor in a file, as the model has it.
 
     Attributes:
-        shape: of the model's parameter.
-        dtype: in the file.
-        transposed: whether the file has it the other way round.
+        shape: shape of the model's parameter.
+        dtype: dtype in the file.
+        transposed: whether the file has it transposed.
         read: gives a box of the tensor in the file; () is all of it.
-        storage: equal for tensors that are the same memory; None where that is unknown.
+        storage: equal for tensors that are the same memory; None if that is unknown.
         label: file and key, for messages.
     """
 
@@ -63,7 +63,7 @@ class Held:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     def whole(self) -> Tensor:
@@ -74,7 +74,7 @@ class Held:
         """Elements [start, stop), flat, fp32, in pieces.
 
         Raises:
-            CheckpointMismatch: a finite value that fp32 cannot hold.
+            CheckpointMismatch: fp32 cannot hold a finite value.
         """
         for part in self.own_pieces(start, stop):
             yield cast(part, torch.float32, self.label)
@@ -98,10 +98,10 @@ def cast(values: Tensor, dtype: torch.dtype, label: str) -> Tensor:
     Args:
         values: of any shape.
         dtype: of the result.
-        label: what they are, for the message.
+        label: names the values in the message.
 
     Raises:
-        CheckpointMismatch: a finite value would become infinite, or a number another one.
+        CheckpointMismatch: a finite value would become infinite, or a number would change.
     """
     if values.dtype == dtype:
         return values
@@ -121,7 +121,7 @@ def cast(values: Tensor, dtype: torch.dtype, label: str) -> Tensor:
 
 
 def may_overflow(source: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether a finite value of ``source`` may have no finite one next to it in ``dtype``."""
+    """Whether a finite value of ``source`` may be infinite in ``dtype``."""
     return torch.finfo(source).max > torch.finfo(dtype).max
 
 
@@ -139,25 +139,25 @@ def smallest_box(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, in
 
 
 class WeightFiles(Mapping[str, Held]):
-    """Tensors of one set of weights, by the names of the model. Files stay open, mapped, as long as it lives.
+    """Tensors of one set of weights, by the names of the model. Files stay open and mapped while this object lives.
 
     Attributes:
         path: as given.
         metadata: texts that safetensors files hold beside tensors.
-        model: fields of GPTConfig by a config.json beside them, for the layout gpt2; empty if there is none.
+        model: fields of GPTConfig by a config.json beside the files, for the layout gpt2; empty if there is none.
     """
 
     def __init__(self, path: Path, *, layout: str = "hpczero") -> None:
-        """Open them; values are not read yet.
+        """Open the files; no values are read yet.
 
         Args:
             path: a file, an index, or a folder that holds one of them.
             layout: of names and shapes: ``hpczero`` for those of the model, or Hugging Face's ``gpt2``.
 
         Raises:
-            ConfigError: there are none, or no such layout.
+            ConfigError: there are no weights, or no such layout.
             CheckpointError: they cannot be read.
-            CheckpointMismatch: a GPT-2 that hpczero.models.GPT cannot compute.
+            CheckpointMismatch: they are of a GPT-2 that hpczero.models.GPT cannot compute.
         """
         if layout not in LAYOUTS:
             raise ConfigError(f"layout: got {layout!r}, expected one of {', '.join(LAYOUTS)}")
@@ -203,16 +203,16 @@ class WeightFiles(Mapping[str, Held]):
             )
 
     def check(self, part: int = 0, parts: int = 1) -> None:
-        """Hold all values against the digests that the files state; of ``parts`` readers each takes its share.
+        """Check all values against the digests that the files state. Each of ``parts`` readers takes its share.
 
         Raises:
-            CheckpointError: names what is damaged.
+            CheckpointError: the message names what is damaged.
         """
         for check in self._checks:
             check(part, parts)
 
     def fingerprint(self) -> str:
-        """Equal for files of equal contents: by all that is said in them, and by a few values of each tensor."""
+        """A number that is equal for files of equal contents, from all metadata and a few values of each tensor."""
         found = hashlib.sha256(json.dumps(sorted(self.metadata.items())).encode())
         for name, held in sorted(self._tensors.items()):
             found.update(f"{name} {held.shape} {held.dtype} {held.transposed}".encode())
@@ -237,7 +237,7 @@ class WeightFiles(Mapping[str, Held]):
 
 
 def _files(path: Path) -> tuple[list[Path], list[str]]:
-    """Files that ``path`` means, and the keys that must be in them where an index says so."""
+    """Files that ``path`` means, and the keys that must be in them if an index says so."""
     if os.path.isdir(path):
         path = _main_file(path)
     try:
@@ -266,7 +266,7 @@ def _files(path: Path) -> tuple[list[Path], list[str]]:
 
 
 def _main_file(folder: Path) -> Path:
-    """Safetensors before others, an index before single files."""
+    """The file that a folder means: safetensors before others, an index before single files."""
     try:
         entries = sorted(entry for entry in folder.iterdir() if entry.is_file())
     except OSError as error:
@@ -302,7 +302,7 @@ def _gpt2_model(config: Path) -> dict[str, Any]:
 
 
 def _open(file: Path) -> tuple[dict[str, Held], dict[str, str], Check | None]:
-    """Tensors, what is said beside them, and what holds the values against digests where there are any."""
+    """Tensors, metadata, and what checks values against digests if there are any."""
     return _open_safetensors(file) if file.suffix == ".safetensors" else _open_torch(file)
 
 
