@@ -1,1 +1,1 @@
-"""One training run: the loop, its checkpoints, and who holds it up."""
+"""One training run: the loop, its checkpoints, and which rank is slow."""

@@ -1,7 +1,4 @@
-"""The checkpoints of a training run: where it begins, when it saves, what a failed save means.
-
-Owns: those decisions. Must not know: what a checkpoint is made of, the training loop.
-"""
+"""The checkpoints of a training run: where it begins, when it saves, what a failed save means."""
 
 from __future__ import annotations
 
@@ -37,10 +34,10 @@ class Start:
     """Where a run begins.
 
     Attributes:
-        step: steps done; all of them where the run's last checkpoint is there and its results are not.
-        config: the options; they say where a run has begun that has nothing of its own yet to go on from.
+        step: steps done. It may be all of them: the run's last checkpoint exists, and its results do not.
+        config: the options. They say where a run has begun that has no checkpoint of its own yet.
         resumed: whether a checkpoint was loaded.
-        own: whether that was this run's, and so is what its metrics say so far.
+        own: whether that checkpoint was this run's. Its metrics are then this run's too.
     """
 
     step: int
@@ -50,7 +47,7 @@ class Start:
 
 
 class RunCheckpoints:
-    """Of one run; a context manager around its steps. Every method is collective over the topology's world."""
+    """Checkpoints of one run; a context manager around its steps. Methods are collective over the topology's world."""
 
     def __init__(
         self, config: RunConfig, folder: RunFolder, model: nn.Module, *, lock: Lock
@@ -59,9 +56,9 @@ class RunCheckpoints:
 
         Args:
             config: with the batch spelled out.
-            folder: of the run.
+            folder: folder of the run.
             model: zeroified with its optimizer.
-            lock: of the folder, held on rank 0.
+            lock: lock of the folder, held on rank 0.
         """
         self._config = config
         self._folder = folder
@@ -84,7 +81,7 @@ class RunCheckpoints:
 
     @property
     def save_s(self) -> float:
-        """Seconds that a save takes: the slowest so far, or an estimate. Not collective; of this rank."""
+        """Seconds that a save takes on this rank: the slowest so far, or an estimate. Not collective."""
         return self._assumed_s if self._slowest_s is None else self._slowest_s
 
     def __enter__(self) -> RunCheckpoints:
@@ -100,13 +97,15 @@ class RunCheckpoints:
         self._checkpoints.__exit__(kind, error, trace)
 
     def begin(self, identity: Mapping[str, Any]) -> Start:
-        """Load the checkpoint that the run goes on from, if there is one; what is not of its line is set aside.
+        """Load the checkpoint that the run goes on from, if there is one, and set aside what is not of its line.
+
+        Collective over world.
 
         Args:
-            identity: of the run; see ``resume.identity``.
+            identity: what ``resume.identity`` says of the run.
 
         Raises:
-            ConfigError: it belongs to another run, or has more steps than are asked for.
+            ConfigError: the checkpoint belongs to another run, or has more steps than are asked for.
             CheckpointError: it cannot be loaded.
         """
         topology, folder = self._topology, self._folder
@@ -157,15 +156,15 @@ class RunCheckpoints:
         return wish is not Wish.NOTHING or (every > 0 and (last or done % every == 0))
 
     def after_step(self, done: int, position: Mapping[str, Any], wish: Wish) -> None:
-        """Save if it is time, or wished for; hear of a save in the background.
+        """Save if it is due or wished for. Logs a save in the background that has ended. Collective over world.
 
         Args:
             done: steps done.
-            position: what ``begin`` will need, and where the data is.
-            wish: agreed by all ranks.
+            position: what ``begin`` will need, and the place in the data.
+            wish: what ranks have agreed on.
 
         Raises:
-            CheckpointNotWritten: a save failed that is required, or that the run stops with.
+            CheckpointNotWritten: a save failed that is required, or after which the run stops.
         """
         last, due = done == self._config.train.steps, self.is_due(done, wish)
         # Here and not in ``save`` or at the end: an earlier one that fails there would take this one, or the results
@@ -198,7 +197,7 @@ class RunCheckpoints:
 
 
 def _is_newer(weights: Path, step: int) -> bool:
-    """Whether a model is there that has more than ``step`` steps behind it, or nobody knows how many."""
+    """Whether a model exists that has more than ``step`` steps, or whose steps are unknown."""
     if not weights.exists():
         return False
     try:

@@ -1,4 +1,4 @@
-"""How a run ends: its final weights, plot and last lines, or what to type to go on.
+"""How a run ends: its final weights, plot and last lines, or the command to go on.
 
 Owns: what is written and said then. Must not know: steps, how anything is sharded.
 """
@@ -20,7 +20,7 @@ from hpczero.run.starting import resume
 
 
 def stopped(run: Run, done: int) -> int:
-    """End a run that was asked to stop after ``done`` steps and has saved; returns 75. Collective."""
+    """End a run that was asked to stop after ``done`` steps and has saved. Returns 75. Collective."""
     next_command = resume.next_command(run.config, in_series=bool(run.environment.series))
     log.info("stopped after step %d, as asked; %s", done, next_command)
     run.attempts.end(done, EXIT_REQUEUE)
@@ -29,11 +29,11 @@ def stopped(run: Run, done: int) -> int:
 
 
 def finished(run: Run, held_out_loss: float | None) -> int:
-    """Write the results of a run that has done all its steps; returns 0. Collective.
+    """Write the results of a run that has done all its steps. Returns 0. Collective.
 
     Args:
         run: its steps are done.
-        held_out_loss: after the last one, if it was measured.
+        held_out_loss: after the last step, if it was measured.
     """
     sharding, config = hpczero.sharding(run.model), run.config
     log.debug(
@@ -74,7 +74,7 @@ def _give_back(run: Run) -> None:
 
 
 def draw_losses(config: RunConfig, folder: RunFolder) -> None:
-    """Plot what metrics.jsonl holds. On one rank only."""
+    """Plot what metrics.jsonl holds. Not collective: rank 0 calls it."""
     # Here and not at the top: half a second and 40 MB that only one rank should pay.
     from hpczero.run.results.plot import plot_losses
 

@@ -1,4 +1,4 @@
-"""The loss over held-out text, now and then.
+"""The loss over held-out text, every few steps.
 
 Owns: when it is due, and what it is. Must not know: training, where the text comes from.
 """
@@ -15,7 +15,7 @@ from hpczero.run.step import Loss
 
 
 class Evaluation:
-    """Of one model, over the same samples each time."""
+    """Held-out loss of one model, over the same samples each time."""
 
     def __init__(
         self,
@@ -33,13 +33,13 @@ class Evaluation:
 
         Args:
             model: zeroified or not.
-            held_out: the samples; None: there is nothing to evaluate.
-            loss: of a micro-batch, its mean.
-            topology: its data group shares the samples.
-            accelerator: where the model is.
-            micro_batch: samples at once.
-            every: steps between evaluations; 0: after the last step alone.
-            steps: of the run.
+            held_out: the samples; None evaluates nothing.
+            loss: gives the mean loss of a micro batch.
+            topology: its data group divides the samples.
+            accelerator: device of the model.
+            micro_batch: samples of one forward.
+            every: steps between evaluations; 0 evaluates after the last step alone.
+            steps: number of steps of the run.
         """
         self._model, self._held_out, self._loss = model, held_out, loss
         self._topology, self._accelerator = topology, accelerator
@@ -53,7 +53,7 @@ class Evaluation:
 
     @torch.no_grad()
     def mean_loss(self, held_out: HeldOut) -> float:
-        """Mean loss over the held-out set, nats per token, equal on every rank. Collective over topology.data."""
+        """Mean loss over the held-out set in nats per token, equal on every rank. Collective over topology.data."""
         self._model.eval()
         total = 0.0
         rank, size = self._topology.data.rank, self._topology.data.size
@@ -65,5 +65,5 @@ class Evaluation:
 
 
 def is_due(done: int, every: int, num_steps: int) -> bool:
-    """Whether something that happens each ``every`` steps (0: never) and after the last one happens now."""
+    """Whether something happens now that happens each ``every`` steps (0: never) and after the last one."""
     return done == num_steps or (every > 0 and done % every == 0)

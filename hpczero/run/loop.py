@@ -1,6 +1,6 @@
 """The training loop, to be read from top to bottom.
 
-Owns: what follows what in a run, and when it is over. Must not know: how a step is taken, how anything is sharded,
+Owns: the order of events in a run, and when it is over. Must not know: how a step is taken, how anything is sharded,
 what is in a file. Every rank runs all of it; only rank 0 writes files.
 """
 
@@ -25,7 +25,7 @@ from hpczero.run.stragglers import Stragglers
 
 
 def train(config: RunConfig, adapter: Adapter, accelerator: Accelerator, signals: Signals) -> int:
-    """One run, from the first collective to the final weights. Collective over MPI's world.
+    """Do one run, from the first collective to the final weights. Collective over MPI's world.
 
     Args:
         config: equal on every rank.
@@ -34,10 +34,10 @@ def train(config: RunConfig, adapter: Adapter, accelerator: Accelerator, signals
         signals: of this process; listening.
 
     Returns:
-        What to exit with: 0, or 75 if the run was asked to stop and can be taken up again.
+        The exit code: 0, or 75 if the run was asked to stop and can be resumed.
 
     Raises:
-        HpcZeroError: of any kind; what cannot work is refused on every rank before the run folder is touched.
+        HpcZeroError: of any kind. What cannot work is refused on every rank before the run folder is touched.
     """
     topology = start_topology(config.parallel.nodes)
     log.configure(rank=topology.rank, node_index=topology.node_index, level=config.log.level)
@@ -54,7 +54,7 @@ def train(config: RunConfig, adapter: Adapter, accelerator: Accelerator, signals
 
 
 def take_steps(run: Run) -> int:
-    """All steps that are left, then what the run leaves; returns what to exit with. Collective."""
+    """Take all steps that are left, and write the results. Returns the exit code. Collective."""
     config, given, checkpoints = run.config, run.given, run.checkpoints
     stops = Stops(run.folder.path, given.topology, given.signals, run.deadline)
     stragglers = Stragglers(given.topology, every=config.log.stragglers_every)

@@ -20,7 +20,7 @@ from hpczero.run.step import Taken
 
 
 def metrics_of(run: Run, taken: Taken, done: int, held_out_loss: float | None) -> StepMetrics:
-    """The record of the step that makes ``done``, before the save that may follow it. Not collective."""
+    """The record of the step that makes ``done`` steps, before the save that may follow it. Not collective."""
     sharding, watch = hpczero.sharding(run.model), taken.watch
     tokens = run.batch.global_batch * run.adapter.context
     tokens_per_s = tokens / taken.step_s
@@ -51,7 +51,7 @@ def metrics_of(run: Run, taken: Taken, done: int, held_out_loss: float | None) -
 
 
 def after_save(run: Run, taken: Taken, measured: StepMetrics) -> StepMetrics:
-    """``measured`` with what a save after the step has cost. Not collective."""
+    """``measured``, with the cost of a save after the step. Not collective."""
     saving_ms = taken.watch.ms("checkpoint")
     return dataclasses.replace(measured, checkpoint_ms=saving_ms, **peaks(run, taken.exposed_s))
 

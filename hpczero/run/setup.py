@@ -1,7 +1,7 @@
 """From options to a run that can take its first step.
 
-Owns: the order of all that, and what is refused in it. Must not know: steps, results, why a run stops. Every rank runs
-all of it; only rank 0 touches files.
+Owns: the order of the steps to that point, and what they refuse. Must not know: training steps, results, why a run
+stops. Every rank runs all of it; only rank 0 touches files.
 """
 
 from __future__ import annotations
@@ -44,15 +44,7 @@ from hpczero.run.stopping.signals import Signals
 
 @dataclass(frozen=True)
 class Given:
-    """What a run is given; equal on every rank but for the device and the signals.
-
-    Attributes:
-        config: the options.
-        adapter: the model; its vocabulary is replaced by the tokenizer's.
-        topology: the ranks that train together.
-        accelerator: the device of this rank.
-        signals: of this process; listening.
-    """
+    """What a run is given. It is equal on every rank but for the device and the signals."""
 
     config: RunConfig
     adapter: Adapter
@@ -66,21 +58,21 @@ class Run:
     """A run that is about to take its first step.
 
     Attributes:
-        given: as it was asked for, with the options as they are settled now.
-        adapter: with the tokenizer's vocabulary.
+        given: what the run was given, with the options as they are settled now.
+        adapter: the model, with the tokenizer's vocabulary.
         batch: sequences per step, and how they are spread.
         tokens: the token file; open.
-        folder: of the run; on rank 0 it is ours.
-        lock: of the folder.
-        model: zeroified.
-        step: takes its steps.
-        evaluation: of held-out text.
+        folder: folder of the run.
+        lock: lock of the folder.
+        model: the zeroified model.
+        step: takes the training steps.
+        evaluation: measures the loss over held-out text.
         checkpoints: when the run saves; not entered yet.
-        identity: what a checkpoint says of the run.
+        identity: what checkpoints state of the run.
         start: steps done already.
         records: where figures go; None on the other ranks. Not entered yet.
         attempts: the starts of this run so far.
-        environment: on rank 0 what the job's environment says.
+        environment: environment of the job on rank 0; empty on other ranks.
         deadline: when the job ends.
     """
 
@@ -315,7 +307,7 @@ def _evaluation(asked: _Asked, samples: _Samples, model: nn.Module) -> Evaluatio
 def build(
     config: RunConfig, adapter: Adapter, topology: Topology, accelerator: Accelerator
 ) -> tuple[nn.Module, AdamW]:
-    """The model in shards with its initial weights, and its optimizer. Collective over the topology's world."""
+    """Make the model in shards, with its initial weights, and its optimizer. Collective over the topology's world."""
     # Weights and samples have generators of their own; this is for whatever else a model draws.
     torch.manual_seed(zlib.crc32(f"{config.run.seed} {topology.data.rank}".encode()))
     # A model on the meta device holds nothing; zeroify fills the shards of this rank.
@@ -356,7 +348,7 @@ def decay_groups(
 
 
 def set_options(optimizer: AdamW, options: TrainOptions) -> None:
-    """What the options say now, whatever a checkpoint said."""
+    """Give the optimizer the current options, whatever a checkpoint has restored."""
     decays = (options.weight_decay, 0.0)  # as in decay_groups
     for group, weight_decay in zip(optimizer.param_groups, decays, strict=True):
         rate = options.learning_rate
@@ -367,7 +359,7 @@ def check_same_options(config: RunConfig, topology: Topology) -> None:
     """Refuse ranks that were started with other options: they would train another model. Collective.
 
     Raises:
-        ConfigError: on every rank, naming the ranks that differ from rank 0.
+        ConfigError: on every rank; the message names the ranks that differ from rank 0.
     """
     mine = float(zlib.crc32(to_toml(config).encode()))
     first = topology.gather(mine)[0]

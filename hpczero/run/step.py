@@ -1,4 +1,4 @@
-"""One optimizer step over the micro-batches of a rank: what training does, and what measurements measure.
+"""One optimizer step over the micro batches of a rank: training takes it, and measurements measure it.
 
 Owns: the order of calls in a step and the clocks around them. Must not know: how anything is sharded, where samples
 come from, what follows a step.
@@ -33,10 +33,10 @@ class Taken:
     Attributes:
         losses: mean over the samples of each rank of the data group, before the update, in rank order.
         grad_norm: 2-norm of the mean gradient before clipping.
-        learning_rate: of the first group in this update.
+        learning_rate: that of the first group in this update.
         step_s: seconds the step took.
         exposed_s: seconds the device's computation stood still for collectives; 0 on the host.
-        watch: phases ``data``, ``forward``, ``backward``, ``optimizer``, ``communication``; it goes on running.
+        watch: phases ``data``, ``forward``, ``backward``, ``optimizer``, ``communication``. It goes on running.
     """
 
     losses: list[float]
@@ -48,17 +48,17 @@ class Taken:
 
     @property
     def loss(self) -> float:
-        """Over the global batch."""
+        """Mean loss over the global batch."""
         return sum(self.losses) / len(self.losses)
 
     @property
     def own_s(self) -> float:
-        """Seconds of this rank's own work: loading, forward and backward without the waits for others."""
+        """Seconds of this rank's own work: loading, forward and backward without waits for others."""
         return (sum(map(self.watch.ms, WORK)) - self.watch.waited_ms(*WORK)) / 1e3
 
     @property
     def communication_ms(self) -> float:
-        """Inside collectives and in waits for them, in whatever phase."""
+        """Milliseconds in collectives and in waits for them, in any phase."""
         return self.watch.waited_ms(*WORK, "optimizer") + self.watch.ms("communication")
 
 
@@ -83,14 +83,14 @@ class TrainingStep:
         Args:
             model: zeroified with ``optimizer``.
             optimizer: its parameters are this rank's shards.
-            loss: of a micro-batch, from the model, inputs and targets.
-            samples: what this rank computes in a step and a micro step.
+            loss: mean loss of a micro batch, from the model, inputs and targets.
+            samples: gives the samples of this rank for a step and a micro step.
             accumulation: micro steps in a step.
-            accelerator: where the model is.
+            accelerator: device of the model.
             clip: largest norm of the gradient; None leaves it as it is.
-            scheduler: of the learning rate; steps after each update.
-            exact: wait for the device before each clock is read. Phases are those of the device then, and a step
-                takes a little longer. On the host nothing is to be waited for.
+            scheduler: scheduler of the learning rate; it steps after each update.
+            exact: whether to wait for the device before each clock is read. Phases are then those of the device, and a
+                step takes a little longer. It has no effect on the host.
         """
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._loss, self._samples, self._accumulation = loss, samples, accumulation
@@ -101,7 +101,7 @@ class TrainingStep:
         self._known_exposed_s = 0.0
 
     def take(self, number: int) -> Taken:
-        """Step ``number``, counted from 0. Collective over the topology of the model.
+        """Take step ``number``, counted from 0. Collective over the topology of the model.
 
         Raises:
             StepError: as ``optimizer.step`` of a zeroified model.
@@ -146,7 +146,7 @@ class TrainingStep:
             self._known_exposed_s = self._exposed_s()
 
     def _waited_s(self) -> float:
-        """Seconds that this rank has stood still for collectives so far, by the clock of whatever computes."""
+        """Seconds that this rank has stood still for collectives so far, by the clock of the device that computes."""
         return self._known_exposed_s if self._exact else self._collectives.stats.seconds
 
     def _exposed_s(self) -> float:

@@ -1,9 +1,9 @@
-"""Which rank holds the others up: every K steps, by name of its host.
+"""Which rank slows the others down, every K steps, with the name of its host.
 
 Owns: each rank's own work per step, and what is said of it. Must not know: models, training, where times come from.
 
-What counts is a rank's own work: loading, forward and backward without the waits for others. The time in collectives
-says the opposite: the slowest rank waits least. A rank is compared with the others, and with itself at its best.
+The measure is a rank's own work: loading, forward and backward without waits for others. The time in collectives would
+say the opposite, because the slowest rank waits least. A rank is compared with the others, and with its own best.
 Source of the measure and of 0.7: NVIDIA's nvidia-resiliency-ext, ``gpu_relative_perf_threshold``.
 """
 
@@ -20,14 +20,14 @@ MOST_NAMED = 8
 
 
 class Stragglers:
-    """One rank's record since the last report."""
+    """Own work of one rank since the last report."""
 
     def __init__(self, topology: Topology, *, every: int) -> None:
         """Not collective.
 
         Args:
-            topology: borrowed.
-            every: steps between reports; 0: none.
+            topology: topology of the run; borrowed.
+            every: steps between reports; 0 reports nothing.
         """
         self._topology = topology
         self._every = every
@@ -35,12 +35,12 @@ class Stragglers:
         self._best: float | None = None
 
     def note(self, own_s: float) -> None:
-        """Take in one step: seconds of this rank's own work. Not collective."""
+        """Add one step: seconds of this rank's own work. Not collective."""
         if self._every:
             self._window.append(own_s)
 
     def report(self, done: int) -> list[str]:
-        """Lines about ranks that are slow, the same on every rank; none if it is not time or all is well.
+        """Lines about ranks that are slow, the same on every rank. None if no report is due or no rank is slow.
 
         Collective over the topology's world.
 

@@ -1,1 +1,1 @@
-"""What a run leaves: its folder, metrics, plots, final weights, and what is on the screen meanwhile."""
+"""What a run leaves: its folder, metrics, plots, final weights, and what it shows on the screen."""

@@ -1,7 +1,7 @@
 """The folder of a run: what its files are called, and what becomes of an older run.
 
-Owns: names, and that no checkpoint and no model of an older run is deleted unasked. Must not know: MPI, torch, what
-other files than that of the options hold. Only rank 0 writes, under the lock of the run.
+Owns: names, and that no checkpoint or model of an older run is deleted unasked. Must not know: MPI, torch, what is in
+any file but that of the options. Only rank 0 writes, under the lock of the run.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """Resolved options; can be given to the train command again."""
+        """File of the resolved options; the train command takes it as a configuration."""
         return self.path / "config.toml"
 
     @property
     def metrics(self) -> Path:
-        """One JSON line per step."""
+        """File of the metrics, one JSON line per step."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -55,12 +55,12 @@ class RunFolder:
 
     @property
     def plot(self) -> Path:
-        """The loss curves."""
+        """File of the loss curves."""
         return self.path / "loss.png"
 
     @property
     def weights(self) -> Path:
-        """Final weights."""
+        """File of the final weights."""
         return self.path / "model.safetensors"
 
     @property
@@ -70,17 +70,17 @@ class RunFolder:
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether there is something that may be a checkpoint."""
+        """Whether the folder has anything that may be a checkpoint."""
         return bool(Folder(self.checkpoints).candidates())
 
     @property
     def holds_results(self) -> bool:
-        """Whether there is something that took a run to make: checkpoints, final weights, or metrics."""
+        """Whether the folder has anything that took a run to make: checkpoints, final weights or metrics."""
         return self._holds_saves or self._holds_metrics
 
     @property
     def holds_other_results(self) -> bool:
-        """Whether there is something that took a run to make, and is no checkpoint that counts."""
+        """Whether the folder has anything that took a run to make and is not a checkpoint that counts."""
         aside = any(self.checkpoints.glob("aside-*"))
         return aside or self.weights.exists() or self._holds_metrics
 
@@ -96,11 +96,11 @@ class RunFolder:
 
     @property
     def attempts(self) -> Path:
-        """One JSON line per start and end, of jobs that follow one another."""
+        """File with one JSON line per start and end of jobs that follow one another."""
         return self.path / "attempts.jsonl"
 
     def newest_step(self) -> int:
-        """Step of the newest checkpoint, 0 if there is none; nothing is read."""
+        """Step of the newest checkpoint by its name, 0 if there is none."""
         for path in Folder(self.checkpoints).candidates():
             step = step_of_folder(path.name)
             if step is not None:
@@ -108,12 +108,13 @@ class RunFolder:
         return 0
 
     def check(self) -> None:
-        """Refuse a folder in which something else is where we read and write: a FIFO makes its reader wait for ever.
+        """Refuse a folder in which something else is where we read and write.
 
-        So is one with checkpoints in itself and no run: the run would not see them, and begin with random weights.
+        A FIFO, for one, makes its reader wait for ever. A folder that has checkpoints directly in it and no run is
+        refused too: the run would not see them, and would begin with random weights.
 
         Raises:
-            ConfigError: says what is there.
+            ConfigError: the message says what is there.
             CorruptCheckpoint: as ``Folder.candidates``.
         """
         files = (self.config, self.metrics, self.attempts, self.weights, self.plot)
@@ -134,7 +135,7 @@ class RunFolder:
                 )
 
     def go_on(self, config: RunConfig) -> None:
-        """Write ``config`` into the folder of a run that is taken up again. On one rank only.
+        """Write ``config`` into the folder of a run that is resumed. Not collective: rank 0 calls it.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -152,10 +153,10 @@ class RunFolder:
                 sync(parent)
 
     def create(self, config: RunConfig) -> None:
-        """Make the folder with ``config`` in it, clear of what an older run has left. On one rank only.
+        """Make the folder with ``config`` in it, without what an older run has left. Not collective: rank 0 calls it.
 
         Raises:
-            ConfigError: an older run is there that may not be replaced, or the folder cannot be written.
+            ConfigError: it holds an older run that may not be replaced, or it cannot be written.
         """
         with self.writing():
             self._make()
@@ -185,10 +186,10 @@ class RunFolder:
             self.write_config(config)
 
     def refuse_older(self, options: RunOptions) -> None:
-        """Refuse to begin a run anew where an older one is that was not said to be replaced; nothing is changed.
+        """Refuse to begin a run where an older one is, unless that may be replaced. Nothing is changed.
 
         Raises:
-            ConfigError: says what is there.
+            ConfigError: the message says what is there.
         """
         if self.holds_results and not options.overwrite:
             what = (
@@ -206,7 +207,9 @@ class RunFolder:
             )
 
     def move_aside(self) -> RunFolder:
-        """Give the folder, with all that is in it, a name with the date; returns it. On one rank only.
+        """Rename the folder, with all that is in it, to a name with the date. Returns that.
+
+        Not collective: rank 0 calls it.
 
         Raises:
             ConfigError: it cannot be renamed.
@@ -216,7 +219,7 @@ class RunFolder:
             return RunFolder(self.path.rename(name))
 
     def inherit_attempts(self, old: RunFolder) -> None:
-        """Know of the starts that led here, although they lie in a folder that was moved. On one rank only.
+        """Copy the record of the starts that led here out of a folder that was moved. Not collective: rank 0 calls it.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -227,10 +230,10 @@ class RunFolder:
                 shutil.copyfile(old.attempts, self.attempts)
 
     def write_config(self, config: RunConfig) -> None:
-        """Replace the options; a run that is killed here still has the ones or the others.
+        """Replace the options. A run that is killed meanwhile still has the old ones or the new ones.
 
-        They are kept without ``run.overwrite``: given to the command again, they go on with this run. Whoever had an
-        older one replaced did not ask for that of this one.
+        They are kept without ``run.overwrite``, which was meant for an older run. Given to the command again, they go
+        on with this run.
 
         Raises:
             OSError: the folder cannot be written.
@@ -240,12 +243,12 @@ class RunFolder:
         sync(self.path)
 
     def sweep(self) -> None:
-        """Remove what a killed job has left of writing small files, long ago. On one rank only."""
+        """Remove what a killed job has left of writing small files, if it is old. Not collective: rank 0 calls it."""
         remove_left_over(self.path, (self.config.name, self.metrics.name), age_s=STALE_S)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Around what writes here: the system's errors become a ConfigError."""
+        """Context around writes to the folder: an error of the system becomes a ConfigError."""
         try:
             yield
         except OSError as error:
@@ -259,7 +262,7 @@ def _date() -> str:
 
 
 def _free_name(folder: Path, name: str) -> Path:
-    """A name in ``folder`` that nothing has: ``name``, or that with a number."""
+    """A name in ``folder`` that does not exist: ``name``, or that with a number."""
     found, number = folder / name, 1
     while os.path.lexists(found):
         number += 1

@@ -1,7 +1,7 @@
 """One job at a time in a run folder, from before its first write there to after its last.
 
-Owns: when the lock is taken, and moving an older run out of the way under it. Must not know: what is written. The lock
-is that of the run's checkpoints, so that whoever writes those keeps out of the rest, too.
+Owns: when the lock is taken, and moving an older run away under it. Must not know: what is written. The lock is that of
+the run's checkpoints, so a program that writes checkpoints there keeps out of the rest too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RunLock:
     """Context manager around all that a job does in a run folder. Held on rank 0; entering it is collective.
 
     Attributes:
-        lock: of the folder of checkpoints.
+        lock: lock of the folder of checkpoints.
     """
 
     def __init__(self, folder: RunFolder, topology: Topology) -> None:
@@ -34,11 +34,11 @@ class RunLock:
         self.lock = Lock(folder.checkpoints)
 
     def __enter__(self) -> RunLock:
-        """Take it, and bring to an end what a killed job was doing.
+        """Take the lock, and finish what a killed job was doing.
 
         Raises:
-            CheckpointBusy: another job is at work in the folder; says which.
-            ConfigError: something else than a file or a folder is where one is expected, or it cannot be written.
+            CheckpointBusy: another job is at work in the folder; the message says which.
+            ConfigError: something else is where a file or a folder is expected, or the folder cannot be written.
         """
         # Whoever waits for rank 0 does so under the watchdog.
         limit_s = Environment.read().timeout_s / 2
@@ -68,9 +68,10 @@ class RunLock:
         self.lock.release()
 
     def make_room(self, options: RunOptions) -> None:
-        """Move a run with results aside that a new one of the name "default" would take the place of. On rank 0 only.
+        """Move a run with results aside if a new one of the name "default" would replace it.
 
-        Any other name is refused by ``RunFolder.create``, and ``overwrite`` is what it says.
+        Not collective: rank 0 calls it. ``RunFolder.create`` refuses to replace a run of any other name, unless
+        ``overwrite`` is set.
 
         Raises:
             CheckpointBusy: another job was faster.

@@ -36,24 +36,26 @@ class StepMetrics:
         step: steps done, this one included.
         tokens: tokens trained on so far, over all ranks.
         loss: over the global batch, before the update.
-        held_out_loss: after the update; None where none was measured.
+        held_out_loss: after the update; None if it was not measured.
         learning_rate: of this update.
         grad_norm: 2-norm of the mean gradient before clipping.
         loss_scale: after the update; 1 without loss scaling.
         skipped_steps: updates skipped so far because a gradient was not finite.
         tokens_per_s: over all ranks.
         tflops: model FLOPs per rank and second, in 1e12.
-        mfu: tflops as a share of the hardware's peak; None where the peak is unknown.
+        mfu: tflops as a share of the hardware's peak; None if the peak is unknown.
         step_ms: the whole step, evaluation excluded.
         data_ms, forward_ms, backward_ms, optimizer_ms: its parts; waits for communication are inside them.
-        communication_ms: time inside collectives, summed over those parts.
-        checkpoint_ms: saving after the step; not part of ``step_ms``. 0 in the line that is there before the save.
+        communication_ms: time inside collectives, summed over these parts.
+        checkpoint_ms: saving after the step; not part of ``step_ms``. It is 0 in the line that is written before the
+            save.
         state_peak_nbytes: parameters, masters, gradients, optimizer state and exchange buffers of this rank.
         process_peak_nbytes: resident memory of this rank's process.
-        device_peak_nbytes: most that torch had allocated on the device during the step; None on the CPU, as the next.
-        device_reserved_nbytes: what torch keeps of the device.
-        device_fragmented: share of what is kept that is free in pieces between allocations.
-        device_used_nbytes: of all processes that use the device.
+        device_peak_nbytes: most that torch had allocated on the device during the step. This field and the next are
+            None on the CPU.
+        device_reserved_nbytes: bytes that torch has reserved on the device.
+        device_fragmented: share of the reserved bytes that is free in pieces between allocations.
+        device_used_nbytes: bytes of all processes that use the device.
         device_exposed_ms: how long the device's computation stood still for collectives, by the device's clock.
     """
 
@@ -84,9 +86,9 @@ class StepMetrics:
     device_exposed_ms: float | None = None
 
     def to_json(self) -> str:
-        """One line of JSON; NaN and infinity, which JSON has not, become null.
+        """One line of JSON. NaN and infinity, which JSON does not have, become null.
 
-        The last field is the CRC-32 of the text before it: a digit that has changed looks like any other.
+        The last field is the CRC-32 of the text before it, because a changed digit is not visible otherwise.
         """
         values = dataclasses.asdict(self)
         finite = {k: v if v is None or math.isfinite(v) else None for k, v in values.items()}
@@ -95,7 +97,7 @@ class StepMetrics:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> StepMetrics:
-        """The record of a line; null is NaN again where a value was expected. A line may have no checksum.
+        """The record of a line. Null becomes NaN where a value is expected. A line may have no checksum.
 
         Raises:
             ValueError: it is no such record.
@@ -126,13 +128,13 @@ class StepMetrics:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """Every complete line of a metrics file; the last line of a killed run may be missing its end and is left out.
+    """Every complete line of a metrics file.
 
-    So are lines that something has damaged, with a warning.
+    The last line of a killed run may be incomplete; it is left out. Damaged lines are left out with a warning.
 
     Raises:
         FileNotFoundError: there is no file.
-        DataError: it is no file, or cannot be read.
+        DataError: it is not a file, or cannot be read.
     """
     records, damage = read_records(path)
     if damage:
@@ -141,7 +143,7 @@ def read_metrics(path: Path) -> list[StepMetrics]:
 
 
 def read_records(path: Path) -> tuple[list[StepMetrics], str]:
-    """Records, and what is wrong with the others."""
+    """Records, and a text about the lines that are none."""
     records, wrong, reason = [], [], ""
     try:
         *lines, _ = read_bytes(path, LIMIT_NBYTES).split(b"\n")
@@ -171,14 +173,14 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def shown_spans(found: Sequence[Sequence[int]]) -> str:
-    """Firsts and lasts, as ``spans``."""
+    """Spans of first and last numbers in the form of ``spans``."""
     named = found[:NAMED_SPANS]
     text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in named)
     return text if len(found) <= NAMED_SPANS else f"{text} and others"
 
 
 def device_fields(usage: Mapping[str, int], exposed_s: float) -> dict[str, Any]:
-    """The fields of ``StepMetrics`` that tell of a device, from ``Accelerator.usage``; none on the host."""
+    """The fields of ``StepMetrics`` that are of a device, from ``Accelerator.usage``; none on the host."""
     if not usage:
         return {}
     return {
@@ -191,14 +193,17 @@ def device_fields(usage: Mapping[str, int], exposed_s: float) -> dict[str, Any]:
 
 
 class Stopwatch:
-    """Seconds by phase of one step, and how much of each went into waits; a phase entered twice counts both times."""
+    """Seconds by phase of one step, and how much of each were waits.
+
+    A phase that is entered twice counts both times.
+    """
 
     def __init__(self, waited_s: Callable[[], float] = lambda: 0.0) -> None:
-        """Starts at once.
+        """Start at once.
 
         Args:
-            waited_s: seconds that this rank has spent in collectives and waits for them so far
-                (``CommStats.seconds``); without it no phase has waits.
+            waited_s: gives the seconds that this rank has spent in collectives and waits for them so far
+                (``CommStats.seconds``). Without it no phase has waits.
         """
         self._start = time.perf_counter()
         self._waited_s = waited_s
@@ -207,7 +212,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block as ``name``."""
+        """Context: time the block as ``name``."""
         start, waited = time.perf_counter(), self._waited_s()
         try:
             yield
@@ -230,13 +235,13 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class StepSplit:
-    """Where the time of one step went on one rank; ``step_ms`` is the sum of the parts but for the checkpoint.
+    """Where the time of one step went on one rank. ``step_ms`` is the sum of the parts but for the checkpoint.
 
     Attributes:
-        compute_ms: forward and backward, waits left out.
-        communication_ms: exposed: time in collectives and in waits for them, whatever the phase. The sum of gradients
-            is part of a collective.
-        optimizer_ms: clipping and update, waits left out.
+        compute_ms: forward and backward without waits.
+        communication_ms: exposed communication: time in collectives and in waits for them, in any phase. The sum of
+            gradients is part of a collective.
+        optimizer_ms: clipping and update without waits.
         data_ms: reading the batch.
         other_ms: what no phase covers.
         checkpoint_ms: saving after the step; not part of ``step_ms``.
@@ -251,11 +256,13 @@ class StepSplit:
 
     @classmethod
     def of(cls, watch: Stopwatch, step_s: float) -> StepSplit:
-        """From the phases ``data``, ``forward``, ``backward``, ``optimizer``, ``communication`` and ``checkpoint``.
+        """The split of one step from the phases of its stopwatch.
+
+        The phases are ``data``, ``forward``, ``backward``, ``optimizer``, ``communication`` and ``checkpoint``.
 
         Args:
-            watch: told how long its rank waited.
-            step_s: the step, without the checkpoint.
+            watch: a stopwatch that was told how long its rank waited.
+            step_s: seconds of the step, without the checkpoint.
         """
         computing = ("forward", "backward")
         waited = watch.waited_ms("data", *computing, "optimizer")
@@ -288,7 +295,7 @@ class Interval:
         self.steps: list[StepMetrics] = []
 
     def add(self, metrics: StepMetrics) -> None:
-        """Take one more step in."""
+        """Add one step."""
         self.steps.append(metrics)
 
     def mean(self, name: str) -> float:
@@ -304,7 +311,7 @@ class Interval:
 
 
 def achieved_tflops(tokens_per_s: float, flops_per_token: float, world_size: int) -> float:
-    """Model FLOP/s per rank in units of 1e12; work done twice by activation checkpointing counts once.
+    """Model FLOP/s per rank in units of 1e12. Work that activation checkpointing does twice counts once.
 
     Source: Chowdhery et al., PaLM, arXiv 2204.02311, appendix B: MFU is this over the peak of the hardware.
     """
@@ -312,5 +319,5 @@ def achieved_tflops(tokens_per_s: float, flops_per_token: float, world_size: int
 
 
 def process_peak_nbytes() -> int:
-    """Largest resident memory of this process so far (Linux counts it in KiB)."""
+    """Largest resident memory of this process so far, in bytes (Linux counts it in KiB)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

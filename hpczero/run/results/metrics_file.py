@@ -1,7 +1,7 @@
 """``metrics.jsonl`` as a run writes it.
 
-Owns: that every line of a step is on file, whatever becomes of the disk, of the file and of this process. Must not
-know: torch, MPI, where the figures come from.
+Owns: that every line of a step is on file, whatever happens to the disk, the file or this process. Must not know:
+torch, MPI, where the figures come from.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ logger = logging.getLogger("hpczero.metrics")
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one line per step, there before the step is saved and before the next one starts."""
+    """``metrics.jsonl``: one line per step. It is written before the step is saved and before the next one starts."""
 
     def __init__(self, path: Path, *, start: int = 0) -> None:
-        """Lines of steps after ``start``, of a run that was taken up again, are gone, and half a line with them.
+        """Open the file. Lines of steps after ``start`` are removed, and an incomplete last line with them.
 
-        Lines that cannot be read do not stop a run: they are named, and the file is kept as it was beside the new one.
+        Lines that cannot be read do not stop a run. They are named, and the old file is kept beside the new one.
         """
         found: dict[int, StepMetrics] = {}
         if start and path.exists():
@@ -58,14 +58,15 @@ class MetricsFile:
         self._told = False
 
     def write(self, metrics: StepMetrics, *, durable: bool = False) -> None:
-        """Append a line and hand it to the operating system; of the same step as the last one, replace that.
+        """Append a line and hand it to the operating system. A line of the same step as the last one replaces that.
 
-        What cannot be written is warned of, and tried again with the next line. Where somebody takes the file away, or
-        puts another one there, that is warned of, and this line and all later ones are in the file of that name.
+        If it cannot be written, a warning is logged, and it is tried again with the next line. If somebody has moved
+        the file or put another one in its place, a warning is logged, and this line and all later ones go to the file
+        of that name.
 
         Args:
             metrics: of a step.
-            durable: have it on the disk before this returns.
+            durable: whether it is on the disk on return.
         """
         refused: OSError | None = None
         try:
@@ -98,10 +99,10 @@ class MetricsFile:
             self._told = True
 
     def _follow_name(self) -> None:
-        """Write on in what has the name now, if that is not the open file: nobody would find the lines in that one.
+        """Go on in the file that has the name now, if that is not the open one: the open one has no name to find it by.
 
         Raises:
-            OSError: there is no file that can be written.
+            OSError: no file can be written there.
         """
         kind = kind_of(self._path)
         if kind == "a file" and os.path.samestat(os.stat(self._path), os.fstat(self._descriptor)):

@@ -1,6 +1,6 @@
-"""Progress of long work before the first step: a bar on a terminal, a line now and then in a log.
+"""Progress of long work before the first step: a bar on a terminal, some lines in a log.
 
-Owns: how a phase of such work is told. Must not know: torch, MPI, what the work is. Only rank 0 makes one.
+Owns: how a phase of such work is shown. Must not know: torch, MPI, what the work is. Only rank 0 makes one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REDRAW_S = 0.25
 
 
 class PhaseLines:
-    """One line every ten seconds, and one when a phase ends that was told of."""
+    """One line every ten seconds, and one at the end of a phase that has had a line."""
 
     def __init__(self, say: Callable[[str], None], every_s: float = EVERY_S) -> None:
         self._say = say
@@ -40,7 +40,7 @@ class PhaseLines:
         pass
 
     def show(self, moment: Moment) -> None:
-        """Tell of it, if it is due."""
+        """Show how far the work is, if a line is due."""
         before, self._before = self._before, moment
         if before.what != moment.what and self._told == before.what != "":
             self._say(f"{before.what}: took {clock(before.elapsed_s)}")
@@ -51,7 +51,7 @@ class PhaseLines:
 
 
 class PhaseBar:
-    """A bar for the phase that goes on."""
+    """A bar for the current phase."""
 
     def __init__(self, *, to_stderr: bool = False) -> None:
         # Here and not at the top: --help of the data command must not wait for it.
@@ -86,7 +86,7 @@ class PhaseBar:
         self._progress.stop()
 
     def show(self, moment: Moment) -> None:
-        """Tell of it, if it is due."""
+        """Show how far the work is, if it is due."""
         if not moment.what or time.monotonic() < self._due:
             return
         self._due = time.monotonic() + REDRAW_S
@@ -107,12 +107,12 @@ def phases_for(
     *,
     to_stderr: bool = False,
 ) -> PhaseBar | PhaseLines:
-    """The display that fits; ``auto`` as in ``progress.progress_for``.
+    """The display for this output; ``auto`` as in ``progress.progress_for``.
 
     Args:
-        style: of it.
-        say: takes a line, where it is lines.
-        to_stderr: it is standard error that is looked at, and drawn on.
+        style: style of the display.
+        say: called with each line, for the display that is lines.
+        to_stderr: whether the display is on standard error, which is then what must be a terminal.
     """
     stream = sys.stderr if to_stderr else sys.stdout
     if style == "bar" or (style == "auto" and terminal_columns(stream) > 0):
@@ -121,7 +121,7 @@ def phases_for(
 
 
 def figures(moment: Moment) -> str:
-    """How far it is, how fast, and how long it may still take; MB are 10^6 bytes."""
+    """How far the work is, how fast it is, and how long it may still take. MB are 10^6 bytes."""
     if moment.total_nbytes is None:
         return f"for {clock(moment.elapsed_s)}"
     done, total = moment.done_nbytes / 1e6, moment.total_nbytes / 1e6
@@ -133,6 +133,6 @@ def figures(moment: Moment) -> str:
 
 
 def clock(seconds: float) -> str:
-    """``1:02:03``."""
+    """A time as ``1:02:03``."""
     whole = int(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

@@ -1,7 +1,7 @@
 """The loss curve of a run as a picture.
 
-Owns: what the curve looks like. Must not know: torch, MPI, how a run works. Nobody imports it before the end of a run:
-matplotlib takes half a second and 40 MB, which only rank 0 should pay.
+Owns: what the curve looks like. Must not know: torch, MPI, how a run works. Rank 0 alone imports it, at the end of a
+run: matplotlib takes half a second and 40 MB.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def plot_losses(steps: Sequence[StepMetrics], path: Path, *, title: str) -> None
 
     Args:
         steps: in order.
-        path: of the picture.
-        title: above it; what ran, where and when.
+        path: where the picture is written.
+        title: text above the curves: what ran, where and when.
     """
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)  # draws without a display
@@ -72,10 +72,10 @@ def plot_losses(steps: Sequence[StepMetrics], path: Path, *, title: str) -> None
 
 
 def smoothed(values: Sequence[float], span: int) -> list[float]:
-    """Exponential mean of the values so far, whose weights have their centre ``span`` / 2 values back.
+    """Exponential mean of the values so far. The centre of its weights is ``span`` / 2 values back.
 
-    The first values weigh what they should, not more (Kingma and Ba, Adam, 2015, sec. 3). What is not finite is left
-    out, and its place has the mean before it.
+    The first values have their proper weight (Kingma and Ba, Adam, 2015, sec. 3). A value that is not finite is left
+    out; the mean before it stands in its place.
     """
     keep = (span - 1) / (span + 1)
     mean, weight, found = 0.0, 0.0, []

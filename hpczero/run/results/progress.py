@@ -1,6 +1,6 @@
 """Progress of a run on the screen: a bar on a terminal, plain lines in a log.
 
-Owns: how a step is told. Must not know: torch, MPI, how it was measured. Only rank 0 makes one.
+Owns: how a step is shown. Must not know: torch, MPI, how it was measured. Only rank 0 makes one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Lines:
         pass
 
     def show(self, metrics: StepMetrics) -> None:
-        """Tell of one finished step, if it is due."""
+        """Show one finished step, if a line is due."""
         self._interval.add(metrics)
         last = metrics.step == self._num_steps
         if (
@@ -62,7 +62,7 @@ class Lines:
 
 
 class Bar:
-    """A bar with the latest figures; evaluations scroll by above it."""
+    """A bar with the latest figures. Evaluations are lines above it."""
 
     def __init__(self, *, num_steps: int, every: int, start: int = 0) -> None:
         self._every = every
@@ -102,7 +102,7 @@ class Bar:
         self._progress.stop()
 
     def show(self, metrics: StepMetrics) -> None:
-        """Tell of one finished step."""
+        """Show one finished step."""
         self._interval.add(metrics)
         if metrics.held_out_loss is not None:
             log.info("step %d  held-out loss %.4f", metrics.step, metrics.held_out_loss)
@@ -116,17 +116,17 @@ class Bar:
 def progress_for(
     style: Literal["auto", "bar", "lines"], *, num_steps: int, every: int, start: int = 0
 ) -> Bar | Lines:
-    """The display that fits standard output.
+    """The display for standard output.
 
-    ``auto`` is a bar only on a terminal that has a width: Open MPI gives its ranks a pseudo-terminal of width 0 even
-    where its own output goes to a file.
+    ``auto`` is a bar only on a terminal that has a width. Open MPI gives its ranks a pseudo-terminal of width 0, even
+    if its own output goes to a file.
     """
     bar = style == "bar" or (style == "auto" and terminal_columns() > 0)
     return (Bar if bar else Lines)(num_steps=num_steps, every=every, start=start)
 
 
 def summary(interval: Interval) -> str:
-    """The figures of some steps in one line; the last one's where a mean makes no sense."""
+    """The figures of some steps in one line: means, or the last figure where a mean makes no sense."""
     last = interval.steps[-1]
     parts = [f"loss {interval.mean('loss'):.4f}"]
     if last.held_out_loss is not None:
@@ -154,7 +154,7 @@ def _short(interval: Interval) -> str:
 
 
 def terminal_columns(stream: TextIO | None = None) -> int:
-    """Width of ``stream``, None: standard output; 0 where it is no terminal or tells none."""
+    """Width of ``stream`` (None: standard output) in columns; 0 if it is no terminal or states no width."""
     stream = sys.stdout if stream is None else stream
     try:
         return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0

@@ -1,6 +1,6 @@
 """Where the figures of a step go: metrics.jsonl, TensorBoard, the screen.
 
-Owns: handing each step to all of them. Must not know: torch, MPI, how a step was measured. Only rank 0 makes one.
+Owns: giving each step to all of them. Must not know: torch, MPI, how a step was measured. Only rank 0 makes one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Records:
-    """Context manager around the steps of a run. A kill of this process takes no line that ``write`` was given."""
+    """Context manager around the steps of a run. A line that ``write`` was given survives a kill of this process."""
 
     def __init__(
         self,
@@ -34,7 +34,10 @@ class Records:
         start: int = 0,
         own: bool = True,
     ) -> None:
-        """``start`` steps were done before: by an earlier job of this run, or else, not ``own``, by another run."""
+        """Open the files.
+
+        ``start`` steps were done before, by an earlier job of this run (``own``) or by another run.
+        """
         self._progress = progress_for(
             options.progress, num_steps=num_steps, every=options.every, start=start
         )
@@ -68,11 +71,11 @@ class Records:
             self._open.close()
 
     def note(self, metrics: StepMetrics, *, durable: bool = False) -> None:
-        """Have the line of a step on file before a save, so that no checkpoint knows of a step without one.
+        """Put the line of a step on file before its save, so that no checkpoint has a step without a line.
 
         Args:
-            metrics: as far as they are known; ``write`` of the same step replaces them.
-            durable: also where the machine fails.
+            metrics: figures that are known by now; ``write`` of the same step replaces them.
+            durable: whether the line is to survive a failure of the machine too.
         """
         self._file.write(metrics, durable=durable)
 
@@ -80,7 +83,7 @@ class Records:
         """Record one finished step.
 
         Raises:
-            OSError: names the folder.
+            OSError: the message names the folder.
         """
         try:
             self._write(metrics)
@@ -99,7 +102,7 @@ class Records:
 
 
 def _in_one_line(failed: threading.ExceptHookArgs) -> None:
-    """TensorBoard writes on a thread and hands its error to the next ``write``: a traceback before that is noise."""
+    """Keep TensorBoard's traceback off the screen. Its thread's error is raised by the next ``write`` anyway."""
     exhausted = isinstance(failed.exc_value, OSError) and failed.exc_value.errno in EXHAUSTED
     if not exhausted:
         threading.__excepthook__(failed)

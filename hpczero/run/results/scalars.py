@@ -1,7 +1,7 @@
 """Scalars for TensorBoard, as events with a simple value.
 
-Owns: the form of an event. ``tensorboard.summary.Writer`` writes tensors, which the program shows and its reader
-``EventAccumulator.Scalars`` does not know. Must not know: which figures there are.
+Owns: the form of an event. ``tensorboard.summary.Writer`` writes tensors; TensorBoard shows these, but its reader
+``EventAccumulator.Scalars`` does not know them. Must not know: which figures there are.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ logger = logging.getLogger("hpczero.metrics")
 
 
 class ScalarWriter:
-    """One event file in ``folder``; it is written on a thread, whose error the next call finds.
+    """One event file in ``folder``. A thread writes it; the next call finds the thread's error.
 
-    What cannot be written is warned of once, and nothing more is: a run has its figures in metrics.jsonl, too.
+    A failed write is warned of once, and nothing more is written. The figures of a run are in metrics.jsonl, too.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Args: folder, made if need be."""
+        """Open an event file in ``folder``, which is made if it does not exist."""
         self._folder = folder
         self._file: EventFileWriter | None = None
         with self._giving_up():
@@ -42,7 +42,7 @@ class ScalarWriter:
                 self._file.add_event(Event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is left, and close the file."""
         file = self._file
         if file is not None:
             with self._giving_up():

@@ -1,8 +1,8 @@
-"""The final weights of a run: one safetensors file that says by itself which model and tokenizer it belongs to.
+"""The final weights of a run: one safetensors file that states which model and tokenizer it belongs to.
 
-Owns: the file, and what sampling asks of any weights (``WeightSource``). Must not know: MPI, shards; one rank writes
-whole tensors, any rank reads them one at a time, so that no reader needs memory for more than one parameter. (Sharded
-checkpoints, with optimizer state, are another thing: ``checkpoint_weights.py``.)
+Owns: the file, and what sampling asks of any weights (``WeightSource``). Must not know: MPI, shards. One rank writes
+whole tensors. Any rank reads them one at a time, so no reader needs memory for more than one parameter. Sharded
+checkpoints with optimizer state are read by ``checkpoint_weights.py``.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class WeightSource(Protocol):
     """Weights of a GPT, read tensor by tensor. Not collective: each rank opens its own.
 
     Attributes:
-        path: where they are.
+        path: where the weights are.
         model: sizes of the GPT.
         tokenizer: text to tokens and back.
         step: optimizer steps done.
-        fingerprint: another one for other weights, as far as is known without reading them.
+        fingerprint: differs for other weights, as far as that is known without reading them.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class WeightSource(Protocol):
     fingerprint: str
 
     def check(self, part: int, parts: int) -> None:
-        """Hold one of ``parts`` parts of the values against their digests, where they have any.
+        """Check one of ``parts`` parts of the values against their digests, if they have any.
 
         Raises:
             CheckpointError: they are damaged.
@@ -61,15 +61,15 @@ class WeightSource(Protocol):
         ...
 
     def read_into(self, name: str, tensor: Tensor) -> None:
-        """Fill one whole parameter in place, checked; what ``zeroify(initialize=...)`` calls.
+        """Fill one whole parameter in place, checked; for ``zeroify(initialize=...)``.
 
         Raises:
-            CheckpointError: the parameter is not there, has another shape, or is damaged.
+            CheckpointError: the parameter does not exist, has another shape, or is damaged.
         """
         ...
 
     def close(self) -> None:
-        """Nothing can be read any more."""
+        """Close the weights; nothing can be read any more."""
         ...
 
 
@@ -81,13 +81,13 @@ def write_weights(
     tokenizer: Tokenizer,
     step: int,
 ) -> None:
-    """Write a weights file, which appears whole or not at all. On one rank only.
+    """Write a weights file, which appears whole or not at all. Not collective: rank 0 calls it.
 
     Args:
         path: replaced if it exists.
-        tensors: fp32; a tied parameter, the same tensor under several names, is written under the first.
-        model: what the tensors are the parameters of.
-        tokenizer: what its tokens mean.
+        tensors: fp32. A tied parameter, the same tensor under several names, is written under the first.
+        model: sizes of the model that the tensors are of.
+        tokenizer: tokenizer of its tokens.
         step: optimizer steps done.
 
     Raises:
@@ -116,7 +116,7 @@ def write_weights(
 
 
 def _sort_metadata(file: BinaryIO) -> None:
-    """Put the metadata into one order, so that equal weights are equal files: the library writes them in any."""
+    """Put the metadata into one order, so that equal weights are equal files. The library writes them in any order."""
     nbytes = int.from_bytes(file.read(8), "little")
     header = json.loads(file.read(nbytes))
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -137,7 +137,7 @@ def _open(path: Path) -> Any:  # Any: the library ships no types
 
 
 def step_of_weights(path: Path) -> int | None:
-    """Of the weights file ``path``; None where nobody can tell."""
+    """Step of the weights file ``path``; None if it cannot be read."""
     try:
         check_regular(path)
         return int(parse_json(_open(path).metadata()[_KEY])["step"])
@@ -157,7 +157,7 @@ class Weights:
     """A weights file open for reading, tensor by tensor. Not collective: each rank opens its own.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         model: sizes of the GPT.
         tokenizer: text to tokens and back.
         step: optimizer steps done.
@@ -211,16 +211,16 @@ class Weights:
             )
 
     def check(self, part: int, parts: int) -> None:
-        """As ``WeightSource``."""
+        """Check one of ``parts`` parts of the values against their digests."""
         for name in sorted(self._file.keys())[part::parts]:
             self._read(name)
 
     def close(self) -> None:
-        """As ``WeightSource``."""
+        """Close the file; nothing can be read any more."""
         self._file = None
 
     def read_into(self, name: str, tensor: Tensor) -> None:
-        """As ``WeightSource``."""
+        """Fill one whole parameter in place, checked."""
         found = self._read(name)
         if found.shape != tensor.shape:
             raise CheckpointError(

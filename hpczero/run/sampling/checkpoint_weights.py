@@ -1,11 +1,11 @@
-"""The weights in a checkpoint of the training command, tensor by tensor, each held against its digests.
+"""The weights in a checkpoint of the training command, tensor by tensor, each checked against its digests.
 
 Owns: what makes a checkpoint one that text can be sampled from: the model's sizes and its tokenizer. Must not know:
-MPI, which checkpoint is wanted, optimizer state; any number of ranks read, each for itself, one slab in memory.
+MPI, which checkpoint is wanted, optimizer state. Any number of ranks read, each for itself, with one slab in memory.
 
-Checkpoints say what their tokenizer is, so wherever one lies, set aside, copied, or begun at by another run, its tokens
-are never read with another's. What an earlier version saved does not: then the token file has to be named, and is held
-against what the checkpoint says of the run's data.
+A checkpoint states its tokenizer, so it may be set aside, copied or loaded by another run, and its tokens are never
+read with another tokenizer. A checkpoint of an earlier version does not. The token file must then be named, and is
+compared with what the checkpoint says of the run's data.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ logger = logging.getLogger("hpczero.weights")
 
 
 class CheckpointWeights:
-    """One checkpoint; a ``WeightSource``. Once it is open, nothing happens if the checkpoint is deleted."""
+    """One checkpoint as a ``WeightSource``. Once it is open, it stays readable even if the checkpoint is deleted."""
 
     def __init__(self, path: Path, *, asked_for: bool, token_file: Path | None = None) -> None:
-        """Open it; values are not read yet.
+        """Open a checkpoint; no values are read yet.
 
         Args:
             path: folder of the checkpoint.
-            asked_for: by its path, so it need not be of the step that its name says.
-            token_file: what the run was trained on.
+            asked_for: whether it was asked for by its path. It need then not be of the step that its name states.
+            token_file: the token file that the run was trained on.
 
         Raises:
-            CorruptCheckpoint: its manifest or size is not what was written, or it is named after another step.
+            CorruptCheckpoint: its manifest or size is not what was written, or its name states another step.
             CheckpointMismatch: it is not of a GPT of hpczero.train, or a later version wrote it.
             ConfigError: its tokenizer is not known, or ``token_file`` is of another one.
             DataError: ``token_file`` cannot be read.
@@ -126,7 +126,7 @@ class CheckpointWeights:
         return found
 
     def _from(self, token_file: Path | None) -> Tokenizer:
-        """Raises ConfigError where that is not what the checkpoint was trained on."""
+        """The tokenizer of ``token_file``. Raises ConfigError if the checkpoint was not trained on that file."""
         if token_file is None:
             raise ConfigError(
                 f"{self.path}: has no tokenizer in it, as those of earlier versions and of other programs' weights; "
@@ -152,7 +152,7 @@ class CheckpointWeights:
         return tokenizer
 
     def check(self, part: int, parts: int) -> None:
-        """As ``WeightSource``."""
+        """Check one of ``parts`` parts of the values against their digests."""
         dataset = self._stored.manifest.dataset(MASTER)
         assert dataset is not None, "the content was checked"
         for index in dataset.slabs_of(part, parts):
@@ -161,7 +161,7 @@ class CheckpointWeights:
                 pass
 
     def read_into(self, name: str, tensor: Tensor) -> None:
-        """As ``WeightSource``."""
+        """Fill one whole parameter in place, checked."""
         row = self._rows.get(name)
         if row is None or row.shape != tuple(tensor.shape):
             found = "not in it" if row is None else str(row.shape)
@@ -174,16 +174,16 @@ class CheckpointWeights:
             begin += len(piece)
 
     def close(self) -> None:
-        """As ``WeightSource``."""
+        """Close the checkpoint; nothing can be read any more."""
         self._stored.close()
 
 
 def check_token_file(path: Path, tokenizer: str, token_file: Path) -> None:
-    """Refuse a token file of another tokenizer than that of the weights at ``path``.
+    """Refuse a token file whose tokenizer is not that of the weights at ``path``.
 
     Raises:
-        ConfigError: names both.
-        DataError: it cannot be read.
+        ConfigError: the message names both.
+        DataError: the file cannot be read.
     """
     with TokenFile.open(token_file) as tokens:
         other = tokens.tokenizer.to_json()

@@ -31,21 +31,22 @@ def sample(
 ) -> None:
     """Continue the prompt on all ranks together; rank 0 writes the text. Collective over MPI's world.
 
-    Every rank runs the same forwards and draws the same random numbers, so all choose the same tokens; only the weights
+    Every rank runs the same forwards and draws the same random numbers, so all choose the same tokens. Only the weights
     are sharded.
 
     Args:
         path: run folder, folder of checkpoints, checkpoint or weights file.
-        prompt: text to continue; empty: the start of a document.
+        prompt: text to continue; an empty one is the start of a document.
         num_tokens: how many to add.
         temperature: 0 takes the most likely token.
-        top_k: choose among the k most likely tokens; None: among all.
-        seed: of the choices.
+        top_k: choose among the k most likely tokens; None chooses among all.
+        seed: seed of the choices.
         stage: ZeRO stage, 0 to 3.
-        token_file: what the run was trained on, for checkpoints of earlier versions; empty: the weights say it.
+        token_file: the token file that the run was trained on, for checkpoints of earlier versions; empty if the
+            weights state their tokenizer.
 
     Raises:
-        ConfigError: there are no such weights, or nobody knows their tokenizer.
+        ConfigError: there are no such weights, or their tokenizer is unknown.
         CheckpointError: the weights are damaged; on every rank.
     """
     topology = start_topology(None)

@@ -7,8 +7,8 @@ Owns: the choice, and that all ranks have the same. Must not know: how either is
     runs/mine/checkpoints/aside-...     as runs/mine: final weights that were set aside lie there, too
     .../step-000000500, a .safetensors  these
 
-Nothing is written and no lock is taken, so a run may be at work there. What it deletes meanwhile is answered by what is
-newest then; what a rank has open stays readable.
+Nothing is written and no lock is taken, so a run may be at work there. If it deletes what was chosen, the newest
+weights of that moment are chosen. What a rank has open stays readable.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def open_source(path: Path, topology: Topology, *, token_file: Path | None = Non
     Args:
         path: of a run, a folder of checkpoints, a checkpoint or a weights file.
         topology: rank 0 chooses; all ranks check the values, each a part.
-        token_file: what the run was trained on; only needed for checkpoints of earlier versions.
+        token_file: the token file that the run was trained on; only checkpoints of earlier versions need it.
 
     Raises:
-        ConfigError: there are none; or the tokenizer is not known, or that of ``token_file`` is another one.
-        CheckpointError: none are sound; says what is wrong with the newest.
-        CheckpointMismatch: they are not a GPT of hpczero.train's, or of a later version.
+        ConfigError: there are none, their tokenizer is unknown, or ``token_file`` has another one.
+        CheckpointError: none are sound; the message says what is wrong with the newest.
+        CheckpointMismatch: they are not of a GPT of hpczero.train, or a later version wrote them.
     """
     tried: list[str] = []
     failed: list[str] = []
@@ -84,10 +84,10 @@ def _tell(path: Path, error: CheckpointError) -> None:
 
 
 def _next(path: Path, tried: Collection[str], failed: Collection[str]) -> tuple[str | None, bool]:
-    """What to try next, and whether it is what was asked for by its own path. On one rank only.
+    """What to try next, and whether its own path was asked for. Not collective: rank 0 calls it.
 
     Raises:
-        ConfigError: there is nothing, and was nothing.
+        ConfigError: nothing is there, and nothing was.
     """
     if is_checkpoint(path) or _kind(path) == "a file":
         return str(path), True
@@ -104,7 +104,7 @@ def _next(path: Path, tried: Collection[str], failed: Collection[str]) -> tuple[
 
 
 def _candidates(path: Path) -> list[Path]:
-    """Final weights and checkpoints that ``path`` may mean, best first: at one step the final ones."""
+    """Final weights and checkpoints that ``path`` may mean, best first. At one step the final weights come first."""
     if _kind(path) != "a directory":
         return []
     found = [
@@ -124,7 +124,7 @@ def _candidates(path: Path) -> list[Path]:
 def _opened(
     path: Path, topology: Topology, *, asked_for: bool, token_file: Path | None
 ) -> WeightSource:
-    """Open ``path`` on every rank, checked. Collective over topology.world; raises the same on every rank."""
+    """``path``, open on every rank and checked. Collective over topology.world. Every rank raises the same."""
     source: WeightSource | None = None
     try:
         with topology.agreed("open the weights"):

@@ -1,7 +1,7 @@
-"""The first seconds of a command, before torch and MPI are imported, which is silent and takes seconds to a minute.
+"""The first seconds of a command, before torch and MPI are imported.
 
-Owns: what is said then, and how a job ends of which rank 0 knows by then that it cannot work. Must not know: what a
-command does, what can be wrong.
+The import is silent and takes seconds to a minute. Owns: what is said then, and how a job ends that rank 0 knows by
+then cannot work. Must not know: what a command does, what can be wrong.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ def tell_start(
     results: Path,
     level: Literal["info", "debug"] = "info",
 ) -> None:
-    """One line of rank 0 in the log: what is being started, and what the wait is for. Not collective.
+    """Log one line of rank 0: what is being started, and what the wait is for. Not collective.
 
     Args:
         command: such as ``hpczero.train``.
-        ranks: that a launcher says it has started; None where there is none.
-        results: folder that it writes to.
-        level: of the log, from here on.
+        ranks: number of ranks that a launcher says it has started; None without one.
+        results: folder that the command writes to.
+        level: level of the log from here on.
     """
     log.configure(rank=launcher_rank(), node_index=0, level=level)
     log.info("%s, %d rank(s), results in %s; %s", _start_of(command), ranks or 1, results, _WAIT)
 
 
 def tell_start_aside(command: str) -> None:
-    """As ``tell_start``, on standard error, of a command whose standard output is its result. Not collective."""
+    """The line of ``tell_start`` on standard error, for a command whose standard output is its result.
+
+    Not collective.
+    """
     if launcher_rank() == 0:
         with suppress(OSError):  # the disk may be full that stderr is on
             sys.stderr.write(f"{_start_of(command)}; {_WAIT}\n")
@@ -52,17 +55,17 @@ def _start_of(command: str) -> str:
 
 
 def end_before_mpi(error: HpcZeroError, environment: Environment) -> int | None:
-    """Tell a mistake that rank 0 alone has found, at once, and end the job so that no other rank waits for this one.
+    """Report a mistake that only rank 0 has found, at once, and end the job so that no other rank waits for this one.
 
-    The job ends when the last rank has imported torch. It returns where this process is the only one.
+    The job ends when the last rank has imported torch. The call returns if this process is the only one.
 
     Args:
         error: what is wrong.
         environment: of this process.
 
     Returns:
-        What to exit with; None if no launcher had said that this is rank 0, and MPI says that it is one of several:
-        then each of them may think so, and they must find out together.
+        The exit code. None if no launcher had said that this is rank 0, and MPI says that it is one of several: each of
+        them may then think so, and they must find the mistake together.
     """
     told = environment.launched_rank is not None
     code = report(error) if told else error.exit_code
@@ -84,13 +87,13 @@ def end_before_mpi(error: HpcZeroError, environment: Environment) -> int | None:
 
 
 def meet_the_other_ranks_in_mpi_init(timeout_s: float) -> None:
-    """Start MPI. Where a rank never does, the others end here with their stacks, and so the job, instead of waiting.
+    """Start MPI. If a rank never does, the others end here with their stacks, and the job ends with them.
 
-    The name is what a user reads in that stack: MPI_Init keeps the interpreter's lock, so only faulthandler's own timer
-    can still act, and it says nothing but the stack.
+    Users read this function's name in that stack. MPI_Init keeps the interpreter's lock, so only faulthandler's own
+    timer can still act, and it prints the stack alone.
 
     Args:
-        timeout_s: HPCZERO_TIMEOUT; 0 waits for ever.
+        timeout_s: HPCZERO_TIMEOUT in seconds; 0 waits for ever.
     """
     if timeout_s:
         faulthandler.dump_traceback_later(timeout_s, exit=True)

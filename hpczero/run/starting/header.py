@@ -23,7 +23,7 @@ def tell_header(
     batch: Batch,
     seq_len: int,
 ) -> None:
-    """Say who takes part, what is sharded, what is read and what will be done. Collective over world."""
+    """Log who takes part, what is sharded, what is read and what will be done. Collective over world."""
     topology = sharding.topology
     log.info("%s", topology.describe())
     log.info("device: %s", accelerator.describe())
@@ -37,7 +37,7 @@ def tell_header(
 
 
 def describe_data(tokens: TokenFile) -> str:
-    """What is read, for the run header."""
+    """Lines about what is read, for the run header."""
     return (
         f"data: {tokens.path}: {len(tokens.train):,} training and {len(tokens.validation):,} held-out "
         f"tokens, vocabulary of {tokens.vocab_size:,}"
@@ -45,7 +45,7 @@ def describe_data(tokens: TokenFile) -> str:
 
 
 def describe_run(config: RunConfig, batch: Batch, seq_len: int, world_size: int) -> str:
-    """What is done, and where results go, for the run header."""
+    """Lines about what is done, and where results go, for the run header."""
     return (
         f"run: {config.train.steps} steps of {batch.global_batch * seq_len:,} tokens = micro batch "
         f"{batch.micro_batch} x accumulation {batch.accumulation} x {world_size} rank(s) x {seq_len} "

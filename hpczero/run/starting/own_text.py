@@ -1,4 +1,4 @@
-"""From the options about data to an open token file on every rank; text is tokenized first if need be.
+"""From the options about data to an open token file on every rank. Text is tokenized first if necessary.
 
 Owns: who tokenizes, what is shown meanwhile, and that all ranks open the same file. Must not know: how text becomes
 tokens, the training loop.
@@ -28,17 +28,17 @@ def open_tokens(
     progress: Literal["auto", "bar", "lines"] = "lines",
     signals: Signals | None = None,
 ) -> TokenFile:
-    """The token file, made from text first if need be. Collective: rank 0 makes it, every rank opens it.
+    """Open the token file; it is made from text first if necessary. Collective: rank 0 makes it, every rank opens it.
 
     Args:
-        options: of the data.
+        options: options about data.
         topology: of the ranks.
-        progress: how rank 0 shows that it gets on.
-        signals: of this process; one that asks to stop, on any rank, ends the making. None: nobody asks.
+        progress: style in which rank 0 shows how far it is.
+        signals: of this process. One that asks to stop, on any rank, ends the making. None listens to nothing.
 
     Raises:
         DataError: text or file is missing, empty or malformed, or not the same on all ranks; on every rank.
-        StoppedEarly: asked to stop while the file was made; on every rank.
+        StoppedEarly: a rank was asked to stop while the file was made; on every rank.
     """
     shown: PhaseBar | PhaseLines | nullcontext[None] = nullcontext()
     if topology.is_root:

@@ -1,8 +1,8 @@
 """What rank 0 can refuse of a training run before torch and MPI are imported, which takes seconds to a minute.
 
-Owns: which of a run's own checks can be made then, and on what they rest. Must not know: MPI, torch, a rule of its own.
-Every check here is one that the loop makes again once MPI is up, by the same function: the environment may say wrong
-numbers, and files may change. So nothing is refused here that would have worked, and nothing is changed or locked.
+Owns: which of a run's own checks can be made then, and what they know. Must not know: MPI, torch, a rule of its own.
+The loop makes every check here again once MPI is up, by the same function: the environment may state wrong numbers, and
+files may change. Nothing is refused here that would have worked, and nothing is changed or locked.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from hpczero.run.stopping.attempts import Attempts
 def mistake_of(
     config: RunConfig, model: GPTConfig, environment: Environment
 ) -> HpcZeroError | None:
-    """The error that this run will end with, if it can be known by now. Not collective; for rank 0 only.
+    """The error that this run will end with, if it can be known by now. Not collective: rank 0 calls it.
 
-    Other ranks may have other files, and a rule of theirs is no rule of the job.
+    Other ranks may have other files, so rank 0 alone decides.
 
     Args:
         config: as given.
         model: the network; its vocabulary is not looked at.
-        environment: of this process; where no launcher says how many ranks there are, they are taken to be one.
+        environment: of this process. Without a launcher that states the number of ranks, it is taken to be one.
     """
     try:
         with log.muted():  # warnings, too, are said again
@@ -47,7 +47,7 @@ def mistake_of(
 
 
 def _check(config: RunConfig, model: GPTConfig, environment: Environment) -> None:
-    """As the loop does, in its order.
+    """Make the checks of the loop, in its order.
 
     Raises:
         HpcZeroError: of any kind.
@@ -77,7 +77,7 @@ def _check(config: RunConfig, model: GPTConfig, environment: Environment) -> Non
 
 
 def _check_data(config: RunConfig, model: GPTConfig, batch: Batch) -> None:
-    """As far as one look tells: text is not read, and no token file of version 1, for which HDF5 is imported."""
+    """Check what one look tells. Text is not read, nor a token file of version 1, for which HDF5 would be imported."""
     path = config.data.path
     if path is None:
         return

@@ -65,14 +65,14 @@ TELLING = {
 
 
 def choose(config: RunConfig, folder: RunFolder) -> Path | None:
-    """What to load, if anything. On one rank only.
+    """The checkpoint to load, or None. Not collective: rank 0 calls it.
 
     Args:
         config: with the batch spelled out.
-        folder: of this run.
+        folder: folder of this run.
 
     Raises:
-        ConfigError: this run has checkpoints made with other options, or nobody knows which; or PATH does not exist.
+        ConfigError: this run has checkpoints made with other or unknown options, or PATH does not exist.
     """
     source = config.resume.from_
     if source == "never" or (source == "auto" and config.run.overwrite):
@@ -118,17 +118,17 @@ def choose(config: RunConfig, folder: RunFolder) -> Path | None:
 
 
 def check_ranks(config: RunConfig, folder: RunFolder, ranks: int) -> None:
-    """Refuse ranks that cannot share the global batch of the run in ``folder``. On one rank only.
+    """Refuse ranks that cannot share the global batch of the run in ``folder``. Not collective: rank 0 calls it.
 
-    Other batches would be a wrong way out: the run does not go on with them.
+    The message does not advise another batch, because the run would not go on with it.
 
     Args:
         config: as given.
-        folder: of this run.
-        ranks: that shall go on with it.
+        folder: folder of this run.
+        ranks: number of ranks that shall go on with it.
 
     Raises:
-        ConfigError: names the numbers of ranks that can.
+        ConfigError: the message has the numbers of ranks that can.
     """
     whole = _global_batch_of(config, folder)
     if whole is None:
@@ -155,7 +155,7 @@ def check_ranks(config: RunConfig, folder: RunFolder, ranks: int) -> None:
 
 
 def _global_batch_of(config: RunConfig, folder: RunFolder) -> int | None:
-    """Of the run that ``config`` may go on with; None where it goes on with none."""
+    """Global batch of the run that ``config`` may go on with; None if it goes on with none."""
     if config.resume.from_ != "auto" or config.run.overwrite or not folder.has_checkpoints:
         return None
     try:
@@ -180,10 +180,10 @@ def _spreads(config: RunConfig, whole: int, ranks: int) -> bool:
 
 
 def _begun_elsewhere(earlier: RunConfig) -> bool:
-    """Whether a run began at a checkpoint that is there.
+    """Whether a run began at a checkpoint that exists.
 
     Raises:
-        ConfigError: nobody can look there now.
+        ConfigError: the system does not say now.
     """
     source = earlier.resume.from_
     return source not in ("auto", "never") and bool(_kind_of(Path(source)))
@@ -197,7 +197,7 @@ def _checkpoints_of(source: str) -> Path:
 
 
 def _kind_of(path: Path) -> str:
-    """What is there; empty if there is nothing."""
+    """What is at a path; empty if nothing is."""
     try:
         return kind_of(path) if is_there(path) else ""
     except OSError as error:
@@ -215,7 +215,10 @@ def _way_out(folder: RunFolder) -> str:
 
 
 def began_at(source: Path, folder: RunFolder) -> bool:
-    """Whether the run in ``folder`` began at ``source``, and has not saved anything since. On one rank only."""
+    """Whether the run in ``folder`` began at ``source`` and has saved nothing since.
+
+    Not collective: rank 0 calls it.
+    """
     with suppress(ConfigError, CheckpointError):
         if folder.config.exists() and not folder.has_checkpoints:
             earlier = load_toml(folder.config, RunConfig).resume.from_
@@ -224,11 +227,11 @@ def began_at(source: Path, folder: RunFolder) -> bool:
 
 
 def next_command(config: RunConfig, *, in_series: bool) -> str:
-    """How to go on with a run that was stopped, for people.
+    """The command that goes on with a run that was stopped, for people.
 
     Args:
         config: of the run.
-        in_series: its next start is told where it is.
+        in_series: whether the next start of its series is told where it is, and needs no command.
     """
     changes = []
     if config.run.overwrite:
@@ -255,12 +258,12 @@ def differences(
 
 
 def data_of(tokens: TokenFile) -> str:
-    """The same for token files of which a run sees the same samples."""
+    """Data of a run, in words that are equal for token files of which a run sees the same samples."""
     return f"{tokens.source_sha256} {len(tokens.train)} tokens of {tokens.vocab_size}"
 
 
 def identity(config: RunConfig, tokens: TokenFile, model: GPTConfig) -> dict[str, Any]:
-    """What a checkpoint of the training command says beside the model, for ``check`` and for readers."""
+    """What a checkpoint of the training command states beside the model, for ``check`` and for readers."""
     return {
         DATA: data_of(tokens),
         "global_batch": config.train.global_batch,
@@ -271,19 +274,19 @@ def identity(config: RunConfig, tokens: TokenFile, model: GPTConfig) -> dict[str
 
 
 def check(found: Loaded, identity: Mapping[str, Any], steps: int, *, own: bool) -> None:
-    """Hold a loaded checkpoint against this run. The same on every rank.
+    """Compare a loaded checkpoint with this run. The same on every rank; not collective.
 
     Args:
         found: the checkpoint.
         identity: of this run.
-        steps: that this run shall have.
-        own: the checkpoint is this run's. With all steps behind it, the run was lost before it had written its
-            results, which is then what is left to do.
+        steps: number of steps of this run.
+        own: whether the checkpoint is this run's. One with all steps is then allowed: the run was lost before it had
+            written its results, which are still to be written.
 
     Raises:
-        ConfigError: another model, of which shapes do not always tell; other data, tokenizer, batch or seed: the next
-            sample would not be the next; or nothing is left to do. Imported weights need not say what they have seen:
-            they are begun with.
+        ConfigError: the model is another, which shapes do not always tell. Or the data, tokenizer, batch or seed is
+            another, so the next sample would not be the next. Or no step is left to do. Imported weights need not state
+            their data, because a run only begins with them.
     """
     skipped = NOT_OF_THE_WEIGHTS if found.imported else NOT_OF_THE_MODEL
     changed = _model_differences(found.extra.get(MODEL), identity.get(MODEL), skipped)
@@ -316,7 +319,7 @@ def check(found: Loaded, identity: Mapping[str, Any], steps: int, *, own: bool) 
 
 
 def _model_differences(earlier: object, now: object, skipped: tuple[str, ...]) -> list[str]:
-    """As ``differences``, of what two checkpoints say of their model; of what one does not say nothing is known."""
+    """Differences of what two checkpoints state of their models. What one does not state is not compared."""
     if not isinstance(earlier, Mapping) or not isinstance(now, Mapping):
         return []  # weights of another program say nothing
     return [
@@ -327,7 +330,7 @@ def _model_differences(earlier: object, now: object, skipped: tuple[str, ...]) -
 
 
 def tell_changes(folder: RunFolder, config: RunConfig) -> None:
-    """Warn of options that change what comes next. On one rank only."""
+    """Warn of options that change the losses to come. Not collective: rank 0 calls it."""
     if not folder.config.exists():
         return
     try:

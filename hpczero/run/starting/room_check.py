@@ -1,8 +1,8 @@
-"""The plan of a run held against what its nodes have, before anything is allocated.
+"""The plan of a run compared with the memory of its nodes, before anything is allocated.
 
 Owns: the decision, which all ranks make together, and its words. Must not know: how a run's bytes are counted
-(``plan.peak``), how a machine tells what it has (``limits``), MPI. Refused is only what a low estimate rules out; what
-a high one does not is a warning.
+(``plan.peak``), how a machine states what it has (``limits``), MPI. A run is refused only if a low estimate does not
+fit. If a high one does not fit, that is a warning.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ FRAGMENTED = 0.2
 
 @dataclass(frozen=True)
 class Bound:
-    """A room with the ranks that have it together.
+    """A room, with the ranks that share it.
 
     Attributes:
-        room: of this rank.
-        members: ranks in it.
+        room: as this rank sees it.
+        members: number of ranks in it.
         has_root: whether world rank 0 is one of them.
-        own: what the members hold already.
+        own: bytes that the members hold already.
     """
 
     room: Room
@@ -61,16 +61,16 @@ class Bound:
         return self.own + self._least_of_run(run)
 
     def most(self, run: Run, *, members: int | None = None) -> float:
-        """High estimate; with other ``members``, as if each were like these."""
+        """High estimate of what the members hold; with another number of ``members``, as if each were like these."""
         now, many = self.members, members or self.members
         spread = GROWTH[self.room.kind] + FRAGMENTED * run.activations
         return self.own * many / now + many * spread + self._most_of_run(run, many)
 
     def free(self, *, strictly: bool) -> float:
-        """What the members may have together.
+        """Bytes that the members may have together.
 
         Args:
-            strictly: count what others might give back as theirs.
+            strictly: whether bytes that others might give back count as theirs.
         """
         others = max(self.room.used - self.own, 0.0)
         return self.room.nbytes - (others if strictly or not self.room.yields else 0.0)
@@ -113,7 +113,7 @@ def run_of(
     """What is about to be trained, as the plan counts it. Not collective.
 
     Raises:
-        ConfigError: a bad HPCZERO_TRANSPORT.
+        ConfigError: HPCZERO_TRANSPORT is not a transport.
     """
     transport = config.parallel.transport
     if transport == "auto":
@@ -142,7 +142,7 @@ def run_of(
 
 
 class RoomCheck:
-    """Context manager around a run: first it is held against the memory there is; memory that runs out is explained.
+    """Context manager around a run. It compares the run with the memory there is, and explains memory that runs out.
 
     Attributes:
         run: what was checked; None before.
@@ -159,10 +159,10 @@ class RoomCheck:
         """Not collective.
 
         Args:
-            topology: of the job; borrowed.
-            accelerator: of this rank.
-            title: what the model is called: a preset.
-            overridden: options of the model that were given beside it, such as ``hidden``.
+            topology: topology of the job; borrowed.
+            accelerator: device of this rank.
+            title: name of the model: a preset.
+            overridden: options of the model that were given beside the preset, such as ``hidden``.
         """
         self.run: Run | None = None
         self._overridden = [name for name in overridden if name in SIZES]
@@ -172,14 +172,14 @@ class RoomCheck:
         self._title = title
 
     def check(self, run: Run, found: list[Room] | None = None) -> None:
-        """Refuse what cannot be in the memory of its nodes; warn of what may not. Collective over world.
+        """Refuse what does not fit the memory of its nodes; warn of what may not. Collective over world.
 
         Args:
             run: what is to be trained.
-            found: the limits of this rank; None reads them.
+            found: limits of this rank; None reads them.
 
         Raises:
-            ConfigError: on every rank: what is needed, which limit there is, and what would fit.
+            ConfigError: on every rank; the message has what is needed, which limit there is, and what would fit.
         """
         topology, is_host = self._topology, self._accelerator.is_host
         if found is None:
@@ -217,7 +217,10 @@ class RoomCheck:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Raises OutOfMemory beside what torch or Python said; the job ends as after other errors of one rank."""
+        """Raise OutOfMemory if torch or Python ran out of memory.
+
+        The job then ends as after other errors of one rank.
+        """
         run = self.run
         if run is None or not isinstance(error, Exception) or not is_out_of_memory(error):
             return
@@ -233,7 +236,7 @@ class RoomCheck:
 
 
 def found_rooms(accelerator: Accelerator) -> list[Room]:
-    """Of this rank: of its host and process, and of its device if it has one. Not collective."""
+    """Limits of this rank: of its host and process, and of its device if it has one. Not collective."""
     found = rooms()
     device = accelerator.usage()
     if not accelerator.is_host and device.get("total"):
@@ -244,14 +247,14 @@ def found_rooms(accelerator: Accelerator) -> list[Room]:
 
 
 def concerns(room: Room, run: Run, is_host: bool) -> bool:
-    """Whether what the run holds counts against ``room``: with a device, the host holds nothing of it."""
+    """Whether what the run holds counts against ``room``. With a device, the host holds nothing of it."""
     if room.kind == "device":
         return not is_host
     return is_host and (room.kind != "shared" or run.transport == "window")
 
 
 def gather_bounds(found: list[Room], own: Usage, topology: Topology) -> list[Bound]:
-    """Which ranks have each room together, and what they hold in it already. Collective over world.
+    """Which ranks share each room, and what they hold in it already. Collective over world.
 
     Ranks may have different rooms: one of them alone may be under ``ulimit``, or nodes may differ.
     """
@@ -276,7 +279,7 @@ def gather_bounds(found: list[Room], own: Usage, topology: Topology) -> list[Bou
 def refusal(
     run: Run, bound: Bound, bounds: list[Bound], title: str, overridden: Sequence[str]
 ) -> str:
-    """One paragraph: what is needed, what is there, what binds, what would fit."""
+    """One paragraph: what is needed, what there is, which limit binds, what would fit."""
     there, needed = bound.free(strictly=False), bound.least(run)
     numel = run.plan.numel
     states = run.memory.states + run.accumulated
@@ -308,7 +311,7 @@ def refusal(
 
 
 def what_fits(run: Run, bounds: list[Bound]) -> str:
-    """Alternatives that even a high estimate lets fit, in words; empty where there is none."""
+    """Alternatives that fit even by a high estimate, in words; empty if there is none."""
     if any(cannot_collect(run, bound) for bound in bounds):
         return ""  # told at once: there are hundreds of alternatives
     cores = os.cpu_count() or 1
@@ -317,7 +320,7 @@ def what_fits(run: Run, bounds: list[Bound]) -> str:
 
 
 def cannot_collect(run: Run, bound: Bound) -> bool:
-    """Whether the whole weights, which rank 0 collects at the end, are too much, however the run is sharded."""
+    """Whether the whole weights, which rank 0 collects at the end, do not fit in any sharding."""
     if not bound.has_root or bound.room.kind not in ("resident", "mapped"):
         return False
     beside = bound.own + GROWTH[bound.room.kind]
@@ -325,7 +328,7 @@ def cannot_collect(run: Run, bound: Bound) -> bool:
 
 
 def smaller_model(run: Run, bounds: list[Bound], overridden: Sequence[str]) -> str:
-    """The largest preset that fits on the same ranks, in words; empty where none does."""
+    """The largest preset that fits on the same ranks, in words; empty if none does."""
     vocab_size, most = run.network.model.vocab_size, run.plan.numel
     models = {
         name: dataclasses.replace(preset, vocab_size=vocab_size) for name, preset in PRESETS.items()
@@ -347,7 +350,7 @@ def smaller_model(run: Run, bounds: list[Bound], overridden: Sequence[str]) -> s
 
 
 def is_roomy(other: Run, run: Run, bounds: list[Bound]) -> bool:
-    """Whether even a high estimate of ``other`` is within the bounds that were found for ``run``."""
+    """Whether a high estimate of ``other`` is within the bounds that were found for ``run``."""
     grown = other.local_size / run.local_size
     return all(
         bound.most(other, members=round(bound.members * grown) if bound.room.scope else 1)
@@ -366,7 +369,7 @@ def _whose(bound: Bound) -> str:
 
 
 def _for_each(bound: Bound) -> int:
-    """What one rank may have of the bound beside what it holds already."""
+    """Bytes that one rank may have of the bound beside what it holds already."""
     growth = bound.members * GROWTH[bound.room.kind]
     left = bound.free(strictly=True) - bound.own - growth
     return max(int(left / bound.members), 1)

@@ -1,11 +1,11 @@
 """torch's compiler left out of a process that compiles nothing.
 
-Owns: what stands in for ``torch._dynamo`` until somebody needs it. Must not know: models, optimizers, who compiles.
+Owns: what replaces ``torch._dynamo`` until it is needed. Must not know: models, optimizers, who compiles.
 
 Every optimizer of torch imports the compiler when it is made and when it steps, to say that it is not to be compiled.
-The import reads about a thousand files and takes as long and as much memory as all the rest of torch: of 400 ranks on
-a parallel file system that is felt. Activation checkpointing does so too. Here the three things that these two ask of
-it are answered as they are where nothing is compiled. All else, as ``torch.compile``, imports the true one.
+Activation checkpointing does so too. The import reads about a thousand files and takes as long and as much memory as
+the rest of torch; 400 ranks on a parallel file system feel it. The stand-in answers the three questions of these two as
+they are answered where nothing is compiled. Everything else, such as ``torch.compile``, imports the true compiler.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _NAME = "torch._dynamo"
 
 
 def leave_out_compiler() -> None:
-    """From now on, do not import torch's compiler before it is used. For commands of ours; once it is in, no change."""
+    """Do not import torch's compiler from now on, before it is used.
+
+    For our commands; no effect once it is imported.
+    """
     if _NAME not in sys.modules:
         found = importlib.util.find_spec(_NAME)
         standin = _Compiler(_NAME)
@@ -59,10 +62,10 @@ class _Compiler(ModuleType):
         self.config = _Config(self)
 
     def graph_break(self, msg: str = "") -> None:
-        """Where nothing is compiled this has no effect."""
+        """Do nothing, as where nothing is compiled."""
 
     def disable(self, fn: Any = None, recursive: bool = True, **options: Any) -> Any:
-        """``fn``, which the compiler passes over once it is in."""
+        """``fn``, which the compiler leaves out once it is imported."""
         if fn is None:
             return functools.partial(self.disable, recursive=recursive, **options)
         disabled: Callable[..., Any] | None = None
@@ -84,7 +87,7 @@ class _Compiler(ModuleType):
         return getattr(self.true(), name)
 
     def true(self) -> Any:
-        """The compiler itself, imported now if it is not in."""
+        """The compiler itself, imported now if it was not."""
         with self._lock:
             if sys.modules.get(_NAME) is self:
                 del sys.modules[_NAME]

@@ -3,10 +3,10 @@
 Owns: that file; whether a start goes on where an earlier one of its series was; when a series must end. Must not know:
 MPI, training, SLURM's commands. Only rank 0 uses it.
 
-A series is a job with its requeues, an array of one run's parts, or a chain of jobs; HPCZERO_SERIES names it, which the
-scripts in ``slurm/`` set. Outside of a series every start is somebody's decision, and nothing is written.
+A series is a job with its requeues, an array of one run's parts, or a chain of jobs. HPCZERO_SERIES names it; the
+scripts in ``slurm/`` set it. Outside of a series a person decides every start, and nothing is written.
 
-    start    before anything else, with the newest checkpoint there is
+    start    before anything else, with the newest checkpoint
     begin    the run folder is this run's: a later start of the series goes on from here, whatever the options say
     end      with steps done and exit code
 """
@@ -41,7 +41,7 @@ class Attempts:
     """The record of one run folder, as a start of one series sees it."""
 
     def __init__(self, folder: RunFolder, environment: Environment) -> None:
-        """Reads what earlier starts of the series have written."""
+        """Read what earlier starts of the series have written."""
         self._folder = folder
         self._environment = environment
         self._earlier = [
@@ -54,8 +54,8 @@ class Attempts:
         """Record that the run starts.
 
         Raises:
-            ConfigError: three restarts in a row have committed no checkpoint, or were stopped within two steps each;
-                more of them would not do better.
+            ConfigError: three restarts in a row have committed no checkpoint, or were stopped within two steps each.
+                More of them would not do better.
         """
         if not self._environment.series:
             return
@@ -80,10 +80,10 @@ class Attempts:
         self._write("start", committed=committed, ranks=ranks, host=host)
 
     def finished(self, steps: int) -> bool:
-        """Whether an earlier start of the series has done these ``steps``: nothing is left for this one.
+        """Whether an earlier start of the series has done these ``steps``, so that nothing is left to do.
 
-        A start that was killed between its results and its line "end" has finished, too: whoever begins takes the
-        results of before away.
+        A start that was killed between its results and its line "end" has finished, too: a start that begins removes
+        earlier results.
         """
         ends = [event for event in self._earlier if event["event"] == "end"]
         if ends and ends[-1]["code"] == 0 and ends[-1]["step"] == steps:
@@ -96,10 +96,11 @@ class Attempts:
         return False
 
     def settle(self, config: RunConfig) -> RunConfig:
-        """``config``, made to go on where the series is: only its first start begins where the options say.
+        """``config``, changed to go on where the series is. Only its first start begins where the options say.
 
         Raises:
-            ConfigError: nobody can read where it began, and it has saved nothing since; or what it has saved is gone.
+            ConfigError: it cannot be read where the series began, and it has saved nothing since; or what it has saved
+                is gone.
         """
         if not any(event["event"] == "begin" for event in self._earlier):
             return config
@@ -124,10 +125,10 @@ class Attempts:
         return dataclasses.replace(config, run=run, resume=resume)
 
     def _origin(self) -> str:
-        """The checkpoint at which the series began, where that is another run's; empty: it began anew.
+        """The checkpoint of another run at which the series began; empty if it began anew.
 
         Raises:
-            ConfigError: nobody can read that.
+            ConfigError: it cannot be read.
         """
         if not self._folder.config.exists():
             return ""
@@ -135,10 +136,10 @@ class Attempts:
         return "" if source in ("auto", "never") else source
 
     def _saved_since(self, origin: str) -> int:
-        """Step of the newest save that the record tells of since a start has begun anew or elsewhere; 0: of none.
+        """Step of the newest recorded save since a start has begun anew or elsewhere; 0 if there is none.
 
         Args:
-            origin: where the last one began, if elsewhere.
+            origin: checkpoint of another run at which the last one began; empty if it did not.
         """
         steps = [0]
         for event in self._earlier:
@@ -155,7 +156,7 @@ class Attempts:
         self._write("begin", step=step)
 
     def end(self, step: int, code: int) -> None:
-        """Record how it ended, if it came to a regular end."""
+        """Record how the run ended, if it came to a regular end."""
         self._write("end", step=step, code=code)
 
     def _starts(self) -> list[list[dict[str, Any]]]:
@@ -190,12 +191,12 @@ class Attempts:
 def _at_end(
     starts: Sequence[list[dict[str, Any]]], holds: Callable[[list[dict[str, Any]]], bool]
 ) -> int:
-    """How many of the last ones in a row are so."""
+    """Number of the last starts in a row for which ``holds`` is true."""
     return len(list(takewhile(holds, reversed(starts))))
 
 
 def _stopped_at_once(events: list[dict[str, Any]]) -> bool:
-    """Whether this start was asked to stop, and did so in order, before it had come anywhere."""
+    """Whether this start was asked to stop, and stopped in order, before it had done two steps."""
     begun = [event["step"] for event in events if event["event"] == "begin"]
     ended = [
         event["step"]
@@ -208,10 +209,10 @@ def _stopped_at_once(events: list[dict[str, Any]]) -> bool:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Every whole line; what a killed job has half written is left out, and so is, with a warning, what is damaged.
+    """Every whole line. A line that a killed job has half written is left out, and so is a damaged one, with a warning.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     events: list[dict[str, Any]] = []
     wrong = []

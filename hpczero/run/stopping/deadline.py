@@ -1,9 +1,9 @@
 """When the job ends, and whether that is near.
 
-Owns: the moment, and how much before it a run must stop. Must not know: MPI, how a run stops. Of use on one rank only.
+Owns: the moment, and how much before it a run must stop. Must not know: MPI, how a run stops. Rank 0 alone uses it.
 
-``sbatch --signal`` gives notice a fixed time before the end. This is the second net: it needs no option, and it knows
-how long a save of this very run takes.
+``sbatch --signal`` gives notice a fixed time before the end. The deadline works without that option, and it knows how
+long a save of this run takes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REMEMBERED_STEPS = 16
 
 
 class Deadline:
-    """The end of a job that has a time limit; of any other it is never near."""
+    """The end of a job. It is never near if the job has no time limit."""
 
     def __init__(
         self,
@@ -34,12 +34,12 @@ class Deadline:
         ask: Callable[[str], float | None] = ask_time_left,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Asks SLURM once, unless SLURM_JOB_END_TIME has said it.
+        """Ask SLURM once, unless SLURM_JOB_END_TIME states the end.
 
         Args:
-            environment: with the job, and its end if SLURM tells it.
-            ask: seconds left of a job by its id; infinite without a limit; None if that cannot be known.
-            now: seconds since the epoch.
+            environment: with the job, and its end if SLURM states it.
+            ask: gives the seconds left of a job by its id; infinite without a limit, None if that is unknown.
+            now: gives the seconds since the epoch.
         """
         self._job = environment.job_of_squeue
         self._ask = ask
@@ -56,13 +56,13 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the job ends; infinite where there is no limit."""
+        """Seconds until the job ends; infinite without a limit."""
         return self._end - self._now()
 
     def check_room(self, *, save_s: float) -> None:
-        """Refuse a start whose job is too short to come to more than one step: it would stop at its first look.
+        """Refuse a start whose job is too short for more than one step: it would stop at its first look.
 
-        Requeued, such a job would do a step at a time for ever. How long a step takes nobody knows yet.
+        If such a job is requeued, it does one step at a time for ever. The time of a step is not known yet.
 
         Args:
             save_s: seconds of a save, measured or estimated.

@@ -2,9 +2,9 @@
 
 Owns: which signals those are, and that they are noted. Must not know: MPI, torch, and what follows (``stops.py``).
 
-A handler sets a flag, and rank 0 says so with one system call: a signal comes in the middle of anything. Batch systems
-send SIGTERM before they kill, and SIGUSR1 where asked to (``sbatch --signal``), also while a rank still imports torch:
-unnoted, SIGUSR1 ends it.
+A signal may come in the middle of anything, so the handler only sets a flag, and rank 0 says so with one system call.
+Batch systems send SIGTERM before they kill, and SIGUSR1 if asked to (``sbatch --signal``). They may do so while a rank
+still imports torch; without a handler SIGUSR1 ends it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hpczero.errors import launched_by_open_mpi, launcher_rank
 
 
 class Signals:
-    """Context manager that listens. In the main thread only.
+    """Context manager that listens to signals. Use it in the main thread only.
 
-    At its end SIGTERM is handled as before, and SIGUSR1 is ignored: a run that stops has heard it, the job's script
-    sends it again in case a rank has not, and by default it would end a rank that is finalizing MPI.
+    At its end SIGTERM is handled as before, and SIGUSR1 is ignored. A run that stops has got SIGUSR1, but the job's
+    script sends it again in case a rank has not. By default it would then end a rank that is finalizing MPI.
     """
 
     def __init__(self) -> None:

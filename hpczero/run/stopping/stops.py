@@ -1,8 +1,8 @@
-"""Asked to stop, or to save: by a signal, by a file in the run folder, or because the job's time is nearly up.
+"""Asked to stop or to save: by a signal, by a file in the run folder, or because the job's time is nearly up.
 
-Owns: the files, and that all ranks hear it at the same step. Must not know: training, checkpoints, SLURM.
+Owns: the files, and that all ranks know of it at the same step. Must not know: training, checkpoints, SLURM.
 
-A signal often reaches some ranks only, and never all at the same step, so ranks agree between steps.
+A signal often reaches only some ranks, and never all at the same step, so ranks agree between steps.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Stops:
 
         Args:
             folder: where files named STOP and SAVE are looked for, on rank 0.
-            topology: borrowed.
+            topology: topology of the run; borrowed.
             signals: those of this process; listening.
-            deadline: when the job ends; asked on rank 0 only.
+            deadline: when the job ends; only that of rank 0 is asked.
         """
         self._folder = folder
         self._topology = topology
@@ -48,11 +48,11 @@ class Stops:
         self._deaf: set[Wish] = set()  # files that were heard and cannot be removed, or are none
 
     def wish(self, *, step_s: float = 0.0, save_s: float = 0.0) -> Wish:
-        """What anybody has asked for since the last call, the same on every rank. Collective over world.
+        """What any rank was asked for since the last call, the same on every rank. Collective over world.
 
         Args:
-            step_s: seconds that this step took, evaluation included; of rank 0.
-            save_s: seconds that a checkpoint takes; of rank 0.
+            step_s: seconds of this step, evaluation included; that of rank 0 counts.
+            save_s: seconds of a checkpoint; that of rank 0 counts.
         """
         mine = Wish.STOP if self._signals.came else Wish.NOTHING
         if self._topology.is_root:
