@@ -23,19 +23,19 @@ from hpczero.zero.zeroify import sharding
 
 @contextmanager
 def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[None]:
-    """All parameters are whole inside. Collective over world.
+    """Context: all parameters are whole. Collective over world.
 
     Args:
         model: zeroified.
-        modifier_rank: this world rank's changes of parameters and persistent buffers are given to all ranks, and to the
-            optimizer's masters, at the end.
+        modifier_rank: world rank whose changes of parameters and persistent buffers all ranks, and the optimizer's
+            masters, get at the end. None allows no changes.
 
     Raises:
         ConfigError: there is no such rank.
-        StepError: on every rank, if parameters were changed and no ``modifier_rank`` was named, were given values of
-            another shape or dtype, or share memory; if ranks have other buffers than ``modifier_rank``; without a
-            ``modifier_rank`` also if the block before did not end well. After this, and where an exception leaves the
-            block after a change, the model refuses to be used until a block ends well or a checkpoint is loaded.
+        StepError: on every rank. Parameters were changed without a ``modifier_rank``, got values of another shape or
+            dtype, or share memory. Ranks have other buffers than ``modifier_rank``. Or, without a ``modifier_rank``,
+            the block before did not end well. After this error, and if an exception leaves the block after a change,
+            the model refuses to be used until a block ends well or a checkpoint is loaded.
     """
     state = sharding(model)
     units, schedule = state.units, state.schedule
@@ -91,7 +91,7 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
 
 
 def _keep_changes(state: Sharding, modifier_rank: int) -> None:
-    """Make everybody's what ``modifier_rank`` holds. Collective over world."""
+    """Give all ranks what ``modifier_rank`` holds. Collective over world."""
     with state.topology.agreed("keep what was changed inside gathered"):
         for unit in state.units:
             unit.whole.watch.check_guards()
@@ -106,7 +106,7 @@ def _keep_changes(state: Sharding, modifier_rank: int) -> None:
 
 
 def _refuse_changes(state: Sharding) -> NoReturn:
-    """Changes without a ``modifier_rank``. Collective over world."""
+    """Refuse changes without a ``modifier_rank``. Collective over world."""
     with state.topology.agreed("leave gathered"):
         for unit in state.units:
             unit.whole.watch.check_guards()
@@ -119,10 +119,10 @@ def _refuse_changes(state: Sharding) -> NoReturn:
 
 
 def _check_apart(state: Sharding) -> None:
-    """Refuse parameters that were given each other's memory: plain torch would tie them, and shards cannot.
+    """Refuse parameters that were given each other's memory. Plain torch would tie them, and shards cannot.
 
     Raises:
-        StepError: names two of them.
+        StepError: the message names two of them.
     """
     moved = {name for unit in state.units for name in unit.whole.moved()}
     if not moved:
@@ -150,7 +150,7 @@ def _last_address(value: Tensor) -> int:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether they have an element in common: columns of one matrix lie between each other and have none."""
+    """Whether two tensors have an element in common. Columns of one matrix interleave and have none."""
     if one.is_contiguous() and other.is_contiguous():
         return True  # their ranges do
     first, second = (torch.unique(_addresses(value)) for value in (one, other))
@@ -158,7 +158,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _addresses(value: Tensor) -> Tensor:
-    """(elements,) int64."""
+    """Addresses of all elements, (elements,) int64."""
     found = torch.tensor([value.data_ptr()])
     for length, step in zip(value.shape, value.stride(), strict=True):
         offsets = torch.arange(length) * (step * value.element_size())
@@ -169,8 +169,8 @@ def _addresses(value: Tensor) -> Tensor:
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Whole fp32 mean gradients of trainable parameters by name, on every rank. Collective over world.
 
-    For inspection; parameters without a gradient since the last ``zero_grad`` are left out where the whole unit has
-    none.
+    It is for inspection. A parameter is left out if no parameter of its unit has a gradient since the last
+    ``zero_grad``.
     """
     gradients = {}
     for unit in sharding(model).units:

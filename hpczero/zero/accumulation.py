@@ -1,7 +1,4 @@
-"""Micro-batches whose gradients make one step.
-
-Owns: ``accumulate`` and the order of its parts. Must not know: buffers, how a reduction works.
-"""
+"""Micro batches whose gradients make one step."""
 
 from __future__ import annotations
 
@@ -16,22 +13,22 @@ from hpczero.zero.zeroify import sharding
 
 @contextmanager
 def accumulate(model: nn.Module, part: int, parts: int) -> Iterator[None]:
-    """Gradients become the mean over ``parts`` micro-batches; inside runs number ``part`` of them, counted from 0.
+    """Context for micro batch ``part`` of ``parts``: gradients become the mean over all of them.
 
     ``for i in range(n): with hpczero.accumulate(model, i, n): loss(model, i).backward()``
 
-    The loss is not divided by ``parts``: the fp32 sum over micro-batches and ranks is multiplied once, by
-    1 / (parts * ranks), while a divided loss rounds everything in its backward. All parts but the last only add to
-    this rank's own whole gradients, as in ``no_sync``; the last one reduces, and its backward is collective.
+    Do not divide the loss by ``parts``. The fp32 sum over micro batches and ranks is multiplied once, by 1 / (parts *
+    ranks); a divided loss would round everything in its backward. All parts but the last add to this rank's own whole
+    gradients, as in ``no_sync``. The last one reduces, and its backward is collective.
 
     Args:
         model: zeroified.
         part: 0 to ``parts - 1``, in this order.
-        parts: micro-batches of the step, the same on every rank, which the step checks.
+        parts: micro batches of the step, the same on every rank. The step checks that.
 
     Raises:
-        ConfigError: numbers out of range.
-        StepError: a part that is not the next one; at the first, gradients that were never reduced.
+        ConfigError: the numbers are out of range.
+        StepError: the part is not the next one; or gradients were never reduced when the first one begins.
     """
     state = sharding(model)
     rank, schedule = state.topology.rank, state.schedule

@@ -2,8 +2,8 @@
 
 Owns: the refusal of parameters that came later. Must not know: buffers, values, what a step does.
 
-Asked at every step. Walks through modules by torch's own iterators cost more than the rest of a small step (issue 17),
-so the question is put by identity first; names are looked for once something is wrong.
+It is checked at every step. To walk through modules by torch's own iterators costs more than the rest of a small step
+(issue 17). The check therefore compares identities first, and looks for names once something is wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Attachment:
     """Of one model and its optimizer.
 
     Attributes:
-        modules: of the model, as ``check`` has found them last.
+        modules: modules of the model, as ``check`` found them last.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], rank: int) -> None:
@@ -31,8 +31,8 @@ class Attachment:
 
         Args:
             model: its parameters belong to ``units``.
-            units: all of the model.
-            rank: of this process, for errors.
+            units: all units of the model.
+            rank: rank of this process, for errors.
         """
         self._model = model
         self.modules = modules_of(model)
@@ -44,14 +44,14 @@ class Attachment:
         self._state: OptimizerState | None = None
 
     def watch(self, optimizer: Optimizer, state: OptimizerState) -> None:
-        """From now on ``check`` looks at the optimizer, too; it has been pointed at the shards."""
+        """Check the optimizer too from now on. It has been pointed at the shards."""
         self._optimizer, self._state = optimizer, state
 
     def check(self) -> None:
-        """Refuse parameters that came after ``zeroify``: no unit would reduce their gradients, and ranks would drift.
+        """Refuse parameters that came after ``zeroify``. No unit would reduce their gradients, and ranks would differ.
 
         Raises:
-            StepError: names the first such parameter of the model, or the optimizer's group.
+            StepError: the message names the first such parameter of the model, or the optimizer's group.
         """
         known = self._parameters
         self.modules = modules_of(self._model)

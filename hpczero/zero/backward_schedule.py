@@ -1,7 +1,7 @@
 """BackwardSchedule: from the first node of a backward to the reduction of its gradients.
 
-Owns: when parameters are made whole for it and given back, and the order of reductions. Must not know: forwards, hooks
-on modules, buffers, MPI; it only calls verbs of units.
+Owns: when parameters are unsharded for it and resharded, and the order of reductions. Must not know: forwards, hooks on
+modules, buffers, MPI. It only calls verbs of units.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class BackwardSchedule:
 
     Attributes:
         sync: whether backward reduces gradients; ``no_sync`` turns it off.
-        differentiable: whether the last backward to bring gradients kept its own graph (``create_graph=True``).
-        gradients: of every trainable unit, where autograd adds them up.
-        order: trainable units, as they are reduced.
+        differentiable: whether the last backward that brought gradients kept its own graph (``create_graph=True``).
+        gradients: of every trainable unit: the nodes where autograd adds them up.
+        order: trainable units, in the order of reductions.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class BackwardSchedule:
         Args:
             units: in unit order, the root unit(s) first.
             gradients: of every trainable unit.
-            residence: of the units.
-            gradient_factor: what the sum over ranks is multiplied by at each reduction.
+            residence: which units are whole.
+            gradient_factor: multiplies the sum over ranks at each reduction.
             sharded: whether parameters are given back between uses.
         """
         self.sync, self.differentiable = True, False
@@ -68,7 +68,7 @@ class BackwardSchedule:
             unit.gradients.finish()
 
     def open_call(self, call: Call, number: int) -> None:
-        """A node behind the results of ``call`` is about to run: make its parameters whole."""
+        """Unshard the units of ``call``: a node behind its results is about to run."""
         backward = self.current()
         backward.reached = True
         self._node_runs(backward, number, call.thread)
@@ -80,12 +80,15 @@ class BackwardSchedule:
                 self._residence.make_whole(each.units)
 
     def input_node_runs(self, number: int, thread: int) -> None:
-        """A node that made an argument of a call is about to run, perhaps in a backward of another model alone."""
+        """Handle a node that made an argument of a call and is about to run.
+
+        The backward may be one of another model alone.
+        """
         if self._pass is not None and self._pass.task == current_task():
             self._node_runs(self._pass, number, thread)
 
     def _node_runs(self, backward: BackwardPass, number: int, thread: int) -> None:
-        """A node of this number is about to run: what it proves to be through is given back and reduced."""
+        """Reshard and reduce what is no longer needed, now that a node of this number is about to run."""
         for call in backward.passed(number, thread):
             for unit in call.units:
                 if backward.is_through(unit):
@@ -102,7 +105,7 @@ class BackwardSchedule:
             self._reduce_next(backward)
 
     def capture(self, unit: Unit, position: int) -> Callable[[Tensor], None]:
-        """The hook for one parameter, which autograd calls when it has left the gradient there."""
+        """Hook of one parameter. Autograd calls it when it has left the gradient there."""
         name = unit.spec.layout.slots[position].name
         gradients, place, task = unit.gradients, self._place[unit], torch._C._current_graph_task_id
 
@@ -132,7 +135,7 @@ class BackwardSchedule:
         return hook
 
     def current(self) -> BackwardPass:
-        """The backward that is running; the first to ask starts it and asks for its end to be called."""
+        """The backward that is running. The first call starts it, and asks autograd for a call at its end."""
         task = current_task()
         assert task is not None, "called from autograd nodes and gradient hooks only"
         if self._pass is not None and self._pass.task != task:
@@ -149,7 +152,7 @@ class BackwardSchedule:
         return self._pass
 
     def _reduce_next(self, backward: BackwardPass) -> None:
-        """Reduce the unit whose turn it is; why in turn: backward.[Note: Order of reductions]."""
+        """Reduce the unit whose turn it is (calls/backward.py: [Note: Order of reductions])."""
         unit = self.order[backward.next]
         backward.next += 1
         self._residence.give_back(unit)
@@ -173,9 +176,9 @@ class BackwardSchedule:
         self._pass = None
 
     def _brings_gradients(self, backward: BackwardPass) -> bool:
-        """Whether this backward is one of parameters; torch.autograd.grad with respect to inputs is not.
+        """Whether this backward is one of parameters. One of ``torch.autograd.grad`` with respect to inputs is not.
 
-        A rank whose loss came to none of the parameters counts too, with zeros: the others may have gradients.
+        A rank whose loss reaches none of the parameters counts too, with zeros: the others may have gradients.
         """
         if backward.has_gradients or not backward.reached:
             return backward.has_gradients

@@ -2,7 +2,7 @@
 
 Owns: ``register_forward``. Must not know: how units are made whole.
 
-Hooks run where a module is called, not where a method of it is. A registered method counts as a call of its module.
+Hooks run when a module is called, and not when a method of it is. A registered method counts as a call of its module.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hpczero.zero.zeroify import sharding
 
 
 def register_forward(model: nn.Module, name: str) -> None:
-    """From now on ``model.NAME(...)`` may be called as ``model(...)`` is, in training too. Not collective.
+    """Allow calls of ``model.NAME(...)``, which then work as ``model(...)`` does, in training too. Not collective.
 
-    The call is collective at stage 3, as a forward is. In half precision arguments and results of a method of the model
-    itself are cast, as those of its forward.
+    Such a call is collective at stage 3, as a forward is. In half precision, arguments and results of a method of the
+    model itself are cast, as those of its forward.
 
     Args:
         model: zeroified.
-        name: of a method, with a dotted path where it belongs to a submodule: ``"text_model.encode"``.
+        name: name of a method, with a dotted path if it belongs to a submodule: ``"text_model.encode"``.
 
     Raises:
         ConfigError: there is no such method.
@@ -58,12 +58,19 @@ class _Registered:
     def __init__(
         self, state: Sharding, owner: nn.Module, method: Callable[..., Any], *, casts: bool
     ) -> None:
-        """Args: state, of the model; owner, that module; method, bound; casts, as the model's own forward does."""
+        """Wrap a method.
+
+        Args:
+            state: of the model.
+            owner: the module that the method counts for.
+            method: the bound method.
+            casts: whether arguments and results are cast, as those of the model's own forward.
+        """
         update_wrapper(self, method)
         self._state, self._owner, self._method, self._casts = state, owner, method, casts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the method."""
+        """Call the method."""
         state = self._state
         assert state.schedule is not None, "zeroify attaches the schedule"
         assert state.casting is not None, "zeroify attaches the casts"
@@ -83,7 +90,7 @@ class _Registered:
         self.__reduce_ex__(4)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """A copy of the module would run the original's method.
+        """Refuse to be copied: a copy of the module would run the original's method.
 
         Raises:
             PlanError: always.
@@ -95,7 +102,7 @@ class _Registered:
 
 
 def _owner(model: nn.Module, path: str) -> nn.Module:
-    """The innermost module with hooks that holds the module at ``path``, or is it."""
+    """The innermost module with hooks that holds the module at ``path``, or is that module."""
     schedule = sharding(model).schedule
     assert schedule is not None, "zeroify attaches the schedule"
     parts = path.split(".") if path else []

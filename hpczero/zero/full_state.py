@@ -1,6 +1,6 @@
-"""full_state_dict: the whole model as a plain one's ``state_dict()`` would be.
+"""full_state_dict: the whole model, as ``state_dict()`` of a plain one would be.
 
-Owns: which value stands under which name. Must not know: how values are gathered, MPI.
+Owns: which value has which name. Must not know: how values are gathered, MPI.
 
 Names are those of the model's own ``state_dict()``, so what its modules and hooks add or rename is kept.
 """
@@ -21,15 +21,16 @@ from hpczero.zero.zeroify import sharding
 def full_state_dict(model: nn.Module) -> dict[str, Any] | None:
     """Whole fp32 parameters and persistent buffers under the model's own names, on the CPU. Collective over world.
 
-    Gathered unit by unit. Tied parameters, and buffers of a module at several places, appear under every name, as the
-    same tensor. What ``model.state_dict()`` holds beside them (``get_extra_state``) is there as it is on world rank 0.
+    They are gathered unit by unit. Tied parameters, and buffers of a module at several places, appear under every name,
+    as the same tensor. What ``model.state_dict()`` holds beside them (``get_extra_state``) is included as it is on
+    world rank 0.
 
     Returns:
-        The dictionary on world rank 0, None elsewhere. Tensors, but for what a module put there itself.
+        The dictionary on world rank 0, None elsewhere. Values are tensors, but for what a module has put there itself.
 
     Raises:
-        StepError: on every rank, where a parameter came after ``zeroify`` or was changed outside of ``gathered``, or
-            ranks have drifted apart at stage 0.
+        StepError: on every rank. A parameter came after ``zeroify`` or was changed outside of ``gathered``, or ranks
+            differ at stage 0.
     """
     state = sharding(model)
     with state.topology.agreed("collect the weights"):
@@ -47,7 +48,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _named(model: nn.Module, values: dict[int, Tensor]) -> dict[str, Any]:
-    """What ``model.state_dict()`` gives where ``values``, by the ids of parameters, are the parameters."""
+    """What ``model.state_dict()`` gives if the parameters are ``values``, by their ids."""
     shown: dict[int, nn.Parameter] = {}
     result: dict[int, Tensor] = {}
     held: list[Any] = []  # so that what is known by its id keeps it
@@ -68,7 +69,7 @@ def _named(model: nn.Module, values: dict[int, Tensor]) -> dict[str, Any]:
 
 
 def _state_dict(model: nn.Module) -> dict[str, Any]:
-    """``model.state_dict()``, with the parameters themselves where the model's own method can tell them."""
+    """``model.state_dict()`` with the parameters themselves, if the model's own method can tell them."""
     parameters = inspect.signature(model.state_dict).parameters.values()
     tells = any(p.name == "keep_vars" or p.kind is p.VAR_KEYWORD for p in parameters)
     found: dict[str, Any] = model.state_dict(keep_vars=True) if tells else model.state_dict()
@@ -79,7 +80,7 @@ def _state_dict(model: nn.Module) -> dict[str, Any]:
 def _parameters_shown(
     model: nn.Module, values: dict[int, Tensor], shown: dict[int, nn.Parameter]
 ) -> Iterator[None]:
-    """Whole parameters, noted in ``shown``, stand where the model's own are; hooks of ``state_dict`` may read them."""
+    """Context: whole parameters, noted in ``shown``, replace the model's own. Hooks of ``state_dict`` may read them."""
     own: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     try:
         for module in model.modules():

@@ -1,7 +1,7 @@
 """Modules and parameters that cannot be trained in shards, found before anything is changed.
 
-Owns: what ``zeroify`` refuses of a model by the looks of its modules, each with the way out. Must not know: units,
-ranks, what the optimizer is (``optimizers``) or which modules form units (``plan``).
+Owns: what ``zeroify`` refuses by looking at modules, each with a remedy. Must not know: units, ranks, what the
+optimizer is (``optimizers``) or which modules form units (``plan``).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from hpczero.zero.units.guard import is_guarded
 
 
 def check_modules(model: nn.Module, precision: Precision, *, trains: bool) -> None:
-    """Refuse what torch or the optimizer would only fail at later, or what would make ranks differ.
+    """Refuse what torch or the optimizer would fail at later, or what would make ranks differ.
 
     Args:
         model: as built.
-        precision: what its parameters will be.
+        precision: precision that its parameters will have.
         trains: whether there is an optimizer.
 
     Raises:
-        PlanError: names the module or parameter, and what to do instead.
+        PlanError: the message names the module or parameter, and what to do instead.
     """
     for name, parameter in model.named_parameters():
         if is_guarded(parameter):
@@ -56,7 +56,7 @@ def check_modules(model: nn.Module, precision: Precision, *, trains: bool) -> No
 
 
 def _check_memory(model: nn.Module) -> None:
-    """Refuse parameters on one memory, and attributes that are views of parameters: zeroify takes them apart."""
+    """Refuse parameters that share memory, and attributes that are views of parameters: zeroify separates them."""
     owners: dict[int, str] = {}
     starts: dict[int, str] = {}
     for name, parameter in model.named_parameters():
@@ -85,10 +85,10 @@ def _check_memory(model: nn.Module) -> None:
 
 
 def check_gradients(model: nn.Module) -> None:
-    """Refuse gradients that are there already: they would be dropped, where plain torch adds to them.
+    """Refuse gradients that exist already. They would be dropped, and plain torch would add to them.
 
     Raises:
-        PlanError: names the parameter.
+        PlanError: the message names the parameter.
     """
     for name, parameter in model.named_parameters():
         if _has_gradient(parameter):
@@ -141,7 +141,7 @@ def _check_embedding(title: str, module: nn.Embedding | nn.EmbeddingBag, *, trai
 
 
 def _check_half(title: str, module: nn.Module, precision: Precision) -> None:
-    """Refuse what keeps numbers beside its weight that torch does not mix with half weights."""
+    """Refuse modules that keep numbers beside their weight which torch does not mix with half weights."""
     if isinstance(module, _NormBase) and module.running_mean is not None:
         raise PlanError(
             f"{title} keeps running statistics in fp32, and torch does not mix them with {precision.param} weights; "

@@ -1,7 +1,7 @@
 """Residence: which units are whole now, and until when.
 
-Owns: the reasons for which a unit stays whole, and what is made whole ahead of its use. Must not know: hooks on
-modules, autograd, gradients' reduction, buffers.
+Owns: the reasons for which a unit stays whole, and which units are unsharded ahead of their use. Must not know: hooks
+on modules, autograd, gradients' reduction, buffers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpczero.zero.units.unit import Unit
 
 
 class Residence:
-    """Of the units of one model.
+    """Residence of the units of one model.
 
     Attributes:
         kept: units that stay whole for now.
@@ -38,9 +38,9 @@ class Residence:
 
         Args:
             units: in unit order.
-            gradients: of every trainable unit.
+            gradients: gradients of every trainable unit.
             sharded: whether parameters are given back between uses.
-            ahead: start to make the next unit whole while one is used.
+            ahead: whether to start to unshard the next unit while one is used.
         """
         self._units = list(units)
         self.kept = Kept(gradients if sharded else {})
@@ -48,17 +48,17 @@ class Residence:
         self._stays = False  # see keep_whole
 
     def begin_pass(self, kind: str) -> None:
-        """A forward or a backward begins, as ``kind`` says."""
+        """Note that a forward or a backward begins, as ``kind`` says."""
         if self._prefetch is not None:
             self._prefetch.begin(kind)
 
     def give_back(self, unit: Unit) -> None:
-        """Nothing uses ``unit`` now."""
+        """Reshard ``unit``, unless there is a reason to keep it whole. Nothing uses it now."""
         if not self._stays:
             unit.reshard(retain=unit in self.kept)
 
     def make_whole(self, units: Sequence[Unit]) -> None:
-        """Wait until ``units`` are whole; what comes after them is on its way then."""
+        """Wait until ``units`` are whole. The unshard of what comes after them has then started."""
         for unit in units:
             unit.unshard()
         for unit in units:
@@ -71,18 +71,18 @@ class Residence:
                     following.unshard()
 
     def end_pass(self) -> None:
-        """Give back what was made whole ahead and then not used."""
+        """Reshard what was unsharded ahead and then not used."""
         if self._prefetch is not None:
             for unit in self._prefetch.end():
                 self.give_back(unit)
 
     def calls_are_through(self) -> None:
-        """No call runs any more."""
+        """Note that no call runs any more."""
         for unit in self.kept.calls_are_through():
             unit.reshard()
 
     def lend(self, units: Sequence[Unit], output: Any) -> None:
-        """What a module returns may be a view of its parameters. See whole.[Note: Kept views]."""
+        """Keep a unit whole if ``output`` may be a view of its parameters (units/whole.py: [Note: Kept views])."""
         lost = [unit for unit in units if not unit.whole.lasts]
         if not lost:
             return
@@ -100,10 +100,10 @@ class Residence:
 
     @contextmanager
     def keep_whole(self) -> Iterator[None]:
-        """What is made whole inside stays so until the end of the block or the next step (issue 17, seam S5).
+        """Context: units that are unsharded stay whole until its end or the next step (issue 17, seam S5).
 
-        Several micro-batches then gather parameters once, where a pipeline stage would gather them for every forward
-        and every backward; they take the memory of whole parameters meanwhile. All ranks enter and leave together.
+        Several micro batches then unshard parameters once, where a pipeline stage would do so for every forward and
+        every backward. The price is the memory of whole parameters. All ranks enter and leave together.
         """
         before, self._stays = self._stays, True
         try:
@@ -114,14 +114,17 @@ class Residence:
                 self._reshard()
 
     def end_step(self) -> None:
-        """Values are about to change: give back whatever was kept, and a backward that did not come does not matter."""
+        """Reshard whatever was kept, because values are about to change.
+
+        A backward that has not come no longer matters.
+        """
         for unit in self.kept.clear():
             unit.reshard()
         if self._stays:
             self._reshard()
 
     def reset(self) -> None:
-        """Forget an interrupted forward or backward and give gathered parameters back."""
+        """Forget an interrupted forward or backward, and reshard all units."""
         self.kept.clear()
         self._reshard()
 

@@ -1,7 +1,7 @@
 """Schedule: when units act.
 
 Owns: the hooks on modules, parameters and autograd nodes, and forwards. Must not know: buffers, MPI, optimizers, why a
-unit stays whole; it only calls verbs.
+unit stays whole. It only calls verbs.
 
     forward   pre-hook: unshard, wait | module runs | post-hook: reshard
     backward  a module's last node is about to run: unshard, wait | its backward; gradients are captured
@@ -59,9 +59,9 @@ class Schedule:
         Args:
             model: the module whose calls start a forward.
             units: in unit order, the root unit(s) first.
-            gradient_factor: what the sum over ranks is multiplied by at each reduction.
+            gradient_factor: multiplies the sum over ranks at each reduction.
             sharded: whether parameters are given back between uses.
-            ahead: start to make the next unit whole while one is used.
+            ahead: whether to start to unshard the next unit while one is used.
         """
         trained = [unit for unit in reversed(units) if unit.spec.trainable]
         gradients = {unit: Gradients(unit.parameters) for unit in trained}
@@ -81,7 +81,7 @@ class Schedule:
         self._register(model)
 
     def remove(self) -> None:
-        """Take the hooks away; the model must not be used through this schedule afterwards."""
+        """Remove the hooks. The model must not be used through this schedule afterwards."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -89,19 +89,19 @@ class Schedule:
         self.backward.gradients.clear()
 
     def reset(self) -> None:
-        """Forget an interrupted forward or backward and give gathered parameters back."""
+        """Forget an interrupted forward or backward, and reshard all units."""
         self.backward.reset()
         self._running.clear()
         self._uncalled.clear()
         self.residence.reset()
 
     def parameters_changed(self) -> None:
-        """A program had access to the parameters themselves."""
+        """Note that a program had access to the parameters themselves."""
         for gradients in self.backward.gradients.values():
             gradients.renew()
 
     def is_in_graph_since(self, number: int) -> bool:
-        """Whether parameters are in a graph, and any was made since node ``number``; this rank's own."""
+        """Whether parameters are in a graph and any graph was made since node ``number``, on this rank."""
         graphs = (gradients.are_in_a_graph() for gradients in self.backward.gradients.values())
         return next_node_number() != number and any(graphs)
 
@@ -135,7 +135,7 @@ class Schedule:
     def call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[list[Any]]:
-        """What runs inside counts as a call of ``module``, one of ``modules``; it puts its output into the list."""
+        """Context that counts as a call of ``module``, one of ``modules``. Its user puts the output into the list."""
         before, after = self._around[module]
         output: list[Any] = []
         before(module, args, kwargs)
@@ -211,7 +211,10 @@ class Schedule:
         return hook
 
     def _is_watched(self, call: Call, results: tuple[Any, ...]) -> bool:
-        """Have the ways into ``call`` watched; whether there are no others. See ways.[Note: The ways into a call]."""
+        """Watch the ways into ``call``.
+
+        Returns whether there are no others (calls/ways.py: [Note: The ways into a call]).
+        """
         try:
             if self._ways.watch_results(call, results):
                 return True

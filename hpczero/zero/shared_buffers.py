@@ -1,6 +1,7 @@
 """SharedBuffers: the persistent buffers of a model (running statistics), which are rank 0's after every step.
 
-Owns: which there were at first, and what is sent of them. Must not know: parameters, units, when buffers are shared.
+Owns: which buffers there were at first, and what is sent of them. Must not know: parameters, units, when buffers are
+shared.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from hpczero.zero.units.module_buffers import (
 
 
 class SharedBuffers:
-    """Of one model."""
+    """Persistent buffers of one model."""
 
     def __init__(self, model: nn.Module, topology: Topology, collectives: Collectives) -> None:
-        """Not collective; what the model has now is what ranks must go on having alike."""
+        """Note the buffers that the model has now; all ranks must keep the same ones. Not collective."""
         self._model = model
         self._topology = topology
         self._collectives = collectives
@@ -40,7 +41,7 @@ class SharedBuffers:
 
     @property
     def now(self) -> list[Tensor]:
-        """The buffers as they are now: a forward may replace them (``self.mean = ...``)."""
+        """The buffers as they are now. A forward may replace them (``self.mean = ...``)."""
         return list(persistent_buffers(self._model).values())
 
     def _describe(self) -> list[str]:
@@ -48,10 +49,10 @@ class SharedBuffers:
         return [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in named]
 
     def replaced(self, modules: Iterable[nn.Module]) -> list[str]:
-        """Those that came, changed shape or dtype, or are gone since ``zeroify``; ranks must have them alike.
+        """Buffers that came, went, or changed shape or dtype since ``zeroify``. Ranks must agree on them.
 
         Args:
-            modules: those of the model now.
+            modules: modules that the model has now.
         """
         found = signature(modules)
         self._any = bool(found)
@@ -64,10 +65,10 @@ class SharedBuffers:
         return [text for text in now if text not in first] + gone
 
     def check_equal(self, root: int) -> None:
-        """Refuse to share buffers where ranks have not the same ones as rank ``root``. Collective over world.
+        """Refuse to share buffers if ranks have other buffers than rank ``root``. Collective over world.
 
         Raises:
-            StepError: on every rank; names buffers.
+            StepError: on every rank; the message names buffers.
         """
         here = self._describe()
         self._any = bool(here)
@@ -80,9 +81,9 @@ class SharedBuffers:
                 )
 
     def share(self, root: int = 0) -> None:
-        """Give every rank ``root``'s, as DDP does. Collective over world.
+        """Give every rank the values of ``root``, as DDP does. Collective over world.
 
-        Ranks have compared what there is: at a step by ``replaced``, else by ``check_equal``.
+        Ranks have compared which buffers exist before: ``replaced`` at a step, ``check_equal`` otherwise.
         """
         if not self._any:
             return
@@ -102,6 +103,6 @@ class SharedBuffers:
         self._known = {id(b): (weakref.ref(b), version_of(b)) for b in buffers}
 
     def _is_known(self, buffer: Tensor) -> bool:
-        """Whether it is one of those that were shared last, and unchanged since."""
+        """Whether a buffer was among those that were shared last, and has not changed since."""
         known = self._known.get(id(buffer))
         return known is not None and known[0]() is buffer and known[1] == version_of(buffer)

@@ -1,8 +1,8 @@
-"""Advice: what is legal and seldom meant, told once, on rank 0, with the way out.
+"""Advice: what is legal and seldom meant, said once, on rank 0, with a remedy.
 
-Owns: the signs of it that can be seen cheaply, and the words. Must not know: units, how ranks agree.
+Owns: signs of it that are cheap to see, and the words. Must not know: units, how ranks agree.
 
-Nothing here changes a result. What can be known to be wrong is refused elsewhere.
+Nothing here changes a result. What is known to be wrong is refused elsewhere.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ WORDS = 2  # uint32 numbers that ranks compare at a step
 
 
 class Advice:
-    """About one model. Not collective; the step compares ``words`` over ranks with what it compares anyway."""
+    """Advice about one model. Not collective. The step compares ``words`` over ranks with what it compares anyway."""
 
     def __init__(self, model: nn.Module, topology: Topology) -> None:
-        """Nothing is hooked yet. Before the units take the parameters, whose memory is looked at."""
+        """Look at the memory of the parameters, before the units take it. Nothing is hooked yet."""
         self._model = model
         self._topology = topology
         self._samples = 0
@@ -57,12 +57,12 @@ class Advice:
             self._look_for_statistics()
 
     def remove(self) -> None:
-        """Take the hook away."""
+        """Remove the hook."""
         if self._handle is not None:
             self._handle.remove()
 
     def words(self) -> tuple[int, int]:
-        """Samples of this rank since the last step; in the first step also what its random numbers come from."""
+        """Samples of this rank since the last step. In the first step also the source of its random numbers."""
         generator = (
             zlib.crc32(str(torch.initial_seed()).encode())
             if not self._steps
@@ -71,7 +71,7 @@ class Advice:
         return self._samples % 2**32, generator
 
     def compared(self, *, same_samples: bool, same_generator: bool) -> None:
-        """What the comparison of ``words`` found; a step is about to be taken."""
+        """Take the result of the comparison of ``words``. A step is about to be taken."""
         if not same_samples:
             self._tell(
                 "ranks have batches of different sizes (rank 0: %d samples since the last step). The gradient is the "
@@ -88,7 +88,7 @@ class Advice:
         self._steps += 1
 
     def about_buffers(self, buffers: Iterable[Tensor]) -> None:
-        """``initialize`` was given: it fills no buffers."""
+        """Say that ``initialize``, which was given, fills no buffers."""
         held = [b for b in buffers if b.is_floating_point()]
         if held:
             self._tell(
@@ -98,14 +98,14 @@ class Advice:
             )
 
     def about_hooks(self) -> None:
-        """In fp16 a forward hook of the user's sees tensors inside the model."""
+        """Say that a forward hook of the user's sees tensors inside the model, in fp16."""
         self._tell(
             "a forward hook inside the model sees tensors whose gradient carries no loss scale: a loss made of them "
             "would count next to nothing in fp16. Return them from the model, or use bf16; hooks that look are fine"
         )
 
     def about_weights(self) -> None:
-        """In fp16 a graph was made of the parameters themselves, inside ``gathered``."""
+        """Say that a graph was made of the parameters themselves, inside ``gathered``, in fp16."""
         self._tell(
             "a graph made of parameters inside gathered carries no loss scale: a penalty made there would count next "
             "to nothing in fp16. Compute it in the model's forward and return it, or use bf16; what is only logged "
@@ -113,21 +113,21 @@ class Advice:
         )
 
     def about_optimizer_state(self) -> None:
-        """``optimizer.state_dict()`` was called."""
+        """Say what ``optimizer.state_dict()``, which was called, holds."""
         self._tell(
             "optimizer.state_dict() holds the shards of the rank that calls it, flat and without names, for this "
             "number of ranks and this stage; hpczero.checkpoint.save keeps the optimizer for any number of ranks"
         )
 
     def about_option(self, name: str, kind: str, group: int) -> None:
-        """A checkpoint leaves out an option of the optimizer."""
+        """Say that a checkpoint leaves out an option of the optimizer."""
         self._tell(
             f"option {name!r} of group {group} of the optimizer is a {kind}, which a checkpoint does not hold: after a "
             "load it is what the program gives to its optimizer then"
         )
 
     def about_fresh_state(self, path: object) -> None:
-        """A checkpoint without optimizer state was loaded by a model that has an optimizer."""
+        """Say that a model with an optimizer has loaded a checkpoint without optimizer state."""
         self._tell(
             f"{path}: holds no optimizer state (imported weights, or a model saved without its optimizer), so the "
             "optimizer keeps its own: at the start of a job it begins anew, with averages of zero and the learning "
@@ -169,7 +169,7 @@ class Advice:
 
 
 def _held_elsewhere(model: nn.Module) -> list[str]:
-    """Trained parameters whose memory is held by more than the model's own tensors."""
+    """Trained parameters whose memory other objects than the model's own tensors hold."""
     held = [t for t in itertools.chain(model.parameters(), model.buffers()) if _has_memory(t)]
     bases = (t._base for t in held)  # of views: autograd keeps them
     tensors = {id(t): t for t in itertools.chain(held, bases) if t is not None}

@@ -1,11 +1,11 @@
 """BackwardPass: how far one backward of a model has come.
 
-Owns: which gradients are still to come, which calls of modules are open, whose turn it is to be reduced. Must not know:
-hooks, modules, what reducing takes.
+Owns: which gradients are still to come, which calls of modules are open, which unit is reduced next. Must not know:
+hooks, modules, how a reduction works.
 
 [Note: Order of reductions]
 Collectives must be issued in the same order on every rank, whatever autograd does there. A module that one rank did not
-use never becomes ready on it. Reductions therefore go out in one fixed order, the reverse of unit order, each exactly
+use never becomes ready on it. Reductions therefore start in one fixed order, the reverse of unit order, each exactly
 once in a backward. A unit that is ready early waits for its turn.
 
 [Note: When a gradient is whole]
@@ -33,17 +33,17 @@ from hpczero.zero.units.unit import Unit
 
 
 class Call:
-    """One call of a module under grad; lives as long as its graph.
+    """One call of a module under grad. It lives as long as its graph.
 
     Attributes:
-        units: whose modules ran.
-        start: number of the first autograd node that it could make.
-        thread: in which it ran; autograd numbers the nodes of each thread by themselves.
+        units: units whose modules ran.
+        start: number of the first autograd node that the call could make.
+        thread: thread in which it ran. Autograd numbers the nodes of each thread by themselves.
         around: the calls it was made in, outermost first. A loss made of its results alone leads into those too.
     """
 
     def __init__(self, units: Sequence[Unit], running: Iterable[Call] = ()) -> None:
-        """Args: running, calls under way in any thread."""
+        """Begin a call; ``running`` are the calls under way in any thread."""
         self.units = tuple(units)
         self.start = next_node_number()
         self.thread = get_ident()
@@ -51,7 +51,7 @@ class Call:
 
 
 class Gradients:
-    """The autograd nodes that add up the gradients of one unit's parameters, one for each."""
+    """The autograd nodes that add up the gradients of one unit's parameters, one node for each."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
@@ -59,18 +59,18 @@ class Gradients:
         self._nodes: list[Node | None] = [_gradient_node(parameter) for parameter in parameters]
 
     def to_come(self) -> int:
-        """How many of them the running backward runs. See [Note: When a gradient is whole]."""
+        """How many of these nodes the running backward runs ([Note: When a gradient is whole])."""
         return sum(node is not None and _will_run(node) for node in self._nodes)
 
     def renew(self) -> None:
-        """Parameters were changed, which may have given them other nodes (``parameter.set_()``)."""
+        """Find the nodes anew. A change of parameters may have given them other nodes (``parameter.set_()``)."""
         with torch.inference_mode(False):
             for position, parameter in enumerate(self._parameters):
                 if parameter.requires_grad:
                     self._nodes[position] = _gradient_node(parameter)
 
     def check_known(self, position: int, name: str) -> None:
-        """Raises StepError if the node that adds this gradient up is another one than at ``zeroify``."""
+        """Raise StepError if another node than at ``zeroify`` adds this gradient up."""
         if self._nodes[position] is not _gradient_node(self._parameters[position]):
             raise StepError(
                 f"parameter {name!r} adds its gradients up elsewhere than before (parameter.set_()? "
@@ -79,7 +79,7 @@ class Gradients:
             )
 
     def are_in_a_graph(self) -> bool:
-        """Whether a living autograd graph leads to one of the parameters: its node then outlives our reference."""
+        """Whether a living autograd graph leads to one of the parameters. Its node then outlives our reference."""
         found = False
         for position, parameter in enumerate(self._parameters):
             if parameter.requires_grad:  # one that is frozen for a while keeps its node
@@ -95,19 +95,19 @@ class BackwardPass:
     """Progress of one backward.
 
     Attributes:
-        task: autograd's number of it.
+        task: autograd's number of the backward.
         differentiable: whether its own graph is kept (``create_graph=True``).
         opened: calls whose backward is under way.
-        next: place in the order of reductions, see [Note: Order of reductions].
-        reached: whether it came in through results of a call.
+        next: place in the order of reductions ([Note: Order of reductions]).
+        reached: whether it came into the model through results of a call.
         has_gradients: whether it brings gradients of parameters.
     """
 
     def __init__(self, task: int, gradients: Mapping[Unit, Gradients]) -> None:
-        """Inside of a backward.
+        """Begin; called inside of a backward.
 
         Args:
-            task: its number.
+            task: autograd's number of it.
             gradients: of every trainable unit.
         """
         self.task = task
@@ -119,18 +119,18 @@ class BackwardPass:
         self.has_gradients = any(self._awaited.values())
 
     def arrived(self, unit: Unit) -> bool:
-        """One more gradient of ``unit`` has come; whether it was the last."""
+        """Note that one more gradient of ``unit`` has come; returns whether it was the last."""
         left = self._awaited[unit] = self._awaited[unit] - 1
         return not left
 
     def is_through(self, unit: Unit) -> bool:
-        """Whether nothing of ``unit`` is needed any more in this backward."""
+        """Whether this backward needs nothing of ``unit`` any more."""
         return not self._awaited.get(unit) and not any(unit in call.units for call in self.opened)
 
     def passed(self, node_number: int, thread: int) -> list[Call]:
-        """Close and return the calls that are through when a node of this number, made in this thread, runs.
+        """Close and return the calls whose nodes have all run, as a node of this number, made in this thread, runs.
 
-        See [Note: When a call is through]. Of a forward in several threads nothing is known by numbers.
+        Why: [Note: When a call is through]. For a forward in several threads numbers tell nothing.
         """
         if any(call.thread != thread for call in self.opened):
             return []
@@ -146,13 +146,13 @@ def next_node_number() -> int:
 
 
 def current_task() -> int | None:
-    """Number of the backward pass this code runs in, None outside."""
+    """Autograd's number of the backward that this code runs in; None outside of one."""
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task
 
 
 def _gradient_node(parameter: Tensor) -> Node:
-    """The autograd node that adds ``parameter``'s gradients up; a new one if nobody has it."""
+    """The autograd node that adds ``parameter``'s gradients up; a new one if nothing holds it."""
     with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
         function = parameter.view_as(parameter).grad_fn
     assert function is not None, "the parameter needs a gradient"

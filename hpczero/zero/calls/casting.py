@@ -3,13 +3,13 @@
 Owns: inputs to the parameter dtype, outputs to fp32, and the loss scale's entry into backward. Must not know: units,
 MPI.
 
-Users call ``loss.backward()`` as always. The gradient that enters the model is multiplied by the loss scale at the
-model's outputs, in fp32, before it becomes fp16; the gradient of an input is divided by it. So nothing outside the
-model is scaled.
+Users call ``loss.backward()`` as always. At the model's outputs the gradient that enters is multiplied by the loss
+scale, in fp32, before it becomes fp16. The gradient of an input is divided by the scale. Nothing outside of the model
+is therefore scaled.
 
 [Note: Whose containers]
-A batch in a dictionary, a list or an object stays that object: its tensors are exchanged for cast ones while the model
-runs, and put back after it. What the model adds to it stays there, in fp32.
+A batch in a dictionary, a list or an object stays that object. Its tensors are replaced by cast ones while the model
+runs, and put back afterwards. What the model adds to it stays there, in fp32.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Casting:
         """Register the hooks.
 
         Args:
-            model: whose calls are cast.
-            dtype: of parameters and activations.
-            scale: the current loss scale.
+            model: the model whose calls are cast.
+            dtype: dtype of parameters and activations.
+            scale: gives the current loss scale.
             scaled: whether there is one.
-            units: modules of units; under a loss scale they may not be called by themselves.
-            about_hooks: called where forward hooks see tensors that carry no loss scale.
+            units: modules of units. Under a loss scale they must not be called by themselves.
+            about_hooks: called if forward hooks see tensors that carry no loss scale.
         """
         self._dtype = dtype
         self._scale = scale
@@ -82,7 +82,7 @@ class Casting:
         """Refuse a part of the model that is used by itself under a loss scale.
 
         Raises:
-            StepError: its gradient would lack the scale that is divided out afterwards.
+            StepError: its gradient would lack the scale, which is divided out afterwards.
         """
         alone = self._scales and not self._open and current_task() is None
         if alone and torch.is_grad_enabled():
@@ -92,7 +92,7 @@ class Casting:
             )
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -150,7 +150,7 @@ class Casting:
             raise StepError(_IN_PLACE)
 
         def change(tensor: Tensor) -> Tensor:
-            """In what the model returns: the caller's tensors as they were, all others in fp32."""
+            """A tensor that the model returns: the caller's own tensors unchanged, all others in fp32."""
             given = cast.given(tensor)
             if given is not None or not tensor.is_floating_point():
                 return tensor if given is None else given
@@ -199,7 +199,7 @@ class Casting:
 
     @property
     def scaled(self) -> bool:
-        """Whether the backward that runs came in through the model's outputs, and so carries the loss scale."""
+        """Whether the running backward came in through the model's outputs, and so carries the loss scale."""
         return self._scaled_task == current_task()
 
 
@@ -225,8 +225,8 @@ class _Cast:
     """What one call of the model was given.
 
     Attributes:
-        inputs: the exchange of tensors in arguments.
-        state: the exchange of tensors that an earlier call left on attributes, with their graph.
+        inputs: replaces tensors in arguments.
+        state: replaces tensors that an earlier call left on attributes, with their graph.
     """
 
     def __init__(self, dtype: torch.dtype, scale: Callable[[], float] | None) -> None:
@@ -258,19 +258,19 @@ class _Cast:
         return tensor.to(self._dtype)
 
     def undo(self) -> None:
-        """Put the caller's tensors back, and the attributes of before."""
+        """Put the caller's tensors back, and the attributes as they were."""
         self.inputs.undo()
         self.state.undo()
 
     def given(self, tensor: Tensor) -> Tensor | None:
-        """The caller's own tensor in whose place ``tensor`` was put, unless the model has changed that since."""
+        """The caller's own tensor that ``tensor`` replaced, unless the model has changed ``tensor`` since."""
         if id(tensor) in self._originals:
             return tensor
         found = self._given.get(id(tensor))
         return None if found is None or self.has_changed(tensor) else found[1]
 
     def has_changed(self, tensor: Tensor) -> bool:
-        """Whether the model made a tensor among its arguments another one, with another history."""
+        """Whether the model gave a tensor among its arguments another value and history."""
         found = self._given.get(id(tensor))
         if found is None:
             return False
@@ -294,12 +294,12 @@ class _Cast:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often it was changed in place; of what ``torch.inference_mode`` made, torch does not know."""
+    """How often a tensor was changed in place. For one made under ``torch.inference_mode`` torch does not know."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class _UnscaledInput(torch.autograd.Function):
-    """To the parameter dtype; the gradient comes back without the loss scale, in the tensor's own dtype."""
+    """Cast to the parameter dtype. The gradient comes back without the loss scale, in the tensor's own dtype."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dtype: torch.dtype, scale: Callable[[], float]) -> Tensor:
@@ -323,7 +323,7 @@ class _UnscaledInput(torch.autograd.Function):
 
 
 class _ScaledOutput(torch.autograd.Function):
-    """To fp32; the gradient comes back scaled, in the tensor's own dtype."""
+    """Cast to fp32. The gradient comes back scaled, in the tensor's own dtype."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, scale: Callable[[], float]) -> Tensor:

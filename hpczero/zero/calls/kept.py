@@ -7,8 +7,9 @@ Owns: the reasons. Must not know: hooks, buffers, when it is time.
               sees its backward come, nor whether it was the last one
     call      a block returned a view of memory that ranks share: until no call runs, or, under grad, as ``backward``
 
-The optimizer's step ends all of them: it makes other values. A rank may have reasons that others have not: a hook that
-logs, on rank 0 alone. So they decide what memory this rank gives back, never whether the next use is collective.
+The optimizer's step ends all of them, because it makes other values. A rank may have reasons that others have not, such
+as a hook that logs on rank 0 alone. Reasons therefore decide which memory this rank gives back, and never whether the
+next use is collective.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ logger = logging.getLogger("hpczero.schedule")
 
 
 class Kept:
-    """A set of units, in the order they came, which is the same on all ranks."""
+    """A set of units, in the order in which they came, which is the same on all ranks."""
 
     def __init__(self, gradients: Mapping[Unit, Gradients]) -> None:
-        """Empty. Args: gradients, of every trainable unit, where parameters are sharded."""
+        """An empty set. ``gradients`` are those of every trainable unit, where parameters are sharded."""
         self._gradients = gradients
         self._for_backward: dict[Unit, None] = {}
         self._for_graph: dict[Unit, None] = {}
@@ -38,17 +39,17 @@ class Kept:
 
     @property
     def units(self) -> list[Unit]:
-        """All of them."""
+        """All units of the set."""
         return list(self._for_graph | self._for_backward | self._for_call)
 
     def for_backward(self, units: Iterable[Unit]) -> None:
-        """Until a backward is through."""
+        """Keep units until a backward is over."""
         self._for_backward.update(dict.fromkeys(units))
 
     def graphs_since(self, number: int) -> list[bool]:
-        """Which units graphs may lead to that are newer than node ``number``, or that keep them already.
+        """Units that graphs newer than node ``number``, or graphs that keep them already, may lead to.
 
-        An older graph that is still there counts too where any was made since: nobody can tell them apart.
+        An older graph that still exists counts too if any was made since, because the two cannot be told apart.
         """
         new = next_node_number() != number
         return [
@@ -57,12 +58,12 @@ class Kept:
         ]
 
     def for_graphs(self, found: Iterable[int]) -> None:
-        """Until the step, or the next call of this: what all ranks together found as ``graphs_since``."""
+        """Keep what all ranks together found by ``graphs_since``, until the step or the next call of this."""
         pairs = zip(self._gradients, found, strict=True)
         self._for_graph = {unit: None for unit, kept in pairs if kept}
 
     def for_call(self, unit: Unit) -> None:
-        """Until ``calls_are_through``."""
+        """Keep units until ``calls_are_through``."""
         self._for_call[unit] = None
 
     def tell(self, units: Sequence[Unit]) -> None:
@@ -78,18 +79,18 @@ class Kept:
                 )
 
     def calls_are_through(self) -> list[Unit]:
-        """No call runs any more; returns what need not stay whole."""
+        """Note that no call runs any more; returns units that need not stay whole."""
         if not self._for_call:
             return []
         ended, self._for_call = self._for_call, {}
         return [unit for unit in ended if unit not in self]
 
     def backward_is_through(self) -> None:
-        """One more; what another one may need stays."""
+        """Forget the units of ``for_backward``: a backward is over. What another one may need stays."""
         self._for_backward.clear()
 
     def clear(self) -> list[Unit]:
-        """Forget all; returns what was kept."""
+        """Empty the set; returns what was kept."""
         units = self.units
         for kind in (self._for_backward, self._for_graph, self._for_call):
             kind.clear()

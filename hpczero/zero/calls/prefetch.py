@@ -1,11 +1,11 @@
-"""Prefetch: which unit is wanted next, as the pass before has shown.
+"""Prefetch: which unit is used next, as the pass before has shown.
 
-Owns: the order in which units were used. Must not know: modules, what making a unit whole takes.
-
-[Note: The same on every rank]
-To start a unit early is to make a collective call early. Every rank must do so at the same place, or the order of
-calls differs. The forecast therefore looks at nothing but the units that this model's passes have used, which is the
-same on all ranks, never at clocks or at what has arrived. A pass that departs from the one before gets no forecast
+To start a unit early is to make a collective call early. Every rank must do so at the same place, or the order of calls
+differs. The forecast therefore looks at nothing but the units that this model's passes have used, which is the same on
+all ranks, never at clocks or at what has arrived. A pass that departs from the one before gets no forecast from there
+on. => To unshard a unit early is to make a collective call early. Every rank must do so at the same place, or the order
+of calls differs. The forecast therefore uses nothing but the units that this model's passes have used, which are the
+same on all ranks. It never uses clocks, or what has arrived. A pass that departs from the one before gets no forecast
 from there on.
 """
 
@@ -15,7 +15,7 @@ from hpczero.zero.units.unit import Unit
 
 
 class Prefetch:
-    """Forecast for one model; forward and backward passes each follow their own kind."""
+    """Forecast for one model. Forward and backward passes are compared with earlier ones of their kind."""
 
     def __init__(self) -> None:
         self._records: dict[str, list[Unit]] = {}
@@ -25,15 +25,15 @@ class Prefetch:
         self._early: set[Unit] = set()
 
     def begin(self, kind: str) -> None:
-        """A pass begins; one that has not ended is forgotten.
+        """Begin a pass. One that has not ended is forgotten.
 
         Args:
-            kind: what other passes it resembles.
+            kind: passes of the same kind resemble each other.
         """
         self._pass, self._seen, self._as_before = kind, [], True
 
     def next_after(self, unit: Unit) -> Unit | None:
-        """``unit`` is used now; the one that will be used next, if that is known."""
+        """Note that ``unit`` is used now; returns the unit that will be used next, or None if that is unknown."""
         self._early.discard(unit)
         if self._pass is None or self._seen[-1:] == [unit]:
             return None
@@ -46,7 +46,7 @@ class Prefetch:
         return record[place + 1]
 
     def end(self) -> list[Unit]:
-        """The pass is through. Returns the units that were forecast and then not used, in the order of the record."""
+        """End the pass. Returns the units that were forecast and then not used, in the order of the record."""
         if self._pass is None:
             return []
         unused = [u for u in dict.fromkeys(self._records.get(self._pass, [])) if u in self._early]

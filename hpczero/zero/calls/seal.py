@@ -1,7 +1,8 @@
 """What may not be done to a zeroified module as a whole: copied, pickled, moved, cast.
 
-Owns: refusals that sit on the module objects themselves. Must not know: units, ranks. What changes nothing passes:
-``model.to(device)`` of a model that is there, which wrappers of training loops do without asking.
+Owns: refusals that sit on the module objects themselves. Must not know: units, ranks. A call that changes nothing is
+allowed, such as ``model.to(device)`` of a model that is there already: wrappers of training loops call it without
+asking.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ _NAMES = ("__reduce_ex__", "_apply")
 
 
 class Seal:
-    """On the model and on every module that has hooks, of which a copy would drive the original's units."""
+    """Seal on the model and on every module that has hooks.
+
+    A copy of such a module would drive the original's units.
+    """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        """Put it on.
+        """Put the seal on.
 
         Args:
             modules: by qualified name.
@@ -36,17 +40,17 @@ class Seal:
             module.__dict__["_apply"] = partial(_pass_what_changes_nothing, name, module)
 
     def remove(self) -> None:
-        """Take it off."""
+        """Take the seal off."""
         for module in self._modules.values():
             for name in _NAMES:
                 module.__dict__.pop(name, None)
 
 
 def _refuse_copies(protocol: Any) -> NoReturn:
-    """For ``copy.deepcopy``, ``pickle`` and ``torch.save``.
+    """Refuse ``copy.deepcopy``, ``pickle`` and ``torch.save``.
 
     Raises:
-        PlanError: always; says what to do instead.
+        PlanError: always; the message says what to do instead.
     """
     raise PlanError(
         "a zeroified model or one of its units cannot be copied or pickled (copy.deepcopy, AveragedModel, "
@@ -58,10 +62,10 @@ def _refuse_copies(protocol: Any) -> NoReturn:
 def _pass_what_changes_nothing(
     name: str, module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """``module._apply(fn)``, which is ``.to``, ``.float``, ``.cpu`` and the like, where ``fn`` leaves all as it is.
+    """Allow ``module._apply(fn)``, which is ``.to``, ``.float``, ``.cpu`` and the like, if ``fn`` changes nothing.
 
     Raises:
-        StepError: names the first tensor that it would change; nothing was changed.
+        StepError: it would change something; the message names the first such tensor. Nothing was changed.
     """
     prefix = f"{name}." if name else ""
     kinds = chain(

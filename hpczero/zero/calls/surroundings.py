@@ -1,11 +1,11 @@
 """What surrounds a call of a zeroified model: autocast, transforms of ``torch.func``, forward-mode derivatives.
 
-Owns: hooks that look around before a module runs, ahead of all others. Must not know: units, ranks.
+Owns: hooks that look around before a module runs, ahead of all other hooks. Must not know: units, ranks.
 
 ``torch.autocast`` keeps the casts of weights until its outermost block ends, with the graph they came from. In a block
 around several steps the next forward would use the weights of before the step, and its gradients would arrive through
-the earlier forward. They are therefore forgotten at every forward of the model (and by the step); where no graph needs
-them, at every module with hooks, so that the casts of a model never lie in memory together.
+the earlier forward. Every forward of the model, and the step, therefore forget them. If no graph needs them, every
+module with hooks does, so that the casts of a model never lie in memory together.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ class Surroundings:
     """Forward pre-hooks on the model and on every module that has hooks of the schedule."""
 
     def __init__(self, model: nn.Module, modules: Iterable[nn.Module]) -> None:
-        """Register them; later than the schedule's, so that they run first."""
+        """Register the hooks, after those of the schedule, so that they run first."""
         self._model = model
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self.look, prepend=True) for module in modules
         ]
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     @untraced
     def look(self, module: nn.Module, args: tuple[Any, ...] = ()) -> None:
-        """Before a call of ``module``.
+        """Look around before a call of ``module``.
 
         Raises:
-            StepError: as ``refuse_transforms``; or the call is recorded by ``torch.jit.trace``.
+            StepError: as ``refuse_transforms``; or ``torch.jit.trace`` records the call.
         """
         if torch._C._get_tracing_state() is not None:
             raise StepError(
@@ -58,10 +58,10 @@ class Surroundings:
 
 
 def refuse_transforms(module: nn.Module) -> None:
-    """Raise where derivatives would be taken past the hooks that gather, capture and reduce.
+    """Refuse derivatives that would bypass the hooks that gather, capture and reduce.
 
     Raises:
-        StepError: says which calls work instead.
+        StepError: the message says which calls work instead.
     """
     if torch._C._are_functorch_transforms_active():
         kinds = {str(level.key()).rpartition(".")[2] for level in _transforms()}
@@ -81,10 +81,10 @@ def refuse_transforms(module: nn.Module) -> None:
 
 
 def refuse_mutation(module: nn.Module) -> None:
-    """Raise where every tensor that autograd saves is kept by its memory: that of sharded parameters is given back.
+    """Refuse a mode in which autograd keeps saved tensors by their memory: that of sharded parameters is given back.
 
     Raises:
-        StepError: says what to do.
+        StepError: the message says what to do.
     """
     if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled and torch.is_grad_enabled():
         raise StepError(

@@ -1,15 +1,15 @@
 """Tensors in whatever a module takes and returns.
 
-Owns: where tensors may hide: containers of any class, dataclasses, objects with attributes. Must not know: units,
-hooks, ranks.
+Owns: where tensors may be: containers of any class, dataclasses, objects with attributes. Must not know: units, hooks,
+ranks.
 
-torch's pytrees see registered classes only. They look over a dataclass, a subclass of dict or an object that a block
-writes its results to, and with it the way by which a backward pass comes in.
+torch's pytrees see registered classes only. They do not see a dataclass, a subclass of dict or an object that a block
+writes its results to. A backward pass may come in by the tensors there.
 
 [Note: Whose code a search runs]
-None of the user's. Entries are read as the built-in class below has them, and containers of other classes through the
-attributes that they keep them in: a mapping may read a file for each entry, and raise where the file is closed. Only
-casts of arguments and results ask such a container, and go by it where it raises.
+A search runs no code of the user's: a mapping may read a file for each entry, and raise if the file is closed. Entries
+are read as the built-in base class has them. Containers of other classes are read through the attributes that hold
+their entries. Only casts of arguments and results ask such a container, and skip it if it raises.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
 
 class TooMany(Exception):
-    """A search met more than ``MOST_OBJECTS`` containers and objects, or a ``Replacement`` too many in each other."""
+    """A search met more than ``MOST_OBJECTS`` containers and objects, or a ``Replacement`` met them nested too deep."""
 
 
 class _Kind(Enum):
@@ -98,10 +98,10 @@ class _Kind(Enum):
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in ``tree``, each container once; those that lie less deep come first.
+    """Every tensor in ``tree``. Each container is searched once; tensors that lie less deep come first.
 
     Args:
-        tree: a tensor; or a container, dataclass or object, to any depth. Modules, functions and generators are not
+        tree: a tensor, or a container, dataclass or object, to any depth. Modules, functions and generators are not
             entered.
 
     Raises:
@@ -173,7 +173,7 @@ def _reader(kind: type, *, asks: bool) -> Callable[[Any], Iterable[tuple[Any, An
 
 
 def _entries(item: Any, *, asks: bool = False) -> list[tuple[Any, Any]]:
-    """What ``item`` holds by key, or by place. See [Note: Whose code a search runs].
+    """What ``item`` holds by key or by place ([Note: Whose code a search runs]).
 
     Args:
         item: of any class.
@@ -218,7 +218,7 @@ def _slots(kind: type) -> list[tuple[str, Any]]:
 
 
 class Attributes:
-    """What the modules below one module keep on themselves, beside parameters, buffers and submodules."""
+    """What the modules below one module hold as attributes, beside parameters, buffers and submodules."""
 
     def __init__(self, module: nn.Module) -> None:
         # torch's own modules keep no results.
@@ -236,7 +236,7 @@ class Attributes:
         ]
 
     def values(self) -> list[Any]:
-        """Values that may be or hold tensors. Cheap: names are looked for again where attributes came or went."""
+        """Values that may be or hold tensors. It is cheap: names are found anew only if attributes came or went."""
         if any(module.__dict__.keys() != names for module, names in self._known):
             self._look()
         return [
@@ -246,7 +246,7 @@ class Attributes:
         ]
 
     def replace(self, walk: Replacement) -> None:
-        """Exchange every tensor as ``walk`` says."""
+        """Replace every tensor as ``walk`` says."""
         walk.asks = False
         self.values()
         for module, name in self._names:
@@ -255,7 +255,7 @@ class Attributes:
 
 
 def _may_change_to_tensors(value: Any) -> bool:
-    """Whether an attribute with this value may hold a tensor some day; configuration does not."""
+    """Whether an attribute with this value may hold a tensor later. Configuration does not."""
     if value is None or isinstance(value, (Tensor, list)):
         return True
     kind: type = type(value)
@@ -274,14 +274,14 @@ def _may_change_to_tensors(value: Any) -> bool:
 
 
 class Replacement:
-    """Puts other tensors in the places of those in a tree; what is met twice is changed once.
+    """Replaces tensors in a tree. What is met twice is changed once.
 
-    Containers and objects that can be written to are written to, so that they stay the same objects. Tuples, sets and
-    mappings that cannot are made anew where something in them changes.
+    Containers and objects that can be written to are written to, so they stay the same objects. Tuples, sets and
+    mappings that cannot are made anew if something in them changes.
     """
 
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Args: change, gives the very tensor back where nothing is to be done; called once for each tensor object."""
+        """``change`` is called once for each tensor object. It returns that object if nothing is to be done."""
         self.change = change
         self.asks = True  # containers of the user's, for their entries
         self._entered = 0
@@ -290,7 +290,7 @@ class Replacement:
         self._places: list[tuple[Any, Any, Any, Any]] = []
 
     def of(self, item: Any) -> Any:
-        """``item`` with all tensors changed; the very same object if it can be written to, or needs no change.
+        """``item`` with all tensors changed. It is the same object if it can be written to or needs no change.
 
         Raises:
             TooMany: as ``tensors_in``.
@@ -336,10 +336,10 @@ class Replacement:
         return item
 
     def _of_frozen(self, item: Mapping[Any, Any], entries: list[tuple[Any, Any]]) -> Any:
-        """A mapping that cannot be written to.
+        """A mapping that cannot be written to, made anew.
 
         Raises:
-            StepError: it holds tensors to be cast, and nobody knows how another of its class is made.
+            StepError: it holds tensors to be cast, and it is unknown how to make another one of its class.
         """
         new = {key: self.of(value) for key, value in entries}
         if all(new[key] is value for key, value in entries):
@@ -353,7 +353,7 @@ class Replacement:
         )
 
     def write(self, item: Any, held: Iterable[tuple[Any, Any]]) -> None:
-        """Exchange the tensors in ``held``, entries or attributes of ``item`` with key or name."""
+        """Replace the tensors in ``held``: entries or attributes of ``item`` by key or name."""
         for key, old in held:
             if (new := self.of(old)) is not old:
                 _set(item, key, new)

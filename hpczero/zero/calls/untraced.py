@@ -1,10 +1,10 @@
 """Hooks that ``torch.compile`` runs as they are, where it compiles a whole model.
 
 Owns: how the compiler is told. Must not know: what a hook does. A compiler that traced a hook would keep what the hook
-found while it was traced: units would be whole in its trace alone, and ranks would not wait for each other.
+found during the trace. Units would be whole in the trace alone, and ranks would not wait for each other.
 
 ``torch.compiler.disable`` says the same, but loads the compiler, which takes seconds and 100 MB in every process. Its
-two marks are therefore set here; where torch has other ones, it is asked itself.
+two marks are therefore set here. If this torch has other marks, ``disable`` is called.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REASON = "a hook of hpczero's"
 
 
 def untraced(hook: Hook) -> Hook:
-    """The same function, which the compiler neither looks into nor compiles, nor what it calls."""
+    """The same function. The compiler neither traces nor compiles it, nor what it calls."""
     try:
         from torch._C._dynamo.eval_frame import (
             _FrameAction,

@@ -3,11 +3,11 @@
 Owns: the hooks on nodes. Must not know: units' verbs, what is done when a hook fires.
 
 [Note: The ways into a call]
-Where parameters are sharded, a call's units must be whole before any of its nodes runs in backward. Hooks on the nodes
+With sharded parameters, a call's units must be whole before any of its nodes runs in backward. Hooks on the nodes
 behind its results see to that. Results are what the module returns, what it changed or put into its arguments, what it
-left on its own attributes, and what a forward hook of the user's was shown inside of it. A module may have put its
-only result elsewhere, into a list of the program's say, or a forward hook its penalty. Its unit then stays whole until
-backward is through.
+left on its own attributes, and what a forward hook of the user's was shown inside of it. A module may put its only
+result elsewhere, into a list of the program's for example, and so may a forward hook. Its unit then stays whole until
+backward is over.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hpczero.zero.calls.untraced import untraced
 
 
 class Ways:
-    """Watches the nodes around calls. Node hooks live as long as their graph, and keep their call alive."""
+    """Watches the nodes around calls. Hooks on nodes live as long as their graph, and keep their call alive."""
 
     def __init__(
         self, on_entry: Callable[[Call, int], None], on_exit: Callable[[int, int], None]
@@ -36,8 +36,8 @@ class Ways:
         """No hooks yet.
 
         Args:
-            on_entry: told of a call and of the number of its node that is about to run.
-            on_exit: told of the number, and the thread, of a node from before a call that is about to run.
+            on_entry: called with a call and the number of its node that is about to run.
+            on_exit: called with number and thread of a node from before a call that is about to run.
         """
         self._on_entry = on_entry
         self._on_exit = on_exit
@@ -46,15 +46,15 @@ class Ways:
         self._last_end = 0  # number of the first node after the last call that was watched
 
     def remove(self) -> None:
-        """Take the hooks on modules away."""
+        """Remove the hooks on modules."""
         for handle in self._hooked.values():
             handle.remove()
         self._hooked.clear()
 
     def watch_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Have ``on_exit`` told when the node before this call is about to run.
+        """Have ``on_exit`` called when the node before this call is about to run.
 
-        The call before this one watches its own last node already; the first call has none before it.
+        The call before this one watches its own last node already. The first call has none before it.
         """
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and value.grad_fn is not None:
@@ -64,9 +64,10 @@ class Ways:
                 return
 
     def watch_results(self, call: Call, results: Any) -> bool:
-        """Have ``on_entry`` told when a node of ``call`` behind ``results`` is about to run; whether that is enough.
+        """Have ``on_entry`` called when a node of ``call`` behind ``results`` is about to run.
 
-        It is not where there is none, or where nodes were made after the last of them: those would run before it.
+        Returns whether that is enough. It is not enough if there is no such node, or if nodes were made after the last
+        of them: those would run before it.
 
         Raises:
             TooMany: as ``tensors_in``.
@@ -118,7 +119,7 @@ class Ways:
 
 
 class _AfterHooked:
-    """A forward hook of ours on a module that users may copy; in a copy it does nothing, and knows nobody."""
+    """Our forward hook on a module that users may copy. In a copy it does nothing and refers to nothing."""
 
     _torchdynamo_disable = True  # see untraced
 
@@ -136,7 +137,7 @@ class _AfterHooked:
 def _nodes_behind(results: Any) -> Iterator[Node]:
     """The autograd nodes that made the tensors in ``results``.
 
-    A view that is changed in place later gets another node; the one behind its base stays in the graph.
+    A view that is changed in place later gets another node. The one behind its base stays in the graph.
     """
     for tensor in tensors_in(results):
         if tensor.grad_fn is not None:
