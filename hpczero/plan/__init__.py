@@ -1,4 +1,4 @@
-"""Plan: which modules form a unit, what each rank will hold and move. Nothing here needs torch except ``rules``."""
+"""Plan: which modules form a unit, what each rank will hold and send. Nothing here needs torch except ``rules``."""
 
 import importlib
 from typing import Any

@@ -92,10 +92,10 @@ class Options:
 
 
 def main() -> int:
-    """Print the table; exit code 0 also where nothing fits: an answer, and an error only of a --stage that must.
+    """Print the table. The exit code is 0 even if nothing fits: that is an answer, unless a --stage was given.
 
     Raises:
-        ConfigError: the stage that was asked for does not fit; says what would.
+        ConfigError: the stage that was given does not fit; the message says what would.
     """
     options = parse_command_line(
         Options,
@@ -125,7 +125,7 @@ def build_report(options: Options) -> Report:
     """Check the options and size every stage.
 
     Raises:
-        ConfigError: a value that cannot be.
+        ConfigError: an option has an impossible value.
     """
     for name in ("ranks", "ranks_per_node", "sequence", "micro_batch", "accumulation"):
         value = getattr(options, name)
@@ -203,10 +203,10 @@ def build_report(options: Options) -> Report:
 
 
 def choose_transport(options: Options, local_size: int, device: str) -> Named:
-    """What was asked for, or what training would take.
+    """The transport that was given, or the one that training would take.
 
     Raises:
-        ConfigError: one for memory that the device that was named has not.
+        ConfigError: it is for memory that the named device does not have.
     """
     if options.transport != "auto":
         wrong = {"window": "cuda", "ipc": "cpu"}.get(options.transport)
@@ -221,10 +221,10 @@ def choose_transport(options: Options, local_size: int, device: str) -> Named:
 
 
 def choose_memory(options: Options, described: Described | None) -> int:
-    """Bytes of a rank.
+    """Bytes of memory of one rank.
 
     Raises:
-        ConfigError: neither given nor described.
+        ConfigError: neither an option nor the machine's description has it.
     """
     if options.memory is not None:
         return parse_nbytes(options.memory)
@@ -236,10 +236,10 @@ def choose_memory(options: Options, described: Described | None) -> int:
 
 
 def choose_config(options: Options) -> GPTConfig:
-    """The preset, with every size that was given put in its place; or a model from sizes alone.
+    """The preset with every given size replaced, or a model from sizes alone.
 
     Raises:
-        ConfigError: unknown preset, missing or impossible sizes.
+        ConfigError: the preset is unknown, or sizes are missing or impossible.
     """
     given = {
         "layers": options.layers,
@@ -279,7 +279,7 @@ def parse_nbytes(text: str) -> int:
     """``32GB`` (decimal) or ``80GiB`` (binary) as bytes; ``32G`` is refused because it could be either.
 
     Raises:
-        ConfigError: not a size, or zero.
+        ConfigError: it is not a size, or zero.
     """
     match = re.fullmatch(
         r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*((?:[KMGT]i?)?B)", text.strip(), re.IGNORECASE

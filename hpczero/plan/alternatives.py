@@ -1,7 +1,7 @@
 """What would fit instead: the same training with other options, on the same ranks or on more.
 
-Owns: which options are tried, in which order, and how each is typed. Must not know: what a machine has, torch,
-MPI. Every answer has been asked for: nothing is said to fit by a rule of thumb.
+Owns: which options are tried, in which order, and how each is typed. Must not know: what a machine has, torch, MPI.
+Every alternative is tried on the machine's figures; none is said to fit by a rule of thumb.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Alternative:
     """Something that fits.
 
     Attributes:
-        run: what it is.
-        words: for a sentence: what differs, then the options to type.
+        run: the run that fits.
+        words: part of a sentence: what differs, then the options to type.
     """
 
     run: Run
@@ -35,12 +35,12 @@ class Alternative:
 
 
 def alternatives(run: Run, fits: Fits, *, cores: int) -> list[Alternative]:
-    """What fits, nearest first: one thing changed, else several, and the fewest ranks.
+    """Runs that fit, nearest first: one thing changed, then several, then the fewest ranks.
 
     Args:
         run: what does not fit.
-        fits: asks the machine; for more nodes than there are, as if all were alike.
-        cores: of this node: more ranks than that are not advised.
+        fits: whether a run fits the machine; for more nodes than there are, as if all were alike.
+        cores: cores of this node. More ranks than that are not advised.
     """
     single = [
         _other_stage(run),
@@ -58,7 +58,7 @@ def alternatives(run: Run, fits: Fits, *, cores: int) -> list[Alternative]:
 
 
 def on_these_ranks(run: Run, fits: Fits) -> Alternative | None:
-    """``run`` if it fits, else the nearest that does on the same ranks, in words; None if none does."""
+    """``run`` if it fits, else the nearest run that fits on the same ranks, in words; None if none does."""
     hit = next(filter(fits, chain([run], _several(run))), None)
     return Alternative(hit, describe(run, hit)) if hit else None
 
@@ -103,7 +103,7 @@ def _other_stage(run: Run) -> Iterator[Run]:
 
 
 def _smaller_micro_batches(run: Run) -> Iterator[Run]:
-    """The same global batch in more forwards, largest first."""
+    """The same global batch in more forwards, with the largest micro batch first."""
     mine = run.micro_batch * run.accumulation
     for micro in range(min(run.micro_batch - 1, 4096), 0, -1):
         if mine % micro == 0:
@@ -122,7 +122,7 @@ def _other_transport(run: Run) -> Iterator[Run]:
 
 
 def _several(run: Run) -> Iterator[Run]:
-    """Two and three things at once: stages, then micro-batches, without and with checkpointing."""
+    """Two and three changes at once: stages, then micro batches, without and with checkpointing."""
     for checkpointing in sorted({run.checkpointing, True}):
         for stage in (run.stage, *(s for s in range(4) if s != run.stage)):
             based = dataclasses.replace(run, checkpointing=checkpointing, stage=stage)
@@ -131,7 +131,7 @@ def _several(run: Run) -> Iterator[Run]:
 
 
 def _more_ranks(run: Run, fits: Fits, cores: int) -> Run | None:
-    """The fewest ranks on which the run fits: more on each node as it has cores for, else more nodes like it."""
+    """The fewest ranks on which the run fits: more on each node as far as it has cores, else more nodes like it."""
     stages = [run.stage] * (run.stage > 0) + [3] * (
         run.stage != 3
     )  # stage 0: as much on every rank
@@ -145,7 +145,7 @@ def _more_ranks(run: Run, fits: Fits, cores: int) -> Run | None:
 
 
 def _crowded(run: Run, cores: int) -> Iterator[Run]:
-    """More ranks on each of the same nodes: their processes hold less each, and the node hardly more."""
+    """More ranks on each of the same nodes: each process holds less, and the node hardly more."""
     nodes, local = run.ranks // run.local_size, 2 * run.local_size
     while local <= cores and run.transport != "ipc":
         transport = fastest_transport(local, nodes) if run.local_size == 1 else run.transport
@@ -182,7 +182,10 @@ def _smallest(run: Run, nodes: int) -> Run:
 
 
 def _batches(run: Run, global_batch: int) -> Iterator[Run]:
-    """The global batch over other ranks, in as few forwards as can be; one sample each where it is too small."""
+    """The global batch over other ranks, in as few forwards as possible.
+
+    If it is too small, each rank has one sample.
+    """
     if run.ranks > global_batch:
         yield dataclasses.replace(run, micro_batch=1, accumulation=1)
     elif global_batch % run.ranks == 0:

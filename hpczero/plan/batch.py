@@ -13,7 +13,7 @@ from hpczero.options.config import DEFAULT_GLOBAL_BATCH, TrainOptions
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences per step, and how they are spread.
+    """Sequences per step, and how they are distributed.
 
     Attributes:
         global_batch: sequences per step over all ranks.
@@ -29,8 +29,8 @@ class Batch:
     def resolve(cls, options: TrainOptions, world_size: int) -> Batch:
         """Any two of the three sizes fix the third: ``global = micro * accumulation * world_size``.
 
-        A global batch alone goes with one forward per step. Where it is not given, and not fixed by the other two, it
-        is the default, rounded up to what divides.
+        A global batch alone means one forward per step. If it is neither given nor fixed by the other two, it is the
+        default, rounded up to a multiple of the rest.
 
         Raises:
             ConfigError: the sizes contradict each other or do not divide.

@@ -1,4 +1,4 @@
-"""A run as the plan command is asked about it.
+"""A run as options of the plan command.
 
 Owns: the options of ``python -m hpczero.plan`` as they are typed. Must not know: how it answers.
 """
@@ -12,12 +12,12 @@ from hpczero.plan.peak import Run
 
 
 def command_line(run: Run, title: str, *, memory_nbytes: int | None = None) -> str:
-    """What to type to see the whole table for ``run``.
+    """The command that shows the whole table for ``run``.
 
     Args:
-        run: of a job.
+        run: run of a job.
         title: the preset that the model began as.
-        memory_nbytes: what a rank may have; None leaves a number to be filled in.
+        memory_nbytes: bytes that a rank may have; None leaves a number to be filled in.
     """
     memory = "GB_OF_A_RANK" if memory_nbytes is None else _size(memory_nbytes)
     model = run.network.model
@@ -32,6 +32,6 @@ def command_line(run: Run, title: str, *, memory_nbytes: int | None = None) -> s
 
 
 def _size(nbytes: int) -> str:
-    """Rounded down, so that what is said to fit does."""
+    """A size rounded down, so that what is said to fit does fit."""
     unit, scale = ("GB", 10**9) if nbytes >= 10**9 else ("MB", 10**6)
     return f"{max(math.floor(nbytes / scale * 10) / 10, 0.1):g}{unit}"

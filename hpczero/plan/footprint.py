@@ -1,7 +1,7 @@
 """Footprint: what a transport holds and sends beside the buffers of units, as far as the plan must know it.
 
 Owns: the description, and the sizes of what is exchanged in rounds. Must not know: MPI, torch, units. Each transport
-says what it has (``Collectives.footprint``); ``footprint_of`` says it of one that is not there yet.
+states its own (``Collectives.footprint``); ``footprint_of`` predicts that of one that does not exist yet.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class Footprint:
 
     Attributes:
         ranks: ranks that share one copy of whole parameters (unless it ``pulls``) and read each other's gradients.
-        lasting: whole parameters stay where they are while sharded: the node holds all of them anyway.
+        lasting: whether whole parameters stay in memory while sharded, because the node holds all of them anyway.
         nodes: nodes between which partial sums travel.
         round_nbytes: most bytes of one partial sum that travel in one round between nodes.
-        overlap: collectives go on while the model computes: the next unit is made whole meanwhile.
-        pulls: whole parameters are each rank's own: ranks of a node only read out of each other's memory.
+        overlap: whether collectives go on while the model computes, so that the next unit is unsharded meanwhile.
+        pulls: whether each rank has whole parameters of its own, and ranks of a node only read from each other's
+            memory.
     """
 
     ranks: int = 1
@@ -44,14 +45,14 @@ class Footprint:
 
     @property
     def copies(self) -> int:
-        """Ranks that share one copy of whole parameters."""
+        """Number of ranks that share one copy of whole parameters."""
         return 1 if self.pulls else self.ranks
 
 
 def rail_chunk(shard_numel: int, nodes: int, itemsize: int, round_nbytes: int = ROUND_BYTES) -> int:
     """Elements of each shard that one round between nodes exchanges.
 
-    Two rounds overlap, each with what leaves and what comes; together they fit EXCHANGE_BYTES.
+    Two rounds overlap, each with a buffer to send and one to receive. Together they fit into EXCHANGE_BYTES.
     """
     return max(
         min(shard_numel, EXCHANGE_BYTES // (4 * nodes * itemsize), round_nbytes // itemsize), 1
@@ -59,28 +60,31 @@ def rail_chunk(shard_numel: int, nodes: int, itemsize: int, round_nbytes: int = 
 
 
 def pulled_nbytes(parts: Sequence[int]) -> int:
-    """Bytes of the places through which parts of whole parameters of these sizes are handed on inside a node."""
+    """Bytes of the places through which ranks of a node hand on parts of whole parameters of these sizes."""
     return PULLED_IN_TURN * (-(-max(parts, default=0) // PLACE_ALIGNMENT) * PLACE_ALIGNMENT)
 
 
 def places_in_turn(sizes: Sequence[int]) -> list[int]:
-    """Bytes of the places that gradients of these sizes share on a node: the first has its own, two serve the rest."""
+    """Bytes of the places that gradients of these sizes share on a node.
+
+    The first has its own; two serve the others.
+    """
     rest = sizes[1:]
     return [max(place, default=0) for place in (sizes[:1], rest[0::2], rest[1::2])]
 
 
 def exchange_chunk(shard_numel: int, num_shards: int, itemsize: int) -> int:
-    """Elements of each shard that one round of a reduction exchanges, so that all blocks fit EXCHANGE_BYTES."""
+    """Elements of each shard that one round of a reduction exchanges, so that all blocks fit into EXCHANGE_BYTES."""
     return min(shard_numel, max(EXCHANGE_BYTES // (num_shards * itemsize), 1))
 
 
 def footprint_of(transport: Named, *, ranks: int, local_size: int) -> Footprint:
-    """What a transport of that name will have.
+    """The footprint that a transport of this name will have.
 
     Args:
         transport: its name.
-        ranks: of the group.
-        local_size: ranks of a node.
+        ranks: number of ranks in the group.
+        local_size: number of ranks on a node.
     """
     local, nodes = min(local_size, ranks), -(-ranks // local_size)
     if transport == "flat":

@@ -36,8 +36,8 @@ class Slot:
 class ShardLayout:
     """Where each parameter lies in a unit's flat buffer and which shard owns which range.
 
-    ``rank`` counts shards in buffer order everywhere in this class; which process holds which shard is the topology's
-    business (rail-major ownership).
+    ``rank`` counts shards in buffer order everywhere in this class. The topology decides which process holds which
+    shard (rail-major ownership).
 
     Attributes:
         slots: parameters in buffer order, without gaps.
@@ -76,7 +76,7 @@ class ShardLayout:
             align: elements every shard is rounded up to.
 
         Raises:
-            ValueError: names repeat, or a count is below 1.
+            ValueError: a name comes twice, or a count is below 1.
         """
         slots = []
         offset = 0
@@ -107,7 +107,11 @@ class ShardLayout:
         return range(start, min(start + self.shard_numel, self.numel))
 
     def slot(self, name: str) -> Slot:
-        """The slot of parameter ``name``; KeyError if it is not in this layout."""
+        """The slot of parameter ``name``.
+
+        Raises:
+            KeyError: the parameter is not in this layout.
+        """
         return self._by_name[name]
 
     def overlap(self, rank: int, name: str) -> range:

@@ -22,7 +22,7 @@ from hpczero.plan.transports import Named
 
 @dataclass(frozen=True)
 class Moments:
-    """Bytes of one rank at the moments that can be the peak; each is a low estimate, without what lasts briefly.
+    """Bytes of one rank at the moments that can be the peak. Each is a low estimate, without what lasts briefly.
 
     Attributes:
         loss: forward has ended: all activations, no reduced gradients.
@@ -37,7 +37,7 @@ class Moments:
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """A model as far as bytes go. Many runs are asked about with one, so it remembers its last plans.
+    """A model as far as bytes go. It remembers its last plans, because many runs are tried with one model.
 
     Attributes:
         model: sizes for the activations.
@@ -48,7 +48,7 @@ class Network:
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
     def plan(self, ranks: int, stage: int, precision: str) -> Plan:
-        """As ``zeroify`` will make it."""
+        """The plan that ``zeroify`` will make."""
         return _plan(self, ranks, stage, precision)
 
 
@@ -63,15 +63,15 @@ class Run:
 
     Attributes:
         network: the model.
-        ranks: world size.
-        local_size: ranks of a node.
+        ranks: the world size.
+        local_size: number of ranks on a node.
         transport: flat, hierarchical, window or ipc.
         stage: 0 to 3.
-        precision: name of it.
+        precision: name of the precision.
         sequence: tokens per sample.
         micro_batch: samples per rank and forward.
         accumulation: forwards per step.
-        checkpointing: of activations.
+        checkpointing: whether activations are checkpointed.
         copies: whether a checkpoint is written from a copy of the shards, in the background.
         laid_out: whether the number of nodes was given, not found.
     """
@@ -96,22 +96,22 @@ class Run:
 
     @cached_property
     def plan(self) -> Plan:
-        """As ``zeroify`` will make it."""
+        """The plan that ``zeroify`` will make."""
         return self.network.plan(self.ranks, self.stage, self.precision)
 
     @property
     def footprint(self) -> Footprint:
-        """Of the transport."""
+        """Footprint of the transport."""
         return footprint_of(self.transport, ranks=self.ranks, local_size=self.local_size)
 
     @cached_property
     def memory(self) -> MemoryPlan:
-        """States and buffers of a rank."""
+        """Bytes of states and buffers of a rank."""
         return self.plan.memory(footprint=self.footprint)
 
     @cached_property
     def activations(self) -> int:
-        """Bytes at the peak of one forward and backward."""
+        """Bytes of activations at the peak of one forward and backward."""
         return activation_nbytes(
             self.network.model,
             sequence=self.sequence,
@@ -122,7 +122,7 @@ class Run:
 
     @cached_property
     def accumulated(self) -> int:
-        """Bytes of this rank's own whole gradients, which wait for the last forward of a step."""
+        """Bytes of this rank's own whole gradients, which are kept until the last forward of a step."""
         return accumulated_nbytes(self.plan, self.accumulation)
 
     @property
@@ -137,10 +137,10 @@ class Run:
         return self.plan.precision.param_itemsize * trainable
 
     def moments(self, *, is_root: bool) -> Moments:
-        """Low estimates.
+        """Low estimates of what a rank holds.
 
         Args:
-            is_root: world rank 0, which collects the weights at the end.
+            is_root: whether it is world rank 0, which collects the weights at the end.
         """
         return Moments(
             loss=self._lasting + self._kept_gradients + self.accumulated + self.activations,
@@ -152,12 +152,12 @@ class Run:
 
     @property
     def most(self) -> int:
-        """High estimate: everything that a step ever holds, as if at once."""
+        """High estimate: everything that a step ever holds, as if at the same time."""
         return self.memory.total + self.accumulated + self.activations + self._copied
 
     @property
     def _copied(self) -> int:
-        """What a save takes beside the state: all of it in the background, else one tensor of it at a time."""
+        """Bytes that a save takes beside the state: all of it in the background, else one tensor at a time."""
         if not self.copies:
             return (
                 FP32_BYTES * sum(unit.layout.padded_numel for unit in self.plan.units) // self.ranks
@@ -171,7 +171,7 @@ class Run:
 
     @property
     def shared(self) -> int:
-        """Of the bytes of a rank, how many are its part of memory that its node shares; high estimate."""
+        """Bytes of a rank that are its part of memory shared by its node; high estimate."""
         footprint = self.footprint
         if self.transport != "window" or footprint.ranks == 1:
             return 0
@@ -183,7 +183,7 @@ class Run:
 
     @property
     def least_shared(self) -> int:
-        """The same as a low estimate: whole parameters, where a node keeps one copy of them."""
+        """The same as a low estimate: whole parameters, if a node keeps one copy of them."""
         stage, footprint = self.plan.stage, self.footprint
         kept = stage.shards_optimizer and (footprint.lasting or not stage.shards_parameters)
         return self.memory.parameters if self.shared and kept and footprint.copies > 1 else 0
@@ -195,14 +195,14 @@ class Run:
 
     @property
     def least_mapped(self) -> int:
-        """The same as a low estimate."""
+        """Bytes of address space that one process maps; low estimate."""
         moments = self.moments(is_root=False)
         private = max(moments.loss, moments.step) - self.shared
         return max(private, 0) + self.shared * self.footprint.ranks
 
     @property
     def _spare(self) -> int:
-        """The place for gradients that find theirs taken; mapped, and seldom used."""
+        """Bytes of the place for gradients that find theirs taken. It is mapped, and seldom used."""
         if self.plan.stage.keeps_local_gradients:
             return 0
         sizes = [unit.layout.padded_numel for unit in self.plan.trainable_units]

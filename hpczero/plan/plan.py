@@ -1,8 +1,7 @@
 """Plan: the decision before a byte is allocated.
 
-Owns: stages, which parameters form a unit, and the prediction of bytes held and bytes moved. Must not know: torch
-(modules
-are walked by their public names only), MPI, buffers. `rules` picks the modules, `Unit` carries a UnitSpec out.
+Owns: stages, which parameters form a unit, and the prediction of bytes held and bytes sent. Must not know: torch
+(modules are walked by their public names only), MPI, buffers. `rules` picks the modules; `Unit` carries a UnitSpec out.
 """
 
 from __future__ import annotations
@@ -34,7 +33,10 @@ ADAM_STATE_BYTES = 8
 
 @dataclass(frozen=True)
 class Stage:
-    """What is sharded over the data-parallel ranks (Rajbhandari et al., ZeRO, SC20, sec. 5): data, not code paths."""
+    """What is sharded over the data-parallel ranks (Rajbhandari et al., ZeRO, SC20, sec. 5).
+
+    It is data, not code paths.
+    """
 
     shards_optimizer: bool
     shards_gradients: bool
@@ -45,7 +47,7 @@ class Stage:
         """Stage 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
 
         Raises:
-            ConfigError: anything but 0, 1, 2, 3 or a Stage.
+            ConfigError: the value is neither 0, 1, 2 or 3 nor a Stage.
         """
         if isinstance(stage, Stage):
             return stage
@@ -61,7 +63,7 @@ class Stage:
 
     @property
     def keeps_local_gradients(self) -> bool:
-        """Whether the rank's own whole gradient stays allocated from step to step, beside its reduced shard."""
+        """Whether a rank's own whole gradient stays allocated between steps, beside its reduced shard."""
         return self.shards_optimizer and not self.shards_gradients
 
 
@@ -70,9 +72,9 @@ class UnitSpec:
     """One communicated group of parameters.
 
     Attributes:
-        name: the first module's name, ``root`` for what belongs to no other unit; `` (frozen)`` marks a frozen part.
+        name: the first module's name, or ``root`` for what belongs to no other unit. `` (frozen)`` marks a frozen part.
         modules: names of the modules whose calls need the parameters; ``""`` is the model itself.
-        layout: parameters (qualified names) in registration order, cut over the shard group.
+        layout: parameters (qualified names) in registration order, divided over the shard group.
         groups: optimizer group of each slot; -1 for frozen parameters.
         trainable: whether gradients, masters and optimizer state exist.
     """
@@ -91,7 +93,7 @@ class UnitSpec:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes per rank; ``unsharded`` and ``exchange`` are peaks within a step, the others are held throughout."""
+    """Bytes per rank. ``unsharded`` and ``exchange`` are peaks within a step, the others are held throughout."""
 
     parameters: int
     master: int
@@ -113,7 +115,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``zeroify`` is about to do; frozen, equal on every rank, built without communication."""
+    """What ``zeroify`` is about to do. It is frozen, equal on every rank, and built without communication."""
 
     stage: Stage
     precision: Precision
@@ -131,9 +133,10 @@ class Plan:
         rule: UnitRule,
         groups: Mapping[str, int] | None = None,
     ) -> Plan:
-        """Group the parameters of ``model`` into units. Pure: allocates and communicates nothing.
+        """Group the parameters of ``model`` into units. Allocates and communicates nothing; not collective.
 
-        A parameter used by modules of two units (a tied weight) belongs to the root unit, so that it is whole for both.
+        A parameter that modules of two units use (a tied weight) belongs to the root unit, so that it is whole for
+        both.
 
         Args:
             model: any module; parameters may be on the meta device.
@@ -141,11 +144,11 @@ class Plan:
             stage: 0 to 3, or a Stage.
             precision: name or Precision.
             rule: which modules form units (``hpczero.plan.rules``).
-            groups: optimizer group of each trainable parameter by qualified name; None: all in group 0.
+            groups: optimizer group of each trainable parameter by qualified name; None puts all into group 0.
 
         Raises:
-            ConfigError: unknown stage or precision.
-            PlanError: overlapping units, mixed or unusable dtypes in a unit.
+            ConfigError: the stage or precision is unknown.
+            PlanError: units overlap, or a unit has mixed or unusable dtypes.
         """
         precision = Precision.of(precision)
         owner = _owners(model, rule(model))
@@ -184,19 +187,20 @@ class Plan:
 
     @property
     def padding_numel(self) -> int:
-        """Elements added so that every unit cuts into equal shards."""
+        """Elements added so that every unit divides into equal shards."""
         return sum(unit.layout.padded_numel - unit.layout.numel for unit in self.units)
 
     def memory(
         self, *, optimizer_bytes: int = ADAM_STATE_BYTES, footprint: Footprint | None = None
     ) -> MemoryPlan:
-        """Bytes each rank holds, padding included. See docs/architecture.md for the table.
+        """Bytes that each rank holds, padding included; docs/zero.md has the table.
 
         Args:
             optimizer_bytes: state per element: 8 for Adam, 4 for SGD with momentum, 0 for plain SGD.
-            footprint: of the transport (``Collectives.footprint``); None: ranks share nothing.
+            footprint: of the transport (``Collectives.footprint``). None means that ranks share nothing.
 
-        Source: Rajbhandari et al., ZeRO, SC20, sec. 5; differs from the paper's 16Ψ in that reduced gradients are fp32.
+        Source: Rajbhandari et al., ZeRO, SC20, sec. 5. It differs from the paper's 16Ψ because reduced gradients are
+        fp32.
         """
         footprint = footprint or Footprint()
         stage, item = self.stage, self.precision.param_itemsize
@@ -223,9 +227,10 @@ class Plan:
         )
 
     def _unsharded_nbytes(self, footprint: Footprint) -> int:
-        """Peak of whole parameters and gradients in flight: the root unit's and the largest other module's.
+        """Peak of whole parameters and gradients in use: those of the root unit and of the largest other module.
 
-        With ``footprint.overlap``, of one more: one module is made whole ahead, one gradient is still being reduced.
+        With ``footprint.overlap`` one more counts: one module is unsharded ahead, and one gradient is still being
+        reduced.
         """
         live: dict[tuple[str, ...], int] = {}
         for unit in self.units:
@@ -242,7 +247,7 @@ class Plan:
         return root + sum(largest[: 1 + footprint.overlap + shared])
 
     def exchange_nbytes(self, footprint: Footprint | None = None) -> int:
-        """Bytes through which gradients reach the ranks that sum them."""
+        """Bytes of the buffers through which gradients come to the ranks that sum them."""
         if footprint is not None and (footprint.ranks > 1 or footprint.nodes > 1):
             return self._place_nbytes(footprint)
         largest = max((unit.layout.shard_numel for unit in self.trainable_units), default=0)
@@ -251,7 +256,7 @@ class Plan:
         )
 
     def _place_nbytes(self, footprint: Footprint) -> int:
-        """Places in shared memory from which peers read, or their messages, and what is on its way between nodes."""
+        """Bytes of the places or messages by which peers get gradients, and of partial sums between nodes."""
         item = self.precision.param_itemsize
         sizes = [unit.layout.padded_numel * item for unit in self.trainable_units]
         private = footprint.ranks == 1
@@ -281,7 +286,7 @@ class Plan:
         Args:
             micro_steps: forward-backward passes in the step.
             synced: how many of them reduce gradients, i.e. run outside ``no_sync``.
-            footprint: of the transport (``Collectives.footprint``); None: everything is a message.
+            footprint: of the transport (``Collectives.footprint``). None means that everything is a message.
 
         Source: Rajbhandari et al., ZeRO, SC20, sec. 7: 2Ψ for stages 0 to 2, 3Ψ for stage 3, times (N-1)/N.
         """
@@ -302,7 +307,7 @@ class Plan:
         return sum(parts, TrafficPlan())
 
     def describe(self, footprint: Footprint | None = None) -> str:
-        """A few lines for a run header: units, bytes held, bytes moved by a transport that shares so."""
+        """A few lines for a run header: units, bytes held, bytes sent by a transport of this footprint."""
         memory, traffic = self.memory(footprint=footprint), self.traffic(footprint=footprint)
         sizes = sorted({unit.layout.numel for unit in self.units})
         spread = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
@@ -329,7 +334,7 @@ class Plan:
 
 
 def _owners(model: nn.Module, rule: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Unit (as its modules' names) of each parameter, by the parameter's first qualified name."""
+    """Unit of each parameter, by the parameter's first qualified name. A unit is given by its modules' names."""
     unit_of_module: dict[str, tuple[str, ...]] = {}
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     for modules in rule:

@@ -1,6 +1,6 @@
 """Precision: dtypes of parameters, wire and masters, and what happens to a non-finite gradient.
 
-Owns: the dtype decision and the loss scale's arithmetic. Must not know: MPI, units, optimizers. Holds dtype *names*,
+Owns: the dtype decision and the loss scale's arithmetic. Must not know: MPI, units, optimizers. It holds dtype *names*,
 so that the plan can count bytes without torch.
 """
 
@@ -23,7 +23,7 @@ class LossScale:
     Attributes:
         initial: first scale, a power of two so that unscaling is exact.
         growth_interval: good steps in a row before the scale doubles.
-        minimum: an overflow at this scale is an error, never an endless loop.
+        minimum: smallest scale. An overflow at it is an error.
     """
 
     initial: float = 2.0**16
@@ -39,8 +39,8 @@ class Precision:
         param: parameters and activations in forward and backward, and both on the wire.
         reduce: partial sums that travel between nodes; sums themselves are always fp32.
         loss_scale: None, or dynamic scaling (fp16).
-        nonfinite: what a NaN or infinity in the agreed gradient does without a loss scale: ``raise`` an error on
-            every rank, or ``skip`` the step on every rank (counted in ``Sharding.skipped_steps``).
+        nonfinite: what happens on a NaN or infinity in the agreed gradient without a loss scale. ``raise`` is an error
+            on every rank. ``skip`` skips the step on every rank, counted in ``Sharding.skipped_steps``.
         max_skips: steps skipped in a row before the run stops with an error.
     """
 
@@ -68,10 +68,12 @@ class Precision:
 
     @classmethod
     def of(cls, precision: str | Precision) -> Precision:
-        """``"fp32"``, ``"bf16"`` or ``"fp16"`` (the last with dynamic loss scaling), or a Precision as it is.
+        """The precision ``"fp32"``, ``"bf16"`` or ``"fp16"``, which has dynamic loss scaling.
+
+        A Precision is returned as it is.
 
         Raises:
-            ConfigError: an unknown name.
+            ConfigError: the name is unknown.
         """
         if isinstance(precision, Precision):
             return precision
@@ -95,7 +97,7 @@ class Precision:
 
 
 class LossScaler:
-    """The current loss scale; every rank feeds it the same agreed verdicts, so it is equal on every rank."""
+    """The current loss scale. Every rank gives it the same agreed results, so it is equal on every rank."""
 
     def __init__(self, policy: LossScale | None) -> None:
         self.policy = policy
@@ -103,7 +105,10 @@ class LossScaler:
         self._good_steps = 0
 
     def update(self, *, overflow: bool) -> None:
-        """Halve after an overflow, double after ``growth_interval`` good steps; does nothing without a policy."""
+        """Halve the scale after an overflow, double it after ``growth_interval`` good steps.
+
+        Without a policy do nothing.
+        """
         if self.policy is None:
             return
         if overflow:
@@ -116,7 +121,7 @@ class LossScaler:
             self._good_steps = 0
 
     def state(self) -> dict[str, float]:
-        """What ``restore`` needs; plain numbers."""
+        """Plain numbers that ``restore`` takes."""
         return {
             "scaled": self.policy is not None,
             "scale": self.scale,
@@ -124,12 +129,15 @@ class LossScaler:
         }
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on where another scaler was; the initial scale where that one had no policy, and 1 where this has none."""
+        """Continue where another scaler was.
+
+        The scale is the initial one if that scaler had no policy, and 1 if this one has none.
+        """
         if self.policy is not None and state.get("scaled", True):
             self.scale = float(state["scale"])
             self._good_steps = int(state["good_steps"])
 
     @property
     def exhausted(self) -> bool:
-        """At the minimum: a further overflow cannot be cured by scaling down."""
+        """Whether the scale is at its minimum: a smaller one cannot cure a further overflow."""
         return self.policy is not None and self.scale <= self.policy.minimum

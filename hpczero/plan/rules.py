@@ -1,8 +1,8 @@
 """Rules: which modules form a unit.
 
 Owns: the default choice and the two ways to replace it. Must not know: ranks, stages, buffers. A rule is a function
-from a
-model to groups of module names; parameters in no group belong to the root unit and stay whole during the whole forward.
+from a model to groups of module names. Parameters in no group belong to the root unit and stay whole during the whole
+forward.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ PACK_BYTES = 16 * 2**20
 def default_rule(model: nn.Module) -> list[tuple[str, ...]]:
     """One unit per transformer block; layers of a plain ``nn.Sequential`` packed up to 16 MiB.
 
-    The children of every outermost ``ModuleList``, ``ModuleDict`` or ``Sequential`` are taken: a child with
-    submodules of
-    its own (a block) is a unit, neighbouring leaf layers share one. Whatever the model calls by itself (embeddings,
-    final norm, head) stays in the root unit, because a parent may use such weights without calling their module.
+    The children of every outermost ``ModuleList``, ``ModuleDict`` or ``Sequential`` are taken. A child with submodules
+    of its own (a block) is a unit; neighbouring leaf layers share one. Embeddings, final norm and head, which the model
+    calls itself, stay in the root unit, because a parent may use such weights without calling their module.
     """
     units: list[tuple[str, ...]] = []
 
@@ -80,6 +79,6 @@ def by_class(*classes: type[nn.Module]) -> UnitRule:
 
 
 def whole_model(model: nn.Module) -> list[tuple[str, ...]]:
-    """No units but the root: the simplest plan, for small models."""
+    """One unit, the root: the simplest plan, for small models."""
     del model
     return []

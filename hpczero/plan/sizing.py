@@ -1,7 +1,7 @@
 """Sizing: what a model needs before anyone builds it.
 
-Owns: the paper's formulas, activations, and the search for what fits. Must not know: torch, MPI, how a model
-is chosen. Two families that are never mixed: ``ideal_*`` is the ZeRO paper's arithmetic; ``blockwise_plan`` and ``fit``
+Owns: the paper's formulas, activations, and the search for what fits. Must not know: torch, MPI, how a model is chosen.
+Two families of functions are never mixed. ``ideal_*`` is the ZeRO paper's arithmetic. ``blockwise_plan`` and ``fit``
 give what hpczero itself holds, from the same ``Plan`` that ``zeroify`` uses.
 """
 
@@ -44,7 +44,7 @@ class Transformer(Protocol):
 
     @property
     def layers(self) -> int:
-        """Blocks."""
+        """Number of blocks."""
 
     @property
     def hidden(self) -> int:
@@ -52,11 +52,11 @@ class Transformer(Protocol):
 
     @property
     def ffn_multiple(self) -> int:
-        """Width of the MLP's hidden layer over ``hidden``."""
+        """Width of the MLP's hidden layer as a multiple of ``hidden``."""
 
     @property
     def vocab_size(self) -> int:
-        """Token ids."""
+        """Number of token ids."""
 
     @property
     def positions(self) -> str:
@@ -77,7 +77,7 @@ def ideal_state_nbytes(
         stage: 0 to 3, or a Stage.
         numel: parameters, Ψ.
         data_parallel: Nd, ranks that share the states.
-        model_parallel: Nm, devices that each model copy is cut over.
+        model_parallel: Nm, devices that share each copy of the model.
 
     Source: Rajbhandari et al., ZeRO, SC20 (arXiv 1910.02054), sec. 5 and table 1.
     """
@@ -102,7 +102,7 @@ def ideal_volume_numel(stage: int | Stage, numel: int, *, data_parallel: int) ->
 def ideal_activation_numel(
     *, hidden: int, layers: int, sequence: int, batch: int, checkpointing: bool
 ) -> int:
-    """Activation elements of a transformer: 12·h·b·s·L; checkpointed h·b·s·L block inputs and one live block.
+    """Activation elements of a transformer: 12·h·b·s·L; checkpointed h·b·s·L block inputs and one block.
 
     Source: Rajbhandari et al., ZeRO, SC20, sec. 3.2, footnote 3, and sec. 6.1.
     """
@@ -130,7 +130,9 @@ def blockwise_plan(
     stage: int | Stage,
     precision: str | Precision,
 ) -> Plan:
-    """The Plan that ``zeroify`` makes with its default rule, from names and shapes alone: one unit per ``blocks.<n>``.
+    """The Plan that ``zeroify`` makes with its default rule, from names and shapes alone.
+
+    Each ``blocks.<n>`` is one unit.
 
     Args:
         shapes: qualified name and shape of every parameter, a tied weight once.
@@ -161,15 +163,15 @@ def activation_nbytes(
 ) -> int:
     """Bytes of activations at the peak of one forward and backward of hpczero's GPT without dropout.
 
-    What the blocks keep, plus the larger of two moments: the loss (final norm, logits, and their gradient piece by
-    piece) and the backward of the last block. Attention scores are never stored.
+    It is what the blocks keep, plus the larger of two moments: the loss (final norm, logits, and their gradient piece
+    by piece) and the backward of the last block. Attention scores are never stored.
 
     Args:
         model: layers, hidden, vocabulary.
         sequence: tokens per sample.
         batch: samples, b.
         itemsize: bytes of one activation.
-        checkpointing: keep block inputs only, h·b·s·L, and recompute one block at a time.
+        checkpointing: whether only block inputs are kept, h·b·s·L, and one block at a time is recomputed.
 
     Source: counted from ``hpczero.models.gpt``; tests/plan compares with the memory profiler of torch.
     """
@@ -186,12 +188,12 @@ def activation_nbytes(
 
 
 def accumulated_nbytes(plan: Plan, accumulation: int) -> int:
-    """Bytes of a rank's own whole gradients, which wait for the last forward of a step.
+    """Bytes of a rank's own whole gradients, which are kept until the last forward of a step.
 
-    In half precision they are summed in fp32; in fp32 the gradient that stage 1 keeps is that sum.
+    In half precision they are summed in fp32. In fp32 the gradient that stage 1 keeps is that sum.
 
     Args:
-        plan: of the model.
+        plan: plan of the model.
         accumulation: forwards of a step.
     """
     kept = plan.stage.keeps_local_gradients and not plan.precision.has_masters
@@ -209,11 +211,11 @@ class Fit:
         memory: what the plan holds, activations excluded.
         traffic: what one rank sends in a step.
         ideal_nbytes: the paper's model states for the same parameters and ranks.
-        micro_batch: largest that fits; 0 if not even one sample does.
+        micro_batch: largest micro batch that fits; 0 if not even one sample does.
         micro_batch_checkpointed: the same with activation checkpointing.
-        needed_nbytes: states, buffers and the activations of the micro-batch asked for, checkpointed only where it does
-            not fit otherwise.
-        fits: whether that is within the memory of a rank.
+        needed_nbytes: states, buffers and the activations of the micro batch that was asked for, checkpointed only if
+            it does not fit otherwise.
+        fits: whether ``needed_nbytes`` is within the memory of a rank.
     """
 
     stage: int
@@ -228,13 +230,13 @@ class Fit:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the model is to run on.
+    """The machine that the model is to run on.
 
     Attributes:
-        ranks: ranks that share it.
-        memory_nbytes: what each may use beside the runtime itself.
-        local_size: ranks of a node; None: all are on one.
-        transport: between them.
+        ranks: ranks that share the model.
+        memory_nbytes: bytes that each rank may use beside the runtime itself.
+        local_size: ranks of a node; None puts all on one node.
+        transport: transport between the ranks.
     """
 
     ranks: int
@@ -244,7 +246,7 @@ class Machine:
 
     @property
     def footprint(self) -> Footprint:
-        """Of the transport."""
+        """Footprint of the transport."""
         local = self.local_size or self.ranks
         return footprint_of(self.transport, ranks=self.ranks, local_size=local)
 
@@ -260,7 +262,7 @@ def fit(
     micro_batch: int = 1,
     accumulation: int = 1,
 ) -> Fit:
-    """Does ``model`` fit at ``stage``, and with which micro-batch?
+    """Whether ``model`` fits at ``stage``, and with which micro batch.
 
     Args:
         model: sizes for the activations.
@@ -270,7 +272,7 @@ def fit(
         precision: name or Precision.
         sequence: tokens per sample.
         micro_batch: samples per rank in one forward and backward.
-        accumulation: forwards per step; with more than one, ``accumulated_nbytes`` are needed too.
+        accumulation: forwards per step. With more than one, ``accumulated_nbytes`` are needed too.
     """
     plan = blockwise_plan(shapes, num_shards=machine.ranks, stage=stage, precision=precision)
     memory = plan.memory(footprint=machine.footprint)

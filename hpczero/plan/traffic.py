@@ -16,7 +16,7 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class TrafficPlan:
-    """What one rank sends; elements and bytes include padding, ``padding`` says how many elements that is."""
+    """What one rank sends. Elements and bytes include padding; ``padding`` is the number of elements of it."""
 
     all_gathers: int = 0
     reduce_scatters: int = 0
@@ -62,9 +62,10 @@ def unit_traffic(
 ) -> TrafficPlan:
     """What one rank sends for one unit in one optimizer step.
 
-    Sharded parameters are gathered for forward and again for backward, in every micro step, unless the node keeps
-    them whole. Otherwise one gather follows: of the updated parameters, or, with a replicated optimizer, of the
-    reduced fp32 gradient after every reduction. Partial sums travel between nodes in the dtype they are rounded to.
+    Sharded parameters are gathered for forward and again for backward, in every micro step, unless the node keeps them
+    whole. Otherwise one gather follows the update, of the updated parameters. With a replicated optimizer a gather of
+    the reduced fp32 gradient follows every reduction instead. Partial sums travel between nodes in the dtype they are
+    rounded to.
     """
     shards, shard, nodes = layout.num_shards, layout.shard_numel, footprint.nodes
     between, inside = (

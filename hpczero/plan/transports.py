@@ -1,7 +1,7 @@
-"""Which transport serves which ranks best, as far as their numbers and devices say.
+"""Which transport serves which ranks best, as far as their numbers and devices tell.
 
-Owns: that rule, which the plan and the choice at run time share. Must not know: MPI, torch, whether memory of this very
-machine can be shared (``comm.choice`` tries).
+Owns: the rule, which the plan and the choice at run time share. Must not know: MPI, torch, whether this machine can
+share memory (``comm.choice`` tries that).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ def fastest_transport(
     rectangular: bool = True,
     shares: bool = True,
 ) -> Named:
-    """What ``auto`` means.
+    """The transport that ``auto`` means.
 
     Args:
         local_size: ranks of a node.
-        nodes: how many.
+        nodes: number of nodes.
         on_host: whether what is sent lies in the memory of the host, not of devices.
-        rectangular: whether all nodes have as many ranks.
+        rectangular: whether all nodes have the same number of ranks.
         shares: whether ranks of a node see each other's memory.
     """
     if not rectangular:

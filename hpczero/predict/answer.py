@@ -16,7 +16,10 @@ from hpczero.predict.model import Prediction
 
 @dataclass(frozen=True)
 class Report:
-    """All that is printed, before it is formatted; ``predictions`` by stage, empty where no machine is described."""
+    """All that is printed, before it is formatted.
+
+    ``predictions`` are by stage, and empty if no machine is described.
+    """
 
     title: str
     config: GPTConfig
@@ -39,9 +42,10 @@ class Report:
 
     @property
     def best(self) -> Fit | None:
-        """Of the stages that fit, the fastest by prediction; without one, the highest that sends no more than any.
+        """Of the stages that fit, the fastest by prediction.
 
-        The higher stage of two that cost the same: what it leaves free is room for larger micro-batches.
+        Without one, the highest that sends no more than any other. Of two that cost the same it is the higher one: it
+        leaves more memory for larger micro batches.
         """
         fitting = [row for row in self.fits if row.fits]
         return min(fitting, key=lambda row: (self._cost(row), -row.stage), default=None)

@@ -20,22 +20,22 @@ from hpczero.predict.machine import Kernels, Machine, Roofline
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and how it is spread.
+    """What is trained, and how it is distributed.
 
     Attributes:
-        model: its sizes.
-        machine: of every node.
-        ranks: all of them.
-        stage: of ZeRO, over the ranks that hold the same slice of the model.
-        precision: of parameters and activations.
+        model: sizes of the model.
+        machine: each node is one like it.
+        ranks: the world size.
+        stage: ZeRO stage, over the ranks that hold the same slice of the model.
+        precision: precision of parameters and activations.
         micro_batch: sequences of one forward on one data-parallel rank.
         accumulation: forwards of one step.
-        checkpointing: block inputs are kept only.
+        checkpointing: whether only block inputs are kept.
         transport: as in ``zeroify``.
-        overlap: between nodes, hide what can be hidden.
+        overlap: whether communication between nodes is hidden where possible.
         model_parallel: ranks that share every layer.
-        kernels: of one rank; None: a roofline of the machine.
-        ranks_per_node: of the job; None: of the machine.
+        kernels: kernels of one rank; None takes a roofline of the machine.
+        ranks_per_node: of the job; None takes that of the machine.
     """
 
     model: GPTConfig
@@ -71,23 +71,23 @@ class Job:
 
     @property
     def local(self) -> int:
-        """Of those, how many are on one node."""
+        """How many of the data-parallel ranks are on one node."""
         on_node = min(self.ranks_per_node or self.machine.ranks_per_node, self.ranks)
         return max(on_node // self.model_parallel, 1)
 
     @property
     def nodes(self) -> int:
-        """Over which those are spread."""
+        """Number of nodes that the data-parallel ranks are on."""
         return self.data_parallel // self.local
 
     @property
     def tokens(self) -> int:
-        """Of one forward."""
+        """Tokens of one forward."""
         return self.micro_batch * self.model.context
 
     @cached_property
     def plan(self) -> Plan:
-        """Of a slice."""
+        """Plan of one slice of the model."""
         shapes = [(name, self._sliced(shape)) for name, shape in parameter_shapes(self.model)]
         return blockwise_plan(
             shapes, num_shards=self.data_parallel, stage=self.stage, precision=self.precision
@@ -105,19 +105,19 @@ class Job:
 
     @property
     def footprint(self) -> Footprint:
-        """Of the transport."""
+        """Footprint of the transport."""
         return self.room.footprint
 
     @property
     def work(self) -> Kernels:
-        """Of one rank."""
+        """Kernels of one rank."""
         return self.kernels or Roofline(
             self.machine, self.precision, self.plan.precision.param_itemsize
         )
 
     @property
     def fit(self) -> Fit:
-        """Bytes, and the largest micro-batch; without model parallelism.
+        """Bytes and the largest micro batch, without model parallelism.
 
         Raises:
             ConfigError: with model parallelism, whose activations `hpczero.plan` does not know.
@@ -136,7 +136,7 @@ class Job:
 
     @property
     def needed_nbytes(self) -> int:
-        """Of a rank: states, buffers and activations, which are checkpointed if this job says so, whatever would fit.
+        """Bytes of a rank: states, buffers and activations, which are checkpointed if and only if this job says so.
 
         Raises:
             ConfigError: with model parallelism, as ``fit``.

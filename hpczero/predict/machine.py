@@ -1,7 +1,7 @@
 """Machines: what their data sheets say, from TOML, every number with its source; and how fast work runs on them.
 
 Owns: the file format, and kernels as a roofline. Must not know: models, collectives, where a number is used. A machine
-that measures itself has another ``Kernels`` (`Kernels`).
+that measures itself has another subclass of `Kernels`.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ UPDATE_BYTES = 4 + 3 * 8 + 4
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates are per second and one way; bytes, FLOPs and seconds.
+    """A machine by its data sheet. Rates are per second and one way, in bytes or FLOPs; times are in seconds.
 
     Attributes:
-        name, title: of the file; for tables.
+        name, title: name of the file; name in tables.
         ranks_per_node: GPUs, one rank each.
-        memory: bytes of one rank.
-        reserved: bytes of that which are not for the model.
+        memory: bytes of memory of one rank.
+        reserved: bytes of it that are not for the model.
         peak: FLOP/s by precision.
         matmul_efficiency: share of the peak that large products reach.
-        memory_rate: of one rank's memory.
-        dispatch: seconds that starting one operation takes.
+        memory_rate: rate of one rank's memory.
+        dispatch: seconds that it takes to start one operation.
         node_rate, node_latency: between ranks of a node, for one rank.
         nics, nic_rate, nic_latency: between nodes; all ranks of a node share its ``nics``.
-        shares_memory: ranks of a node read each other's memory: transport ``window``.
-        sources: of every number, by its name.
+        shares_memory: whether ranks of a node read each other's memory: transport ``window``.
+        sources: source of every number, by its name.
     """
 
     name: str
@@ -86,10 +86,10 @@ class Machine:
         return self.nics * self.nic_rate / self.ranks_per_node
 
     def peak_of(self, precision: str) -> float:
-        """FLOP/s.
+        """Peak in FLOP/s of a precision.
 
         Raises:
-            ConfigError: not a precision of this machine.
+            ConfigError: the machine does not have this precision.
         """
         if precision not in self.peak:
             raise ConfigError(
@@ -99,36 +99,38 @@ class Machine:
 
 
 class Kernels(Protocol):
-    """How long one rank needs for a piece of work."""
+    """How long one rank needs for a piece of work, in seconds."""
 
     def matmul_s(self, m: int, k: int, n: int) -> float:
-        """Of (m, k) times (k, n)."""
+        """Seconds of the product of (m, k) and (k, n)."""
 
     def attention_s(self, tokens: int, sequence: int, width: int, *, backward: bool) -> float:
-        """Of both attention products over the whole sequence, for all heads, ``width`` together."""
+        """Seconds of both attention products over the whole sequence, for all heads, ``width`` together."""
 
     def element_s(self, kind: str, *, backward: bool) -> float:
-        """Of one element of memory-bound work; ``kind`` is of PASSES."""
+        """Seconds of one element of memory-bound work; ``kind`` is one of PASSES."""
 
     def update_s(self, numel: int) -> float:
-        """Of the gradient's norm and of Adam."""
+        """Seconds of the gradient's norm and of Adam."""
 
     def sum_s(self, blocks: int, numel: int) -> float:
-        """Of the sum of so many blocks of ``numel`` gradients, in fp32."""
+        """Seconds of the fp32 sum of so many blocks of ``numel`` gradients."""
 
     @property
     def dispatch_s(self) -> float:
-        """Of starting one operation."""
+        """Seconds to start one operation."""
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Kernels by data sheet: products at a share of the peak or by the memory's rate, the rest by the memory's rate.
+    """Kernels by data sheet.
+
+    Products run at a share of the peak or at the memory's rate, the rest at the memory's rate.
 
     Attributes:
-        machine: of the sheet.
-        precision: of parameters and activations.
-        itemsize: bytes of one.
+        machine: the machine of the sheet.
+        precision: precision of parameters and activations.
+        itemsize: bytes of one of them.
     """
 
     machine: Machine
@@ -136,44 +138,44 @@ class Roofline:
     itemsize: int
 
     def matmul_s(self, m: int, k: int, n: int) -> float:
-        """At a share of the peak, or as long as memory takes."""
+        """Seconds at a share of the peak, or at the memory's rate if that takes longer."""
         flops = self.machine.peak_of(self.precision) * self.machine.matmul_efficiency
         moved = (m * k + k * n + m * n) * self.itemsize
         return max(2 * m * k * n / flops, moved / self.machine.memory_rate)
 
     def attention_s(self, tokens: int, sequence: int, width: int, *, backward: bool) -> float:
-        """At the same share of the peak."""
+        """Seconds at the same share of the peak."""
         flops = self.machine.peak_of(self.precision) * self.machine.matmul_efficiency
         return (2 if backward else 1) * 4 * tokens * sequence * width / flops
 
     def element_s(self, kind: str, *, backward: bool) -> float:
-        """As long as memory takes."""
+        """Seconds at the memory's rate."""
         size = 4 if kind == "loss" else self.itemsize
         return PASSES[kind][backward] * size / self.machine.memory_rate
 
     def update_s(self, numel: int) -> float:
-        """As long as memory takes."""
+        """Seconds at the memory's rate."""
         return numel * UPDATE_BYTES / self.machine.memory_rate
 
     def sum_s(self, blocks: int, numel: int) -> float:
-        """As long as memory takes."""
+        """Seconds at the memory's rate."""
         return numel * (blocks * self.itemsize + 4) / self.machine.memory_rate
 
     @property
     def dispatch_s(self) -> float:
-        """By the sheet."""
+        """Seconds by the sheet."""
         return self.machine.dispatch
 
 
 def load_machine(name: str, *, others: Sequence[str] = ()) -> Machine:
-    """By the name of a file in hpczero/predict/machines, or a path to one like them.
+    """A machine by the name of a file in hpczero/predict/machines, or by a path to one like them.
 
     Args:
-        name: or path.
-        others: what the caller takes besides; for the message.
+        name: name or path.
+        others: other values that the caller takes, for the message.
 
     Raises:
-        ConfigError: no such machine, a number without source, a name that is missing or unknown.
+        ConfigError: there is no such machine, a number has no source, or a name is missing or unknown.
     """
     named = "/" not in name and "." not in name
     path = FOLDER / f"{name}.toml" if named else Path(name)
@@ -227,5 +229,5 @@ def load_machine(name: str, *, others: Sequence[str] = ()) -> Machine:
 
 
 def machine_names() -> list[str]:
-    """Of the files that come with hpczero."""
+    """Names of the files that come with hpczero."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))

@@ -3,7 +3,7 @@
 Owns: the assumptions, the model's own work, the sum. Must not know: torch, MPI, where a machine's numbers come from,
 how collectives work (`hpczero.predict.network`), how a prediction is shown.
 
-    step = forward + backward + what of the communication they do not hide + update
+    step = forward + backward + communication that they do not hide + update
 
 Assumptions, all of them:
 
@@ -12,10 +12,10 @@ Assumptions, all of them:
   attention is counted whole, as in the FLOP count; by data sheet, large products reach one share of the peak, and
   passes the full rate of memory (`hpczero.predict.machine`);
 - all-gather between nodes: the faster of a ring and, for powers of two, recursive doubling, then inside the node;
-  reduce-scatter: first inside, then pairwise between nodes; all ranks of a node share its NICs. Rounds of one
-  exchange overlap, so that latency counts once for each message;
-- with more than one node the next unit's all-gather and the last unit's reduction are hidden by one unit's compute,
-  as in `hpczero.zero.schedule`; without, or over the flat transport, nothing is hidden;
+  reduce-scatter: first inside, then pairwise between nodes; all ranks of a node share its NICs. Rounds of one exchange
+  overlap, so that latency counts once for each message;
+- with more than one node the next unit's all-gather and the last unit's reduction are hidden by one unit's compute, as
+  in `hpczero.zero.schedule`; without, or over the flat transport, nothing is hidden;
 - bytes and shards are those of `hpczero.plan`; checkpointed activations cost one more forward of each block;
 - ``model_parallel`` > 1 is Megatron's, which hpczero does not have: it serves the runs of the ZeRO paper.
 
@@ -41,9 +41,9 @@ class Prediction:
     """One step, on every rank.
 
     Attributes:
-        job: of which.
+        job: the job of the step.
         forward_s, backward_s: without any wait; recomputation is part of backward.
-        communication_s: that nothing hides.
+        communication_s: communication that nothing hides.
         hidden_s: communication behind forward and backward.
         update_s: norm of the gradient, optimizer.
     """
@@ -62,7 +62,7 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks."""
         job = self.job
         return job.tokens * job.accumulation * job.data_parallel / self.step_s
 
@@ -73,12 +73,12 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Share of the peak."""
+        """Share of the peak that the model FLOPs reach."""
         return self.tflops * 1e12 / self.job.machine.peak_of(self.job.precision)
 
 
 def predict(job: Job) -> Prediction:
-    """One step of ``job``. Pure."""
+    """Predict one step of ``job``."""
     network = Network(job)
     block_f, block_b = (_block_s(job, backward) for backward in (False, True))
     head_f, head_b = (_head_s(job, backward) for backward in (False, True))
@@ -99,7 +99,7 @@ def predict(job: Job) -> Prediction:
 
 
 def _block_s(job: Job, backward: bool) -> float:
-    """One block: its products, attention, memory-bound passes, and the start of each operation."""
+    """Seconds of one block: its products, attention, memory-bound passes, and the start of each operation."""
     work, tokens, model = job.work, job.tokens, job.model
     hidden, ffn, cut = model.hidden, model.ffn_multiple * model.hidden, job.model_parallel
     products = [
@@ -130,7 +130,7 @@ def _block_s(job: Job, backward: bool) -> float:
 
 
 def _head_s(job: Job, backward: bool) -> float:
-    """Embedding, final norm, head and loss; the loss is computed once more in backward."""
+    """Seconds of embedding, final norm, head and loss. The loss is computed once more in backward."""
     work, tokens, model = job.work, job.tokens, job.model
     vocab = model.vocab_size // job.model_parallel
     seconds = _products_s(work, [(tokens, model.hidden, vocab)], backward)
@@ -159,7 +159,7 @@ def _owned(job: Job, unit: UnitSpec) -> int:
 def largest_micro_batch(job: Job) -> tuple[int, bool]:
     """(sequences, whether activations must be checkpointed) of the largest forward that fits; 0 if none does.
 
-    Without checkpointing where at least one sequence fits so, as recomputing costs a third.
+    It is without checkpointing if at least one sequence fits so, because to recompute costs a third.
     """
     found = job.fit
     if found.micro_batch and not job.checkpointing:

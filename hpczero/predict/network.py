@@ -1,6 +1,6 @@
-"""How long the collectives of a step take, and what of that the model's own work hides.
+"""How long the collectives of a step take, and how much of that the model's own work hides.
 
-Owns: the formulas of collectives and what overlaps with what. Must not know: how long the model's own work takes. The
+Owns: the formulas of collectives, and what overlaps with what. Must not know: how long the model's own work takes. The
 assumptions are those of `hpczero.predict.model`.
 """
 
@@ -29,7 +29,7 @@ class Network:
 
         Args:
             shard_nbytes: of one rank.
-            shared: where ranks of a node share memory, they need no copy of it.
+            shared: whether ranks that share memory on a node need no copy of it.
         """
         machine, nodes, local = self._machine, self._nodes, self._local
         if self.job.transport == "flat" and nodes > 1:
@@ -57,7 +57,8 @@ class Network:
     def model_parallel_s(self) -> tuple[float, float]:
         """What slicing each block costs (forward, backward): two all-reduces each.
 
-        With checkpointing also an all-gather of the block's input, which is kept cut (ZeRO paper, sec. 6.1).
+        With checkpointing there is also an all-gather of the block's input, which is kept sharded (ZeRO paper, sec.
+        6.1).
         """
         job, machine, cut = self.job, self._machine, self.job.model_parallel
         if cut == 1:
@@ -71,7 +72,7 @@ class Network:
         return 2 * 2 * one_way, 2 * 2 * one_way + (one_way if job.checkpointing else 0.0)
 
     def exposed(self, block_f: float, block_b: float, head_b: float) -> tuple[float, float]:
-        """(seconds of communication that nothing hides, of all communication) in one step."""
+        """(seconds of communication that nothing hides, seconds of all communication) in one step."""
         job, stage = self.job, self.job.plan.stage
         steps, footprint = job.accumulation, job.footprint
         root, *blocks = job.plan.units
@@ -109,7 +110,7 @@ class Network:
         return seconds
 
     def _inside_s(self, block_nbytes: int, local: int, *, shared: bool) -> float:
-        """Each of ``local`` ranks gives a block to each other."""
+        """Seconds in which each of ``local`` ranks sends a block to each other."""
         if local == 1:
             return 0.0
         if shared and self.job.transport == "window":
@@ -118,7 +119,7 @@ class Network:
         return (local - 1) * (self._machine.node_latency + block_nbytes / rate)
 
     def _flat_s(self, shard_nbytes: int) -> float:
-        """Pairwise over all ranks, whatever the nodes: most partners are on other nodes."""
+        """Seconds of a pairwise exchange over all ranks, as if all partners were on other nodes: most are."""
         machine = self._machine
         far = (self._nodes - 1) * self._local
         seconds = far * (machine.nic_latency + shard_nbytes / machine.rail_rate)
@@ -127,17 +128,17 @@ class Network:
         )
 
     def _agreement_s(self) -> float:
-        """A few bytes of every rank to every rank."""
+        """Seconds to send a few bytes of every rank to every rank."""
         machine = self._machine
         inside = math.ceil(math.log2(max(self._local, 1))) * machine.node_latency
         return inside + math.ceil(math.log2(max(self._nodes, 1))) * machine.nic_latency
 
 
 def _not_hidden(costs: list[tuple[float, float]], compute: float, head_b: float) -> float:
-    """Of (gather, reduction) of the root and of the blocks, in one pass; each block hides that of its neighbour.
+    """Seconds that are not hidden in one pass, from those of (gather, reduction) of the root and of the blocks.
 
-    Nothing runs before the first gathers. In backward the head's own work hides the first block's gather, and nothing
-    hides the last reductions.
+    Each block hides the communication of its neighbour. Nothing runs before the first gathers. In backward the head's
+    own work hides the first block's gather, and nothing hides the last reductions.
     """
     (root_gather, root_reduce), *blocks = costs
     if not blocks:
