@@ -1,8 +1,9 @@
 """Text to batches: corpus (which text), tokenize, tokens (the file), sampler and batches (the order).
 
-Of the token file: tokens (opening one), slabs (reading it), appendix (its digests), tokenwriter, oldtokens.
+The files of the token file are tokens (opening one), slabs (reading it), appendix (its digests), token_writer and
+old_tokens.
 
-Nothing here needs torch or MPI: every function runs on one rank alone and gives equal results on all.
+Nothing here needs torch or MPI. Every function runs on one rank alone and gives equal results on all.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""What follows HDF5's part of a token file: where its slabs lie, a digest of each, and all that is needed beside them.
+"""What follows HDF5's part of a token file: where its slabs lie, a digest of each, and what is needed beside them.
 
-Owns: that form, and refusing what cannot be. Must not know: HDF5, tokenizers, who reads.
-
-    HDF5's part | for each split: (slabs, 2) of <u8, place and digest | description, JSON | last line, ``LINE_NBYTES``
-
-With it a reader needs bytes at offsets and no library; HDF5's own part is for other readers.
+Owns: that form, and refusing an impossible one. Must not know: HDF5, tokenizers, who reads. With it a reader needs
+bytes at offsets and no library; HDF5's own part is for other readers. => With the appendix our reader needs bytes at
+offsets and no library. HDF5's own part is for other readers.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ class SplitPart:
     """One split.
 
     Attributes:
-        dtype: of NumPy, little endian in the file.
-        numel: tokens.
-        slab_numel: tokens of a slab; the last may be short.
-        documents: that end in it.
-        text_nbytes: of text.
+        dtype: NumPy's name of the type, little endian in the file.
+        numel: number of tokens.
+        slab_numel: tokens of a slab; the last slab may be short.
+        documents: number of documents that end in it.
+        text_nbytes: bytes of its text.
         table: digest of the table of its slabs, 16 hexadecimal digits.
     """
 
@@ -58,11 +56,11 @@ class SplitPart:
 
     @property
     def num_slabs(self) -> int:
-        """Slabs."""
+        """Number of slabs."""
         return -(-self.numel // self.slab_numel)
 
     def slab(self, index: int) -> range:
-        """Tokens of one slab."""
+        """Tokens of slab ``index``."""
         start = index * self.slab_numel
         return range(start, min(start + self.slab_numel, self.numel))
 
@@ -73,7 +71,7 @@ class Description:
 
     Attributes:
         tokenizer: JSON of ``tokenize.from_json``.
-        source_sha256: of the text.
+        source_sha256: SHA-256 of the text.
         train, validation: the splits.
     """
 
@@ -88,24 +86,24 @@ class Description:
 
 
 def digest(data: npt.NDArray[Any]) -> int:
-    """Of the bytes of a contiguous array: xxh3, 64 bits."""
+    """Digest of the bytes of a contiguous array: xxh3, 64 bits."""
     return xxhash.xxh3_64_intdigest(data.data)
 
 
 def table_digest(table: Table) -> str:
-    """As a description has it."""
+    """Digest of a table, in the form that a description has."""
     return f"{digest(table):016x}"
 
 
 def to_bytes(start: int, description: Description, tables: Mapping[str, Table]) -> bytes:
-    """The appendix of a file whose part of HDF5 has ``start`` bytes."""
+    """The appendix of a file whose HDF5 part has ``start`` bytes."""
     text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(description)}).encode()
     data = b"".join(tables[name].astype("<u8").tobytes() for name in SPLITS)
     return data + text + _line(start + len(data) + len(text) + LINE_NBYTES, text)
 
 
 def _line(file_nbytes: int, text: bytes) -> bytes:
-    """Ends the file; so that nothing in it is believed unseen, it is compared whole."""
+    """The last line of the file. It is compared whole, so every byte of it is checked."""
     sha256 = hashlib.sha256(text).hexdigest()
     said = f"hpczero tokens 2: {file_nbytes} bytes, described in {len(text)}, sha256 {sha256}"
     return said.encode().ljust(LINE_NBYTES - 1) + b"\n"
@@ -115,7 +113,7 @@ def read(descriptor: int) -> tuple[Description, dict[str, Table]] | None:
     """The appendix of an open file, checked; None if it has none.
 
     Raises:
-        ValueError: it is damaged; says what is.
+        ValueError: it is damaged; the message says how.
         OSError: it cannot be read.
     """
     nbytes = os.fstat(descriptor).st_size
@@ -159,7 +157,10 @@ def _table(descriptor: int, start: int, name: str, part: SplitPart, file_nbytes:
 
 
 def _description(body: object) -> Description:
-    """Raises ValueError where a field is not what it can be, whatever digest the file states."""
+    """A description from its JSON.
+
+    Raises ValueError if a field has an impossible value, whatever digest the file states.
+    """
     fields = body if isinstance(body, dict) else {}
     for name, expected in (("format", FORMAT), ("version", VERSION)):
         if fields.get(name) != expected:

@@ -1,8 +1,8 @@
 """Batches of token sequences, for training and for the held-out split.
 
-Owns: which samples a rank sees in a step. Must not know: MPI, torch, files; ranks come in as numbers. The global
-batch is a list of samples in a fixed order; micro step m of rank r takes one contiguous slice of it, so the list
-itself is the same for every world size. Only the reading of its own slices is left to a rank.
+Owns: which samples a rank sees in a step. Must not know: MPI, torch, files. Ranks are numbers. The global batch is a
+list of samples in a fixed order, the same for every world size. Micro step m of rank r takes one contiguous slice of
+it. A rank reads only its own slices.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Batches:
         seed: Of the order.
 
     Raises:
-        DataError: Fewer than ``seq_len + 1`` tokens.
+        DataError: The split has fewer than ``seq_len + 1`` tokens.
         ConfigError: ``seq_len`` or ``global_batch`` is below 1.
     """
 
@@ -52,8 +52,8 @@ class Batches:
     ) -> tuple[Int64Array, Int64Array]:
         """The part of a step's global batch that one rank computes at once.
 
-        With ``b = global_batch / (world_size * accumulation)`` it is samples ``[i b, (i + 1) b)`` of the global batch,
-        ``i = micro_step * world_size + rank``. Local; equal arguments give equal results on every rank.
+        With ``b = global_batch / (world_size * accumulation)`` and ``i = micro_step * world_size + rank`` it is samples
+        ``[i b, (i + 1) b)`` of the global batch. Not collective; equal arguments give equal results on every rank.
 
         Returns:
             Inputs and targets, int64 (b, seq_len) each; targets are the inputs one token later.
@@ -78,7 +78,7 @@ class EvaluationBatch:
     Attributes:
         x: Inputs, int64 (n, seq_len), n at least 1.
         y: Targets, of the same shape.
-        num_samples: How many of the rows count: n, or 0 where the row is only there so that this rank takes part.
+        num_samples: How many of the rows count: n, or 0 if the one row only lets this rank take part.
     """
 
     x: Int64Array
@@ -89,8 +89,8 @@ class EvaluationBatch:
 class HeldOut:
     """A fixed set of held-out samples, spread evenly over the split.
 
-    The mean loss over the set is ``sum(loss * num_samples) / len(held_out)``, summed over all batches and ranks: a sum,
-    as the mean of batch means would weigh the samples of a smaller last batch more.
+    The mean loss over the set is ``sum(loss * num_samples) / len(held_out)``, summed over all batches and ranks. The
+    mean of batch means would give the samples of a smaller last batch more weight.
 
     Args:
         tokens: The validation split.
@@ -98,7 +98,7 @@ class HeldOut:
         max_samples: Upper bound of the set; None takes every sample of the split.
 
     Raises:
-        DataError: Fewer than ``seq_len + 1`` tokens.
+        DataError: The split has fewer than ``seq_len + 1`` tokens.
         ConfigError: ``seq_len`` or ``max_samples`` is below 1.
     """
 
@@ -115,10 +115,10 @@ class HeldOut:
         return len(self.samples)
 
     def batches(self, *, micro_batch: int, rank: int, world_size: int) -> Iterator[EvaluationBatch]:
-        """This rank's batches; every rank gets equally many, as the forward of a sharded model is collective.
+        """This rank's batches. Every rank gets the same number, because the forward of a sharded model is collective.
 
-        A round hands ``micro_batch`` samples to each rank in turn. Ranks past the end of the set get one row that does
-        not count. Local; equal arguments give equal results.
+        A round gives ``micro_batch`` samples to each rank in turn. Ranks past the end of the set get one row that does
+        not count. Not collective; equal arguments give equal results.
 
         Raises:
             ConfigError: ``micro_batch`` is below 1 or ``rank`` out of range.

@@ -1,7 +1,7 @@
 """Which text to train on.
 
-Owns: finding documents, their order and the hash of them all. Must not know: tokens, splits. A document is a file,
-read in blocks, so that a corpus may be far larger than memory.
+Owns: finding documents, their order and the hash of them all. Must not know: tokens, splits. A document is a file. It
+is read in blocks, so a corpus may be far larger than memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Document:
 
     @classmethod
     def of(cls, path: Path, progress: Progress | None = None) -> Document:
-        """Measure and hash a file; ``progress`` is told as it gets on.
+        """Measure and hash a file; ``progress`` is told how far it is.
 
         Raises:
             DataError: It cannot be read.
@@ -51,10 +51,11 @@ class Document:
         return cls(path, nbytes, digest.digest())
 
     def blocks(self) -> Iterator[bytes]:
-        """The bytes in pieces of about 4 MiB; each but the last ends after a line, or in a line of 4 MiB or more.
+        """The bytes in pieces of about 4 MiB. Each but the last ends after a line, or in a line of 4 MiB or more.
 
         Raises:
-            DataError: The file cannot be read, or has changed since it was hashed; told after the last piece.
+            DataError: The file cannot be read, or has changed since it was hashed. The change is found after the last
+                piece.
         """
         digest, nbytes = hashlib.sha256(), 0
         for block in _blocks(self.path):
@@ -79,11 +80,11 @@ class Corpus:
 
     @classmethod
     def of_paths(cls, paths: Sequence[Path], progress: Progress | None = None) -> Corpus:
-        """Files, and all files below folders, but for empty ones and names that begin with a dot.
+        """Files, and all files below folders, except empty ones and names that begin with a dot.
 
         Args:
             paths: Of files and folders.
-            progress: Told as it gets on.
+            progress: Told how far it is.
 
         Raises:
             DataError: A path is missing, unreadable, or holds no text.
@@ -108,10 +109,10 @@ class Corpus:
 
     @staticmethod
     def check_paths(paths: Sequence[Path]) -> None:
-        """Refuse what ``of_paths`` refuses, as far as one look at each path tells, however large the text is.
+        """Refuse what ``of_paths`` refuses, as far as one look at each path tells. It takes the same time for any size.
 
         Raises:
-            DataError: as ``of_paths``.
+            DataError: As ``of_paths``.
         """
         for path in paths:
             if os.path.isdir(path):
@@ -127,10 +128,10 @@ class Corpus:
 
     @classmethod
     def standard_library(cls, progress: Progress | None = None) -> Corpus:
-        """The sources of this Python's standard library, without its tests: 8 to 12 MB that are always there.
+        """The sources of this Python's standard library, without its tests: 8 to 12 MB.
 
         Args:
-            progress: Told as it gets on.
+            progress: Told how far it is.
 
         Raises:
             DataError: This Python has no source files (some containers ship byte code alone).
@@ -194,7 +195,7 @@ def _no_text(path: Path, num_files: int) -> DataError:
 
 
 def _nbytes(paths: Sequence[Path], progress: Progress) -> int:
-    """Of files as they are now; what is not there counts nothing, reading it says so."""
+    """Bytes of files as they are now. A missing file counts 0; reading it raises."""
     total = 0
     for path in paths:
         progress.advance()
@@ -219,7 +220,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[BinaryIO]:
-    """An open file; what the system refuses is a DataError."""
+    """An open file; an error of the system becomes a DataError."""
     try:
         with open(open_regular(path), "rb") as file:
             yield file
@@ -234,7 +235,7 @@ def _reading(path: Path) -> Iterator[BinaryIO]:
 
 
 def _end_within_line(block: bytes) -> int:
-    """Where a part of a line may end that is too long for memory: after a word, or else after a UTF-8 character."""
+    """Where a part of a line that is too long for memory may end: after a word, or else after a UTF-8 character."""
     end = block.rfind(b" ", len(block) // 2)
     if end > 0:
         return end

@@ -3,16 +3,16 @@
 Owns: the places that GPT-2's pattern guarantees, and words too long to learn from. Must not know: vocabularies, files.
 
 [Note: Where text may be divided]
-The ``tokenizers`` library works on the texts of a batch with as many threads as it finds cores, on each text with one;
-short texts stay in a core's cache and take half the time. So texts are divided for it, where that changes nothing:
-GPT-2's pattern cuts text into words before pairs are merged, no word goes on over whitespace that follows something
-else, nor from a letter or digit to what is neither, and what is to the right of such a place does not look to the left
-of it. So the ids of the parts, one after another, are those of the whole, whatever the number of cores.
+The ``tokenizers`` library works on the texts of a batch with as many threads as it finds cores, and on each text with
+one thread. Short texts stay in a core's cache and take half the time. Texts are therefore divided where that changes no
+id. GPT-2's pattern cuts text into words before pairs are merged. No word goes on over whitespace that follows something
+else, nor from a letter or digit to what is neither. What is to the right of such a place does not look to the left of
+it. The ids of the parts, one after another, are thus those of the whole, for any number of cores.
 
 [Note: Long words]
-What is learned from is a table of distinct words, and each merge takes time in proportion to the words it is in: one
-word of a megabyte takes hours. So words of more than ``text_len`` characters and some are learned from in pieces. They
-are encoded whole: that takes no longer than for short ones.
+Training works on a table of distinct words, and each merge takes time in proportion to the words it is in. One word of
+a megabyte takes hours. Words of a little more than ``text_len`` characters are therefore learned from in pieces. They
+are encoded whole, which takes no longer than for short ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Words = Callable[[str], list[tuple[str, tuple[int, int]]]]
 
 
 def divided(text: str, length: int) -> Iterator[str]:
-    """Parts of ``length`` characters or a few more. See [Note: Where text may be divided]."""
+    """Parts of ``length`` characters or a few more ([Note: Where text may be divided])."""
     start = 0
     while start < len(text):
         found = _PLACE.search(text, start + length - 1)
@@ -44,13 +44,13 @@ def divided(text: str, length: int) -> Iterator[str]:
 def learnable(
     text: str, text_len: int, words: Words, on_long_word: Callable[[], None]
 ) -> Iterator[str]:
-    """Parts whose words are those of ``text``, but for long ones, which come in pieces. See [Note: Long words].
+    """Parts with the words of ``text``, but long words in pieces ([Note: Long words]).
 
     Args:
         text: to learn from.
-        text_len: characters of a part, at least, where there are no long words.
-        words: of a text, with their begin and end in it.
-        on_long_word: called for each that is cut.
+        text_len: least characters of a part, unless words are long.
+        words: gives the words of a text, with their begin and end in it.
+        on_long_word: called for each word that is cut.
     """
     window = text_len + LONG_WORD
     for part in divided(text, text_len):

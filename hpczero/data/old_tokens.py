@@ -1,7 +1,7 @@
 """Token files of version 1, which have no digests: HDF5 and nothing else.
 
-Owns: opening one so that nothing outside of it is read, and that its ids are of the vocabulary. Must not know: how
-newer ones are written. Damage to such a file can mostly not be seen; ``TokenFile.open`` says so.
+Owns: opening one so that nothing outside of it is read, and the check that its ids are of the vocabulary. Must not
+know: how newer ones are written. Most damage to such a file cannot be seen; ``TokenFile.open`` says so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ READ_NUMEL = 2**20
 
 
 class OldSplit:
-    """One split in an open file; reads as ``Slabs`` does."""
+    """One split in an open file, read as ``Slabs`` are."""
 
     fingerprint = b""  # nothing tells of its tokens but their number
 
@@ -61,10 +61,10 @@ class OldSplit:
 
 @contextmanager
 def opened(path: Path) -> Iterator[h5py.File]:
-    """An HDF5 file, closed again if the block fails. What HDF5 raises in the block is an error of the file.
+    """Context: an HDF5 file, closed again if the block fails. What HDF5 raises in the block is an error of the file.
 
     Raises:
-        ValueError: it is no token file of version 1, is damaged, or wants other files to be read.
+        ValueError: it is no token file of version 1, is damaged, or would have other files read.
     """
     import h5py
 
@@ -114,7 +114,7 @@ def _check(file: h5py.File) -> None:
 
 
 def _inside(group: h5py.Group, name: str) -> Any:  # Any: h5py ships no types
-    """A member of ``group`` that lies in this file, under no other name than its own."""
+    """A member of ``group`` that lies in this file and has no other name."""
     import h5py
 
     link = group.get(name, getlink=True)

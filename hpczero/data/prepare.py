@@ -2,9 +2,10 @@
 
 Owns: the held-out split. Must not know: batches, ranks.
 
-[Note: The held-out split] Documents are shuffled by the hash of their contents and laid end to end; the last
-``validation_fraction`` of the bytes is held out. The document at the cut, if any, is divided after a line, so a corpus
-of one file holds out its end. Training never sees a held-out byte, nor does the training of a tokenizer.
+[Note: The held-out split]
+Documents are shuffled by the hash of their contents and laid end to end. The last ``validation_fraction`` of the bytes
+is held out. The document at the cut, if any, is divided after a line, so a corpus of one file holds out its end.
+Training never sees a held-out byte, nor does the training of a tokenizer.
 """
 
 from __future__ import annotations
@@ -59,16 +60,16 @@ def prepare(
 
     Args:
         corpus: The text.
-        out: Replaced if it is a token file, and none of the texts; whatever else is there is refused.
+        out: Replaced if it is a token file and none of the texts. Anything else there is refused.
         tokenizer: "bytes", or "bpe" trained on the training split.
-        vocab_size: Of BPE, the separator included; None means 8192.
+        vocab_size: Size of BPE's vocabulary, the separator included; None means 8192.
         validation_fraction: Share of the bytes to hold out, between 0 and 1.
-        progress: Told as it gets on.
+        progress: Told how far it is.
 
     Raises:
         ConfigError: The fraction or the vocabulary size is out of range, or bytes are given another vocabulary.
-        DataError: The corpus cannot be read, is too small to split, ``out`` is something else than a token file, or
-            cannot be written.
+        DataError: The corpus cannot be read or is too small to split, or ``out`` is not a token file or cannot be
+            written.
     """
     progress = progress or Progress()
 
@@ -154,7 +155,7 @@ def _learnt(corpus: Corpus, cut: int, vocab_size: int, progress: Progress) -> BP
 
 
 def _waited_for(items: Iterator[T], progress: Progress) -> Iterator[T]:
-    """Items that others compute: while they do, processor time is a sign of life."""
+    """Items that others compute. Meanwhile processor time is a sign of life."""
     while True:
         with progress.computing():
             try:
@@ -165,16 +166,16 @@ def _waited_for(items: Iterator[T], progress: Progress) -> Iterator[T]:
 
 
 def seal(path: Path, out: Path | None = None) -> None:
-    """Write the token file ``path``, of a version without digests, anew with them; nothing else changes.
+    """Write the token file ``path``, of a version without digests, again with digests. Nothing else changes.
 
     Args:
-        path: Believed as it is: nobody can tell whether its tokens are those that were written.
-        out: Replaced if it is a token file, refused if it is something else; None replaces ``path`` itself, once the
+        path: Taken as it is: it cannot be known whether its tokens are those that were written.
+        out: Replaced if it is a token file, refused if it is something else. None replaces ``path`` itself, once the
             new file is whole.
 
     Raises:
-        ConfigError: It has digests.
-        DataError: It cannot be read, holds ids that are not of its vocabulary, or ``out`` cannot be written.
+        ConfigError: The file has digests.
+        DataError: It cannot be read or holds ids that are not of its vocabulary, or ``out`` cannot be written.
     """
     with TokenFile.open(path) as old:
         if old.version == VERSION:
@@ -190,10 +191,10 @@ def seal(path: Path, out: Path | None = None) -> None:
 
 
 def default_token_file(cache_dir: Path, progress: Progress | None = None) -> Path:
-    """Token file of the standard library's text, in bytes; made on first use, in about a second.
+    """Token file of the standard library's text, in bytes. The first call makes it, in about a second.
 
-    The name holds the Python version and the hash of the text, so another Python gets another file. Not collective;
-    processes that call it at once on one folder each write a whole file of equal contents.
+    The name holds the Python version and the hash of the text, so another Python gets another file. Not collective.
+    Processes that call it at once on one folder each write a whole file of equal contents.
 
     Raises:
         DataError: This Python ships no sources, or the folder cannot be written.
@@ -206,16 +207,16 @@ def default_token_file(cache_dir: Path, progress: Progress | None = None) -> Pat
 
 
 def names_token_file(options: DataOptions) -> bool:
-    """Whether ``options`` name a token file; otherwise text."""
+    """Whether ``options`` name a token file, not text."""
     return options.path is not None and options.path.endswith((".h5", ".hdf5"))
 
 
 def token_file(options: DataOptions, progress: Progress) -> Path:
-    """Path of the token file that ``options`` mean; text is tokenized on first use. On one rank only.
+    """Path of the token file that ``options`` mean. Text is tokenized on first use. Not collective: rank 0 calls it.
 
     Args:
-        options: of the data.
-        progress: told as it gets on.
+        options: options about data.
+        progress: told how far it is.
     """
     cache = Path(options.cache)
     if options.path is None and options.tokenizer == "bytes":
@@ -239,12 +240,12 @@ class _Piece:
     ends_document: bool
 
     def named(self, error: NotUTF8) -> NotUTF8:
-        """The same with file and place."""
+        """The same error with file and place."""
         return NotUTF8(error.byte, self.offset + error.offset, f"{self.path}: ")
 
 
 def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
-    """Several together, where they are short: documents may be."""
+    """Several pieces together if they are short, as documents may be."""
     batch: list[_Piece] = []
     nbytes = 0
     for piece in pieces:
@@ -272,7 +273,7 @@ def _parts(corpus: Corpus, cut: int, tokenizer: Tokenizer) -> Iterator[_Piece]:
 
 
 def _pieces(corpus: Corpus, cut: int) -> Iterator[_Piece]:
-    """The corpus in order, no piece across the cut. See [Note: The held-out split]."""
+    """The corpus in order, with no piece across the cut ([Note: The held-out split])."""
     position = 0
     for document in corpus.documents:
         path, begin, end = document.path, position, position + document.nbytes
@@ -289,7 +290,10 @@ def _pieces(corpus: Corpus, cut: int) -> Iterator[_Piece]:
 
 
 def _training_length(block: bytes, at: int) -> int:
-    """How much of a block is training text if the cut lies ``at`` bytes after its start, outside of it included."""
+    """Bytes of a block that are training text.
+
+    The cut is ``at`` bytes after the block's start, outside of it included.
+    """
     if not 0 < at < len(block):
         return 0 if at <= 0 else len(block)
     newline = block.find(b"\n", at, -1)

@@ -1,9 +1,8 @@
 """Which sample comes at which position of a run.
 
-Owns: a shuffle without state. Must not know: ranks, batches, files. Position p of a run lies in epoch
-p // num_samples; each epoch is a permutation of all samples, computed element by element from (seed, epoch), so there
-is no list to store, to broadcast or to restore: resuming needs one integer, and the order cannot depend on the world
-size.
+Owns: a shuffle without state. Must not know: ranks, batches, files. Position p of a run lies in epoch p // num_samples.
+Each epoch is a permutation of all samples, computed element by element from (seed, epoch). There is no list to store,
+to broadcast or to restore. Resuming needs one integer, and the order cannot depend on the world size.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _MASK64 = 2**64 - 1
 class Sampler:
     """A permutation of ``range(num_samples)`` per epoch.
 
-    A Feistel network permutes the numbers of 2k bits, the smallest such domain that holds ``num_samples``; a result
+    A Feistel network permutes the numbers of 2k bits, the smallest such domain that holds ``num_samples``. A result
     outside the range is fed in again until it falls inside (cycle walking), which keeps it a permutation.
 
     Args:

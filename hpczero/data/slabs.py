@@ -1,8 +1,7 @@
-"""The tokens of one split, read at offsets; each slab is held against its digest when it is first touched.
+"""The tokens of one split, read at offsets. Each slab is checked against its digest when it is first touched.
 
 Owns: reading, and the two checks: the digest, and that every id is one of the vocabulary. Must not know: HDF5, what the
-tokens mean, batches. A slab that was found sound is not checked again by this reader: from then on only what is asked
-for is read of it.
+tokens mean, batches. This reader does not check a sound slab again: from then on it reads only what is asked for.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ TokenArray: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
 
 class Slabs:
-    """One split in an open file. Not collective; not for several threads at once."""
+    """One split in an open file. Not collective; one thread at a time."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class Slabs:
         """Read and check every slab.
 
         Raises:
-            DataError: as ``read``, at the first that is not sound.
+            DataError: as ``read``, at the first slab that is not sound.
         """
         for index in range(self._part.num_slabs):
             self._checked(index, self._part.slab(index))
@@ -100,10 +99,10 @@ class Slabs:
 
 
 def check_ids(tokens: npt.NDArray[np.integer[Any]], vocab_size: int, what: str) -> None:
-    """Refuse ids that no tokenizer could have meant.
+    """Refuse ids that are not of the vocabulary.
 
     Raises:
-        DataError: names the largest.
+        DataError: the message names the largest.
     """
     if tokens.size and (largest := int(tokens.max())) >= vocab_size:
         raise DataError(

@@ -1,6 +1,6 @@
-"""What a new token file may take the place of: an older one that it is not made of.
+"""What a new token file may replace: an older one that it is not made of.
 
-Owns: telling a token file, sound or damaged, from whatever else lies there. Must not know: how one is read or written.
+Owns: telling a token file, sound or damaged, from anything else. Must not know: how one is read or written.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _WAY_OUT = "nothing was changed; give another name, or take it away yourself"
 
 
 def check_target(path: Path, sources: Iterable[Path] = ()) -> None:
-    """Refuse to write a token file to ``path`` where that would lose something else. A FIFO or device is not opened.
+    """Refuse to write a token file to ``path`` if that would lose something else. A FIFO or device is not opened.
 
     Args:
         path: of the new file.
         sources: files that it is made of.
 
     Raises:
-        DataError: says what is there.
+        DataError: the message says what is there.
     """
     try:
         kind = kind_of(path)
@@ -62,7 +62,7 @@ def _is_among(path: Path, sources: Iterable[Path]) -> bool:
 
 
 def _is_token_file(path: Path) -> bool:
-    """Whether it was written as one: a damaged one is replaced by preparing it again."""
+    """Whether a file was written as a token file. A damaged one is replaced by preparing it again."""
     descriptor = open_regular(path)
     try:
         head = os.pread(descriptor, HEAD_NBYTES, 0)

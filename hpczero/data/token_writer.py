@@ -3,13 +3,14 @@
 Owns: the order of writing, and what HDF5 is given to write to. Must not know: where text comes from, batches, MPI.
 
 [Note: HDF5 never sees a disk that is full]
-HDF5 1.10 crashes the process in the close of a file that it could not write. So it writes to an object of ours that
-keeps the first error, says that all is well, and has us raise it. Nothing that came after is of use then, and the file
-goes.
+HDF5 1.10 crashes the process when it closes a file that it could not write. It therefore writes to an object of ours,
+which keeps the first error and tells HDF5 that all is well. We raise the error afterwards and remove the file, because
+nothing that came after the error is of use.
 
 [Note: Where a chunk lies]
-HDF5 1.10 finds the place of one chunk by walking over all of them: hours for a large file. So the object that HDF5
-writes to tells where it was last told to write, and the slab is read from there again before the place is believed.
+HDF5 1.10 finds the place of one chunk by walking over all of them, which takes hours for a large file. The object that
+HDF5 writes to therefore remembers the place of the last write. The slab is read back from there before the place is
+trusted.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ STALE_S = 3600.0  # since it was last written to: nobody writes it any more
 
 
 class _Disk(io.RawIOBase):
-    """The file as HDF5 sees it. See [Note: HDF5 never sees a disk that is full]."""
+    """The file as HDF5 sees it ([Note: HDF5 never sees a disk that is full])."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -51,7 +52,7 @@ class _Disk(io.RawIOBase):
         self.error: OSError | None = None
 
     def check(self) -> None:
-        """Raises OSError where something could not be written."""
+        """Raise OSError if something could not be written."""
         if self.error is not None:
             raise self.error
 
@@ -119,7 +120,7 @@ class SplitWriter:
         self._text_nbytes = 0
 
     def end_document(self) -> None:
-        """Add the separator."""
+        """Add the separator to end a document."""
         self.append_ids(np.array([self._tokenizer.separator]))
         self._documents += 1
 
@@ -127,7 +128,7 @@ class SplitWriter:
         """Add tokens.
 
         Raises:
-            DataError: ids that are not of the vocabulary.
+            DataError: ids are not of the vocabulary.
             OSError: they cannot be written.
         """
         what = f"/{self._name}/tokens"
@@ -140,12 +141,12 @@ class SplitWriter:
             self._flush(self._pending_numel // SLAB_NUMEL * SLAB_NUMEL)
 
     def count(self, documents: int, text_nbytes: int) -> None:
-        """What ``append_ids`` does not tell."""
+        """Count what ``append_ids`` cannot: documents and bytes of text."""
         self._documents += documents
         self._text_nbytes += text_nbytes
 
     def finish(self) -> tuple[SplitPart, appendix.Table]:
-        """Write what is pending, and the counts; the file is flushed afterwards.
+        """Write what is pending, and the counts. The file is flushed afterwards.
 
         Raises:
             DataError: the split has no token.
@@ -171,7 +172,7 @@ class SplitWriter:
         return part, table
 
     def _flush(self, numel: int) -> None:
-        """Write the first ``numel`` pending tokens: whole slabs, but for the last of all."""
+        """Write the first ``numel`` pending tokens. They are whole slabs, except at the end."""
         if not numel:
             return
         data = np.concatenate(self._pending)
@@ -206,15 +207,15 @@ def create(
 ) -> Iterator[tuple[SplitWriter, SplitWriter]]:
     """Write a token file: yields the writers of the training and the validation split.
 
-    The file is written under a temporary name beside ``path`` and renamed at the end of the block; after an error
-    nothing is left, and what a killed process has left goes an hour later. Several processes may write the same path at
-    once: the last whole file stays.
+    The file is written under a temporary name beside ``path`` and renamed at the end of the block. After an error
+    nothing is left. What a killed process has left is removed an hour later. Several processes may write the same path
+    at once; the last whole file stays.
 
     Args:
         path: Of the file.
         tokenizer: Of its tokens.
         source_sha256: Of the text.
-        check: Raises where ``path`` may not be replaced; called before anything is written, and before the rename.
+        check: Raises if ``path`` may not be replaced. It is called before anything is written, and before the rename.
 
     Raises:
         DataError: The folder cannot be written, or a split has no token.
@@ -260,7 +261,7 @@ def create(
 
 
 def _remove_left_over(path: Path) -> None:
-    """What writers of ``path`` have left that were killed. One that lives writes to its file all the time."""
+    """Remove what killed writers of ``path`` have left. A live one writes to its file all the time."""
     with suppress(
         OSError
     ):  # another removes them too, or may and we may not: of no harm but their size
@@ -272,7 +273,7 @@ def _remove_left_over(path: Path) -> None:
 
 @contextmanager
 def _written_by_hdf5(disk: _Disk) -> Iterator[h5py.File]:
-    """A new HDF5 file; what could not be written is raised as OSError, whatever HDF5 made of it."""
+    """Context: a new HDF5 file. What could not be written is raised as OSError, even if HDF5 raised something else."""
     import h5py
 
     try:

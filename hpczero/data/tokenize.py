@@ -26,7 +26,7 @@ PART_LEN = 2**19  # of one batch: its encodings take some hundred times as much 
 
 
 class NotUTF8(DataError):
-    """A text is not UTF-8. ``byte`` is the first one that is not, ``offset`` where it lies in the text."""
+    """A text is not UTF-8. ``byte`` is the first byte that is not, ``offset`` its place in the text."""
 
     def __init__(self, byte: int, offset: int, where: str = "") -> None:
         self.byte, self.offset = byte, offset
@@ -50,19 +50,19 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: bytes) -> npt.NDArray[np.int64]:
-        """Ids, int64 (n,)."""
+        """Ids of ``text``, int64 (n,)."""
         ...
 
     def encode_all(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.int64]]:
-        """``encode`` of each, on all cores that this thread may use."""
+        """``encode`` of each text, on all cores that this thread may use."""
         ...
 
     def parts(self, text: bytes) -> Iterator[bytes]:
-        """``text`` in pieces of a convenient size; their ids, one after another, are those of the text."""
+        """``text`` in pieces of a convenient size. Their ids, one after another, are those of the text."""
         ...
 
     def decode(self, ids: Sequence[int]) -> bytes:
-        """The text, separators left out."""
+        """The text of ids, without separators."""
         ...
 
     def to_json(self) -> str:
@@ -81,15 +81,15 @@ class ByteTokenizer:
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
 
     def encode_all(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.int64]]:
-        """``encode`` of each."""
+        """``encode`` of each text."""
         return [self.encode(text) for text in texts]
 
     def parts(self, text: bytes) -> Iterator[bytes]:
-        """The text."""
+        """The text itself."""
         yield text
 
     def decode(self, ids: Sequence[int]) -> bytes:
-        """The bytes, separators left out."""
+        """The bytes of ids, without separators."""
         return bytes(index for index in ids if index != self.separator)
 
     def to_json(self) -> str:
@@ -120,13 +120,13 @@ class BPETokenizer:
     ) -> BPETokenizer:
         """Learn merges from UTF-8 texts; a small corpus may yield fewer ids than asked for.
 
-        Words of some thousand characters are learned from in pieces; ``on_long_word`` is called for each, before the
-        next text is asked for. See [Note: Long words] in ``dividing``.
+        Words of some thousand characters are learned from in pieces (dividing.py: [Note: Long words]). ``on_long_word``
+        is called for each, before the next text is asked for.
 
-        Threads of the library ask for the texts. Once they are at their end, nothing is heard of it until it is done.
+        Threads of the library ask for the texts. After the last text the library is silent until it is done.
 
         Raises:
-            ConfigError: ``vocab_size`` does not even hold the bytes and the separator, or more than texts have.
+            ConfigError: ``vocab_size`` is less than the bytes and the separator, or more than the texts have.
             DataError: A text is not UTF-8.
         """
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -160,7 +160,7 @@ class BPETokenizer:
         return cls(model)
 
     def encode(self, text: bytes) -> npt.NDArray[np.int64]:
-        """Ids, int64 (n,).
+        """Ids of ``text``, int64 (n,).
 
         Raises:
             DataError: The text is not UTF-8.
@@ -168,7 +168,7 @@ class BPETokenizer:
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.int64]]:
-        """``encode`` of each, on the cores that the first thread had that used the library.
+        """``encode`` of each text, on the cores of the first thread that used the library.
 
         Raises:
             DataError: A text is not UTF-8.
@@ -182,7 +182,7 @@ class BPETokenizer:
         ]
 
     def parts(self, text: bytes) -> Iterator[bytes]:
-        """Pieces of half a MiB and a little; where a word is longer, as long as that.
+        """Pieces of a little more than half a MiB. A longer word is one piece.
 
         Raises:
             DataError: The text is not UTF-8.
@@ -191,7 +191,7 @@ class BPETokenizer:
             yield part.encode()
 
     def decode(self, ids: Sequence[int]) -> bytes:
-        """The text in UTF-8, separators left out; half a character becomes a replacement character."""
+        """The text of ids in UTF-8, without separators. Half a character becomes a replacement character."""
         return self.model.decode([index for index in ids if index != self.separator]).encode()
 
     def to_json(self) -> str:
@@ -203,7 +203,7 @@ def from_json(text: str) -> Tokenizer:
     """The tokenizer that ``to_json`` described.
 
     Raises:
-        DataError: The text describes none that this version knows.
+        DataError: The text describes no tokenizer that this version knows.
     """
     try:
         description = json.loads(text)
@@ -224,9 +224,9 @@ def from_json(text: str) -> Tokenizer:
 
 
 def same_tokenizer(one: object, other: object) -> bool:
-    """Whether two descriptions are of one tokenizer, also where other versions of a library wrote them.
+    """Whether two descriptions are of one tokenizer, even if other versions of a library wrote them.
 
-    What this version cannot read is no other's.
+    A description that this version cannot read is equal to no other.
     """
     if one == other:
         return True
@@ -237,7 +237,7 @@ def same_tokenizer(one: object, other: object) -> bool:
 
 
 def tokenizer_name(description: object) -> str:
-    """For messages: kind, number of ids and a fingerprint."""
+    """Name for messages: kind, number of ids and a fingerprint."""
     try:
         found = _parsed(description)
     except DataError:

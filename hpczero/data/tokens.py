@@ -1,15 +1,15 @@
 """The token file: token ids of two splits, with all that is needed to read them back as text.
 
-Owns: opening one, whatever its version, and refusing what is none. Must not know: where text comes from, batches, MPI,
-how one is written. A file is HDF5 for any reader, and more for this one (``appendix.py``):
+Owns: opening one of any version, and refusing what is none. Must not know: where text comes from, batches, MPI, how one
+is written. A file is HDF5 for any reader, and has an appendix for this one (``appendix.py``):
 
     /                  format, version, tokenizer (JSON), source_sha256
     /train/tokens      unsigned integers of the smallest size that fits; attributes documents, text_nbytes
     /validation/tokens the same
 
-Every rank opens the file and reads bytes at offsets, never collectively; nothing outside of the file is read, and HDF5
-not at all. The bytes of a token file never change once it has its name; preparing or sealing it again puts a new file
-there, and whoever has the old one open goes on reading that. So no lock is needed.
+Every rank opens the file and reads bytes at offsets, never collectively. Nothing outside of the file is read, and HDF5
+is not used. The bytes of a token file never change once it has its name. Preparing or sealing it again puts a new file
+there, and a reader that has the old one open goes on reading that. No lock is therefore needed.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Split:
     """One row of tokens in an open file; ``split[a:b]`` reads them.
 
     Attributes:
-        documents: that end in it.
-        text_nbytes: of the text.
+        documents: number of documents that end in it.
+        text_nbytes: bytes of the text.
     """
 
     def __init__(self, source: Source, documents: int, text_nbytes: int) -> None:
@@ -79,7 +79,7 @@ class Split:
         return self._source.numel
 
     def __getitem__(self, index: slice) -> TokenArray:
-        """Raises DataError where tokens are damaged, not of the vocabulary, or cannot be read."""
+        """Tokens of a slice. Raises DataError if they are damaged, not of the vocabulary, or cannot be read."""
         start, stop, step = index.indices(len(self))
         if step != 1:
             raise ValueError(f"Split: got a slice with step {step}, expected neighbours")
@@ -89,13 +89,13 @@ class Split:
         """Read and check all tokens.
 
         Raises:
-            DataError: at the first that are damaged, not of the vocabulary, or cannot be read.
+            DataError: at the first tokens that are damaged, not of the vocabulary, or cannot be read.
         """
         self._source.check_all()
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
-        """uint8, uint16 or uint32."""
+        """Type of a token: uint8, uint16 or uint32."""
         return self._source.dtype
 
     @property
@@ -106,7 +106,10 @@ class Split:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text per token: nats per byte = nats per token / bytes per token. Separators count as tokens."""
+        """Bytes of text per token, so that nats per byte = nats per token / bytes per token.
+
+        Separators count as tokens.
+        """
         return self.text_nbytes / len(self)
 
 
@@ -115,9 +118,9 @@ class TokenFile:
 
     Attributes:
         path: as given.
-        version: 1 has no digests: damage to its tokens cannot be seen.
+        version: format of the file. Version 1 has no digests, so damage to its tokens cannot be seen.
         tokenizer: text to tokens and back.
-        source_sha256: of the text it was made of.
+        source_sha256: SHA-256 of the text it was made of.
         train, validation: the splits.
     """
 
@@ -139,7 +142,7 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: Path) -> TokenFile:
-        """Open and check a file; its tokens are checked as they are read.
+        """Open and check a file. Its tokens are checked as they are read.
 
         Raises:
             DataError: It is missing, unreadable, not a token file, of another version, or damaged.
@@ -160,10 +163,10 @@ class TokenFile:
 
     @classmethod
     def open_current(cls, path: Path) -> TokenFile | None:
-        """As ``open``, but None where the file seems to be of version 1: that takes the library of HDF5.
+        """Open a file as ``open`` does; None if it seems to be of version 1, which would need the library of HDF5.
 
         Raises:
-            DataError: as ``open``.
+            DataError: As ``open``.
         """
         try:
             descriptor = open_regular(path)
@@ -228,7 +231,10 @@ class TokenFile:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for files that mean the same, wherever they lie; of version 1, tokens may differ all the same."""
+        """Equal for files that mean the same, wherever they lie.
+
+        Files of version 1 may differ in tokens all the same.
+        """
         tokenizer = hashlib.sha256(self.tokenizer.to_json().encode()).hexdigest()
         splits = f"{self.train.fingerprint} {self.validation.fingerprint}"
         return f"{self.version} {self.source_sha256} {tokenizer} {splits}"
@@ -250,7 +256,7 @@ class TokenFile:
 
 
 def _check_head(descriptor: int) -> None:
-    """Raises ValueError where not even a file of version 1 begins so."""
+    """Raise ValueError if the file does not even begin as one of version 1."""
     head = os.pread(descriptor, len(SIGNATURE) + 1, 0)
     if head[:-1] != SIGNATURE:
         raise ValueError("it is not HDF5")
@@ -260,7 +266,7 @@ def _check_head(descriptor: int) -> None:
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Around what reads a token file: what is wrong with it becomes a DataError."""
+    """Context around reading a token file: what is wrong with it becomes a DataError."""
     try:
         yield
     except (OSError, ValueError) as error:
