@@ -1,6 +1,6 @@
 """hpczero: ZeRO training over MPI for plain torch models.
 
-The public names, nothing else. They are loaded on first use, so that importing the package starts neither MPI nor
+It has the public names and nothing else. They are loaded on first use, so importing the package starts neither MPI nor
 torch.
 """
 

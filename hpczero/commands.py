@@ -1,6 +1,7 @@
 """Console scripts: ``hpczero-train`` is ``python -m hpczero.train``, and so on for every command.
 
-Owns: their names. Must not know: what a command does. Each imports its module when it is called, as ``python -m`` does.
+Owns: their names. Must not know: what a command does. Each script imports its module when it is called, as ``python
+-m`` does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The training command: ``[mpirun -n 4] python -m hpczero.train [run.toml] [--section.key value ...]``.
 
-Owns: the order of things until torch and MPI have started. Must not know: the loop itself, which is ``loop.py``; what
-is refused before it (``precheck.py``), and how a job ends then (``first_seconds.py``).
+Owns: the order of events until torch and MPI have started. Must not know: the loop itself (``loop.py``), what is
+refused before it (``precheck.py``), and how a job ends then (``first_seconds.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpczero.run.stopping.signals import Signals
 
 
 def main() -> int:
-    """Train as the command line says. Collective over the world."""
+    """Train as the command line says. Collective over MPI's world."""
     config = read_run_config(sys.argv[1:])
     model = model_config(config.model)
     environment = Environment.read()
@@ -59,7 +59,7 @@ def model_config(options: ModelOptions) -> GPTConfig:
     """The preset with its overrides; the vocabulary is the preset's until the tokenizer is known.
 
     Raises:
-        ConfigError: unknown preset, or sizes that do not fit together.
+        ConfigError: the preset is unknown, or sizes do not fit together.
     """
     preset = PRESETS.get(options.preset)
     if preset is None:

@@ -289,6 +289,10 @@ class Checkpoints:
 
         Returns:
             The folder they are in now, on rank 0; None if there is nothing to set aside, and on other ranks.
+
+        Raises:
+            CheckpointBusy: another job writes to the folder.
+            CheckpointError: the folder cannot be written.
         """
         topology = self._sharding.topology
         self.wait()

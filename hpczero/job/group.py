@@ -30,6 +30,7 @@ class Group:
         comm: all ranks of the group, in rank order.
         ordered: the same ranks in the order of ``index``.
         node: ranks of this node.
+        rail: ranks with this local rank, one of each node; None if nodes have different numbers of ranks.
         nodes: ranks of every node, nodes in order of their first rank.
         faked: whether ``nodes`` was given rather than found.
         watchdog: ends the job when a call over these ranks does not return. All groups of a topology share it.

@@ -24,7 +24,11 @@ MOST_NAMED = 8
 
 
 class Watchdog:
-    """Watches the calls in progress from a daemon thread, which the first watched call starts."""
+    """Watches the calls in progress from a daemon thread, which the first watched call starts.
+
+    Attributes:
+        timeout_s: seconds one call may take before the job is ended with exit 86; 0 waits for ever.
+    """
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self.rank = rank

@@ -27,7 +27,7 @@ DEFAULT_GLOBAL_BATCH = 12  # 1, 2, 3, 4, 6 and 12 ranks divide it
 
 
 def _require_positive(section: str, options: object, *names: str, most: int = MOST) -> None:
-    """Options that are unset or at least 1."""
+    """Refuse options that are set and below 1."""
     for name in names:
         value = getattr(options, name)
         expected = "at least 1" if value is None or value < 1 else f"at most {most}"
@@ -35,7 +35,7 @@ def _require_positive(section: str, options: object, *names: str, most: int = MO
 
 
 def _require_path(option: str, value: str | None) -> None:
-    """Unset, or what can be the name of a file, and be written into config.toml."""
+    """Refuse what cannot be the name of a file, or cannot be written into config.toml."""
     try:
         if value is not None:
             checked_path(value).encode()
@@ -46,7 +46,7 @@ def _require_path(option: str, value: str | None) -> None:
 
 
 def _require_amount(section: str, options: object, *names: str) -> None:
-    """Options that are 0 or above, and finite."""
+    """Refuse options that are below 0 or not finite."""
     for name in names:
         value = getattr(options, name)
         most = MOST if isinstance(value, int) else sys.float_info.max
@@ -344,9 +344,9 @@ class RunConfig:
     log: LogOptions = field(default_factory=LogOptions)
 
     def pinned(self, global_batch: int) -> RunConfig:
-        """With the global batch spelled out, so that the same options mean the same run on any number of ranks.
+        """The same options with the global batch spelled out, so that they mean the same run on any number of ranks.
 
-        Of a micro batch and an accumulation the micro batch stays: it is what fits into memory.
+        Of a micro batch and an accumulation the micro batch stays, because it is what fits into memory.
         """
         accumulation = None if self.train.micro_batch else self.train.accumulation
         train = dataclasses.replace(

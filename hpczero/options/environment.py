@@ -1,7 +1,4 @@
-"""The environment variables of ours.
-
-Owns: their names, each exactly once, and what they may be. Must not know: MPI, torch, options of commands.
-"""
+"""The environment variables of hpczero."""
 
 from __future__ import annotations
 
@@ -93,10 +90,10 @@ class Environment:
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
-        """From ``variables``, by default those of the process; an empty value counts as unset.
+        """The environment from ``variables``, by default those of the process. An empty value counts as unset.
 
         Raises:
-            ConfigError: a value that cannot be used; names the variable.
+            ConfigError: a value cannot be used; the message names the variable.
         """
         values = os.environ if variables is None else variables
         strict = _switch(values, "HPCZERO_STRICT")

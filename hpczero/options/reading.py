@@ -3,8 +3,8 @@
 Owns: the strictness (unknown names and wrong types are errors that name the place) and what a bad option does to a
 parallel job. Must not know: which options exist, MPI, torch.
 
-Defaults are overridden by the TOML file, and that by the command line. Every rank reads the same input before MPI
-starts and comes to the same verdict, so every rank ends by itself with exit 78.
+The TOML file overrides defaults, and the command line overrides the file. Every rank reads the same input before MPI
+starts and finds the same error, so every rank ends by itself with exit 78.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def read_run_config(args: Sequence[str]) -> RunConfig:
     """Options of the training command: defaults, then ``[run.toml]`` in front, then ``--section.key value``.
 
     Raises:
-        ConfigError: a file or an option that cannot be used.
+        ConfigError: a file or an option cannot be used.
         SystemExit: after ``--help``, with 0.
     """
     default = RunConfig()
@@ -66,7 +66,7 @@ def read_run_config(args: Sequence[str]) -> RunConfig:
 
 
 def _called(prog: str) -> str:
-    """``prog``, or the console script by which the user called it."""
+    """``prog``, or the console script that the user typed."""
     name = Path(sys.argv[0]).name
     return (
         name + prog.partition(name.replace("hpczero-", "hpczero."))[2] if name in SCRIPTS else prog
@@ -76,17 +76,17 @@ def _called(prog: str) -> str:
 def parse_command_line(
     cls: type[T], args: Sequence[str], *, prog: str, description: str, default: T | None = None
 ) -> T:
-    """``args`` as a ``cls`` by tyro; help is printed by the first rank only.
+    """Parse ``args`` into a ``cls`` by tyro. The first rank alone prints help.
 
     Args:
         cls: dataclass whose docstring documents its fields.
         args: without the program's name.
-        prog: how the command is called, for the help text.
+        prog: name of the command, for the help text.
         description: the first lines of the help text.
-        default: values of options not in ``args``; None: the defaults of ``cls``.
+        default: values of options that are not in ``args``; None takes the defaults of ``cls``.
 
     Raises:
-        ConfigError: unknown option, wrong type, or a value that ``cls`` refuses.
+        ConfigError: an option is unknown, has a wrong type, or a value that ``cls`` refuses.
         SystemExit: after ``--help``, with 0.
     """
     # Without a terminal tyro uses no colours, which a launcher's pseudo-terminal would otherwise bring into log files.
@@ -114,10 +114,10 @@ def parse_command_line(
 
 
 def load_toml(path: Path, cls: type[T]) -> T:
-    """The dataclass ``cls`` from a TOML file; what the file leaves out keeps its default.
+    """The dataclass ``cls`` from a TOML file. What the file leaves out keeps its default.
 
     Raises:
-        ConfigError: a file that cannot be read, an unknown name, a wrong type, or a value that ``cls`` refuses.
+        ConfigError: the file cannot be read, or has an unknown name, a wrong type, or a value that ``cls`` refuses.
     """
     try:
         tables = tomllib.loads(read_text(path, TOML_NBYTES).removeprefix(BYTE_ORDER_MARK))
@@ -134,7 +134,7 @@ def load_toml(path: Path, cls: type[T]) -> T:
 
 
 def to_toml(options: object) -> str:
-    """A dataclass of sections as TOML, options that are None left out; ``load_toml`` of it gives an equal object."""
+    """A dataclass of sections as TOML without options that are None. ``load_toml`` of it gives an equal object."""
     lines: list[str] = []
     for section in dataclasses.fields(options):  # type: ignore[arg-type]  # a dataclass by contract
         lines.append(f"[{section.name}]")
@@ -165,7 +165,7 @@ def _from_table(cls: type[T], table: Mapping[str, object], prefix: str) -> T:
 
 
 def _convert(value: object, hint: Any, name: str) -> object:  # Any: a type form has no common type
-    """``value`` if it is what the annotation ``hint`` says."""
+    """``value``, if it has the type that the annotation ``hint`` says; otherwise an error."""
     try:
         checked(value)
     except ValueError as error:
@@ -212,7 +212,7 @@ def _toml_value(value: object) -> str:
 
 
 def _plain(box: str) -> str:
-    """The sentences inside tyro's box, on one line: a log interleaves the lines of ranks."""
+    """The sentences inside tyro's box on one line, because a log interleaves the lines of ranks."""
     rows = (row.strip("│ ") for row in box.splitlines() if row.startswith("│"))
     words = " ".join(";" if row.startswith("─") else row for row in rows)
     said = re.sub(r"\s+", " ", words).replace(" ;", ";") or box.strip()

@@ -1,8 +1,8 @@
 """Values of options as they are typed: which texts are a number, which numbers and texts can be one of an option.
 
-Owns: the rules that the command line and TOML files share, whatever the option. Must not know: which options exist.
-Without them a number of 5,001 digits, a digit of another script or a path that is no text would fail somewhere later,
-each in its own way.
+Owns: the rules that the command line and TOML files share, for any option. Must not know: which options exist. Without
+these rules a number of 5,001 digits, a digit of another script or a path that is no text would fail later, each in its
+own way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def checked(value: object) -> object:
     """``value`` of a TOML file, if it can be one of any option.
 
     Raises:
-        ValueError: a number out of range, or a text that is none.
+        ValueError: a number is out of range, or a text is none.
     """
     if isinstance(value, int) and not -MOST <= value <= MOST:
         raise ValueError(f"expected a whole number of at most {MOST}, got {shown(value)}")
@@ -43,7 +43,11 @@ def checked(value: object) -> object:
 
 
 def checked_text(text: str) -> str:
-    """Raises ValueError where ``text`` is no argument of a command: it has a null character, or does not end."""
+    """``text``, if it can be an argument of a command.
+
+    Raises:
+        ValueError: it has a null character or half a character, or is too long.
+    """
     try:
         nbytes = len(os.fsencode(text))  # bytes that are no UTF-8 are as they were typed
     except UnicodeEncodeError:
@@ -56,7 +60,7 @@ def checked_text(text: str) -> str:
 
 
 def checked_path(text: str) -> str:
-    """Raises ValueError where no file can have this name."""
+    """``text``, if a file can have this name; otherwise raises ValueError."""
     checked_text(text)
     longest = max(len(os.fsencode(name)) for name in text.split("/"))
     if not text or len(os.fsencode(text)) > PATH_NBYTES or longest > NAME_NBYTES:
@@ -67,10 +71,10 @@ def checked_path(text: str) -> str:
 
 
 def whole_number(text: str) -> int:
-    """As ``int``, of ASCII digits and not too many of them.
+    """``int(text)``, if it is of ASCII digits and not too many of them.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not.
     """
     digits = text.strip()
     if _WHOLE.fullmatch(digits) is None or len(digits) > 32 or abs(int(digits)) > MOST:
@@ -79,10 +83,10 @@ def whole_number(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """As ``float``, of ASCII digits and not too many of them.
+    """``float(text)``, if it is of ASCII digits and not too many of them.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not.
     """
     digits = text.strip()
     if len(digits) > 400 or _FLOAT.fullmatch(digits) is None:
@@ -91,7 +95,7 @@ def number(text: str) -> float:
 
 
 def registry() -> tyro.constructors.ConstructorRegistry:
-    """Of the rules, for tyro."""
+    """The rules as tyro takes them."""
     found = tyro.constructors.ConstructorRegistry()
     found.primitive_rule(_bool_rule)
     found.primitive_rule(_rule(int, "INT", whole_number))

@@ -1,8 +1,7 @@
-"""What options and environment variables of ours have in common: values they may take, and how wrong ones are refused.
+"""What options and environment variables have in common: the values they may take, and how wrong ones are refused.
 
 Owns: the names of transports and algorithms, the form of GxL, the text of a refusal. Must not know: options, variables,
-MPI, torch.
-A program that only calls ``zeroify`` comes here and never loads the command line's library.
+MPI, torch. A program that only calls ``zeroify`` needs this file and never loads the command line's library.
 """
 
 from __future__ import annotations
@@ -22,35 +21,35 @@ ALGORITHMS = {
 
 
 def digits(text: str) -> int | None:
-    """The number that ``text`` is, of ASCII digits alone and at most 18; else None. ``isdigit`` takes ² for one."""
+    """The number that ``text`` is, if it is at most 18 ASCII digits; else None. ``isdigit`` would accept ²."""
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 def require(satisfied: bool, option: str, got: object, expected: str) -> None:
-    """Refuse the value of an option unless it is satisfied.
+    """Refuse the value of an option unless the condition holds.
 
     Raises:
-        ConfigError: names the option, what was got and what is expected.
+        ConfigError: the message names the option, what was got and what is expected.
     """
     if not satisfied:
         raise ConfigError(f"{option}: got {shown(got)}, expected {expected}")
 
 
 def check_algorithms(text: str) -> None:
-    """Refuse what says nothing about the algorithms between nodes.
+    """Refuse a text that does not choose algorithms between nodes.
 
     Raises:
-        ConfigError: with what can be said.
+        ConfigError: the message has what can be chosen.
     """
     if text not in ("auto", "measure", "default"):
         named_algorithms(text)
 
 
 def named_algorithms(text: str) -> dict[str, str]:
-    """Algorithm by operation, of ``all_gather=ring,reduce_scatter=pairwise``; either may be left out.
+    """Algorithm by operation, from ``all_gather=ring,reduce_scatter=pairwise``; either may be left out.
 
     Raises:
-        ConfigError: an operation or an algorithm that does not exist.
+        ConfigError: an operation or an algorithm does not exist.
     """
     named = {}
     for part in text.replace(",", " ").split():
@@ -65,10 +64,10 @@ def named_algorithms(text: str) -> dict[str, str]:
 
 
 def parse_nodes(text: str, world_size: int) -> list[int]:
-    """Node of each rank when ``GxL`` nodes of ranks are filled one after the other: 2x2 gives [0, 0, 1, 1].
+    """Node of each rank if ``GxL`` nodes of ranks are filled one after the other: 2x2 gives [0, 0, 1, 1].
 
     Raises:
-        ConfigError: not of this form, or not ``world_size`` ranks.
+        ConfigError: the text does not have this form, or ``world_size`` is another number of ranks.
     """
     num_nodes, local_size = node_shape(text, "nodes")
     if num_nodes * local_size != world_size:
@@ -80,10 +79,10 @@ def parse_nodes(text: str, world_size: int) -> list[int]:
 
 
 def node_shape(text: str, option: str) -> tuple[int, int]:
-    """(nodes, ranks per node) of ``GxL``.
+    """(nodes, ranks per node) from ``GxL``.
 
     Raises:
-        ConfigError: names the ``option`` that has another form.
+        ConfigError: the text has another form; the message names ``option``.
     """
     match = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", text)
     if match is None:

@@ -1,1 +1,1 @@
-"""Preflight: which nodes of this job would hold a training run up? Run ``python -m hpczero.preflight``."""
+"""Preflight: which nodes of this job would slow a training run down? Run ``python -m hpczero.preflight``."""

@@ -56,7 +56,7 @@ class Options:
 
 
 def main() -> int:
-    """Print a line per node and, last, the bad ones as an option of sbatch; 1 if there are any. Collective."""
+    """Print a line per node, then the bad ones as an option of sbatch. Returns 1 if there are any. Collective."""
     options = parse_command_line(
         Options,
         sys.argv[1:],
@@ -99,7 +99,7 @@ def main() -> int:
 
 
 def text(reports: Sequence[NodeReport], found: Sequence[Fault]) -> str:
-    """A line per node, the bad ones first where not all are shown; then what is wrong; then the option."""
+    """A line per node, the bad ones first if not all are shown; then what is wrong; then the option."""
     bad = list(dict.fromkeys(fault.node for fault in found))
     shown = sorted(reports, key=lambda report: report.name not in bad)[:MOST_SHOWN]
     lines = [

@@ -1,6 +1,6 @@
 """What each node is asked to do: count GPUs, write and read files, exchange bytes with every other node.
 
-Owns: the trials. Must not know: what is said of the results. One rank of each node acts; all ranks must call.
+Owns: the trials. Must not know: how results are judged. One rank of each node acts; all ranks must call.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ ASK_LIMIT_S = 60.0
 
 
 def node_name(environment: Mapping[str, str]) -> str:
-    """The name that ``--exclude`` takes: SLURM's, else that of the host without its domain."""
+    """The name that ``--exclude`` takes: SLURM's, else the host's without its domain."""
     return environment.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
 def count_gpus() -> int:
-    """GPUs that the driver shows: a device file stays when its GPU has fallen off the bus."""
+    """Number of GPUs that the driver shows. A device file remains when its GPU has failed."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return len(gpu_devices())
@@ -55,16 +55,16 @@ def count_gpus() -> int:
 def try_files(
     leaders: MPI.Comm, names: list[str], folder: Path, nbytes: int
 ) -> tuple[float, float, str]:
-    """(written MB/s, read MB/s, what went wrong): each node writes, and reads what the next one wrote.
+    """(written MB/s, read MB/s, what went wrong). Each node writes, and reads what the next one wrote.
 
-    The next one's, because its own would come from this node's memory. A file that one node reads wrongly is read by
-    another one, too, so that the reader is not blamed for the writer. Collective over ``leaders``.
+    Its own file would come from its own memory. A file that one node reads wrongly is read by another one, too, so that
+    the reader is not blamed for the writer. Collective over ``leaders``.
 
     Args:
         leaders: one rank of each node.
-        names: of the nodes.
-        folder: on the file system of the run; there already.
-        nbytes: of each node's file.
+        names: names of the nodes.
+        folder: on the file system of the run; it exists.
+        nbytes: bytes of each node's file.
     """
     me = leaders.rank
     written, problem = _write(folder, me, nbytes)
@@ -83,7 +83,7 @@ def try_files(
 
 
 def try_pairs(leaders: MPI.Comm, names: list[str], nbytes: int, most: int) -> dict[str, float]:
-    """MB/s to each other node by its name. Collective over ``leaders``."""
+    """MB/s to each other node, by its name. Collective over ``leaders``."""
     sent, received = np.ones(nbytes, dtype=np.uint8), np.empty(nbytes, dtype=np.uint8)
     found = {}
     for pairs in rounds(leaders.size, most):
@@ -112,12 +112,12 @@ def examine(
     """Reports of all nodes, on every rank. Collective over the topology's world.
 
     Args:
-        topology: of the job.
-        environment: of this process.
+        topology: topology of the job.
+        environment: environment of this process.
         folder: on the file system of the run.
-        file_nbytes: of each node's file.
-        pair_nbytes: of each message between nodes.
-        most_rounds: in which nodes meet; fewer than the nodes leave pairs out.
+        file_nbytes: bytes of each node's file.
+        pair_nbytes: bytes of each message between nodes.
+        most_rounds: most rounds in which nodes meet. With fewer than there are nodes some pairs are left out.
 
     Raises:
         ConfigError: nothing can be written into ``folder``; on every rank.

@@ -15,16 +15,16 @@ FILE_SHARE = 0.25  # the same of a shared file system, which varies more
 
 @dataclass(frozen=True)
 class NodeReport:
-    """One node. Rates are in MB/s, 1e6 bytes; None where nothing was measured.
+    """Results of one node. Rates are in MB/s, 1e6 bytes; None if nothing was measured.
 
     Attributes:
         name: as SLURM and ``--exclude`` know it.
-        ranks: on this node.
-        gpus: that the driver shows.
-        write_mbyte_s: of a file of its own, synced to the file system.
-        read_mbyte_s: of the file that the next node has written.
+        ranks: number of ranks on this node.
+        gpus: number of GPUs that the driver shows.
+        write_mbyte_s: rate of writing a file of its own, synced to the file system.
+        read_mbyte_s: rate of reading the file that the next node has written.
         file_error: what went wrong with either, or empty.
-        pairs: bandwidth to other nodes by name, in both directions at once, each direction counted.
+        pairs: rate to other nodes by name, in both directions at once, each direction counted.
     """
 
     name: str
@@ -37,7 +37,7 @@ class NodeReport:
 
     @property
     def best_pair(self) -> float | None:
-        """A slow partner must not count against a node, so its fastest pair does."""
+        """Rate of its fastest pair: a slow partner must not count against a node."""
         return max(self.pairs.values(), default=None)
 
 
@@ -46,8 +46,8 @@ class Reading:
     """Node ``reader`` reads the file that node ``writer`` wrote; both are numbers.
 
     Attributes:
-        reader: of the file.
-        writer: of the file.
+        reader: the node that reads the file.
+        writer: the node that wrote it.
         error: what is wrong with the file as the reader sees it, or empty.
     """
 
@@ -68,8 +68,8 @@ def faults(reports: Sequence[NodeReport], *, gpus: int | None) -> list[Fault]:
     """Everything that is wrong, node by node.
 
     Args:
-        reports: of all nodes.
-        gpus: that every node must have; None: as many as the best node.
+        reports: reports of all nodes.
+        gpus: number of GPUs that every node must have; None takes that of the best node.
     """
     wanted = max(report.gpus for report in reports) if gpus is None else gpus
     # Of two nodes nobody can tell which one is slow.
@@ -102,7 +102,7 @@ def rounds(nodes: int, most: int) -> list[list[tuple[int, int]]]:
     """Pairs of nodes, disjoint within a round, each pair once in all: every node meets every other.
 
     Args:
-        nodes: how many.
+        nodes: number of nodes.
         most: rounds at most, spread evenly over all of them.
 
     Source: the circle method of round-robin tournaments.
@@ -118,12 +118,12 @@ def rounds(nodes: int, most: int) -> list[list[tuple[int, int]]]:
 
 
 def who_reads_what(wrote: Sequence[bool]) -> list[Reading]:
-    """Each node that has written a file reads that of the next one that has; a node by itself reads its own.
+    """Each node that has written a file reads that of the next one that has. A node by itself reads its own.
 
-    A node that cannot write is bad already: whether it can read says nothing more of it, and less of the writer.
+    A node that cannot write is bad already. Whether it can read would tell nothing more of it, and less of the writer.
 
     Args:
-        wrote: of each node, whether its file is there.
+        wrote: for each node, whether its file exists.
     """
     writers = [node for node, done in enumerate(wrote) if done]
     if len(writers) == 1 < len(wrote):
@@ -135,7 +135,7 @@ def who_reads_what(wrote: Sequence[bool]) -> list[Reading]:
 
 
 def who_reads_again(readings: Sequence[Reading]) -> list[Reading]:
-    """For each file that was read wrongly, a node that has neither written it nor read any wrongly; may be none."""
+    """Readings to repeat: each wrongly read file, by a node that did not write it and has read none wrongly, if any."""
     found = []
     for bad in filter(lambda reading: reading.error, readings):
         sound = (
@@ -153,9 +153,9 @@ def blame(
     """What is wrong, by the number of the node that is to blame for it.
 
     Args:
-        readings: the first ones.
-        again: those of ``who_reads_again``, done.
-        names: of the nodes.
+        readings: the first readings.
+        again: the readings of ``who_reads_again``.
+        names: names of the nodes.
     """
     second = {reading.writer: reading for reading in again}
     texts: dict[int, list[str]] = {}

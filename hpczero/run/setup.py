@@ -44,7 +44,15 @@ from hpczero.run.stopping.signals import Signals
 
 @dataclass(frozen=True)
 class Given:
-    """What a run is given. It is equal on every rank but for the device and the signals."""
+    """What a run is given. It is equal on every rank but for the device and the signals.
+
+    Attributes:
+        config: the options.
+        adapter: the model; its vocabulary is replaced by the tokenizer's.
+        topology: the ranks that train together.
+        accelerator: the device of this rank.
+        signals: those of this process; listening.
+    """
 
     config: RunConfig
     adapter: Adapter

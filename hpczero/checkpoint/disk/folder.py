@@ -230,7 +230,7 @@ class Folder:
         )
 
     def _point(self) -> None:
-        """Have LATEST name the newest checkpoint, or nothing. It is for people, so it never raises."""
+        """Have LATEST name the newest checkpoint, or nothing. Never raises: it is for people."""
         with suppress(ConfigError, CheckpointError):
             found = self.candidates()
             try:
@@ -275,8 +275,8 @@ class Folder:
     def sweep(self) -> None:
         """Finish what a killed job has left. Only for a caller that knows that no other job is saving.
 
-        Checkpoints that it was setting aside go there, or stay if that was not decided. Its unfinished saves go. Its
-        smaller files go once they are old: jobs that ask for the lock make such files, too.
+        Checkpoints that it was setting aside go there, or stay if that was not decided. Its unfinished saves go. So do
+        its small files once they are old: jobs that ask for the lock make such files, too.
 
         Raises:
             CheckpointError: the note of what it was setting aside cannot be read, or this cannot be finished.
@@ -309,7 +309,7 @@ class Folder:
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder. Raises OSError where the system does not say, in every version of Python."""
+    """Whether ``path`` is a folder. Raises OSError if the system does not say, in every version of Python."""
     return kind_of(path) == "a directory"
 
 
@@ -340,10 +340,7 @@ def _order(path: Path) -> tuple[int, bool]:
 
 
 def _is_valid(path: Path) -> bool | None:
-    """Whether manifest and file size are right; None where that cannot be told, today or by this version.
-
-    It cannot be told of a checkpoint either that has another step's name.
-    """
+    """Whether manifest and file size are right; None if this version cannot know, or the name has another step."""
     try:
         if misnamed(path, read_manifest(path)):
             return None

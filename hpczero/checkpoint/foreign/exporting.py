@@ -196,7 +196,12 @@ def _check_room(folder: Path, nbytes: int) -> None:
 
 
 class _Names:
-    """Names of the tensors, and what is said beside their values."""
+    """Names of the tensors, and what is said beside their values.
+
+    Attributes:
+        tied: further names of parameters, each with the name its tensor has.
+        config: content of config.json, for the layout gpt2.
+    """
 
     def __init__(self, stored: Stored, form: Form) -> None:
         """Raises ConfigError where the checkpoint does not fit the layout."""

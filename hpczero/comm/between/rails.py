@@ -25,7 +25,12 @@ from hpczero.plan.footprint import rail_chunk
 
 
 class Rails:
-    """This rank's rail. The other rails of its node do the same at the same time."""
+    """This rank's rail. The other rails of its node do the same at the same time.
+
+    Attributes:
+        comm: one rank of every node, in the order of the nodes; borrowed.
+        selection: which algorithm serves which size.
+    """
 
     def __init__(
         self,
@@ -64,7 +69,11 @@ class Rails:
         self.select(selection)
 
     def select(self, selection: Selection) -> None:
-        """Use other algorithms from now on. Equal on all ranks; not collective."""
+        """Use other algorithms from now on. Equal on all ranks; not collective.
+
+        Raises:
+            ConfigError: an algorithm does not work on this number of nodes.
+        """
         names = {choice.algorithm for choice in (*selection.gathers, *selection.exchanges)}
         for kind in (*GATHERS, *EXCHANGES):
             if kind.name in names and not kind.fits(self.comm.size):

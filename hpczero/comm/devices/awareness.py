@@ -91,7 +91,12 @@ def claim() -> Claim:
 
 
 def environment_claim(variables: Mapping[str, str], libraries: str) -> Claim:
-    """What environment variables and loaded libraries tell of MPICH, MVAPICH and their relatives."""
+    """What environment variables and loaded libraries tell of MPICH, MVAPICH and their relatives.
+
+    Args:
+        variables: the environment.
+        libraries: text of /proc/self/maps.
+    """
     if "libmpi_gtl_cuda" in libraries:
         on = variables.get("MPICH_GPU_SUPPORT_ENABLED") == "1"
         return Claim(on, f"libmpi_gtl_cuda is loaded and MPICH_GPU_SUPPORT_ENABLED is {int(on)}")
