@@ -62,6 +62,11 @@ def test_it_is_the_server_that_runs_plain_jobs() -> None:
         "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
         "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
         "import atexit; atexit.register(print, 'at the end'); print('x' * 100000)",
+        "class A:\n def __del__(self): print('gone', __name__)\na = A(); a.itself = a",
+        "import atexit, torch; atexit.register(lambda: print(torch.ones(2).sum()))",
+        "import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()",
+        "import ctypes; ctypes.CDLL(None).printf(b'by C, without a line end')",
+        "import weakref, torch; t = torch.ones(1); weakref.finalize(t, print, 'finalized')",
         "raise KeyboardInterrupt",
     ],
 )

@@ -10,8 +10,10 @@ anew: see ``forked`` and the marker ``fresh``.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
+import ctypes
 import gc
 import marshal
 import os
@@ -46,6 +48,16 @@ IMPORTED = (
     "tokenizers",
     "safetensors.torch",
     "xxhash",
+    "tomllib",
+    "typeguard",
+    "tyro._backends._tyro_backend",
+    "tyro._backends._tyro_help_formatting",
+    "tyro.constructors._struct_spec_attrs",
+    "tyro.constructors._struct_spec_dataclass",
+    "tyro.constructors._struct_spec_flax",
+    "tyro.constructors._struct_spec_ml_collections",
+    "tyro.constructors._struct_spec_msgspec",
+    "tyro.constructors._struct_spec_pydantic",
 )
 # Read by the C library, Python or torch when a process starts.
 FIXED = (
@@ -66,6 +78,7 @@ LIBRARIES = "LD_LIBRARY_PATH"
 PYTHON = "STANDS_FOR_PYTHON"  # what a job is to take for its interpreter
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)
 POPEN = subprocess.Popen  # a test may put Forked in its place
+KEPT = ("sys", "builtins", "__main__")  # Python itself ends with these
 LIMITS_AT_START = [resource.getrlimit(limit) for limit in LIMITS]
 
 
@@ -162,10 +175,18 @@ class Forked(subprocess.Popen[Any]):
 def serve(path: str, said: int, python: str) -> None:
     """Fork a process for each connection, until stdin ends. In the processes that are forked this does not return."""
     base = dict(os.environ)  # imports add to it
+    shared: list[ModuleType] = []
+    atexit.register(_spare, shared)  # the first, so the last that a job calls
     for name in IMPORTED:
         with contextlib.suppress(ImportError):  # a job that needs it says so better
             __import__(name)
     own = standing()
+    shared += [module for name, module in sys.modules.items() if name not in KEPT]
+    # C calls these last to first: what the job's own libraries have registered, fflush(NULL), and then no destructors
+    # of torch, which are half of a short job's time.
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
+    libc.__cxa_atexit(libc.fflush, None, None)
     gc.collect()
     gc.freeze()
     listener = socket.socket(socket.AF_UNIX)
@@ -253,6 +274,18 @@ def _tell(connection: socket.socket, number: int) -> None:
 
 
 # --- in a job
+
+
+def _spare(shared: list[ModuleType]) -> None:
+    """Keep modules that the server imported from being taken apart at the end, which copies their every page.
+
+    What the job itself has made and imported is taken apart as ever.
+    """
+    found = {id(module) for module in shared}
+    for name, module in list(sys.modules.items()):
+        if id(module) in found:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+            del sys.modules[name]
 
 
 def _become(job: dict[str, Any], files: list[int], python: str) -> NoReturn:

@@ -18,7 +18,7 @@ from hpczero.errors import ConfigError
 from hpczero.options.config import RunConfig
 from hpczero.options.reading import load_toml
 from hpczero.run.results.folder import RunFolder
-from tests.helpers.mpirun import Finished, run_ranks
+from tests.helpers.mpirun import Finished, run_alone
 from tests.helpers.runs import losses, options, steps, train
 
 
@@ -256,7 +256,7 @@ def test_job_that_stood_still_touches_nothing_of_the_one_that_took_over(
 ) -> None:
     before = content(runs / "r")
     _, _, *given = options(runs, **changes)
-    job = run_ranks(1, ["-c", STANDS_STILL, *given], timeout=90)
+    job = run_alone(["-c", STANDS_STILL, *given], timeout=90)
     assert job.returncode == 78, job
     assert "was taken away" in job.stderr, job
     assert content(runs / "r") == before
@@ -279,7 +279,7 @@ run(main)
 
 def test_kill_between_a_commit_and_the_next_line_loses_no_line(tmp_path: Path) -> None:
     _, _, *given = options(tmp_path, train__steps=6, checkpoint__every=4)
-    job = run_ranks(1, ["-c", DIES_AFTER_SAVE, *given], timeout=90)
+    job = run_alone(["-c", DIES_AFTER_SAVE, *given], timeout=90)
     assert job.returncode not in (0, 75, 78), job
     assert steps(tmp_path) == [4]
     assert len(losses(tmp_path)) == 4
