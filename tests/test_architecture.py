@@ -232,6 +232,13 @@ def test_no_file_is_longer_than_can_be_read_at_once(house: House) -> None:
     assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
+def test_no_file_of_tests_is_longer_either() -> None:
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+    assert len(lengths) > 100
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
 def test_nothing_prints() -> None:
     wrong = [
         module.where(node.lineno)

@@ -65,9 +65,12 @@ class Options:
 
 
 def rank_program(
-    folder: Path, until: int, milestone: str, when: int, victim: int, background: bool
+    folder: Path, until: int, every: int, milestone: str, when: int, victim: int, background: bool
 ) -> None:
-    """What a rank runs: train from the newest checkpoint on, and die at the ``when``-th ``milestone``."""
+    """What a rank runs: train from the newest checkpoint on, and die at the ``when``-th ``milestone``.
+
+    It saves ``every`` steps, never with 0.
+    """
     import hpczero
     from tests.checkpoint.programs import Program
 
@@ -101,7 +104,7 @@ def rank_program(
             if topology.is_root:
                 note(folder, {"step": program.step, "loss": loss.hex()})
             checkpoints.check()
-            if program.step % EVERY == 0:
+            if every and program.step % every == 0:
                 checkpoints.save(program.step, program.extra())
     program.close()
     topology.free()
@@ -120,12 +123,13 @@ def run_job(
     when: int,
     victim: int,
     *,
+    every: int = EVERY,
     background: bool = False,
     kill_after_s: float = 0.0,
 ) -> int:
     """One job; its exit code. With ``kill_after_s`` rank 0 is killed so long after training has begun."""
     launch = os.fspath(ROOT / "install" / "launch.sh")
-    arguments = [str(folder), str(until), milestone, str(when), str(victim), str(int(background))]
+    arguments = [folder, until, every, milestone, when, victim, int(background)]
     command = [
         launch,
         str(RANKS),
@@ -133,7 +137,7 @@ def run_job(
         "-m",
         "tests.checkpoint.soak",
         "rank",
-        *arguments,
+        *map(str, arguments),
     ]
     begun = len(notes(folder))
     environment = launch_environment(**BASE)
@@ -210,9 +214,9 @@ def check_losses(folder: Path, reference: Sequence[str]) -> None:
 
 
 def reference_losses(folder: Path, steps: int) -> list[str]:
-    """Of a run nobody kills."""
+    """Of a run nobody kills, and which saves nothing."""
     folder.mkdir()
-    code = run_job(folder, steps, "never", 1, 0)
+    code = run_job(folder, steps, "never", 1, 0, every=0)
     assert code == 0, (folder / "stderr").read_text()
     return [str(n["loss"]) for n in notes(folder) if "loss" in n]
 
@@ -249,7 +253,7 @@ def soak(options: Options, *, steps_per_kill: int = 30) -> str:
             )
             assert code != 0, f"kill {number}: the job ended well"
             if check(folder) + 50 > len(reference):
-                ahead = min(500, 50 + steps_per_kill * (options.kills - number))
+                ahead = min(500, 70 + 8 * (options.kills - number))
                 reference = reference_losses(
                     Path(name) / f"reference{number}", check(folder) + ahead
                 )
@@ -272,8 +276,9 @@ def soak(options: Options, *, steps_per_kill: int = 30) -> str:
 
 def main() -> None:
     if sys.argv[1:2] == ["rank"]:
-        folder, until, milestone, when, victim, background = sys.argv[2:]
-        rank_program(Path(folder), int(until), milestone, int(when), int(victim), background == "1")
+        folder, until, every, milestone, when, victim, background = sys.argv[2:]
+        numbers = int(when), int(victim)
+        rank_program(Path(folder), int(until), int(every), milestone, *numbers, background == "1")
         return
     sys.stdout.write(soak(tyro.cli(Options)) + "\n")
 

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
 import hpczero
-from hpczero.checkpoint.disk.folder import Folder, read_manifest
-from hpczero.checkpoint.disk.lock import Lock
 from hpczero.checkpoint.foreign.converting import convert
-from hpczero.checkpoint.foreign.exporting import Form, export
-from hpczero.checkpoint.foreign.weight_files import WeightFiles, smallest_box
-from hpczero.checkpoint.verify import Verdict, verify
-from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
+from hpczero.errors import CheckpointMismatch, ConfigError
 from tests.checkpoint.foreign import (
-    INDEX,
     on_root,
     once,
     other_state,
     same,
     theirs,
     write,
-    write_sharded,
 )
 from tests.checkpoint.programs import Net, Program, first_ranks
 from tests.helpers.parallel import parallel_assert
@@ -37,147 +28,6 @@ from tests.helpers.small_models import raises_on_all, tiny_gpt, tiny_tokens, zer
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-
-# --- one process -----------------------------------------------------------------------------------------------------
-
-
-@given(shape=st.lists(st.integers(1, 5), max_size=4), data=st.data())
-def test_box_holds_the_range_and_little_more(shape: list[int], data: Any) -> None:
-    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
-    start = data.draw(st.integers(0, tensor.numel() - 1))
-    stop = data.draw(st.integers(start + 1, tensor.numel()))
-    box, skip = smallest_box(tuple(shape), start, stop)
-    part = tensor[box]
-    found = part.reshape(-1)[skip : skip + stop - start]
-    assert torch.equal(found, torch.arange(start, stop))
-    one_row = part.numel() // (box[-1].stop - box[-1].start) if box else 1
-    assert part.numel() < stop - start + 2 * one_row
-
-
-def test_import_that_waited_for_another_is_refused_as_one_that_comes_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both have seen an empty folder."""
-    weights = write(tmp_path, other_state(), "safetensors")
-    out, acquire = tmp_path / "out", Lock.acquire
-
-    def after_another(lock: Lock, patience_s: float = 0.0) -> None:
-        monkeypatch.setattr(Lock, "acquire", acquire)
-        convert(weights, out, step=5)
-        acquire(lock, patience_s)
-
-    monkeypatch.setattr(Lock, "acquire", after_another)
-    with pytest.raises(ConfigError, match="holds checkpoints already"):
-        convert(weights, out, step=7)
-    assert [manifest.step for _, manifest in Folder(out).valid()] == [5]
-
-
-@pytest.mark.parametrize("kind", ["torch", "safetensors", "sharded"])
-def test_any_range_is_read_from_any_file(tmp_path: Path, kind: str) -> None:
-    state = other_state()
-    weights = WeightFiles(write(tmp_path, state, kind))
-    for name, held in weights.items():
-        flat = state[name].reshape(-1)
-        for start in range(0, held.numel, 5):
-            for stop in (start + 1, (start + held.numel + 1) // 2, held.numel):
-                pieces = list(held.pieces(start, max(stop, start)))
-                found = torch.cat(pieces) if pieces else torch.empty(0)
-                assert torch.equal(found, flat[start : max(stop, start)].float()), name
-
-
-def test_files_that_are_not_weights_are_refused(tmp_path: Path) -> None:
-    def refuses(kind: type[Exception], message: str, path: Path, **options: Any) -> None:
-        with pytest.raises(kind, match=message):
-            WeightFiles(path, **options)
-
-    refuses(ConfigError, "no such file", tmp_path / "none.pt")
-    refuses(ConfigError, "no weights there", tmp_path)
-    refuses(ConfigError, "layout: got 'x', expected one of hpczero, gpt2", tmp_path, layout="x")
-    torch.save({"model": {"a": torch.ones(1)}}, tmp_path / "nested.pt")
-    refuses(CheckpointError, "'model' is a dict, expected tensors only", tmp_path / "nested.pt")
-    torch.save({"model": Net()}, tmp_path / "pickle.pt")
-    refuses(CheckpointError, "cannot read it with weights_only=True", tmp_path / "pickle.pt")
-    torch.save([torch.ones(1)], tmp_path / "list.pt")
-    refuses(CheckpointError, "holds a list, expected a state_dict", tmp_path / "list.pt")
-    (tmp_path / "short.safetensors").write_bytes(b"x" * 20)
-    refuses(CheckpointError, "no safetensors file, or damaged", tmp_path / "short.safetensors")
-    (tmp_path / "x.safetensors").write_bytes(b"")
-    refuses(ConfigError, "holds several sets of weights", tmp_path)
-
-
-def test_index_must_fit_its_files(tmp_path: Path) -> None:
-    write_sharded(tmp_path / "w", once(other_state()))
-    index = tmp_path / "w" / INDEX
-    places = json.loads(index.read_text())["weight_map"]
-
-    def refuses(message: str, changed: dict[str, Any]) -> None:
-        index.write_text(json.dumps(changed))
-        with pytest.raises(CheckpointError, match=message):
-            WeightFiles(tmp_path / "w")
-
-    refuses(
-        "'lost' in the index and in no file",
-        {"weight_map": {**places, "lost": places["head.weight"]}},
-    )
-    refuses("1 of its 4 files are not there", {"weight_map": {**places, "a": "b.safetensors"}})
-    refuses("expected files in its own folder", {"weight_map": {"a": "../b.safetensors"}})
-    refuses("has no 'weight_map'", {})
-
-
-def test_checkpoint_of_weights_is_sound_and_exports_the_same(tmp_path: Path) -> None:
-    state = other_state()
-    path = convert(write(tmp_path, state, "torch"), tmp_path / "run", buffers=["mean"])
-    assert path.name == "step-000000000"
-    assert verify(path).verdict is Verdict.SOUND
-    export(path, tmp_path / "out.pt", Form(format="torch"))
-    assert same(torch.load(tmp_path / "out.pt", weights_only=True), state)
-    with pytest.raises(ConfigError, match="holds checkpoints already"):
-        convert(tmp_path / "weights.pt", tmp_path / "run")
-    with pytest.raises(ConfigError, match="cannot tie x to y: there is no such parameter"):
-        convert(tmp_path / "weights.pt", tmp_path / "more", tied={"x": "y"})
-
-
-def test_our_own_export_tells_what_is_tied_and_what_are_buffers(tmp_path: Path) -> None:
-    first = convert(write(tmp_path, other_state(), "torch"), tmp_path / "a", buffers=["mean"])
-    export(first, tmp_path / "out")
-    second = convert(tmp_path / "out", tmp_path / "b")
-    one, other = read_manifest(first), read_manifest(second)
-    assert {row.name for row in one.table.rows} == {row.name for row in other.table.rows}
-    assert sorted(one.meta["buffers"]) == sorted(other.meta["buffers"])
-    assert {r.name for r in other.table.rows if r.tied_to is not None} == {"back.weight"}
-
-
-def test_gpt2_becomes_a_checkpoint_that_exports_the_same(tmp_path: Path) -> None:
-    state = theirs(tiny_gpt())
-    save_file(state, tmp_path / "model.safetensors")
-    path = convert(tmp_path, tmp_path / "run", layout="gpt2")
-    export(path, tmp_path / "out", Form(layout="gpt2", heads=2))
-    found = dict(WeightFiles(tmp_path / "out").items())
-    masks = [name for name in state if name.endswith((".attn.bias", "masked_bias"))]
-    assert {f"transformer.{name}" for name in state if name not in masks} == found.keys()
-    assert all(torch.equal(held.whole(), state[name[12:]]) for name, held in found.items())
-    again = convert(tmp_path / "out", tmp_path / "again", layout="gpt2")
-    assert read_manifest(again).meta["extra"]["model"]["heads"] == 2
-
-
-def test_other_weights_are_no_gpt2(tmp_path: Path) -> None:
-    state = theirs(tiny_gpt())
-    del state["h.1.ln_2.bias"]
-    save_file({**state, "h.0.attn.c_key.weight": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(
-        CheckpointMismatch, match=r"there is no h\.1\.ln_2\.bias; GPT-2 has no h\.0"
-    ):
-        convert(tmp_path, tmp_path / "run", layout="gpt2")
-    config = {"model_type": "gpt2", "activation_function": "relu"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        CheckpointMismatch, match="activation_function is 'relu', expected 'gelu_new'"
-    ):
-        WeightFiles(tmp_path, layout="gpt2")
-
-
-# --- into a model in training ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.mpi

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, product
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.helpers.pairwise import Case, chequered, pairwise, spread
@@ -45,6 +45,7 @@ def test_values_that_are_given_together_are_one_parameter() -> None:
     assert pairwise(table) == list(range(10))
 
 
+@example(0, 1, {1, 4, 5})
 @given(st.integers(0, 2**32), st.integers(1, 40), st.sets(st.sampled_from(STANDARD), min_size=1))
 def test_a_test_runs_on_two_numbers_of_ranks_and_each_case_on_one(
     turn: int, many: int, sizes: set[int]

@@ -48,8 +48,8 @@ IMPORTED = (
     "tokenizers",
     "safetensors.torch",
     "xxhash",
+    "matplotlib.backends.backend_agg",
     "tomllib",
-    "typeguard",
     "tyro._backends._tyro_backend",
     "tyro._backends._tyro_help_formatting",
     "tyro.constructors._struct_spec_attrs",
@@ -78,6 +78,7 @@ LIBRARIES = "LD_LIBRARY_PATH"
 PYTHON = "STANDS_FOR_PYTHON"  # what a job is to take for its interpreter
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)
 POPEN = subprocess.Popen  # a test may put Forked in its place
+LIBC = ctypes.CDLL(None)
 KEPT = ("sys", "builtins", "__main__")  # Python itself ends with these
 LIMITS_AT_START = [resource.getrlimit(limit) for limit in LIMITS]
 
@@ -184,9 +185,8 @@ def serve(path: str, said: int, python: str) -> None:
     shared += [module for name, module in sys.modules.items() if name not in KEPT]
     # C calls these last to first: what the job's own libraries have registered, fflush(NULL), and then no destructors
     # of torch, which are half of a short job's time.
-    libc = ctypes.CDLL(None)
-    libc.on_exit(libc._exit, None)
-    libc.__cxa_atexit(libc.fflush, None, None)
+    LIBC.on_exit(LIBC._exit, None)
+    LIBC.__cxa_atexit(LIBC.fflush, None, None)
     gc.collect()
     gc.freeze()
     listener = socket.socket(socket.AF_UNIX)

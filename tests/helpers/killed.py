@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.helpers.forkserver import BASE
+from tests.helpers.forkserver import server as forkserver
 from tests.helpers.mpirun import ROOT
 from tests.helpers.processes import end_family, family, launch_environment
 
@@ -90,13 +92,14 @@ class Job:
         """Start one; ``words`` are its options, ``die_at``: see ``PROGRAM``."""
         program = [sys.executable, "-c", PROGRAM, str(die_at), json.dumps(dict(environment or {}))]
         launch = [os.fspath(ROOT / "install" / "launch.sh"), str(ranks)]
+        given = launch_environment(**BASE)
         with log.open("w") as output:
             process = subprocess.Popen(
-                [*launch, *program, *words],
+                forkserver.forked((*launch, *program, *words), given),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=launch_environment(PYTHONPATH=os.fspath(ROOT), OMP_NUM_THREADS="1"),
+                env=given,
                 cwd=ROOT,
                 start_new_session=True,
             )

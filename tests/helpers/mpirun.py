@@ -79,6 +79,11 @@ def run_alone(
     return run_command([sys.executable, *args], timeout, {**isolated, **(env or {})})
 
 
+def run_typed(n: int, args: Sequence[str | os.PathLike[str]], timeout: float) -> Finished:
+    """Run ``python args...`` as users do: one rank alone, several by the launcher; the arguments mean the same."""
+    return run_alone(args, timeout) if n == 1 else run_ranks(n, args, timeout)
+
+
 def run_command(
     args: Sequence[str | os.PathLike[str]],
     timeout: float,

@@ -99,6 +99,6 @@ def _two(sizes: Sequence[int], turn: int) -> list[int]:
     homes = [size for size in HOMES if size in sizes] or list(sizes)
     home = homes[turn % len(homes)] if homes else 0
     others = [size for size in sizes if size != home]
-    if home % 2 == 0:
+    if home == 1 or home % 2 == 0:
         others = [size for size in others if size % 2 and size > 1] or others
     return [home, others[turn // 2 % len(others)]] if others else [home] if homes else []

@@ -8,6 +8,7 @@ or without MPI.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -128,6 +129,11 @@ class Ranks:
         if left_out:
             config.hook.pytest_deselected(items=left_out)
             items[:] = kept
+
+    def pytest_collection_finish(self) -> None:
+        """What is imported by now stays: a test that collects garbage need not go through all of torch for it."""
+        gc.collect()
+        gc.freeze()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

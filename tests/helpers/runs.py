@@ -10,7 +10,7 @@ from typing import Any
 
 from hpczero.checkpoint.disk.folder import Folder
 from hpczero.run.results.metrics import read_metrics
-from tests.helpers.mpirun import ROOT, Finished, run_alone, run_ranks
+from tests.helpers.mpirun import ROOT, Finished, run_typed
 
 STEPS = 24
 TINY = {
@@ -38,9 +38,7 @@ def cache() -> Path:
 
 
 def train(folder: Path, ranks: int = 2, **changes: Any) -> Finished:
-    """One run; one rank alone has no launcher, with which others start."""
-    words = options(folder, **changes)
-    return run_alone(words, timeout=90) if ranks == 1 else run_ranks(ranks, words, timeout=90)
+    return run_typed(ranks, options(folder, **changes), timeout=90)
 
 
 def losses(folder: Path, name: str = "r") -> list[float]:

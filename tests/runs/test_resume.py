@@ -21,7 +21,7 @@ from hpczero.checkpoint.disk.format import STATE_FILE
 from tests.checkpoint.programs import state_digests
 from tests.helpers.forkserver import BASE, LAUNCHER
 from tests.helpers.forkserver import server as forkserver
-from tests.helpers.mpirun import ROOT, run_ranks
+from tests.helpers.mpirun import ROOT, run_alone
 from tests.helpers.processes import end_family, launch_environment
 from tests.helpers.runs import losses, options, steps, train
 
@@ -282,7 +282,7 @@ def test_options_of_a_run_that_replaced_another_go_on_with_it_when_they_are_give
     job = train(stopped, ranks=1, train__steps=3, run__overwrite="true")
     assert job.returncode == 0, job
     kept = stopped / "r" / "config.toml"
-    job = run_ranks(1, ["-m", "hpczero.train", kept, "--train.steps", "5"], timeout=90)
+    job = run_alone(["-m", "hpczero.train", kept, "--train.steps", "5"], timeout=90)
     assert job.returncode == 0, job
     assert "step-000000003: step 3" in job.stdout + job.stderr, job
     assert steps(stopped) == [5, 3]

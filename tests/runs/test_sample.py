@@ -13,7 +13,7 @@ from hpczero.data import ByteTokenizer
 from hpczero.errors import CheckpointError, ConfigError
 from hpczero.models import GPT, GPTConfig, generate
 from hpczero.run.results.weights import Weights, write_weights
-from tests.helpers.mpirun import run_ranks
+from tests.helpers.mpirun import run_ranks, run_typed
 
 MODEL = GPTConfig(vocab_size=257, context=16, layers=2, hidden=24, heads=2)
 
@@ -134,7 +134,7 @@ def test_sharded_model_writes_the_text_of_the_dense_model(
     save(model, tmp_path / "model.safetensors")
     options = {"--tokens": 40, "--temperature": 0.7, "--top-k": 9, "--seed": 5, "--stage": stage}
     args = [str(part) for option in options.items() for part in option]
-    done = run_ranks(n, ["-m", "hpczero.sample", tmp_path, "--prompt", "def ", *args], timeout=100)
+    done = run_typed(n, ["-m", "hpczero.sample", tmp_path, "--prompt", "def ", *args], timeout=100)
     assert done.returncode == 0, done
     expected = dense_text(model, b"def ", num_tokens=40, temperature=0.7, top_k=9, seed=5)
     assert len(expected) > 20  # longer than the context of 16 tokens

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from hpczero.options.config import RunConfig
 from hpczero.options.reading import load_toml
 from hpczero.run.results.metrics import StepMetrics, read_metrics
-from tests.helpers.mpirun import Finished, run_ranks
+from tests.helpers.mpirun import Finished, run_ranks, run_typed
 
 LIMIT_S = 100
 STEPS = 30
@@ -46,7 +46,7 @@ def train(n: int, folder: Path, **options: object) -> Finished:
         **given,
     }
     args = [part for name, value in values.items() for part in (f"--{name}", str(value))]
-    return run_ranks(n, ["-m", "hpczero.train", *args], timeout=LIMIT_S)
+    return run_typed(n, ["-m", "hpczero.train", *args], timeout=LIMIT_S)
 
 
 @pytest.fixture(scope="module")

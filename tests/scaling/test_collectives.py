@@ -9,7 +9,7 @@ import pytest
 
 from scaling.collectives.report import draw, groups, text
 from scaling.evidence.record import Row
-from tests.helpers.mpirun import run_ranks
+from tests.helpers.mpirun import run_alone, run_ranks
 
 MIB = 2**20
 SLOWER = (1.0, 3.0, 2.0, 10.0, 1.5, 1.0, 4.0)  # how much the machine was slowed down in each round
@@ -106,6 +106,6 @@ def test_every_algorithm_runs_between_two_nodes_of_two(tmp_path: Path) -> None:
     ],
 )
 def test_bad_options_are_refused(options: list[str], said: str) -> None:
-    done = run_ranks(1, ["-m", "scaling.collectives", *options], timeout=60)
+    done = run_alone(["-m", "scaling.collectives", *options], timeout=60)
     assert done.returncode == 78
     assert said in done.stderr

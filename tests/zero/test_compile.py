@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from hpczero import Topology
 
-SIZES = GPTConfig(vocab_size=101, context=16, layers=3, hidden=24, heads=2)
+SIZES = GPTConfig(vocab_size=101, context=16, layers=2, hidden=24, heads=2)
 
 
 def losses(
