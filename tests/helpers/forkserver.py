@@ -4,8 +4,9 @@ Owns: the server, which forks for each job, and which jobs may be forked. Must n
 
 A job is a process of its own as it would be without: with its arguments, environment, folder, files, cores and signals,
 its own ``__main__``, and neither hpczero nor mpi4py nor h5py imported. A launcher knows the shim (``shim.py``), which
-lives as long. Jobs that look at imports, memory or threads, or that set what is read when a process starts, start
-anew: see ``forked`` and the marker ``fresh``.
+lives as long. At its end a job takes apart what it has made and imported itself, and nothing that it has from the
+server: that took longer than a short job. Jobs that look at imports, memory or threads, or that set what is read when a
+process starts, start anew: see ``forked`` and the marker ``fresh``.
 """
 
 from __future__ import annotations
