@@ -5,6 +5,7 @@ Owns: who holds the lock, and which save is in progress. Must not know: files, d
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -31,11 +32,13 @@ from hpczero.job.topology import Topology
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.zeroify import sharding as sharding_of
 
+Given = Optimizer | Sequence[Optimizer] | None
+
 
 def save(
     directory: str | Path,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Given = None,
     *,
     step: int,
     extra: Mapping[str, Any] | None = None,
@@ -52,7 +55,7 @@ def save(
     Args:
         directory: of all checkpoints of a run; made if it does not exist.
         model: zeroified, between two steps.
-        optimizer: the one it was zeroified with; None takes that one too.
+        optimizer: the one it was zeroified with, or a tuple or list of them; None takes those too.
         step: optimizer steps done.
         extra: numbers, texts, lists and dictionaries that ``load`` gives back, e.g. ``scheduler.state_dict()`` and the
             place in the data. Keys may be numbers, None and texts; tuples come back as lists.
@@ -73,7 +76,7 @@ def save(
         return checkpoints.save(step, extra)
 
 
-def load(directory: str | Path, model: nn.Module, optimizer: Optimizer | None = None) -> Loaded:
+def load(directory: str | Path, model: nn.Module, optimizer: Given = None) -> Loaded:
     """Make ``model`` and its optimizer what they were at a save. Collective over the topology's world.
 
     The number of ranks, the stage, the units and the precision may be others than at the save. Parameters, state and
@@ -83,7 +86,7 @@ def load(directory: str | Path, model: nn.Module, optimizer: Optimizer | None = 
     Args:
         directory: a checkpoint, or the folder of checkpoints or of a run, of which the newest sound one is loaded.
         model: zeroified, of the same parameters.
-        optimizer: the one it was zeroified with; None takes that one too.
+        optimizer: the one it was zeroified with, or a tuple or list of them; None takes those too.
 
     Returns:
         What the checkpoint holds beside the model, ``extra`` among it.
@@ -111,7 +114,7 @@ class Checkpoints:
         self,
         directory: str | Path,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Given = None,
         *,
         keep: int | None = None,
         background: bool = False,
@@ -350,13 +353,22 @@ class Checkpoints:
         self._locked = False
 
 
-def _sharding(model: nn.Module, optimizer: Optimizer | None) -> Sharding:
+def _sharding(model: nn.Module, optimizer: Given) -> Sharding:
     state = sharding_of(model)
-    if optimizer is not None and optimizer is not state.optimizer:
+    if optimizer is None:
+        return state
+    given = optimizer if isinstance(optimizer, (tuple, list)) else (optimizer,)
+    own = list(state.optimizers)
+    if len(given) == len(own) and all(map(operator.is_, given, own)):
+        return state
+    if len(own) < 2:
         raise ConfigError(
             "the optimizer is not the one this model was zeroified with; give that one, or leave it out"
         )
-    return state
+    raise ConfigError(
+        f"got {len(given)} optimizer(s), which are not the {len(own)} that this model was zeroified with "
+        f"({', '.join(state.optimizers.classes)}, in this order); give those, or leave them out"
+    )
 
 
 def _load(path: Path, sharding: Sharding, *, own: bool = False) -> Loaded | None:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of this model and this optimizer, and how they differ.
+"""Whether a checkpoint is of this model and its optimizers, and how they differ.
 
 Owns: what must be equal, and the message that lists the differences. Must not know: files, ranks.
 """
@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hpczero.adapters import gpt2
 from hpczero.checkpoint import streams
-from hpczero.checkpoint.disk.format import NAMED, Manifest, Row, Table
+from hpczero.checkpoint.disk.format import NAMED, SEVERAL, Manifest, Row, Table
 from hpczero.checkpoint.group_options import fits
 from hpczero.errors import CheckpointMismatch
 from hpczero.files.regular import shown
 from hpczero.zero.sharding import Sharding
+from hpczero.zero.update.optimizer_set import OptimizerSet
 
 
 def match_parameters(manifest: Manifest, table: Table, path: Path) -> dict[str, int]:
@@ -100,25 +102,14 @@ def match_optimizer(manifest: Manifest, sharding: Sharding, path: Path) -> dict[
     """Kinds of the optimizer's state; none if either side has no optimizer.
 
     Raises:
-        CheckpointMismatch: the optimizer is another, or has other groups.
+        CheckpointMismatch: the optimizers are others, or have other groups.
     """
-    saved, optimizer = manifest.meta["optimizer"], sharding.optimizer
-    if optimizer is None or saved is None:
+    saved, optimizers = manifest.meta["optimizer"], sharding.optimizers
+    if not len(optimizers) or saved is None:
         return {}
-    mine, theirs = type(optimizer).__name__, saved["class"]
-    if mine != theirs:
-        raise CheckpointMismatch(
-            f"{path}: holds the state of {theirs}, and the optimizer is {mine}; use the one it was saved from"
-        )
-    if len(saved["groups"]) != len(optimizer.param_groups):
-        raise CheckpointMismatch(
-            f"{path}: has {len(saved['groups'])} groups of parameters, and the optimizer "
-            f"{len(optimizer.param_groups)}; make the same groups"
-        )
+    _match_classes(saved, optimizers, path)
     _match_groups(manifest, sharding, path)
-    for place, (group, options) in enumerate(
-        zip(optimizer.param_groups, saved["groups"], strict=True)
-    ):
+    for place, (group, options) in enumerate(zip(optimizers.groups, saved["groups"], strict=True)):
         for name, value in options.items():
             if not fits(value, group.get(name)):
                 raise CheckpointMismatch(
@@ -126,6 +117,32 @@ def match_optimizer(manifest: Manifest, sharding: Sharding, path: Path) -> dict[
                     "the optimizer; use the one it was saved from"
                 )
     return dict(saved["kinds"])
+
+
+def _match_classes(saved: Mapping[str, Any], optimizers: OptimizerSet, path: Path) -> None:
+    """Refuse another number of optimizers, other classes, and other numbers of groups."""
+    theirs = saved.get(SEVERAL, [[saved["class"], len(saved["groups"])]])
+    mine = [[type(each).__name__, len(each.param_groups)] for each in optimizers]
+    if len(theirs) == len(mine) == 1 and theirs[0][0] != mine[0][0]:
+        raise CheckpointMismatch(
+            f"{path}: holds the state of {theirs[0][0]}, and the optimizer is {mine[0][0]}; use the one it was saved "
+            "from"
+        )
+    if [name for name, _ in theirs] != [name for name, _ in mine]:
+        raise CheckpointMismatch(
+            f"{path}: holds the state of {_counted(theirs)}, and the model was zeroified with {_counted(mine)}; use "
+            "those it was saved from, in the same order"
+        )
+    for place, ((_, count), (_, here)) in enumerate(zip(theirs, mine, strict=True)):
+        if count != here:
+            raise CheckpointMismatch(
+                f"{path}: has {count} groups of parameters, and {optimizers.name(place)} {here}; make the same groups"
+            )
+
+
+def _counted(optimizers: Sequence[Sequence[Any]]) -> str:
+    names = ", ".join(name for name, _ in optimizers)
+    return f"{len(optimizers)} optimizer(s) ({names})"
 
 
 def _match_groups(manifest: Manifest, sharding: Sharding, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What of a zeroified model and its optimizer goes into a checkpoint, and where."""
+"""What of a zeroified model and its optimizers goes into a checkpoint, and where."""
 
 from __future__ import annotations
 
@@ -112,10 +112,14 @@ class Inventory:
                 owned[begin : begin + count] = values[start : start + count]
             yield unit, owned
 
-    # --- optimizer -----------------------------------------------------------------------------------------------
+    # --- optimizers ----------------------------------------------------------------------------------------------
+
+    def _state_of(self, unit: Unit, position: int) -> MutableMapping[Any, Any]:
+        """The state of the optimizer that has the parameter in this slot, by shards."""
+        return self._sharding.optimizers.of_group(unit.spec.groups[position]).state
 
     def state_kinds(self) -> dict[str, str]:
-        """For each key of the optimizer's state on this rank: ``elements``, or the type of its scalar.
+        """For each key of the optimizers' state on this rank: ``elements``, or the type of its scalar.
 
         Raises:
             CheckpointError: a state is neither fp32 with the parameter's shape nor one number.
@@ -133,18 +137,15 @@ class Inventory:
 
     def _states(self) -> Iterator[tuple[Row, Mapping[str, Any], int]]:
         """Row, state and elements of every part of a trainable parameter that this rank owns."""
-        optimizer = self._sharding.optimizer
         for unit in self._sharding.units:
-            if optimizer is None or not unit.spec.trainable:
+            if not unit.spec.trainable:
                 continue
             for position, shard in unit.owned_shards():
                 row = self._places[unit.spec.layout.slots[position].name]
-                yield row, optimizer.state.get(shard, {}), shard.numel()
+                yield row, self._state_of(unit, position).get(shard, {}), shard.numel()
 
     def elements(self, key: str) -> Tensor:
         """(elements of ``held_trainable``,) fp32 copy of one elementwise state; zero where there is none yet."""
-        optimizer = self._sharding.optimizer
-        assert optimizer is not None, "it has states"
         found: dict[int, Tensor] = {}
         for unit in self._sharding.units:
             if not unit.spec.trainable:
@@ -153,7 +154,7 @@ class Inventory:
             for position, shard in unit.owned_shards():
                 slot = layout.slots[position]
                 place = self._places[slot.name].offset + layout.overlap(index, slot.name).start
-                value = optimizer.state.get(shard, {}).get(key)
+                value = self._state_of(unit, position).get(shard, {}).get(key)
                 found[place] = torch.zeros(shard.numel()) if value is None else value.detach().cpu()
         parts = [found[place].reshape(-1) for place in sorted(found)]
         return torch.cat(parts) if parts else torch.empty(0)
@@ -177,26 +178,22 @@ class Inventory:
         kinds: Mapping[str, str],
         present: Mapping[str, Mapping[str, Scalar | None]],
     ) -> None:
-        """Give the optimizer its state. Collective over world.
+        """Give the optimizers their state. Collective over world.
 
         Args:
             elements: for each elementwise key, (elements of ``held_trainable``,); empty afterwards.
-            kinds: of all keys, in the order in which the optimizer made them.
+            kinds: of all keys, in the order in which the optimizers made them.
             present: for each key, the parameters that have it, with the number of a scalar.
         """
-        optimizer = self._sharding.optimizer
-        assert optimizer is not None, "asked for by the caller"
-        parted = self._sharding.step.parted
-        assert parted is not None, "attached"
-        parted.forget()
-        for unit in self._sharding.units:
-            if unit.spec.trainable:
-                for shard in unit.shards:
-                    optimizer.state.pop(shard, None)
+        self._sharding.step.forget_state()
+        trained = [unit for unit in self._sharding.units if unit.spec.trainable]
+        for unit in trained:
+            for position, shard in zip(unit.optimized.slots, unit.shards, strict=True):
+                self._state_of(unit, position).pop(shard, None)
         # Steps are counted where the update is computed, as torch's own load_state_dict has it.
         on_device = {
             id(shard)
-            for group in optimizer.param_groups
+            for group in self._sharding.optimizers.groups
             if group.get("fused") or group.get("capturable")
             for shard in group["params"]
         }
@@ -204,24 +201,23 @@ class Inventory:
             if kind == "elements":
                 # Gone with the last unit, so that no more than one key is there twice.
                 for unit, owned in self._by_unit(elements.pop(key), trainable=True):
-                    names = [
-                        unit.spec.layout.slots[position].name for position in unit.optimized.slots
-                    ]
                     replicated = unit.replicated(owned)
-                    for name, (shard, value) in zip(names, replicated, strict=True):
-                        if name in present[key]:
-                            optimizer.state[shard][key] = value.to(shard.device, copy=True)
+                    for position, (shard, value) in zip(
+                        unit.optimized.slots, replicated, strict=True
+                    ):
+                        if unit.spec.layout.slots[position].name in present[key]:
+                            held = self._state_of(unit, position)[shard]
+                            held[key] = value.to(shard.device, copy=True)
                 continue
-            for unit in self._sharding.units:
-                if unit.spec.trainable:
-                    for position, shard in zip(unit.optimized.slots, unit.shards, strict=True):
-                        name = unit.spec.layout.slots[position].name
-                        if name in present[key]:
-                            number = _scalar(kind, present[key][name])
-                            if isinstance(number, Tensor) and id(shard) in on_device:
-                                number = number.to(shard.device)
-                            optimizer.state[shard][key] = number
-        parted.adopt()
+            for unit in trained:
+                for position, shard in zip(unit.optimized.slots, unit.shards, strict=True):
+                    name = unit.spec.layout.slots[position].name
+                    if name in present[key]:
+                        number = _scalar(kind, present[key][name])
+                        if isinstance(number, Tensor) and id(shard) in on_device:
+                            number = number.to(shard.device)
+                        self._state_of(unit, position)[shard][key] = number
+        self._sharding.step.adopt_state()
 
 
 def _kind(key: str, value: Any, numel: int) -> str | None:

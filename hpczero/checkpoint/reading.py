@@ -169,7 +169,7 @@ def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
         inventory.check_range(values, path)
     inventory.set_values(values)
     del values  # room for the optimizer's
-    if sharding.optimizer is not None and manifest.meta["optimizer"] is not None:
+    if len(sharding.optimizers) and manifest.meta["optimizer"] is not None:
         names = [row.name for row in manifest.table.owners if not row.frozen]
         mine = renamed(inventory.table, manifest.table)
         present = {
@@ -178,7 +178,7 @@ def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
         }
         inventory.set_optimizer(elements, keys, present)
         _set_options(sharding, manifest.meta["optimizer"]["groups"])
-    elif sharding.optimizer is not None:
+    elif len(sharding.optimizers):
         sharding.advice.about_fresh_state(path)
     _set_buffers(sharding, manifest, buffers)
     _set_streams(topology, manifest, rng)
@@ -225,9 +225,7 @@ def _runs(
 
 
 def _set_options(sharding: Sharding, groups: Sequence[Mapping[str, Any]]) -> None:
-    optimizer = sharding.optimizer
-    assert optimizer is not None, "asked for by the caller"
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+    for group, saved in zip(sharding.optimizers.groups, groups, strict=True):
         for name, value in saved.items():
             current = group.get(name)
             if name == "param_names":  # of another rank, in a checkpoint of an older version

@@ -17,7 +17,16 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpczero.checkpoint import streams
-from hpczero.checkpoint.disk.format import BUFFERS, MASTER, RNG, SLAB_NBYTES, STATE, Dataset, Table
+from hpczero.checkpoint.disk.format import (
+    BUFFERS,
+    MASTER,
+    RNG,
+    SEVERAL,
+    SLAB_NBYTES,
+    STATE,
+    Dataset,
+    Table,
+)
 from hpczero.checkpoint.disk.json_keys import Unfit, extra_fields
 from hpczero.checkpoint.disk.manifest_form import MOST, is_text
 from hpczero.checkpoint.group_options import options_of
@@ -212,9 +221,9 @@ def _merge_kinds(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
 def _optimizer(
     sharding: Sharding, kinds: Mapping[str, str], scalars: Sequence[Mapping[str, Any]], table: Table
 ) -> dict[str, Any] | None:
-    """Class, options and numbers of the optimizer; on world rank 0 only."""
-    optimizer = sharding.optimizer
-    if optimizer is None:
+    """Class, options and numbers of all optimizers together; on world rank 0 only."""
+    optimizers = sharding.optimizers
+    if not len(optimizers):
         return None
     present: dict[str, dict[str, Any]] = {key: {} for key in kinds}
     for rank, keys in enumerate(scalars):
@@ -226,13 +235,20 @@ def _optimizer(
                         f"{present[key][name]!r}; ranks have made different steps"
                     )
     groups = []
-    for place, group in enumerate(optimizer.param_groups):
+    for place, group in enumerate(optimizers.groups):
         kept, left = options_of(group, place)
         groups.append(kept)
         for name, kind in left.items():
             sharding.advice.about_option(name, kind, place)
+    counts = [len(optimizer.param_groups) for optimizer in optimizers]
+    several = (
+        {}
+        if len(counts) == 1
+        else {SEVERAL: [list(pair) for pair in zip(optimizers.classes, counts, strict=True)]}
+    )
     return {
-        "class": type(optimizer).__name__,
+        "class": ", ".join(optimizers.classes),
+        **several,
         "groups": groups,
         "kinds": dict(kinds),
         "present": {key: compact(values, table) for key, values in present.items()},

@@ -1,4 +1,4 @@
-"""Attachment: whether the model and the optimizer still hold what was sharded, and nothing else.
+"""Attachment: whether the model and its optimizers still hold what was sharded, and nothing else.
 
 Owns: the refusal of parameters that came later. Must not know: buffers, values, what a step does.
 
@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import nn
-from torch.optim import Optimizer
 
 from hpczero.errors import StepError
 from hpczero.zero.units.module_buffers import modules_of
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizer_state import OptimizerState
+from hpczero.zero.update.stepper import Stepper
 
 
 class Attachment:
-    """Of one model and its optimizer.
+    """Of one model and its optimizers.
 
     Attributes:
         modules: modules of the model, as ``check`` found them last.
@@ -39,13 +39,11 @@ class Attachment:
         self._rank = rank
         # Ids stay theirs: units keep the tensors.
         self._parameters = {id(p) for unit in units for p in unit.parameters}
-        self._shards = {id(shard) for unit in units for shard in unit.shards}
-        self._optimizer: Optimizer | None = None
-        self._state: OptimizerState | None = None
+        self._watched: list[tuple[Stepper, OptimizerState, set[int]]] = []
 
-    def watch(self, optimizer: Optimizer, state: OptimizerState) -> None:
-        """Check the optimizer too from now on. It has been pointed at the shards."""
-        self._optimizer, self._state = optimizer, state
+    def watch(self, stepper: Stepper, state: OptimizerState) -> None:
+        """Check this optimizer too from now on."""
+        self._watched.append((stepper, state, {id(shard) for shard in stepper.shards}))
 
     def check(self) -> None:
         """Refuse parameters that came after ``zeroify``. No unit would reduce their gradients, and ranks would differ.
@@ -59,18 +57,16 @@ class Attachment:
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) not in known:
                     self._refuse_parameter()
-        if self._optimizer is None or self._state is None:
-            return
-        shards = self._shards
-        for index, group in enumerate(self._optimizer.param_groups):
-            foreign = sum(id(parameter) not in shards for parameter in group["params"])
-            if foreign:
-                raise StepError(
-                    f"rank {self._rank}: group {index} of the optimizer has {foreign} parameter(s) put in "
-                    "after zeroify (add_param_group?), whose gradients nobody would reduce; make all groups before "
-                    "zeroify"
-                )
-        self._state.check(shards)
+        for stepper, state, shards in self._watched:
+            for index, group in enumerate(stepper.optimizer.param_groups):
+                foreign = sum(id(parameter) not in shards for parameter in group["params"])
+                if foreign:
+                    raise StepError(
+                        f"rank {self._rank}: group {index} of {stepper.name} has {foreign} parameter(s) put in "
+                        "after zeroify (add_param_group?), whose gradients nobody would reduce; make all groups before "
+                        "zeroify"
+                    )
+            state.check(shards)
 
     def _refuse_parameter(self) -> None:
         for name, parameter in self._model.named_parameters():

@@ -34,7 +34,7 @@ def check_modules(model: nn.Module, precision: Precision, *, trains: bool) -> No
         if is_guarded(parameter):
             raise PlanError(
                 f"parameter {name!r} belongs to a model that was zeroified already. Two models that share a module: "
-                "zeroify one module that holds both (nn.ModuleDict), with one optimizer. A part of a model: zeroify "
+                "zeroify one module that holds both (nn.ModuleDict), with all optimizers. A part of a model: zeroify "
                 "the whole alone. To begin anew: hpczero.release(the other model), and build this one again"
             )
         _check_lazy(name, parameter)

@@ -6,7 +6,7 @@ on modules, autograd, gradients' reduction, buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -113,15 +113,23 @@ class Residence:
             if not before:
                 self._reshard()
 
-    def end_step(self) -> None:
+    def end_step(self, units: Collection[Unit] | None = None) -> list[Unit]:
         """Reshard whatever was kept, because values are about to change.
 
         A backward that has not come no longer matters.
+
+        Args:
+            units: whose values change; None: all.
+
+        Returns:
+            Those of them that were kept.
         """
-        for unit in self.kept.clear():
+        ended = self.kept.clear(units)
+        for unit in ended:
             unit.reshard()
         if self._stays:
             self._reshard()
+        return ended
 
     def reset(self) -> None:
         """Forget an interrupted forward or backward, and reshard all units."""

@@ -7,6 +7,7 @@ inside.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,16 @@ from hpczero.zero.calls.advice import Advice
 from hpczero.zero.calls.casting import Casting
 from hpczero.zero.calls.seal import Seal
 from hpczero.zero.calls.surroundings import Surroundings
-from hpczero.zero.calls.untraced import untraced
 from hpczero.zero.schedule import Schedule
 from hpczero.zero.shared_buffers import SharedBuffers
 from hpczero.zero.units.reducer import ExactReducer
 from hpczero.zero.units.seen_gradient import Sight, SlotGradient
 from hpczero.zero.units.unit import Unit
+from hpczero.zero.update.optimizer_set import OptimizerSet
 from hpczero.zero.update.optimizer_state import OptimizerState
-from hpczero.zero.update.optimizers import repoint
+from hpczero.zero.update.stepper import point_at_shards
 from hpczero.zero.update.update import ModelSide, Step
+from hpczero.zero.zeroing import Zeroing
 
 KEY = "_hpczero_sharding"
 
@@ -41,7 +43,8 @@ class Sharding:
     """What stands behind a zeroified model.
 
     Attributes:
-        model, optimizer: as passed to ``zeroify``; optimizer None for inference.
+        model: as passed to ``zeroify``.
+        optimizers: as passed to ``zeroify``; empty for inference.
         topology, plan, precision: the decisions.
         collectives: the transport, with ``stats``.
         units: in plan order.
@@ -56,7 +59,7 @@ class Sharding:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        optimizers: OptimizerSet,
         plan: Plan,
         topology: Topology,
         collectives: Collectives,
@@ -67,14 +70,14 @@ class Sharding:
 
         Args:
             model: checked, its parameters still its own.
-            optimizer: over the model's parameters, not yet over shards; None for inference.
+            optimizers: over the model's parameters, not yet over shards; none for inference.
             plan: the units.
             topology: the ranks that train together.
             collectives: over its shard group; closed by ``detach``.
             owns_topology: ``detach`` also frees ``topology``.
         """
         self.model = model
-        self.optimizer = optimizer
+        self.optimizers = optimizers
         self.plan = plan
         self.precision = plan.precision
         self.topology = topology
@@ -121,7 +124,16 @@ class Sharding:
         self.registered: list[tuple[nn.Module, str, Any]] = []
         self.surroundings: Surroundings | None = None
         self._seal: Seal | None = None
-        self._optimizer_state: OptimizerState | None = None
+        self._optimizer_states: list[OptimizerState] = []
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The one that was passed to ``zeroify``; None for inference.
+
+        Raises:
+            PlanError: there are several, see ``optimizers``.
+        """
+        return self.optimizers.alone
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -145,16 +157,15 @@ class Sharding:
 
     def optimizer_nbytes(self) -> int:
         """Bytes of optimizer state this rank holds, scalars per parameter left out."""
-        if self.optimizer is None:
-            return 0
-        states = itertools.chain.from_iterable(s.values() for s in self.optimizer.state.values())
+        of_shards = (state for each in self.optimizers for state in each.state.values())
+        states = itertools.chain.from_iterable(state.values() for state in of_shards)
         return sum(
             t.numel() * t.element_size() for t in states if isinstance(t, Tensor) and t.dim()
         )
 
     def attach(self) -> None:
-        """Hook into the model and the optimizer, after the units are filled."""
-        model, optimizer = self.model, self.optimizer
+        """Hook into the model and the optimizers, after the units are filled."""
+        model = self.model
         self.advice.attach()
         modules = dict(model.named_modules(remove_duplicate=False))
         self.casting = Casting(
@@ -178,25 +189,29 @@ class Sharding:
         self.surroundings = Surroundings(model, hooked.values())
         self._seal = Seal(hooked)
         model.__dict__[KEY] = self
-        model.__dict__["zero_grad"] = self._zero_grad
-        if optimizer is not None:
-            shards: dict[int, list[tuple[nn.Parameter, nn.Parameter]]] = {}
-            for unit in self.units:
-                for shard, position in zip(unit.shards, unit.optimized.slots, strict=True):
-                    pair = (unit.parameters[position], shard)
-                    shards.setdefault(unit.spec.groups[position], []).append(pair)
-            repoint(optimizer, shards)
-            self.step.attach(optimizer)
-            assert self.step.parted is not None, "attached"
-            self._optimizer_state = OptimizerState(
+        zeroing = Zeroing(
+            self.units,
+            self.schedule,
+            self.step,
+            next_part=lambda: self.next_part,
+            begin_anew=lambda: setattr(self, "next_part", None),
+        )
+        model.__dict__["zero_grad"] = zeroing.all
+        point_at_shards(self.optimizers, self.units)
+        self.step.attach(self.optimizers)
+        for stepper in self.step.steppers:
+            optimizer = stepper.optimizer
+            state = OptimizerState(
                 optimizer,
                 self.topology,
                 self.plan,
                 self.advice,
-                loaded=self.step.parted.adopt,
+                place=(stepper.index, len(self.optimizers)),
+                loaded=stepper.parted.adopt,
             )
-            self.attachment.watch(optimizer, self._optimizer_state)
-            optimizer.__dict__["zero_grad"] = self._zero_grad
+            self._optimizer_states.append(state)
+            self.attachment.watch(stepper, state)
+            optimizer.__dict__["zero_grad"] = zeroing.of(stepper)
 
     def _show_gradients(self, unit: Unit) -> None:
         """Let ``parameter.grad`` stand for what lies in shards; see SeenGradient."""
@@ -229,9 +244,10 @@ class Sharding:
             unit.optimized.check_seen()
             unit.whole.check_values()
 
-    def _before_update(self) -> None:
-        if self.schedule is not None and not self.schedule.backward.runs:
-            self.schedule.residence.end_step()
+    def _before_update(self, units: Collection[Unit]) -> list[Unit]:
+        if self.schedule is None or self.schedule.backward.runs:
+            return []
+        return self.schedule.residence.end_step(units)
 
     def _gradient_factor(self) -> float:
         """Mean over ranks and micro-batches, loss scale taken out: one number, multiplied once, after the sum."""
@@ -250,7 +266,7 @@ class Sharding:
                 f"part {self.next_part[0]} of {self.next_part[1]} of accumulate was to come, and backward ran outside "
                 "of it; run all parts inside accumulate, or call optimizer.zero_grad() to begin anew"
             )
-        self.step.norms.forget()
+        self.step.gradients_come()
         if self.micro_batches > 1:
             self.step.history.scaling(
                 f"gradients of {self.micro_batches} micro-batches (accumulate)"
@@ -261,18 +277,6 @@ class Sharding:
         assert self.schedule is not None, "hooks are attached"
         self.schedule.reset()
         self.step.history.interruption()
-
-    @untraced
-    def _zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; also forgets local gradients of ``no_sync`` and an interrupted backward."""
-        assert self.schedule is not None, "hooks are attached"
-        if self.schedule.backward.runs:
-            self.schedule.reset()
-        self.next_part = None
-        self.step.forget_gradients()
-        for unit in self.units:
-            if unit.spec.trainable:
-                unit.gradients.drop(set_to_none=set_to_none)
 
     def detach(self, *, whole: bool = False) -> None:
         """Undo ``attach`` and close the transport. Collective.
@@ -301,7 +305,7 @@ class Sharding:
             self.casting,
             self.surroundings,
             self._seal,
-            self._optimizer_state,
+            *self._optimizer_states,
             self.advice,
         ):
             if part is not None:
@@ -316,5 +320,5 @@ class Sharding:
             self.topology.free()
         self.model.__dict__.pop("zero_grad", None)
         self.model.__dict__.pop(KEY, None)
-        if self.optimizer is not None:
-            self.optimizer.__dict__.pop("zero_grad", None)
+        for optimizer in self.optimizers:
+            optimizer.__dict__.pop("zero_grad", None)

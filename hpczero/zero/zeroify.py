@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -34,14 +34,14 @@ from hpczero.zero.refusals import check_gradients, check_modules
 from hpczero.zero.sharding import KEY, Sharding
 from hpczero.zero.units.module_buffers import persistent_buffers
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.update.optimizers import check_optimizer, describe_options, group_of_parameters
+from hpczero.zero.update.optimizer_set import OptimizerSet
 
 Initializer = Callable[[str, Tensor], None]
 
 
 def zeroify(
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
     *,
     stage: int | Stage = 3,
     topology: Topology | None = None,
@@ -53,7 +53,7 @@ def zeroify(
     device: str | Accelerator | None = None,
     initialize: Initializer | None = None,
 ) -> nn.Module:
-    """Shard ``model`` and its optimizer over the ranks, in place. Collective over the topology's world.
+    """Shard ``model`` and its optimizers over the ranks, in place. Collective over the topology's world.
 
     Afterwards train as with plain torch: ``loss.backward()``, ``optimizer.step()``, ``optimizer.zero_grad()``.
     Gradients are means over ranks. Parameter names and objects stay; at stage 3 a parameter's value is there while
@@ -62,8 +62,9 @@ def zeroify(
     Args:
         model: on the CPU, on its device, or on the meta device (then ``initialize`` is needed). Values of rank 0 are
             given to all ranks.
-        optimizer: a stock elementwise torch optimizer over the model's parameters, before its first step. None for
-            inference: all parameters are frozen.
+        optimizer: a stock elementwise torch optimizer over the model's parameters, before its first step; or a tuple or
+            list of several, each trainable parameter in one of them, which step and zero their gradients one by one,
+            in any order, in the same order on every rank. None for inference: all parameters are frozen.
         stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
         topology: the ranks; None takes MPI's world, until ``release``.
         precision: "fp32", "bf16", "fp16" or a Precision.
@@ -84,7 +85,8 @@ def zeroify(
 
     Raises:
         ConfigError: unknown stage or precision.
-        PlanError: the model or the optimizer cannot be sharded, or is none; the same on every rank.
+        PlanError: the model or an optimizer cannot be sharded, or is none, or two share a parameter; the same on every
+            rank.
 
     Source: Rajbhandari et al., ZeRO, SC20, sec. 5.
     """
@@ -94,6 +96,7 @@ def zeroify(
     with topology.agreed("plan the model"):
         _check_degrees(topology)
         _check_arguments(model, optimizer)
+        optimizers = OptimizerSet.of(optimizer)
         environment = Environment.read()
         precision = Precision.of(precision)
         stage = Stage.of(stage)
@@ -105,14 +108,15 @@ def zeroify(
             check_algorithms(environment.algorithms)
         accelerator = given.reach.accelerator if given is not None else _accelerator(model, device)
         _check_fresh(model, initialize, accelerator)
-        check_modules(model, precision, trains=optimizer is not None)
-        if optimizer is None:
-            model.requires_grad_(False)
-            groups: dict[str, int] = {}
-        else:
-            check_optimizer(optimizer)
+        trains = len(optimizers) > 0
+        check_modules(model, precision, trains=trains)
+        if trains:
+            optimizers.check()
             check_gradients(model)
-            groups = group_of_parameters(optimizer, model)
+            groups = optimizers.number_parameters(model)
+        else:
+            model.requires_grad_(False)
+            groups = {}
         plan = Plan.build(
             model,
             num_shards=topology.shard.size,
@@ -121,8 +125,8 @@ def zeroify(
             rule=rule or default_rule,
             groups=groups,
         )
-    _check_equal_plans(plan, model, optimizer, topology)
-    explain_exhaustion(_need(plan, topology, trains=optimizer is not None))
+    _check_equal_plans(plan, model, optimizers, topology)
+    explain_exhaustion(_need(plan, topology, trains=trains))
     collectives = given or choose(
         topology,
         environment.transport if name == "auto" else name,
@@ -135,7 +139,7 @@ def zeroify(
     with torch.no_grad():
         for buffer in model.buffers():
             buffer.data = buffer.data.to(accelerator.device)
-    sharding = Sharding(model, optimizer, plan, topology, collectives, owns_topology=owns_topology)
+    sharding = Sharding(model, optimizers, plan, topology, collectives, owns_topology=owns_topology)
     for unit in sharding.units:
         unit.load(_filler(unit, collectives, initialize))
     sharding.shared_buffers.share()
@@ -202,7 +206,7 @@ def _check_arguments(model: object, optimizer: object) -> None:
     found = f"zeroify(model, optimizer): got {type(model).__name__} and {type(optimizer).__name__}"
     if not isinstance(model, nn.Module):
         raise PlanError(f"{found}, expected a torch.nn.Module and a torch optimizer, in this order")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
+    if optimizer is not None and not isinstance(optimizer, (Optimizer, tuple, list)):
         raise PlanError(
             f"{found}, expected a torch.optim.Optimizer, or None for a model that is not trained"
         )
@@ -316,11 +320,11 @@ def _check_transport(collectives: Collectives, topology: Topology, precision: Pr
 
 
 def _check_equal_plans(
-    plan: Plan, model: nn.Module, optimizer: Optimizer | None, topology: Topology
+    plan: Plan, model: nn.Module, optimizers: OptimizerSet, topology: Topology
 ) -> None:
     """All ranks must have built the same, or later collectives would mix up buffers and masters would drift apart."""
     buffers = [(tuple(buffer.shape), buffer.dtype) for buffer in persistent_buffers(model).values()]
-    decisions = (plan.stage, plan.precision, plan.units, buffers, describe_options(optimizer))
+    decisions = (plan.stage, plan.precision, plan.units, buffers, optimizers.describe())
     mine = zlib.crc32(repr(decisions).encode())
     plans = topology.gather(float(mine))
     odd = [rank for rank, other in enumerate(plans) if other != plans[0]]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,9 @@ def grad(parameter: Any) -> Any:
 
 @contextmanager
 def zeroified(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    **options: Any,
 ) -> Iterator[hpczero.Sharding]:
     """``model`` is sharded inside and released afterwards. Collective; options go to ``zeroify``."""
     hpczero.zeroify(model, optimizer, **options)

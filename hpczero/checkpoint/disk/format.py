@@ -38,6 +38,7 @@ MASTER = "/state/master"
 BUFFERS = "/buffers"
 RNG = "/rng"
 STATE = "/state/"  # and a key of the optimizer's state
+SEVERAL = "optimizers"  # in what the manifest says of the optimizer: class and number of groups of each, if several
 NAMED = 5  # of many in a message
 
 _LAST_FIELD = ', "sha256": '

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hpczero.checkpoint.disk.format import BUFFERS, MASTER, RNG, STATE, Manifest
+from hpczero.checkpoint.disk.format import BUFFERS, MASTER, RNG, SEVERAL, STATE, Manifest
 from hpczero.checkpoint.disk.json_keys import extra_of, unmarked
 from hpczero.checkpoint.disk.manifest_form import MOST, is_text, of_type, refuse, shape_of, whole
 from hpczero.errors import CorruptCheckpoint
@@ -80,6 +80,8 @@ def _states(manifest: Manifest) -> dict[str, tuple[str, int]]:
     optimizer = of_type(manifest.meta, "optimizer", dict, "meta.")
     where = "meta.optimizer."
     of_type(optimizer, "class", str, where)
+    if SEVERAL in optimizer:
+        _check_several(optimizer, where)
     for group in of_type(optimizer, "groups", list, where):
         if type(group) is not dict:
             raise refuse(f"{where}groups", group, "objects")
@@ -100,6 +102,23 @@ def _states(manifest: Manifest) -> dict[str, tuple[str, int]]:
                 raise refuse(f"{where}present.{key}.{name}", value, f"what {kind} has")
     numel = manifest.table.trainable_numel
     return {STATE + key: ("<f4", numel) for key, kind in kinds.items() if kind == ELEMENTS}
+
+
+def _check_several(optimizer: dict[str, Any], where: str) -> None:
+    """Class and number of groups of each of several optimizers."""
+    several = of_type(optimizer, SEVERAL, list, where)
+    for entry in several:
+        pair = isinstance(entry, list) and [type(part) for part in entry] == [str, int]
+        if not pair or entry[1] < 0:
+            raise refuse(f"{where}{SEVERAL}", entry, "a class and a number of groups")
+    groups = of_type(optimizer, "groups", list, where)
+    expected = sum(count for _, count in several)
+    if len(several) < 2 or expected != len(groups):
+        raise refuse(
+            f"{where}{SEVERAL}",
+            f"{len(several)} with {expected} groups",
+            f"at least 2 with {len(groups)} groups, as in groups",
+        )
 
 
 def _check_marks(field: str, read: Callable[[], object]) -> None:

@@ -7,15 +7,15 @@ Owns: the reasons. Must not know: hooks, buffers, when it is time.
               sees its backward come, nor whether it was the last one
     call      a block returned a view of memory that ranks share: until no call runs, or, under grad, as ``backward``
 
-The optimizer's step ends all of them, because it makes other values. A rank may have reasons that others have not, such
-as a hook that logs on rank 0 alone. Reasons therefore decide which memory this rank gives back, and never whether the
-next use is collective.
+An optimizer's step ends those of its units, because it makes other values. A rank may have reasons that others have
+not, such as a hook that logs on rank 0 alone. Reasons therefore decide which memory this rank gives back, and never
+whether the next use is collective.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from hpczero.zero.calls.backward import Gradients, next_node_number
 from hpczero.zero.units.unit import Unit
@@ -89,9 +89,10 @@ class Kept:
         """Forget the units of ``for_backward``: a backward is over. What another one may need stays."""
         self._for_backward.clear()
 
-    def clear(self) -> list[Unit]:
-        """Empty the set; returns what was kept."""
-        units = self.units
+    def clear(self, units: Collection[Unit] | None = None) -> list[Unit]:
+        """Empty the set, or take ``units`` out of it; returns what was kept of them."""
+        ended = [unit for unit in self.units if units is None or unit in units]
         for kind in (self._for_backward, self._for_graph, self._for_call):
-            kind.clear()
-        return units
+            for unit in ended:
+                kind.pop(unit, None)
+        return ended

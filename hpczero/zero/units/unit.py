@@ -179,9 +179,9 @@ class Unit:
             rest.data = self._like_rest(self.whole.flat)
             self.optimized.follow()
 
-    def note_step(self) -> None:
-        """The optimizer has changed the values, and the whole parameters are up to date."""
-        self.whole.note_step()
+    def note_step(self, positions: Sequence[int]) -> None:
+        """The optimizer has changed the values of these slots, and the whole parameters are up to date."""
+        self.whole.note_step(positions)
         self._note_values()
 
     def _note_values(self) -> None:

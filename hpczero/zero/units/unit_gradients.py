@@ -11,7 +11,7 @@ one. Must not know: values, modules, when to act (`schedule`), optimizers (they 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 
 import numpy as np
@@ -212,17 +212,29 @@ class UnitGradients:
 
     def drop_at(self, position: int) -> None:
         """Forget the gradient of one slot; after the last one the memory is given back."""
-        self._local.filled[position] = False
-        self.drops[position] += 1
+        self.drop_slots([position])
+
+    def drop_slots(self, positions: Collection[int], *, set_to_none: bool = True) -> None:
+        """As ``drop``, of some slots; after the last one the memory is given back."""
+        if len(positions) == len(self._spec.layout.slots):
+            self.drop(set_to_none=set_to_none)
+            return
+        chosen = set(positions)
+        for position in chosen:
+            self._local.filled[position] = False
         with self.rest.at_hand(changes=True) if self.present else nullcontext():
             for slot, shard, gradient in self._gradient_parts() if self.present else ():
-                if slot == position:
-                    set_own_gradient(shard, None)
+                if slot in chosen:
                     gradient.zero_()
-        self.usage.drop(position)
-        self._dropped.add(position)
-        if len(self._dropped) == len(self._spec.layout.slots):
-            self.drop()
+                    if set_to_none:
+                        set_own_gradient(shard, None)
+        if set_to_none:
+            for position in chosen:
+                self.drops[position] += 1
+                self.usage.drop(position)
+            self._dropped |= chosen
+            if len(self._dropped) == len(self._spec.layout.slots):
+                self.drop()
 
     # --- whole copies --------------------------------------------------------------------------------------------
 

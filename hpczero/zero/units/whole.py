@@ -200,9 +200,9 @@ class WholeParameters:
         if self.state is UnitState.WHOLE:
             self._wait()
 
-    def note_step(self) -> None:
-        """The optimizer has changed the values: a graph made before may not be used any more, as in plain torch."""
-        torch.autograd.graph.increment_version(self.parameters)
+    def note_step(self, positions: Sequence[int]) -> None:
+        """An optimizer has changed these: a graph made before may not need their values any more, as in torch."""
+        torch.autograd.graph.increment_version([self.parameters[place] for place in positions])
         self.note_versions()
 
     def _wait(self) -> None:

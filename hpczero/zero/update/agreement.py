@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,10 +18,12 @@ from hpczero.errors import CommError, StepError
 from hpczero.job.unlike import unlike
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.units.unit_gradients import UnitGradients
 from hpczero.zero.units.usage import Flags
 from hpczero.zero.update.gradient_norms import squares_of
 from hpczero.zero.update.replicas import Replicas
+
+Slots = Mapping[Unit, Sequence[int]]
+"""Of units the positions of some of their parameters."""
 
 
 class Agreement:
@@ -41,17 +43,24 @@ class Agreement:
         self.replicas = Replicas(self._units, comm)
 
     def reach(
-        self, options: Sequence[str], *, error: StepError | None, known_finite: bool
-    ) -> tuple[bool, list[Flags]]:
+        self,
+        options: Sequence[str],
+        owned: Sequence[Slots],
+        *,
+        error: StepError | None,
+        known_finite: bool,
+    ) -> tuple[list[bool], list[Flags]]:
         """One exchange: same calls and options on all ranks, every gradient finite, and which parameters were used.
 
         Args:
             options: what must be equal on all ranks, as texts.
+            owned: the slots of each optimizer.
             error: what is wrong on this rank, which the others are told instead of being left alone.
             known_finite: this rank's gradients are finite, and need no pass over them.
 
         Returns:
-            Whether every gradient is finite; which parameters have one, (2, slots) for each unit: see ``Usage.step``.
+            Whether every gradient is finite, of each optimizer; which parameters have one, (2, slots) for each unit:
+            see ``Usage.step``.
 
         Raises:
             StepError, CommError: on every rank.
@@ -69,8 +78,8 @@ class Agreement:
         ]
         used = np.concatenate(usages or [np.zeros((2, 0), dtype=bool)], axis=1)
         # Last: here a device is waited for, which is better busy while the host does the rest.
-        finite = known_finite or are_finite([u.gradients for u in self._units])
-        verdict = np.array([not finite, error is not None], dtype=np.uint8)
+        bad = [not known_finite and not are_finite(held) for held in owned]
+        verdict = np.array([error is not None, *bad], dtype=np.uint8)
         mine = np.concatenate([seen, ~seen, verdict, np.packbits(used)])
         agreed = self._comm.agree(mine, name="step")
         both, rest = agreed[: 2 * len(seen)].reshape(2, -1, 4), agreed[2 * len(seen) :]
@@ -80,16 +89,17 @@ class Agreement:
             raise self._sequence_error()
         if not same_options:
             self._refuse_unequal(options)
-        if rest[1]:
+        if rest[0]:
             with self._comm.group.agreed("take the step"):
                 if error is not None:
                     raise error
         if not same_replicas:
             self.replicas.check()
         self._advice.compared(same_samples=same_samples, same_generator=same_generator)
-        flags = np.unpackbits(rest[2:], count=used.size).astype(bool).reshape(used.shape)
+        bad, packed = rest[1 : len(verdict)].astype(bool).tolist(), rest[len(verdict) :]
+        flags = np.unpackbits(packed, count=used.size).astype(bool).reshape(used.shape)
         ends = np.cumsum([len(unit.gradients.usage) for unit in self._units])
-        return not rest[0], np.split(flags, ends[:-1], axis=1) if len(ends) else []
+        return [not each for each in bad], np.split(flags, ends[:-1], axis=1) if len(ends) else []
 
     def _refuse_unequal(self, options: Sequence[str]) -> None:
         """Raise on every rank; those whose options differ from rank 0's say in what. Collective."""
@@ -113,7 +123,7 @@ class Agreement:
 
     def nonfinite_error(self, reason: str) -> StepError:
         """Names ranks and units; a rank named here owns the element, it need not have made it."""
-        bad = [u.spec.name for u in self._units if not are_finite([u.gradients])]
+        bad = [u.spec.name for u in self._units if not are_finite({u: range(len(u.parameters))})]
         counts = self._comm.share(np.array([len(bad)], dtype=np.float64), name="nonfinite")[:, 0]
         ranks = [int(rank) for rank in np.flatnonzero(counts)]
         here = f"; in this rank's shards: {', '.join(bad[:4])}" if bad else ""
@@ -126,12 +136,34 @@ class Agreement:
         return error
 
 
-def are_finite(gradients: Sequence[UnitGradients]) -> bool:
-    """Whether all that are present are; those that rest elsewhere have left their sums of squares."""
-    present = [each for each in gradients if each.present]
-    return all_finite([each.owned for each in present if each.rest.resident]) and all(
-        all(map(math.isfinite, squares_of(each))) for each in present if not each.rest.resident
+def are_finite(slots: Slots) -> bool:
+    """Whether this rank's gradients of ``slots`` are; units that rest elsewhere have left their sums of squares."""
+    present = {unit: own for unit, own in slots.items() if unit.gradients.present}
+    near: list[torch.Tensor] = []
+    for unit, own in present.items():
+        if unit.gradients.rest.resident:
+            near += _owned(unit, own)
+    return all_finite(near) and all(
+        _rests_finite(unit, own)
+        for unit, own in present.items()
+        if not unit.gradients.rest.resident
     )
+
+
+def _owned(unit: Unit, positions: Sequence[int]) -> list[torch.Tensor]:
+    gradients = unit.gradients
+    if len(positions) == len(gradients.usage):
+        return [gradients.owned]
+    return [part for place in positions for part in gradients.pieces_at(place, owned=True)]
+
+
+def _rests_finite(unit: Unit, positions: Sequence[int]) -> bool:
+    if all(map(math.isfinite, squares_of(unit.gradients))):
+        return True
+    if len(positions) == len(unit.gradients.usage):
+        return False
+    with unit.gradients.rest.at_hand():
+        return all_finite(_owned(unit, positions))
 
 
 def all_finite(gradients: Sequence[torch.Tensor]) -> bool:

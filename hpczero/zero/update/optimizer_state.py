@@ -93,6 +93,7 @@ class OptimizerState:
         plan: Plan,
         advice: Advice,
         *,
+        place: tuple[int, int],
         loaded: Callable[[], None],
     ) -> None:
         """Register them; not collective.
@@ -102,15 +103,18 @@ class OptimizerState:
             topology: for who this rank is.
             plan: for what its shards are.
             advice: told when the state is taken.
+            place: which of how many optimizers of the model it is.
             loaded: called when ``load_state_dict`` has put state there.
         """
         self._loaded = loaded
-        self._mine = {
+        self._mine: dict[str, Any] = {
             "rank": topology.rank,
             "ranks": topology.size,
             "shards_optimizer": plan.stage.shards_optimizer,
             "units": [[unit.name, unit.layout.numel] for unit in plan.units],
         }
+        if place[1] > 1:
+            self._mine["optimizer"] = list(place)
         self._advice = advice
         self._optimizer = optimizer
         self._watch(optimizer)
@@ -192,4 +196,6 @@ class OptimizerState:
 
 def _describe(mark: dict[str, Any]) -> str:
     cut = "cut" if mark.get("shards_optimizer") else "whole"
-    return f"of rank {mark.get('rank')} of {mark.get('ranks')}, {cut}"
+    place = mark.get("optimizer")
+    which = f", optimizer {place[0]} of {place[1]}" if isinstance(place, list) else ""
+    return f"of rank {mark.get('rank')} of {mark.get('ranks')}, {cut}{which}"

@@ -74,21 +74,25 @@ def _has_stepped(state: Mapping[str, Any]) -> bool:
     return bool(state) and float(state.get("step", 1)) > 0
 
 
-def group_of_parameters(optimizer: Optimizer, model: nn.Module) -> dict[str, int]:
+def group_of_parameters(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> dict[str, int]:
     """Optimizer group of each trainable parameter of ``model`` by qualified name.
 
+    Args:
+        groups: of all optimizers of the model, one after the other.
+        model: not yet sharded.
+
     Raises:
-        PlanError: the optimizer holds parameters that are not the model's, or misses trainable ones.
+        PlanError: an optimizer holds parameters that are not the model's, or trainable ones are in none.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups: dict[str, int] = {}
+    found: dict[str, int] = {}
     foreign = 0
-    for index, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(groups):
         for parameter in group["params"]:
             if id(parameter) not in names:
                 foreign += 1
             elif parameter.requires_grad:
-                groups[names[id(parameter)]] = index
+                found[names[id(parameter)]] = index
     if foreign:
         raise PlanError(
             f"the optimizer holds {foreign} tensor(s) that are not parameters of this model; build it from "
@@ -96,20 +100,19 @@ def group_of_parameters(optimizer: Optimizer, model: nn.Module) -> dict[str, int
             "optimizer over several models: zeroify(torch.nn.ModuleList([a, b]), optimizer, "
             "rule=hpczero.plan.rules.by_class(A, B))"
         )
-    missing = [n for n, p in model.named_parameters() if p.requires_grad and n not in groups]
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and n not in found]
     if missing:
         raise PlanError(
             f"{len(missing)} trainable parameter(s) are in no optimizer group, first {missing[0]!r}; "
             "give them to the optimizer, in a group of their own if need be, or freeze them with "
-            "requires_grad_(False). Parts with optimizers of their own are zeroified one by one"
+            "requires_grad_(False). Parts with optimizers of their own are zeroified one by one, or together: "
+            "zeroify(model, (optimizer, other_optimizer))"
         )
-    return groups
+    return found
 
 
-def describe_options(optimizer: Optimizer | None) -> list[str]:
+def describe_options(optimizer: Optimizer) -> list[str]:
     """Class and plain options of each group, for a comparison over ranks; what has no portable text is left out."""
-    if optimizer is None:
-        return []
     return [type(optimizer).__name__] + [
         f"{name}={text} in group {index}"
         for index, group in enumerate(optimizer.param_groups)

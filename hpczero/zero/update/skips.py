@@ -28,7 +28,6 @@ class Skips:
 
     Attributes:
         counts: of the steps so far.
-        now: whether the step that is taken now is skipped.
     """
 
     def __init__(self, comm: Collectives, precision: Precision, scaler: LossScaler) -> None:
@@ -40,7 +39,6 @@ class Skips:
             scaler: the loss scale, told of every step.
         """
         self.counts = StepCounts()
-        self.now = False
         self._comm = comm
         self._precision = precision
         self._scaler = scaler
@@ -48,7 +46,6 @@ class Skips:
 
     def skip(self) -> str | None:
         """Count the step that is taken now as skipped; why that cannot help, or None where it may."""
-        self.now = True
         self.counts.skipped += 1
         self.counts.in_a_row += 1
         scaled = self._precision.loss_scale is not None
@@ -67,11 +64,23 @@ class Skips:
             )
         return None
 
-    def end_step(self) -> None:
+    def skip_late(self, name: str) -> None:
+        """Count a step that is skipped because its gradients have not been finite since an earlier one."""
+        self.counts.skipped += 1
+        if self._comm.group.is_root:
+            logger.warning(
+                "step %d of %s skipped: its gradients hold what was not finite when another optimizer stepped (%d "
+                "skipped so far); zero_grad of it after that step would have begun anew",
+                self._comm.step,
+                name,
+                self.counts.skipped,
+            )
+
+    def end_step(self, *, overflow: bool) -> None:
         """The step is over."""
-        if not self.now:
+        if not overflow:
             self.counts.in_a_row = 0
-        self._scaler.update(overflow=self.now)
+        self._scaler.update(overflow=overflow)
 
     def tell_nothing_to_do(self) -> None:
         """Say once that no parameter has a gradient."""

@@ -6,14 +6,12 @@ hooks on them, MPI calls, what ranks compare.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from hpczero.comm.collectives import Collectives
@@ -21,15 +19,15 @@ from hpczero.errors import ConfigError, StepError
 from hpczero.plan.precision import LossScaler, Precision
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.calls.untraced import untraced
-from hpczero.zero.units.shard_gradient import guard_shards, open_shards
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.agreement import Agreement
 from hpczero.zero.update.gradient_history import GradientHistory
 from hpczero.zero.update.gradient_norms import GradientNorms
+from hpczero.zero.update.optimizer_set import OptimizerSet
 from hpczero.zero.update.optimizers import describe_options
-from hpczero.zero.update.parts import PartedUpdate
+from hpczero.zero.update.rounds import Rounds
 from hpczero.zero.update.skips import Skips
-from hpczero.zero.update.step_hooks import StepHooks
+from hpczero.zero.update.stepper import Stepper
 
 
 @dataclass(frozen=True)
@@ -39,20 +37,41 @@ class ModelSide:
     Attributes:
         in_backward: whether a backward runs, or was interrupted.
         check_attachment: raises StepError if model or optimizer hold parameters that no unit knows.
-        before_update: called before values change.
+        before_update: called before values of units change; returns those that were kept whole for a later backward.
         after_update: called once the parameters are up to date.
         replaced: what of the model is not as it was at first; compared over ranks.
     """
 
     in_backward: Callable[[], bool]
     check_attachment: Callable[[], None]
-    before_update: Callable[[], None]
+    before_update: Callable[[Collection[Unit]], list[Unit]]
     after_update: Callable[[], None]
     replaced: Callable[[], list[str]]
 
 
+@dataclass(frozen=True)
+class Taken:
+    """The step that is taken now.
+
+    Attributes:
+        ended: units that were kept whole for a backward when it began.
+        overflow: whether the loss scale is told of gradients that are not finite.
+        skipped: whether it does nothing.
+    """
+
+    ended: list[Unit]
+    overflow: bool
+    skipped: bool
+
+
 class Step:
-    """Pre- and post-hook of one optimizer. All public methods are collective over the transport's group."""
+    """What happens around the steps of a model's optimizers. Collective over the transport's group, unless said.
+
+    Attributes:
+        steppers: of the optimizers, in their order.
+        rounds, skips: which steps are of one backward, and which do nothing.
+        agreement, norms, history: see each.
+    """
 
     def __init__(
         self,
@@ -82,27 +101,64 @@ class Step:
         self.agreement = Agreement(self._units, comm, advice)
         self.norms = GradientNorms(self._units, comm, self._check_reduced)
         self.history = GradientHistory(self._units, self.norms)
-        self._open = False  # shards are, for the time of a step
-        self._hooks: StepHooks | None = None
-        self.parted: PartedUpdate | None = None
+        self.rounds = Rounds(0)
+        self.steppers: list[Stepper] = []
+        self._now: Taken | None = None
 
-    def attach(self, optimizer: Optimizer) -> None:
-        """Drive ``optimizer.step`` through torch's own hooks."""
-        self._hooks = StepHooks(optimizer, self._before, self._after)
-        self.parted = PartedUpdate(self._units, optimizer)
-        self.parted.adopt()  # Adagrad has state from the start
-        guard_shards(self._shards)
+    def attach(self, optimizers: OptimizerSet) -> None:
+        """Drive each one's ``step`` through torch's own hooks; not collective."""
+        self.rounds = Rounds(len(optimizers))
+        self.steppers = [
+            Stepper(
+                optimizer,
+                index,
+                self._units,
+                name=optimizers.name(index),
+                groups=optimizers.groups_of(index),
+                before=self._before,
+                after=self._after,
+            )
+            for index, optimizer in enumerate(optimizers)
+        ]
 
     def detach(self) -> None:
-        """Take the hooks away; not collective. The optimizer must not step for this model any more."""
-        if self._hooks is not None:
-            self._hooks.remove()
-        open_shards(self._shards)
+        """Take the hooks away; not collective. The optimizers must not step for this model any more."""
+        for stepper in self.steppers:
+            stepper.detach()
+
+    def gradients_come(self) -> None:
+        """A reduction begins; not collective."""
+        self.norms.forget()
+        self.rounds.gradients_come()
 
     def forget_gradients(self) -> None:
-        """The gradients are gone, and what was done to them is void."""
+        """The gradients are gone, and what was done to them is void; not collective."""
         self._guard()  # a step may have been cut off
         self.history.clear()
+        for stepper in self.steppers:
+            self.rounds.gradients_go(stepper.index)
+
+    def drop_gradients(self, stepper: Stepper, *, set_to_none: bool = True) -> None:
+        """Those of one optimizer are gone; not collective."""
+        self._guard()
+        stepper.drop_gradients(set_to_none=set_to_none)
+        self.rounds.gradients_go(stepper.index)
+        left = any(unit.gradients.present for unit in self._units)
+        if left:
+            self.history.change(stepper.name, "zero_grad of one optimizer")
+        self.history.drop()
+        if not (left or self.history.incomplete):
+            self.history.clear()
+
+    def forget_state(self) -> None:
+        """State is about to be replaced: let go of its memory; not collective."""
+        for stepper in self.steppers:
+            stepper.parted.forget()
+
+    def adopt_state(self) -> None:
+        """State was loaded: see ``PartedUpdate.adopt``; not collective."""
+        for stepper in self.steppers:
+            stepper.parted.adopt()
 
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Scale the gradients so that their norm is at most ``max_norm``; returns the norm before, as torch does.
@@ -143,39 +199,53 @@ class Step:
                 "then optimizer.step()"
             )
         self._guard()  # torch's step before this one may have raised
-        self._model.before_update()
+        stepper = self._stepper_of(optimizer)
+        several = len(self.steppers) > 1
+        ended = self._model.before_update(stepper.slots if several else self._all_units)
         finite, used = self.agreement.reach(
-            [*describe_options(optimizer), *self.history.texts, *self._model.replaced()],
+            [
+                *([f"a step of {stepper.name}"] if several else []),
+                *describe_options(optimizer),
+                *self.history.texts,
+                *self.rounds.texts,
+                *self._model.replaced(),
+            ],
+            [each.slots for each in self.steppers],
             error=self._local_error(),
             known_finite=self.norms.are_finite,
         )
-        self.skips.now = False
-        if not finite:
-            self._skip()
-            return
-        for unit, (now, emptied) in zip(self._units, used, strict=True):
-            flags = unit.gradients.usage.step(now, emptied)
+        now = self._now = self._judged(stepper, finite, ended)
+        flags = {}
+        for unit, (fresh, emptied) in zip(self._units, used, strict=True):
+            flags[unit] = unit.gradients.usage.step(fresh, emptied)
             if unit.gradients.present:
-                unit.gradients.skip_unused(flags)
-        if not any(unit.gradients.present for unit in self._units):
+                unit.gradients.skip_unused(flags[unit])
+        if now.skipped:
+            stepper.drop_gradients()
+            self.rounds.gradients_go(stepper.index)
+            return
+        if not stepper.has_gradients(flags):
             self.skips.tell_nothing_to_do()
-        assert self.parted is not None, "attached"
-        self._open = True
-        open_shards(self._shards)
-        if self._hooks is not None and self._hooks.are_last:
-            self.parted.take()
+        stepper.begin()
+
+    def _judged(self, stepper: Stepper, finite: Sequence[bool], ended: list[Unit]) -> Taken:
+        """Whether this step does anything, the same on every rank; stops where skipping cannot help."""
+        overflow = self.rounds.overflows(stepper.index, finite)
+        hopeless = self.skips.skip() if overflow else None
+        if hopeless is not None:
+            raise self.agreement.nonfinite_error(hopeless)
+        skipped = self.rounds.begin_step(stepper.index, finite)
+        if skipped and not self.rounds.skipped:
+            self.skips.skip_late(stepper.name)
+        return Taken(ended, overflow, skipped)
+
+    def _stepper_of(self, optimizer: Optimizer) -> Stepper:
+        return next(stepper for stepper in self.steppers if stepper.optimizer is optimizer)
 
     def _guard(self) -> None:
         """After a step; also after one that has raised."""
-        if self.parted is not None:
-            self.parted.restore()
-        if self._open:
-            self._open = False
-            guard_shards(self._shards)
-
-    @property
-    def _shards(self) -> Iterator[nn.Parameter]:
-        return itertools.chain.from_iterable(unit.shards for unit in self._units)
+        for stepper in self.steppers:
+            stepper.end()
 
     def _local_error(self) -> StepError | None:
         try:
@@ -195,29 +265,28 @@ class Step:
             return error
         return None
 
-    def _skip(self) -> None:
-        """Make this step do nothing, on every rank, or stop where that cannot help."""
-        hopeless = self.skips.skip()
-        if hopeless is not None:
-            raise self.agreement.nonfinite_error(hopeless)
-        for unit in self._units:
-            unit.gradients.drop()
-
     @untraced
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.parted is None or not self.parted.taken:
+        stepper, now = self._stepper_of(optimizer), self._now
+        assert now is not None, "the hook before it has run"
+        if not stepper.parted.taken:
             for unit in self._all_units:
                 unit.whole.check_values()  # an optimizer with a list of its own changes the model past the masters
         self._guard()
         # Also after a step that was skipped: what a loop has done to the optimizer's parameters before it stands.
-        for unit in self._units:
+        for unit in stepper.slots:
             unit.refresh()
-        for unit in self._units:
+        for unit, own in stepper.slots.items():
             unit.whole.wait_for_update()
-            unit.note_step()
+            # A graph may need parameters of other optimizers. Where the unit was kept whole for it, they are gone.
+            unit.note_step(range(len(unit.parameters)) if unit in now.ended else own)
         torch.clear_autocast_cache()  # casts of the old weights, in a block around several steps
-        if not self.skips.now:
+        if not now.skipped:
             self._model.after_update()
-        self.skips.end_step()
-        self.forget_gradients()
-        self._comm.step += 1
+        self.history.clear()
+        # The loss scale is told once in a round, and of an overflow always.
+        if now.overflow or not (now.skipped or self.rounds.told):
+            self.skips.end_step(overflow=now.overflow)
+            self.rounds.told = True
+        if self.rounds.end_step(stepper.index):
+            self._comm.step += 1

@@ -1,0 +1,119 @@
+"""Stepper: one of the optimizers of a model, and what of the units is its own.
+
+Owns: which slots it steps on, its hooks and its update. Must not know: the agreement of ranks, other optimizers.
+
+A unit may hold parameters of several optimizers. What is reduced, gathered and checked goes by units; what is stepped
+on, dropped or guarded goes by slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hpczero.zero.units.shard_gradient import guard_shards, open_shards
+from hpczero.zero.units.unit import Unit
+from hpczero.zero.units.usage import Flags
+from hpczero.zero.update.optimizer_set import OptimizerSet
+from hpczero.zero.update.optimizers import repoint
+from hpczero.zero.update.parts import PartedUpdate
+from hpczero.zero.update.step_hooks import StepHooks
+
+
+class Stepper:
+    """Of one optimizer, which has been pointed at its shards; nothing here is collective.
+
+    Attributes:
+        optimizer: torch's.
+        index: its place among the optimizers of the model.
+        name: what a message calls it.
+        slots: trainable units with a parameter of its, in unit order, each with the positions of those.
+        shards: what its groups hold.
+        parted: its update over long tensors.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        index: int,
+        units: Sequence[Unit],
+        *,
+        name: str,
+        groups: range,
+        before: Callable[..., None],
+        after: Callable[..., None],
+    ) -> None:
+        """Hook into ``optimizer.step``.
+
+        Args:
+            optimizer: pointed at the shards.
+            index: see the attribute.
+            units: the trainable ones of the model.
+            name: see the attribute.
+            groups: numbers of its groups, as the plan has them.
+            before: called last before torch's step.
+            after: called first after it.
+        """
+        self.optimizer = optimizer
+        self.index = index
+        self.name = name
+        places = {
+            unit: [place for place, group in enumerate(unit.spec.groups) if group in groups]
+            for unit in units
+        }
+        self.slots = {unit: own for unit, own in places.items() if own}
+        self.shards: list[nn.Parameter] = [
+            shard
+            for unit, own in self.slots.items()
+            for shard, slot in zip(unit.shards, unit.optimized.slots, strict=True)
+            if slot in set(own)
+        ]
+        self._hooks = StepHooks(optimizer, before, after)
+        self.parted = PartedUpdate(list(self.slots), optimizer)
+        self.parted.adopt()  # Adagrad has state from the start
+        self._open = False  # shards are, for the time of a step
+        guard_shards(self.shards)
+
+    def detach(self) -> None:
+        """Take the hooks away; the optimizer must not step for this model any more."""
+        self._hooks.remove()
+        open_shards(self.shards)
+
+    def begin(self) -> None:
+        """Torch's step follows, as far as it is not taken here."""
+        self._open = True
+        open_shards(self.shards)
+        if self._hooks.are_last:
+            self.parted.take()
+
+    def end(self) -> None:
+        """After a step; also after one that has raised."""
+        self.parted.restore()
+        if self._open:
+            self._open = False
+            guard_shards(self.shards)
+
+    def has_gradients(self, used: dict[Unit, Flags]) -> bool:
+        """Whether any rank used a parameter of its, by the flags (slots,) of each unit."""
+        return any(
+            unit.gradients.present and used[unit][own].any() for unit, own in self.slots.items()
+        )
+
+    def drop_gradients(self, *, set_to_none: bool = True) -> None:
+        """Those of its parameters are gone, or zero; the others of the same units stay."""
+        for unit, own in self.slots.items():
+            unit.gradients.drop_slots(own, set_to_none=set_to_none)
+
+
+def point_at_shards(optimizers: OptimizerSet, units: Sequence[Unit]) -> None:
+    """Make the optimizers' groups hold the shards of ``units`` instead of the model's parameters; not collective."""
+    shards: dict[int, list[tuple[nn.Parameter, nn.Parameter]]] = {}
+    for unit in units:
+        for shard, position in zip(unit.shards, unit.optimized.slots, strict=True):
+            pair = (unit.parameters[position], shard)
+            shards.setdefault(unit.spec.groups[position], []).append(pair)
+    for index, optimizer in enumerate(optimizers):
+        numbers = optimizers.groups_of(index)
+        repoint(optimizer, {place: shards.get(n, ()) for place, n in enumerate(numbers)})

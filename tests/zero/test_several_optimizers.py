@@ -1,0 +1,410 @@
+"""Several optimizers over one model: plain torch's result, whichever steps when, and whoever's gradients are zeroed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import hpczero
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import MLP, distance, mlp_input, zeroified
+from tests.zero.several_models import (
+    DIVISIONS,
+    EPS,
+    MODELS,
+    STEPS,
+    TOLERANCE,
+    Side,
+    by_shape,
+    loss_of,
+)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+# --- loops, as a program writes them
+
+
+def both(side: Side) -> Iterator[None]:
+    first, *others = side.optimizers
+    for step in range(STEPS):
+        side.zero_grad()
+        side.backward(step)
+        for optimizer in (first, *others):
+            optimizer.step()
+        yield
+
+
+def in_the_other_order(side: Side) -> Iterator[None]:
+    for step in range(STEPS):
+        side.backward(step)
+        for optimizer in reversed(side.optimizers):
+            optimizer.step()
+        side.model.zero_grad()
+        yield
+
+
+def clipped_under_schedulers(side: Side) -> Iterator[None]:
+    rates = [lambda step: 1 / (1 + step), lambda step: min(1.0, (1 + step) / 3)]
+    schedulers = [
+        LambdaLR(optimizer, [rates[place % 2]] * len(optimizer.param_groups))
+        for place, optimizer in enumerate(side.optimizers)
+    ]
+    for step in range(STEPS):
+        side.zero_grad()
+        side.backward(step)
+        side.clip(0.7)
+        for optimizer, scheduler in zip(side.optimizers, schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+        yield
+
+
+def one_every_second_time(side: Side) -> Iterator[None]:
+    """The gradients of the other one add up meanwhile."""
+    first, *others = side.optimizers
+    for step in range(STEPS):
+        first.zero_grad()
+        side.backward(step)
+        first.step()
+        if step % 2:
+            for optimizer in others:
+                optimizer.step()
+                optimizer.zero_grad()
+        yield
+
+
+def one_never_zeroed(side: Side) -> Iterator[None]:
+    first, *others = side.optimizers
+    for step in range(STEPS):
+        first.zero_grad()
+        side.backward(step)
+        for optimizer in (*others, first):
+            optimizer.step()
+        yield
+
+
+def by_turns(side: Side) -> Iterator[None]:
+    """One steps on the gradients that the other one has left."""
+    for step in range(STEPS):
+        side.backward(step)
+        stepped = side.optimizers[step % len(side.optimizers)]
+        stepped.step()
+        stepped.zero_grad()
+        yield
+
+
+def zeroed_in_place(side: Side) -> Iterator[None]:
+    first, *others = side.optimizers
+    for step in range(STEPS):
+        side.backward(step)
+        for optimizer in side.optimizers:
+            optimizer.step()
+        first.zero_grad(set_to_none=False)
+        for optimizer in others:
+            optimizer.zero_grad()
+        first.step()  # on gradients of zero: momentum and decay go on
+        for optimizer in others:
+            optimizer.step()  # on none
+        yield
+
+
+def twice_on_one_backward(side: Side) -> Iterator[None]:
+    first, *others = side.optimizers
+    for step in range(STEPS):
+        side.zero_grad()
+        side.backward(step)
+        first.step()
+        for optimizer in others:
+            optimizer.step()
+        first.step()
+        yield
+
+
+def over_micro_batches(side: Side) -> Iterator[None]:
+    for step in range(STEPS):
+        side.zero_grad()
+        with side.no_sync():
+            side.backward(step)
+        side.backward(step + 1)
+        for optimizer in side.optimizers:
+            optimizer.step()
+        yield
+
+
+def one_zeroed_between_micro_batches(side: Side) -> Iterator[None]:
+    for step in range(STEPS):
+        side.zero_grad()
+        with side.no_sync():
+            side.backward(step)
+        side.optimizers[-1].zero_grad()
+        side.backward(step + 1)
+        for optimizer in side.optimizers:
+            optimizer.step()
+        yield
+
+
+def clipped_apart(side: Side) -> Iterator[None]:
+    """Each optimizer's gradients by a norm of their own, with torch's function over the model's parameters."""
+    matrices = [p for p in side.model.parameters() if p.requires_grad and p.dim() > 1]
+    vectors = [p for p in side.model.parameters() if p.requires_grad and p.dim() <= 1]
+    for step in range(STEPS):
+        side.zero_grad()
+        side.backward(step)
+        for optimizer, held in zip(side.optimizers, (matrices, vectors), strict=False):
+            torch.nn.utils.clip_grad_norm_(held, 0.5)
+            optimizer.step()
+        for optimizer in side.optimizers[2:]:
+            optimizer.step()
+        yield
+
+
+LOOPS = (
+    both,
+    in_the_other_order,
+    clipped_under_schedulers,
+    one_every_second_time,
+    one_never_zeroed,
+    by_turns,
+    zeroed_in_place,
+    twice_on_one_backward,
+    over_micro_batches,
+    one_zeroed_between_micro_batches,
+    clipped_apart,
+)
+
+
+@STAGES
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("divide", DIVISIONS.values(), ids=DIVISIONS.keys())
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_a_loop_gives_torchs_result(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    make: Callable[[], nn.Module],
+    divide: Callable[[nn.Module], tuple[Optimizer, ...]],
+    loop: Callable[[Side], Iterator[None]],
+    stage: int,
+) -> None:
+    model, plain = make(), make()
+    sharded = Side(model, divide(model), range(comm.rank, comm.rank + 1), comm.size)
+    whole = Side(plain, divide(plain), range(comm.size), comm.size)
+    begin = {name: value.clone() for name, value in plain.state_dict().items()}
+    with zeroified(model, sharded.optimizers, stage=stage, topology=topology):
+        for step, _ in enumerate(zip(loop(sharded), loop(whole), strict=True)):
+            with hpczero.gathered(model):
+                worst = distance(model, plain)
+            parallel_assert(comm, worst < TOLERANCE, f"step {step} differs by {worst} from torch")
+    moved = (not torch.equal(v, begin[n]) for n, v in plain.named_parameters() if v.requires_grad)
+    assert all(moved), "the loop trains every parameter"
+
+
+@STAGES
+@pytest.mark.parametrize("clip", [None, 0.7])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("transport", ["auto", "flat"])
+def test_two_optimizers_of_one_kind_give_the_bits_of_one_with_two_groups(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    stage: int,
+    clip: float | None,
+    precision: str,
+    transport: str,
+) -> None:
+    model, other = MLP(), MLP()
+    parts = [[p for p in each.parameters() if p.dim() > 1] for each in (model, other)]
+    rest = [[p for p in each.parameters() if p.dim() == 1] for each in (model, other)]
+    groups: list[dict[str, Any]] = [{"params": parts[0]}, {"params": rest[0], "lr": 1e-3}]
+    one = AdamW(groups, lr=1e-2)
+    two = AdamW(parts[1], lr=1e-2), AdamW(rest[1], lr=1e-3)
+    options: dict[str, Any] = {"stage": stage, "topology": topology}
+    options |= {"precision": precision, "transport": transport}
+    with zeroified(model, one, **options), zeroified(other, two, **options):
+        for step in range(STEPS):
+            for each, optimizers in ((model, (one,)), (other, two)):
+                loss_of(each, comm.rank, step).backward()
+                if clip:
+                    hpczero.clip_grad_norm_(each, clip)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        values = [hpczero.full_state_dict(each) for each in (model, other)]
+    if values[0] is not None and values[1] is not None:
+        differ = [
+            name for name, value in values[0].items() if not torch.equal(value, values[1][name])
+        ]
+        assert not differ, f"other bits in {differ}"
+
+
+def test_stages_give_the_same_bits(comm: MPI.Intracomm, topology: Topology) -> None:
+    found = []
+    for stage in range(4):
+        model = MLP()
+        side = Side(model, by_shape(model), range(comm.rank, comm.rank + 1), comm.size)
+        with zeroified(model, side.optimizers, stage=stage, topology=topology):
+            for _ in one_every_second_time(side):
+                pass
+            found.append(hpczero.full_state_dict(model))
+    expected = found[0] or {}
+    for values in found[1:]:
+        same = (torch.equal(value, expected[name]) for name, value in (values or {}).items())
+        assert all(same)
+
+
+class Adversaries(nn.Module):
+    """A generator and a discriminator, which are called one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = MLP((7, 9, 5), seed=1)
+        self.discriminator = MLP((5, 9, 1), seed=2)
+
+
+@STAGES
+def test_a_graph_made_before_the_step_of_another_optimizer_still_has_its_backward(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    """Generator and discriminator: what the generator made is judged before and after the discriminator's step."""
+
+    def made(model: Adversaries) -> tuple[Optimizer, Optimizer]:
+        return (
+            Adam(model.generator.parameters(), lr=1e-2, eps=EPS),
+            SGD(model.discriminator.parameters(), lr=0.05, momentum=0.9),
+        )
+
+    def step(model: Adversaries, optimizers: Any, ranks: range, share: float) -> None:
+        generator, discriminator = optimizers
+        fakes = [model.generator(mlp_input(rank)) for rank in ranks]
+        discriminator.zero_grad()
+        for rank, fake in zip(ranks, fakes, strict=True):
+            real = model.discriminator(mlp_input(rank + 5)[:, :5])
+            loss = real.square().mean() - model.discriminator(fake.detach()).mean()
+            (loss * share).backward()
+        discriminator.step()
+        generator.zero_grad()
+        for fake in fakes:
+            (model.discriminator(fake).square().mean() * share).backward()
+        generator.step()  # the discriminator has gradients of this loss, too, and drops them
+
+    model, plain = Adversaries(), Adversaries()
+    optimizers, references = made(model), made(plain)
+    with zeroified(model, optimizers, stage=stage, topology=topology):
+        for _ in range(STEPS):
+            step(model, optimizers, range(comm.rank, comm.rank + 1), 1.0)
+            step(plain, references, range(comm.size), 1 / comm.size)
+        with hpczero.gathered(model):
+            worst = distance(model, plain)
+    parallel_assert(comm, worst < TOLERANCE, f"differs by {worst} from torch")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_graph_that_needs_what_the_step_has_changed_is_refused_as_in_torch(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model = MLP()
+    first, second = by_shape(model)
+    with zeroified(model, (first, second), stage=stage, topology=topology):
+        old = loss_of(model, comm.rank, 1)
+        loss_of(model, comm.rank, 0).backward()
+        first.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            old.backward()
+        second.zero_grad()
+
+
+@STAGES
+@pytest.mark.parametrize("transport", ["auto", "flat"])
+def test_a_graph_that_kept_units_whole_is_right_or_refused_after_a_step(
+    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
+) -> None:
+    """Of vectors alone, which the step of the matrices' optimizer does not change; but every unit has both."""
+    model, plain = MLP(), MLP()
+    first, second = by_shape(model)
+
+    def penalty(of: nn.Module) -> torch.Tensor:
+        return sum((p**3).sum() for p in of.parameters() if p.dim() == 1)  # type: ignore[return-value]
+
+    options: dict[str, Any] = {"stage": stage, "topology": topology, "transport": transport}
+    with zeroified(model, (first, second), **options):
+        with hpczero.gathered(model):
+            kept = penalty(model)
+        loss_of(model, comm.rank, 0).backward()
+        first.step()
+        model.zero_grad()
+        if stage == 3:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                kept.backward()
+        else:
+            kept.backward()
+            found = hpczero.full_gradients(model)
+            expected = penalty(plain)
+            expected.backward()
+            vectors = {n: p.grad for n, p in plain.named_parameters() if p.dim() == 1}
+            worst = max(
+                float((found[n] - g).abs().max()) for n, g in vectors.items() if g is not None
+            )
+            parallel_assert(comm, worst < TOLERANCE, f"differs by {worst} from torch")
+        model.zero_grad()
+        loss_of(model, comm.rank, 0).backward()
+        second.step()
+
+
+@STAGES
+def test_state_of_each_comes_back_by_torchs_own_calls(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    found = []
+    for stops in (False, True):
+        model = MLP()
+        side = Side(model, by_shape(model), range(comm.rank, comm.rank + 1), comm.size)
+        with zeroified(model, side.optimizers, stage=stage, topology=topology):
+            for step, _ in enumerate(both(side)):
+                if stops and step == 2:
+                    for optimizer in side.optimizers:
+                        saved = optimizer.state_dict()
+                        optimizer.load_state_dict(saved)
+            found.append(hpczero.full_state_dict(model))
+    if found[0] is not None and found[1] is not None:
+        assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_parts_of_accumulate_survive_zero_grad_of_one_optimizer(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model, plain = MLP(), MLP()
+    optimizers, references = by_shape(model), by_shape(plain)
+    with zeroified(model, optimizers, topology=topology):
+        with hpczero.accumulate(model, 0, 2):
+            loss_of(model, comm.rank, 0).backward()
+        optimizers[1].zero_grad()
+        with hpczero.accumulate(model, 1, 2):
+            loss_of(model, comm.rank, 1).backward()
+        for part in range(2):
+            if part:
+                references[1].zero_grad()
+            for rank in range(comm.size):
+                (loss_of(plain, rank, part) / (2 * comm.size)).backward()
+        for optimizer in (*optimizers, *references):
+            optimizer.step()
+        with hpczero.gathered(model):
+            worst = distance(model, plain)
+        parallel_assert(comm, worst < TOLERANCE, f"differs by {worst} from torch")
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with hpczero.accumulate(model, 0, 2):
+            loss_of(model, comm.rank, 0).backward()
+        for optimizer in optimizers:  # both: the parts begin anew
+            optimizer.zero_grad()
+        with hpczero.accumulate(model, 0, 1):
+            loss_of(model, comm.rank, 0).backward()

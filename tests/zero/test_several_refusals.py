@@ -1,0 +1,183 @@
+"""Several optimizers: what zeroify does not take, and what ranks must do alike; named errors on all of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+
+import hpczero
+from hpczero.errors import PlanError, StepError
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import MLP, mlp_backward, raises_on_all, zeroified
+from tests.zero.several_models import by_shape
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def given(model: MLP) -> dict[str, tuple[Any, str]]:
+    """Optimizers that are refused, each with what is said."""
+    matrices, vectors = by_shape(model)
+    overlapping = SGD(model.layers[1].parameters(), lr=0.1)
+    foreign = SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+    return {
+        "none": ((), "got an empty tuple"),
+        "no optimizer": ([matrices, 0.1], "got float, expected a torch.optim.Optimizer"),
+        "the same twice": ((matrices, matrices), "the same optimizer twice"),
+        "one parameter in two": (
+            (matrices, vectors, overlapping),
+            r"'layers.1.0.weight' is in 2 optimizers, expected one",
+        ),
+        "a parameter in none": (
+            (matrices,),
+            r"3 trainable parameter\(s\) are in no optimizer group, first 'layers.0.0.bias'",
+        ),
+        "of another model": (
+            (matrices, vectors, foreign),
+            r"1 tensor\(s\) that are not parameters",
+        ),
+        "not elementwise": (
+            (matrices, torch.optim.LBFGS(model.parameters())),
+            "optimizer LBFGS couples all elements",
+        ),
+    }
+
+
+@pytest.mark.parametrize("case", given(MLP()))
+def test_zeroify_refuses(comm: MPI.Intracomm, topology: Topology, case: str) -> None:
+    model = MLP()
+    optimizers, message = given(model)[case]
+    before = [parameter.clone() for parameter in model.parameters()]
+    raises_on_all(
+        comm, PlanError, message, lambda: hpczero.zeroify(model, optimizers, topology=topology)
+    )
+    parallel_assert(comm, all(map(torch.equal, model.parameters(), before)))
+
+
+@pytest.mark.ranks(2, 3)
+def test_optimizers_in_another_order_on_one_rank(comm: MPI.Intracomm, topology: Topology) -> None:
+    model = MLP()
+    optimizers = by_shape(model)[:: -1 if comm.rank else 1]
+    raises_on_all(
+        comm,
+        PlanError,
+        "built another model, optimizer, stage or precision than rank 0",
+        lambda: hpczero.zeroify(model, optimizers, topology=topology),
+    )
+
+
+@STAGES
+@pytest.mark.ranks(2, 3)
+def test_another_optimizer_steps_on_one_rank(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model = MLP()
+    parts = [[p for p in model.parameters() if (p.dim() > 1) is even] for even in (True, False)]
+    optimizers = tuple(AdamW(part, lr=0.01) for part in parts)  # by their options they are equal
+    with zeroified(model, optimizers, stage=stage, topology=topology):
+        mlp_backward(model, comm.rank)
+        raises_on_all(
+            comm,
+            StepError,
+            r"a step of optimizer 1 \(AdamW\), where rank 0 has a step of optimizer 0 \(AdamW\)",
+            optimizers[1 if comm.rank == comm.size - 1 else 0].step,
+        )
+
+
+@STAGES
+@pytest.mark.ranks(2, 3)
+def test_one_rank_zeroes_the_gradients_of_one_optimizer(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model = MLP()
+    first, second = by_shape(model)
+    with zeroified(model, (first, second), stage=stage, topology=topology):
+        mlp_backward(model, comm.rank)
+        first.step()
+        if comm.rank == 0:
+            first.zero_grad()
+        raises_on_all(comm, StepError, "zero_grad of one optimizer", second.step)
+
+
+def test_a_group_added_to_one_of_them(comm: MPI.Intracomm, topology: Topology) -> None:
+    model = MLP()
+    first, second = by_shape(model)
+    with zeroified(model, (first, second), topology=topology):
+        second.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        mlp_backward(model, comm.rank)
+        raises_on_all(
+            comm,
+            StepError,
+            r"group 1 of optimizer 1 \(SGD\) has 1 parameter\(s\) put in",
+            first.step,
+        )
+
+
+def test_state_of_another_of_them(comm: MPI.Intracomm, topology: Topology) -> None:
+    model = MLP()
+    parts = [list(model.layers[0].parameters()), list(model.layers[1].parameters())]
+    parts[1] += model.layers[2].parameters()
+    optimizers = tuple(AdamW(part[:2], lr=0.01) for part in parts)
+    optimizers[1].add_param_group({"params": parts[1][2:]})
+    with zeroified(model, optimizers, stage=0, topology=topology):
+        mlp_backward(model, comm.rank)
+        for optimizer in optimizers:
+            optimizer.step()
+        state = optimizers[0].state_dict()
+        pattern = "optimizer 0 of 2, expected one of .*optimizer 1 of 2"
+        with pytest.raises(StepError, match=pattern):
+            optimizers[1].load_state_dict(state)
+
+
+def test_the_only_optimizer_is_asked_for(comm: MPI.Intracomm, topology: Topology) -> None:
+    model = MLP()
+    optimizers = by_shape(model)
+    with zeroified(model, optimizers, topology=topology) as sharding:
+        parallel_assert(comm, tuple(sharding.optimizers) == optimizers)
+        with pytest.raises(PlanError, match=r"2 optimizers \(AdamW, SGD\)"):
+            _ = sharding.optimizer
+
+
+def test_release_leaves_every_optimizer_to_plain_torch(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model = MLP()
+    optimizers = by_shape(model)
+    with zeroified(model, optimizers, stage=0, topology=topology):
+        pass
+    for optimizer in optimizers:
+        parallel_assert(comm, not optimizer._optimizer_step_pre_hooks)
+        parallel_assert(comm, "zero_grad" not in vars(optimizer))
+
+
+def test_an_interrupted_backward_needs_the_gradients_of_all_to_go(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model = MLP()
+    first, second = by_shape(model)
+    with zeroified(model, (first, second), stage=2, topology=topology):
+        mlp_backward(model, comm.rank)
+        hook = next(model.parameters()).register_hook(_fail)
+        with pytest.raises(ZeroDivisionError):
+            mlp_backward(model, comm.rank)
+        hook.remove()
+        first.zero_grad()
+        raises_on_all(comm, StepError, "the last backward did not finish", first.step)
+        second.zero_grad()
+        mlp_backward(model, comm.rank)
+        first.step()
+        second.step()
+
+
+def _fail(gradient: torch.Tensor) -> None:
+    raise ZeroDivisionError
