@@ -100,6 +100,7 @@ HPCZERO = House(
         "comm.devices",
         "comm.algorithms",
         "plan",
+        "tier",
         "memory",
         "job",
         "accelerator",

@@ -76,6 +76,10 @@ class OutOfMemory(HpcZeroError, MemoryError):
     """Memory ran out; the message has what the plan needs beside what the allocator said."""
 
 
+class TierError(HpcZeroError, RuntimeError):
+    """Bytes that a tier could not keep or bring back, or that it was asked for wrongly; names medium and place."""
+
+
 class CheckpointError(HpcZeroError, RuntimeError):
     """A checkpoint that cannot be written or read."""
 

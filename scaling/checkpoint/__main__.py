@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hpczero.checkpoint.disk.rawfile import filesystem_of
 from hpczero.errors import ConfigError, HpcZeroError, run
+from hpczero.files.direct import filesystem_of
 from hpczero.models.config import parameter_count
 from hpczero.options.reading import parse_command_line
 from scaling.checkpoint.report import draw, text

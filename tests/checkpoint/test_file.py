@@ -18,9 +18,10 @@ import hpczero
 from hpczero.checkpoint.disk import h5file, writers
 from hpczero.checkpoint.disk.folder import LATEST, read_manifest
 from hpczero.checkpoint.disk.format import STATE_FILE, Dataset, Table
-from hpczero.checkpoint.disk.rawfile import PAGE, filesystem_of, open_direct, write_direct
+from hpczero.checkpoint.disk.rawfile import write_direct
 from hpczero.checkpoint.disk.writers import PosixWriter
 from hpczero.checkpoint.verify import Verdict, verify
+from hpczero.files.direct import PAGE, filesystem_of, open_direct
 from tests.checkpoint.damage import golden_copy
 from tests.checkpoint.programs import Net, Program
 from tests.helpers.parallel import parallel_assert

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,10 +18,10 @@ import numpy.typing as npt
 import xxhash
 
 from hpczero.checkpoint.disk.format import Dataset
+from hpczero.files.direct import PAGE
 from hpczero.files.regular import open_regular
 
 COPY_NBYTES = 2**22
-PAGE = mmap.PAGESIZE
 SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 Array = npt.NDArray[Any]
@@ -34,14 +33,6 @@ def write_at(descriptor: int, offset: int, data: Array) -> None:
     while left:
         written = os.pwrite(descriptor, left[: 2**30], offset)
         left, offset = left[written:], offset + written
-
-
-def open_direct(path: Path) -> int | None:
-    """A descriptor whose writes go past the kernel's cache; None where the file system has none such."""
-    try:
-        return os.open(path, os.O_WRONLY | os.O_DIRECT)
-    except OSError:
-        return None
 
 
 def write_direct(descriptor: int, offset: int, data: Array) -> int:
@@ -98,22 +89,6 @@ def read_into(descriptor: int, offset: int, into: npt.NDArray[np.uint8]) -> None
         if not count:
             raise EOFError(f"the file ends at byte {offset}")
         left, offset = left[count:], offset + count
-
-
-def filesystem_of(path: Path, mounts: str | None = None) -> str:
-    """Type of the file system that ``path`` lies on, such as ``ext4`` or ``lustre``; empty where nobody says.
-
-    ``mounts``: the text of /proc/self/mounts; None reads it.
-    """
-    if mounts is None:
-        try:
-            mounts = Path("/proc/self/mounts").read_text(encoding="utf-8")
-        except OSError:
-            return ""
-    real = path.resolve()
-    found = [line.split()[1:3] for line in mounts.splitlines() if len(line.split()) > 2]
-    around = [(len(Path(at).parts), kind) for at, kind in found if real.is_relative_to(at)]
-    return max(around, key=lambda entry: entry[0], default=(0, ""))[1]
 
 
 def rest_digest(path: Path, datasets: Sequence[Dataset]) -> str:

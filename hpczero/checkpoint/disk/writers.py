@@ -19,14 +19,9 @@ from mpi4py import MPI
 from typing_extensions import override
 
 from hpczero.checkpoint.disk.format import Dataset
-from hpczero.checkpoint.disk.rawfile import (
-    filesystem_of,
-    open_direct,
-    start_writeback,
-    write_at,
-    write_direct,
-)
+from hpczero.checkpoint.disk.rawfile import start_writeback, write_at, write_direct
 from hpczero.errors import CheckpointError
+from hpczero.files.direct import filesystem_of, open_direct
 from hpczero.options.environment import Environment
 
 Array = npt.NDArray[Any]

@@ -1,0 +1,212 @@
+"""StagedTier: what all tiers have in common whose shards travel through staging blocks.
+
+Owns: the order of reads and writes of a place, and cutting parts into calls. Must not know: the medium. A medium says
+how some bytes at an offset are read and written, on any thread; see ``disk`` and ``host``.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from torch import Tensor
+from typing_extensions import override
+
+from hpczero.accelerator import Accelerator
+from hpczero.errors import ConfigError, TierError
+from hpczero.memory.pages import padded
+from hpczero.tier.base import Fetch, Staged, Tier
+from hpczero.tier.lanes import Lanes, Transfer
+from hpczero.tier.record import Place, Record
+from hpczero.tier.staging import Block, Staging
+
+CALL_NBYTES = 4 * 2**20  # of one call to the medium
+LANES = 4
+
+
+class _InBlock(Staged):
+    """Parts end to end in one block, each from a page on."""
+
+    def __init__(
+        self, place: Place, block: Block, sizes: Mapping[str, int], alignment: int
+    ) -> None:
+        self.block = block
+        self.begins: dict[str, int] = {}
+        begin = 0
+        for part, nbytes in sizes.items():
+            self.begins[part] = begin
+            begin += padded(nbytes, alignment)
+        parts = {part: block.memory[at : at + sizes[part]] for part, at in self.begins.items()}
+        super().__init__(place, parts)
+
+
+class _Reading(Fetch):
+    """Its block goes back if the read fails."""
+
+    def __init__(self, transfer: Transfer, staged: _InBlock, staging: Staging) -> None:
+        self.name = transfer.name
+        self._transfer = transfer
+        self._staged = staged
+        self._staging = staging
+
+    @override
+    def wait(self) -> Staged:
+        try:
+            self._transfer.wait()
+            self._staged.block.when_free()  # fresh parts alone wait for nothing else
+        except TierError:
+            if self._staged.held:
+                self._staged.surrender()
+                self._staging.give_back(self._staged.block)
+            raise
+        finally:
+            self._staged.place.reads.discard(self._transfer)
+        return self._staged
+
+
+class StagedTier(Tier):
+    """A flat space of bytes on some medium, moved by lanes through staging.
+
+    A subclass writes ``describe``, ``_make_room``, ``_read`` and ``_write``, and ``_release`` where the medium is to be
+    given back.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        *,
+        accelerator: Accelerator,
+        lanes: int = LANES,
+        call_nbytes: int = CALL_NBYTES,
+    ) -> None:
+        """Starts the lanes.
+
+        Args:
+            staging: the blocks.
+            accelerator: of the device that computes with what is staged.
+            lanes: calls to the medium in flight.
+            call_nbytes: of one call at most.
+
+        Raises:
+            ConfigError: no lane, or empty calls.
+        """
+        super().__init__()
+        self._staging = staging
+        self._accelerator = accelerator
+        self._call_nbytes = padded(call_nbytes, staging.alignment)
+        self._end = 0
+        if lanes < 1 or call_nbytes < 1:
+            raise ConfigError(
+                f"tier: got {lanes} lanes with calls of {call_nbytes:,} bytes, expected at least 1"
+            )
+        self._lanes = Lanes(lanes, enter=accelerator.enter_thread)
+
+    # --- what a medium writes
+
+    @abstractmethod
+    def _make_room(self, begin: int, end: int) -> None:
+        """Make sure that bytes ``begin`` to ``end`` have room; ``begin`` is where the last call ended.
+
+        Raises:
+            TierError: they have none.
+        """
+
+    @abstractmethod
+    def _read(self, into: Tensor, offset: int) -> None:
+        """Fill ``into`` with the bytes at ``offset``; on a lane. Both are aligned, and so is the number of bytes.
+
+        Raises:
+            TierError: names offset, bytes got and expected, and what the system said.
+        """
+
+    @abstractmethod
+    def _write(self, source: Tensor, offset: int) -> None:
+        """As ``_read``, the other way."""
+
+    def _release(self) -> None:
+        """Give the medium back; nothing runs any more."""
+        return
+
+    # --- the contract
+
+    @property
+    @override
+    def staging_nbytes(self) -> int:
+        return self._staging.nbytes
+
+    @override
+    def _reserve(self, record: Record) -> Place:
+        place = Place(record, self._end, self._staging.alignment)
+        self._make_room(place.begin, place.end)
+        self._end = place.end
+        return place
+
+    @override
+    def _fetch(self, place: Place, read: Mapping[str, int], fresh: Mapping[str, int]) -> Fetch:
+        name = f"fetch of {', '.join(read) or 'nothing'} of {place.record.name!r}"
+        sizes = place.sizes([*read, *fresh])
+        waited = partial(self.traffic.waited, sizes)
+        began = time.perf_counter()
+        block = self._staging.take(sum(sizes.values()), name)
+        waited(time.perf_counter() - began)
+        staged = _InBlock(place, block, sizes, self._staging.alignment)
+        earlier = {place.writes[part] for part in read}
+
+        def before() -> None:
+            block.when_free()
+            for write in earlier:
+                write.settle()
+                write.check()
+
+        pieces = self._pieces(self._read, staged, read)
+        transfer = self._lanes.start(name, pieces, before=before, waited=waited)
+        place.reads.add(transfer)
+        return _Reading(transfer, staged, self._staging)
+
+    @override
+    def _evict(self, staged: Staged, written: Mapping[str, int]) -> Transfer:
+        assert isinstance(staged, _InBlock), "staged by this tier"
+        place, name = staged.place, f"evict of {', '.join(written)} of {staged.place.record.name!r}"
+        # Behind what the device has been given to do with the block: it may still write there, or read.
+        mark = self._accelerator.mark()
+        staged.surrender()
+        pieces = self._pieces(self._write, staged, written)
+        if not pieces:
+            self._staging.give_back(staged.block, read_until=mark)
+            transfer = Transfer(name)
+            place.writes.update(dict.fromkeys(written, transfer))
+            return transfer
+        earlier = {place.writes[part] for part in written if part in place.writes} | place.reads
+
+        def before() -> None:
+            mark.wait()
+            for transfer in earlier:
+                transfer.settle()
+
+        transfer = self._lanes.start(
+            name, pieces, before=before, waited=partial(self.traffic.waited, written)
+        )
+        place.writes.update(dict.fromkeys(written, transfer))
+        self._staging.give_back_after(staged.block, transfer)
+        return transfer
+
+    @override
+    def _close(self) -> None:
+        self._lanes.close()
+        self._release()
+
+    def _pieces(
+        self, move: Callable[[Tensor, int], None], staged: _InBlock, sizes: Mapping[str, int]
+    ) -> list[Callable[[], None]]:
+        """One call to the medium each; the last of a part goes to the end of its page."""
+        pieces: list[Callable[[], None]] = []
+        for part, nbytes in sizes.items():
+            begin, offset = staged.begins[part], staged.place.offsets[part]
+            whole = padded(nbytes, self._staging.alignment)
+            for at in range(0, whole, self._call_nbytes):
+                stop = min(at + self._call_nbytes, whole)
+                memory = staged.block.memory[begin + at : begin + stop]
+                pieces.append(partial(move, memory, offset + at))
+        return pieces
