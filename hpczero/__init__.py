@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hpczero.job.topology import Topology
     from hpczero.plan import Plan, Stage
     from hpczero.plan.layout import ShardLayout
+    from hpczero.plan.offload import Offload
     from hpczero.plan.precision import LossScale, Precision
     from hpczero.zero.access import full_gradients, gathered
     from hpczero.zero.accumulation import accumulate
@@ -37,6 +38,7 @@ _HOME = {
     "Hierarchical": "hpczero.comm",
     "HpcZeroError": "hpczero.errors",
     "LossScale": "hpczero.plan.precision",
+    "Offload": "hpczero.plan.offload",
     "Plan": "hpczero.plan",
     "Precision": "hpczero.plan.precision",
     "ShardLayout": "hpczero.plan.layout",
@@ -63,6 +65,7 @@ __all__ = [
     "Hierarchical",
     "HpcZeroError",
     "LossScale",
+    "Offload",
     "Plan",
     "Precision",
     "ShardLayout",

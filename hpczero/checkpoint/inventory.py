@@ -13,6 +13,7 @@ from hpczero.checkpoint.disk.format import Row, Table
 from hpczero.errors import CheckpointError, CheckpointMismatch
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.unit import Unit
+from hpczero.zero.update.away_states import AWAY, read_state, with_names, write_state
 
 Scalar = int | float | bool
 
@@ -142,7 +143,8 @@ class Inventory:
                 continue
             for position, shard in unit.owned_shards():
                 row = self._places[unit.spec.layout.slots[position].name]
-                yield row, self._state_of(unit, position).get(shard, {}), shard.numel()
+                state = self._state_of(unit, position).get(shard, {})
+                yield row, with_names(state), shard.numel()
 
     def elements(self, key: str) -> Tensor:
         """(elements of ``held_trainable``,) fp32 copy of one elementwise state; zero where there is none yet."""
@@ -151,13 +153,22 @@ class Inventory:
             if not unit.spec.trainable:
                 continue
             layout, index = unit.spec.layout, self._sharding.topology.shard_index
-            for position, shard in unit.owned_shards():
+            for position, values in self._state_parts(unit, key):
                 slot = layout.slots[position]
                 place = self._places[slot.name].offset + layout.overlap(index, slot.name).start
-                value = self._state_of(unit, position).get(shard, {}).get(key)
-                found[place] = torch.zeros(shard.numel()) if value is None else value.detach().cpu()
+                found[place] = values
         parts = [found[place].reshape(-1) for place in sorted(found)]
         return torch.cat(parts) if parts else torch.empty(0)
+
+    def _state_parts(self, unit: Unit, key: str) -> Iterator[tuple[int, Tensor]]:
+        """Slot and one elementwise state, on the host, of each part that this rank owns; zero where there is none."""
+        if unit.away is not None:
+            for position, _, part in unit.optimized.parts_of(read_state(unit, key)):
+                yield position, part
+            return
+        for position, shard in unit.owned_shards():
+            value = self._state_of(unit, position).get(shard, {}).get(key)
+            yield position, torch.zeros(shard.numel()) if value is None else value.detach().cpu()
 
     def scalars(self, kinds: Mapping[str, str]) -> dict[str, dict[str, Scalar | None]]:
         """For each key and each parameter that this rank owns parts of: its number; None for a tensor."""
@@ -202,28 +213,46 @@ class Inventory:
                 # Gone with the last unit, so that no more than one key is there twice.
                 for unit, owned in self._by_unit(elements.pop(key), trainable=True):
                     replicated = unit.replicated(owned)
-                    for position, (shard, value) in zip(
-                        unit.optimized.slots, replicated, strict=True
-                    ):
-                        if unit.spec.layout.slots[position].name in present[key]:
+                    given = [
+                        (
+                            position,
+                            shard,
+                            value if self._is_in(unit, position, present[key]) else None,
+                        )
+                        for position, (shard, value) in zip(
+                            unit.optimized.slots, replicated, strict=True
+                        )
+                    ]
+                    if unit.away is not None:
+                        states = [(self._state_of(unit, place), value) for place, _, value in given]
+                        write_state(unit, key, states)
+                        continue
+                    for position, shard, value in given:
+                        if value is not None:
                             held = self._state_of(unit, position)[shard]
                             held[key] = value.to(shard.device, copy=True)
                 continue
             for unit in trained:
                 for position, shard in zip(unit.optimized.slots, unit.shards, strict=True):
-                    name = unit.spec.layout.slots[position].name
-                    if name in present[key]:
+                    if self._is_in(unit, position, present[key]):
+                        name = unit.spec.layout.slots[position].name
                         number = _scalar(kind, present[key][name])
                         if isinstance(number, Tensor) and id(shard) in on_device:
                             number = number.to(shard.device)
                         self._state_of(unit, position)[shard][key] = number
         self._sharding.step.adopt_state()
 
+    @staticmethod
+    def _is_in(unit: Unit, position: int, present: Mapping[str, Scalar | None]) -> bool:
+        return unit.spec.layout.slots[position].name in present
+
 
 def _kind(key: str, value: Any, numel: int) -> str | None:
     """``elements``, ``tensor:float32``, ``int`` ...; None for a state that does not exist yet."""
     if value is None:
         return None
+    if value is AWAY:
+        return "elements"
     if isinstance(value, Tensor):
         if not value.dim():
             return f"tensor:{str(value.dtype).removeprefix('torch.')}"

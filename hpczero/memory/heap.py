@@ -1,4 +1,4 @@
-"""The C library's heap: what is freed in one step is kept for the next.
+"""The C library's heap: whether what is freed is kept for the next step.
 
 Owns: two settings of glibc's malloc. Must not know: torch, buffers, units.
 
@@ -17,6 +17,7 @@ import ctypes
 from hpczero.options.environment import Environment
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+LARGE = 2**20
 MOST = 2**31 - 1  # an int; a larger block is mapped by itself as ever
 
 
@@ -27,13 +28,31 @@ def keep_freed_memory(environment: Environment) -> bool:
         Whether it was done: not with another C library than glibc, nor where HPCZERO_KEEP_HEAP=0 or settings of
         malloc's own are in the environment.
     """
-    if not environment.keep_heap or environment.tunes_malloc:
+    return environment.keep_heap and _tune(environment, MOST)
+
+
+def give_back_freed_memory(environment: Environment) -> bool:
+    """Return every large block to the kernel when it is freed. Not collective.
+
+    By itself glibc raises its thresholds to the largest block that was freed, up to 32 MiB, and keeps what lies below.
+    Where shards rest on a tier, what was freed has to make room for what comes, of whatever size.
+
+    Returns:
+        Whether it was done: not with another C library than glibc, nor where settings of malloc's own are in the
+        environment.
+    """
+    return _tune(environment, LARGE)
+
+
+def _tune(environment: Environment, threshold: int) -> bool:
+    if environment.tunes_malloc:
         return False
     try:
         library = ctypes.CDLL(None)
         library.gnu_get_libc_version  # noqa: B018  (an allocator of another library may have a mallopt that does less)
         library.malloc_trim(0)
-        done = [library.mallopt(option, MOST) for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD)]
+        options = (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD)
+        done = [library.mallopt(option, threshold) for option in options]
     except (OSError, AttributeError):
         return False
     return all(done)

@@ -17,6 +17,10 @@ from hpczero.zero.residence import Residence
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.whole import UnitState
 
+IN_FLIGHT = (
+    1  # reductions that go on beside the backward, of gradients that leave memory afterwards
+)
+
 
 class BackwardSchedule:
     """Backwards of one model, one at a time. Collective as soon as a unit communicates.
@@ -157,6 +161,12 @@ class BackwardSchedule:
         backward.next += 1
         self._residence.give_back(unit)
         unit.gradients.reduce(self._gradient_factor())
+        if (
+            not unit.gradients.rest.resident
+        ):  # what lies elsewhere leaves memory as soon as it is whole
+            backward.reducing.append(unit)
+            while len(backward.reducing) > IN_FLIGHT:
+                backward.reducing.popleft().gradients.finish()
 
     def _end(self) -> None:
         backward = self._pass

@@ -15,6 +15,7 @@ import torch
 from hpczero.zero.calls.backward import Gradients
 from hpczero.zero.calls.kept import Kept
 from hpczero.zero.calls.prefetch import Prefetch
+from hpczero.zero.calls.read_ahead import ReadAhead
 from hpczero.zero.calls.tensors import TooMany, tensors_in
 from hpczero.zero.units.unit import Unit
 
@@ -33,6 +34,7 @@ class Residence:
         *,
         sharded: bool,
         ahead: bool,
+        read_ahead: int = 0,
     ) -> None:
         """Not collective.
 
@@ -41,16 +43,20 @@ class Residence:
             gradients: gradients of every trainable unit.
             sharded: whether parameters are given back between uses.
             ahead: whether to start to unshard the next unit while one is used.
+            read_ahead: number of units whose values are read, from where they rest, before they are used.
         """
         self._units = list(units)
         self.kept = Kept(gradients if sharded else {})
         self._prefetch = Prefetch() if ahead else None
+        self._read_ahead = ReadAhead(read_ahead) if read_ahead else None
         self._stays = False  # see keep_whole
 
     def begin_pass(self, kind: str) -> None:
         """Note that a forward or a backward begins, as ``kind`` says."""
         if self._prefetch is not None:
             self._prefetch.begin(kind)
+        if self._read_ahead is not None:
+            self._read_ahead.begin(kind)
 
     def give_back(self, unit: Unit) -> None:
         """Reshard ``unit``, unless there is a reason to keep it whole. Nothing uses it now."""
@@ -61,6 +67,9 @@ class Residence:
         """Wait until ``units`` are whole. The unshard of what comes after them has then started."""
         for unit in units:
             unit.unshard()
+        if self._read_ahead is not None:
+            for unit in units:
+                self._read_ahead.used(unit)
         for unit in units:
             unit.whole.wait_for_unshard()
         if self._prefetch is not None:
@@ -75,6 +84,8 @@ class Residence:
         if self._prefetch is not None:
             for unit in self._prefetch.end():
                 self.give_back(unit)
+        if self._read_ahead is not None:
+            self._read_ahead.end()
 
     def calls_are_through(self) -> None:
         """Note that no call runs any more."""

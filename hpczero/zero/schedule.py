@@ -53,6 +53,7 @@ class Schedule:
         gradient_factor: Callable[[], float],
         sharded: bool,
         ahead: bool = False,
+        read_ahead: int = 0,
     ) -> None:
         """Register the hooks.
 
@@ -62,10 +63,13 @@ class Schedule:
             gradient_factor: multiplies the sum over ranks at each reduction.
             sharded: whether parameters are given back between uses.
             ahead: whether to start to unshard the next unit while one is used.
+            read_ahead: number of units whose values are read, from where they rest, before they are used.
         """
         trained = [unit for unit in reversed(units) if unit.spec.trainable]
         gradients = {unit: Gradients(unit.parameters) for unit in trained}
-        self.residence = Residence(units, gradients, sharded=sharded, ahead=ahead)
+        self.residence = Residence(
+            units, gradients, sharded=sharded, ahead=ahead, read_ahead=read_ahead
+        )
         self.backward = BackwardSchedule(
             units, gradients, self.residence, gradient_factor=gradient_factor, sharded=sharded
         )

@@ -27,6 +27,7 @@ from hpczero.zero.calls.seal import Seal
 from hpczero.zero.calls.surroundings import Surroundings
 from hpczero.zero.schedule import Schedule
 from hpczero.zero.shared_buffers import SharedBuffers
+from hpczero.zero.units.away import NOTHING_AWAY, Away
 from hpczero.zero.units.reducer import ExactReducer
 from hpczero.zero.units.seen_gradient import Sight, SlotGradient
 from hpczero.zero.units.unit import Unit
@@ -46,6 +47,7 @@ class Sharding:
         model: as passed to ``zeroify``.
         optimizers: as passed to ``zeroify``; empty for inference.
         topology, plan, precision: the decisions.
+        away: what rests on a memory tier, and which.
         collectives: the transport, with ``stats``.
         units: in plan order.
         attachment, shared_buffers: what a step holds the model against.
@@ -65,6 +67,7 @@ class Sharding:
         collectives: Collectives,
         *,
         owns_topology: bool = False,
+        away: Away = NOTHING_AWAY,
     ) -> None:
         """Collective on some transports (memory may be shared).
 
@@ -75,6 +78,7 @@ class Sharding:
             topology: the ranks that train together.
             collectives: over its shard group; closed by ``detach``.
             owns_topology: ``detach`` also frees ``topology``.
+            away: what rests on a memory tier, which ``detach`` closes.
         """
         self.model = model
         self.optimizers = optimizers
@@ -83,6 +87,7 @@ class Sharding:
         self.topology = topology
         self.collectives = collectives
         self._owns_topology = owns_topology
+        self.away = away
         self.scaler = LossScaler(plan.precision.loss_scale)
         self.advice = Advice(model, self.topology)
         parameters = dict(model.named_parameters())
@@ -95,6 +100,7 @@ class Sharding:
                 precision=plan.precision,
                 comm=collectives,
                 reducer=reducer,
+                away=away.shards.get(spec.name),
             )
             for spec in plan.units
         ]
@@ -182,6 +188,7 @@ class Sharding:
             gradient_factor=self._gradient_factor,
             sharded=self.plan.stage.shards_parameters,
             ahead=self.plan.stage.shards_parameters and self.collectives.footprint.overlap,
+            read_ahead=self.away.read_ahead,
         )
         for unit in self.units:
             self._show_gradients(unit)
@@ -208,6 +215,7 @@ class Sharding:
                 self.advice,
                 place=(stepper.index, len(self.optimizers)),
                 loaded=stepper.parted.adopt,
+                away=stepper.streams,
             )
             self._optimizer_states.append(state)
             self.attachment.watch(stepper, state)
@@ -316,6 +324,7 @@ class Sharding:
                 module.__dict__[name] = own
         self.step.detach()
         self.collectives.close()
+        self.away.close()
         if self._owns_topology:
             self.topology.free()
         self.model.__dict__.pop("zero_grad", None)

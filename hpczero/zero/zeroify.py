@@ -6,14 +6,12 @@ workings, MPI.
 
 from __future__ import annotations
 
-import ctypes
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -23,20 +21,21 @@ from hpczero.errors import PlanError, explain_exhaustion
 from hpczero.job.mesh import DEGREES
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import DTYPES
-from hpczero.memory.heap import keep_freed_memory
+from hpczero.memory.heap import give_back_freed_memory, keep_freed_memory
 from hpczero.options.environment import Environment
 from hpczero.options.values import check_algorithms
 from hpczero.plan import Plan, Stage
+from hpczero.plan.offload import Offload
 from hpczero.plan.plan import ADAM_STATE_BYTES, UnitRule
 from hpczero.plan.precision import Precision
 from hpczero.plan.rules import default_rule
+from hpczero.zero.filling import Initializer, filler
+from hpczero.zero.offloading import open_away, parts_of
 from hpczero.zero.refusals import check_gradients, check_modules
 from hpczero.zero.sharding import KEY, Sharding
+from hpczero.zero.units.away import NOTHING_AWAY
 from hpczero.zero.units.module_buffers import persistent_buffers
-from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizer_set import OptimizerSet
-
-Initializer = Callable[[str, Tensor], None]
 
 
 def zeroify(
@@ -52,6 +51,7 @@ def zeroify(
     overlap: bool = True,
     device: str | Accelerator | None = None,
     initialize: Initializer | None = None,
+    offload: Offload | None = None,
 ) -> nn.Module:
     """Shard ``model`` and its optimizers over the ranks, in place. Collective over the topology's world.
 
@@ -79,6 +79,7 @@ def zeroify(
             ``choose_accelerator`` gave before MPI was started; None: where the model lies, which is the CPU for meta.
         initialize: fills one whole fp32 parameter in place, given its name; must give the same values on every rank.
             Used for every parameter, unit by unit, so that no rank holds the whole model.
+        offload: what of this rank's shards rests in the memory of the host or on disk between uses; None: nothing.
 
     Returns:
         ``model`` itself.
@@ -125,7 +126,9 @@ def zeroify(
             rule=rule or default_rule,
             groups=groups,
         )
-    _check_equal_plans(plan, model, optimizers, topology)
+        offload = offload or Offload()
+        parts = parts_of(offload, plan, optimizers)
+    _check_equal_plans(plan, model, optimizers, topology, [*parts, offload.parameters])
     explain_exhaustion(_need(plan, topology, trains=trains))
     collectives = given or choose(
         topology,
@@ -139,15 +142,21 @@ def zeroify(
     with torch.no_grad():
         for buffer in model.buffers():
             buffer.data = buffer.data.to(accelerator.device)
-    sharding = Sharding(model, optimizers, plan, topology, collectives, owns_topology=owns_topology)
+    away = NOTHING_AWAY
+    if parts:
+        with topology.agreed("open the memory tier"):
+            away = open_away(offload, plan, parts, accelerator, topology.shard_index)
+    sharding = Sharding(
+        model, optimizers, plan, topology, collectives, owns_topology=owns_topology, away=away
+    )
     for unit in sharding.units:
-        unit.load(_filler(unit, collectives, initialize))
+        unit.load(filler(unit, collectives, initialize))
     sharding.shared_buffers.share()
     sharding.attach()
     if initialize is not None:
         sharding.advice.about_buffers(sharding.buffers)
     if accelerator.is_host:
-        keep_freed_memory(environment)
+        (give_back_freed_memory if parts else keep_freed_memory)(environment)
     return model
 
 
@@ -320,11 +329,15 @@ def _check_transport(collectives: Collectives, topology: Topology, precision: Pr
 
 
 def _check_equal_plans(
-    plan: Plan, model: nn.Module, optimizers: OptimizerSet, topology: Topology
+    plan: Plan,
+    model: nn.Module,
+    optimizers: OptimizerSet,
+    topology: Topology,
+    away: Sequence[str],
 ) -> None:
     """All ranks must have built the same, or later collectives would mix up buffers and masters would drift apart."""
     buffers = [(tuple(buffer.shape), buffer.dtype) for buffer in persistent_buffers(model).values()]
-    decisions = (plan.stage, plan.precision, plan.units, buffers, optimizers.describe())
+    decisions = (plan.stage, plan.precision, plan.units, buffers, optimizers.describe(), away)
     mine = zlib.crc32(repr(decisions).encode())
     plans = topology.gather(float(mine))
     odd = [rank for rank, other in enumerate(plans) if other != plans[0]]
@@ -334,41 +347,6 @@ def _check_equal_plans(
                 f"rank(s) {odd[:8]} built another model, optimizer, stage or precision than rank 0; "
                 "every rank must build the same"
             )
-
-
-def _filler(
-    unit: Unit, collectives: Collectives, initialize: Initializer | None
-) -> Callable[[Tensor], None]:
-    """How one unit gets its values: rank 0's, or ``initialize``'s after a check that all ranks agree."""
-    layout = unit.spec.layout
-
-    def from_rank_0(values: Tensor) -> None:
-        with torch.no_grad():
-            for parameter, slot in zip(unit.parameters, layout.slots, strict=True):
-                values[slot.offset : slot.stop].view(slot.shape).copy_(parameter)
-        collectives.broadcast(values, root=0, name=unit.spec.name).wait()
-
-    def from_initialize(values: Tensor) -> None:
-        assert initialize is not None, "chosen below"
-        with collectives.group.agreed(f"initialise unit {unit.spec.name!r}"), torch.no_grad():
-            for slot in layout.slots:
-                initialize(slot.name, values[slot.offset : slot.stop].view(slot.shape))
-        mine = np.array([_checksum(values)], dtype=np.uint32).view(np.uint8)
-        agreed = collectives.agree(np.concatenate([mine, ~mine]), name=unit.spec.name)
-        if not np.array_equal(agreed[:4], ~agreed[4:]):
-            error = PlanError(
-                f"initialize gave different values for unit {unit.spec.name!r} on different ranks; draw from a "
-                "generator keyed by (seed, name), not from the global one"
-            )
-            error.agreed = True
-            raise error
-
-    return from_rank_0 if initialize is None else from_initialize
-
-
-def _checksum(values: Tensor) -> int:
-    # Not through values.numpy(): torch then refuses to give the storage back.
-    return zlib.crc32((ctypes.c_ubyte * values.nbytes).from_address(values.data_ptr()))
 
 
 def release(model: nn.Module, *, whole: bool = False) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import hpczero
 from hpczero import Topology
 from hpczero.accelerator import Accelerator
+from hpczero.plan.offload import Offload
 from tests.equality.cases import Case, Lane
 
 # Relative to the largest magnitude in the tensor. An element is a sum of products, among them some as large as the
@@ -151,6 +152,7 @@ def train_sharded(
     precision: str | hpczero.Precision = "fp32",
     transport: str = "auto",
     device: Accelerator | None = None,
+    offload: Offload | None = None,
 ) -> list[Record]:
     """Train with hpczero. Collective over world; the records are complete on rank 0."""
     model = case.build()
@@ -166,6 +168,7 @@ def train_sharded(
         initialize=case.initialize,
         transport=transport,
         device=device,
+        offload=offload,
     )
 
     def no_sync() -> AbstractContextManager[None]:

@@ -377,34 +377,3 @@ def test_state_of_each_comes_back_by_torchs_own_calls(
             found.append(hpczero.full_state_dict(model))
     if found[0] is not None and found[1] is not None:
         assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
-
-
-def test_parts_of_accumulate_survive_zero_grad_of_one_optimizer(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
-    model, plain = MLP(), MLP()
-    optimizers, references = by_shape(model), by_shape(plain)
-    with zeroified(model, optimizers, topology=topology):
-        with hpczero.accumulate(model, 0, 2):
-            loss_of(model, comm.rank, 0).backward()
-        optimizers[1].zero_grad()
-        with hpczero.accumulate(model, 1, 2):
-            loss_of(model, comm.rank, 1).backward()
-        for part in range(2):
-            if part:
-                references[1].zero_grad()
-            for rank in range(comm.size):
-                (loss_of(plain, rank, part) / (2 * comm.size)).backward()
-        for optimizer in (*optimizers, *references):
-            optimizer.step()
-        with hpczero.gathered(model):
-            worst = distance(model, plain)
-        parallel_assert(comm, worst < TOLERANCE, f"differs by {worst} from torch")
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        with hpczero.accumulate(model, 0, 2):
-            loss_of(model, comm.rank, 0).backward()
-        for optimizer in optimizers:  # both: the parts begin anew
-            optimizer.zero_grad()
-        with hpczero.accumulate(model, 0, 1):
-            loss_of(model, comm.rank, 0).backward()

@@ -14,8 +14,15 @@ from hpczero import Precision
 from hpczero.errors import StepError
 from hpczero.plan.precision import LossScale
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, mlp_backward, mlp_input, raises_on_all, zeroified
-from tests.zero.several_models import by_shape
+from tests.helpers.small_models import (
+    MLP,
+    distance,
+    mlp_backward,
+    mlp_input,
+    raises_on_all,
+    zeroified,
+)
+from tests.zero.several_models import TOLERANCE, by_shape, loss_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -224,3 +231,34 @@ def test_too_many_skips_in_a_row_count_backwards_not_steps(
         parallel_assert(comm, sharding.skipped_steps == 2)
         poison(model, comm)
         raises_on_all(comm, StepError, "3 steps in a row were skipped", optimizers[1].step)
+
+
+def test_parts_of_accumulate_survive_zero_grad_of_one_optimizer(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model, plain = MLP(), MLP()
+    optimizers, references = by_shape(model), by_shape(plain)
+    with zeroified(model, optimizers, topology=topology):
+        with hpczero.accumulate(model, 0, 2):
+            loss_of(model, comm.rank, 0).backward()
+        optimizers[1].zero_grad()
+        with hpczero.accumulate(model, 1, 2):
+            loss_of(model, comm.rank, 1).backward()
+        for part in range(2):
+            if part:
+                references[1].zero_grad()
+            for rank in range(comm.size):
+                (loss_of(plain, rank, part) / (2 * comm.size)).backward()
+        for optimizer in (*optimizers, *references):
+            optimizer.step()
+        with hpczero.gathered(model):
+            worst = distance(model, plain)
+        parallel_assert(comm, worst < TOLERANCE, f"differs by {worst} from torch")
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with hpczero.accumulate(model, 0, 2):
+            loss_of(model, comm.rank, 0).backward()
+        for optimizer in optimizers:  # both: the parts begin anew
+            optimizer.zero_grad()
+        with hpczero.accumulate(model, 0, 1):
+            loss_of(model, comm.rank, 0).backward()

@@ -68,7 +68,7 @@ class WholeBuffer(Buffer):
         category: str,
         lasts: bool,
     ) -> None:
-        """Not collective. The pages of this rank's part are there already."""
+        """Not collective. Nothing is held yet, so that not all units are held at once."""
         self.tensor = segment.bytes[: numel * dtype.itemsize].view(dtype)
         self.lasts = lasts
         self.number = number
@@ -78,8 +78,14 @@ class WholeBuffer(Buffer):
         self._memory = memory
         self._category = category
         self._nbytes = numel * dtype.itemsize // window.comm.size
-        self._held = True
-        memory.add(category, self._nbytes)
+        self._held = False
+
+    def claim(self) -> None:
+        """Get the pages of this rank's part; nothing if they are there."""
+        if not self._held:
+            self.segment.claim(*self.part)
+            self._memory.add(self._category, self._nbytes)
+            self._held = True
 
     @property
     def part(self) -> tuple[int, int]:
@@ -94,9 +100,7 @@ class WholeBuffer(Buffer):
         self.generation += 1
         if not self._held:
             self._window.drop_released()  # a peer that was late may have come since: one unit less beside this one
-            self.segment.claim(*self.part)
-            self._memory.add(self._category, self._nbytes)
-            self._held = True
+            self.claim()
 
     def release(self) -> None:
         """Say that this rank reads it no more. The pages go when no rank of the node reads them."""
@@ -184,10 +188,11 @@ class Window(NodeLevel):
             dtype,
             memory=self.memory,
             category=category,
-            lasts=keep or self._group.num_nodes == 1,
+            lasts=keep,
         )
-        with self._group.agreed("claim shared memory for parameters"):
-            segment.claim(*whole.part)
+        if keep:
+            with self._group.agreed("claim shared memory for parameters"):
+                whole.claim()
         self._wholes.append(whole)
         self._places[whole.tensor.data_ptr()] = whole
         return whole

@@ -20,6 +20,7 @@ of a module began, it has therefore run all nodes of that call that it is going 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from threading import get_ident
 from typing import Any
@@ -99,6 +100,7 @@ class BackwardPass:
         differentiable: whether its own graph is kept (``create_graph=True``).
         opened: calls whose backward is under way.
         next: place in the order of reductions ([Note: Order of reductions]).
+        reducing: units whose reduction has not been waited for, where that matters.
         reached: whether it came into the model through results of a call.
         has_gradients: whether it brings gradients of parameters.
     """
@@ -114,6 +116,7 @@ class BackwardPass:
         self.differentiable = torch.is_grad_enabled()
         self.opened: list[Call] = []
         self.next = 0
+        self.reducing: deque[Unit] = deque()
         self.reached = False
         self._awaited = {unit: nodes.to_come() for unit, nodes in gradients.items()}
         self.has_gradients = any(self._awaited.values())

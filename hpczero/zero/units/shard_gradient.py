@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hpczero.errors import StepError
+from hpczero.zero.units.away import check_at_hand
 from hpczero.zero.units.guard import ShardedParameter, own_gradient, set_own_gradient, watched_data
 
 # Each element of the result depends on the same element of each piece, and on numbers. Names without the underscore of
@@ -45,11 +46,15 @@ _ELEMENTWISE = frozenset(
     + [f"__{side}{name}__" for name in _OPERATORS.split() for side in ("", "r", "i")]
 )
 # Nothing is computed: metadata, the same elements in another shape, new tensors of the same shape.
-_HARMLESS_NAMES = (
+_METADATA_NAMES = (
     "size dim ndimension numel nelement stride storage_offset is_contiguous element_size get_device data_ptr "
     "untyped_storage is_floating_point is_complex is_signed is_same_size is_set_to is_shared is_pinned "
     "is_inference is_conj is_neg result_type _has_compatible_shallow_copy_type requires_grad_ retain_grad "
-    "__hash__ __len__ __repr__ __format__ __dir__ __dlpack_device__ __reduce_ex__ __deepcopy__ "
+    "__hash__ __len__ __dir__ __dlpack_device__ "
+)
+_METADATA = frozenset([*_METADATA_NAMES.split(), "__get__", "detach"])  # no element is looked at
+_HARMLESS_NAMES = (
+    _METADATA_NAMES + "__repr__ __format__ __reduce_ex__ __deepcopy__ "
     "view view_as reshape reshape_as flatten unflatten ravel squeeze squeeze_ unsqueeze unsqueeze_ expand "
     "expand_as broadcast_to broadcast_tensors t transpose permute contiguous "
     "cat concat stack alias detach detach_ clone as_subclass resolve_conj resolve_neg "
@@ -142,6 +147,11 @@ def _on_pieces(
         return NotImplemented  # the parameter is asked then, whose memory may be given back
     kwargs = kwargs or {}
     _refuse_rank_local(func, args, kwargs)
+    if getattr(func, "__name__", "") not in _METADATA:
+        for value in (*args, *kwargs.values()):
+            for each in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(each, (ShardPiece, _Shard)):
+                    check_at_hand(each)
     with torch._C.DisableTorchFunctionSubclass():
         return _guarded(func(*args, **kwargs))
 
@@ -214,6 +224,8 @@ class _Shard(nn.Parameter):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         own = own_gradient(self)
+        if own is not None:
+            check_at_hand(own)
         if value is None:
             if own is not None:
                 own.zero_()

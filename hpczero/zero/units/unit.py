@@ -18,11 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.comm.collectives import Collectives
-from hpczero.memory.buffers import DTYPES, Buffer
+from hpczero.memory.buffers import DTYPES, Buffer, lasting
 from hpczero.plan import Stage, UnitSpec
 from hpczero.plan.precision import Precision
+from hpczero.zero.units.away import AwayShard
 from hpczero.zero.units.reducer import Reducer
-from hpczero.zero.units.rest import ResidentGradient, ResidentRest, Rest, same_place
+from hpczero.zero.units.rest import ResidentRest, Rest, same_place
+from hpczero.zero.units.resting import (
+    keeps_values,
+    new_master,
+    rest_of_gradient,
+    rest_of_values,
+)
 from hpczero.zero.units.shards import Shards
 from hpczero.zero.units.unit_gradients import UnitGradients
 from hpczero.zero.units.whole import WholeParameters
@@ -36,6 +43,8 @@ class Unit:
         spec: names, shapes and places.
         whole: the parameters as the model sees them.
         optimized: what the optimizer sees; empty where nothing is trained.
+        rest: the values that this rank keeps.
+        away: this rank's shard on a memory tier; None where everything stays in memory.
         owned_numel: elements of this rank's part of the values without padding, the same in every stage.
     """
 
@@ -48,10 +57,18 @@ class Unit:
         precision: Precision,
         comm: Collectives,
         reducer: Reducer,
+        away: AwayShard | None = None,
     ) -> None:
         """Allocate the buffers. Collective on transports that share memory; ``comm.settle`` follows."""
-        self.spec, self._stage, self._comm = spec, stage, comm
-        self.whole = WholeParameters(spec, parameters, stage=stage, precision=precision, comm=comm)
+        self.spec, self._stage, self._comm, self.away = spec, stage, comm, away
+        self.whole = WholeParameters(
+            spec,
+            parameters,
+            stage=stage,
+            precision=precision,
+            comm=comm,
+            given_back=away is not None and not away.near,
+        )
         self.optimized = Shards(spec.layout, torch.empty(0), start=0, pieces=range(0))
         self._mine = self.whole.mine
         self.owned_numel = len(spec.layout.shard_range(comm.group.index))
@@ -64,23 +81,22 @@ class Unit:
                 frozen = comm.allocate(spec.layout.shard_numel, dtype, category="parameters").tensor
             else:
                 frozen = self.whole.flat[self._mine]
-            self._rest: Rest = ResidentRest(frozen)
+            self.rest: Rest = ResidentRest(frozen)
 
     def _allocate_state(self, precision: Precision, reducer: Reducer) -> None:
         """Masters, the optimizer's view of them, gradients."""
         layout, comm, stage = self.spec.layout, self._comm, self._stage
         owned = self._mine if stage.shards_optimizer else slice(0, layout.padded_numel)
         numel = owned.stop - owned.start
-        if precision.has_masters or not self.whole.lasts:
-            category = "master" if precision.has_masters else "parameters"
-            master = comm.allocate(numel, torch.float32, category=category).tensor
+        if self.away is not None and keeps_values(self.away):
+            master = lasting(numel, torch.float32, self.away.store.device)
         else:
-            master = self.whole.flat[owned]
-        self._rest = ResidentRest(master)
+            master = new_master(numel, owned, self.whole, precision, comm)
         # A replicated optimizer steps on the pieces of a sharded one: kernels round the tail of a tensor differently.
         index = comm.group.index
         pieces = range(index, index + 1) if stage.shards_optimizer else range(layout.num_shards)
         self.optimized = Shards(layout, master, start=owned.start, pieces=pieces)
+        self.rest = rest_of_values(master, self.away, self.whole, precision, comm)
         self._gradients = UnitGradients(
             self.spec,
             self.optimized,
@@ -88,11 +104,7 @@ class Unit:
             precision=precision,
             comm=comm,
             reducer=reducer,
-            rest=ResidentGradient(
-                layout.shard_numel if stage.shards_optimizer else layout.padded_numel,
-                memory=comm.memory,
-                device=comm.device,
-            ),
+            rest=rest_of_gradient(layout, self.away, stage, comm),
         )
 
     @property
@@ -127,7 +139,7 @@ class Unit:
         )
         values.tensor[layout.numel :].zero_()
         fill(values.tensor[: layout.numel])
-        self._rest.write(self._like_rest(values.tensor))
+        self.rest.write(self._like_rest(values.tensor))
         self.whole.load(values.tensor)
         values.release()
         self._note_values()
@@ -136,7 +148,7 @@ class Unit:
 
     def unshard(self) -> None:
         """Start making the parameters whole; nothing if they are, or if it has started. Collective."""
-        self.whole.unshard(self._rest.read)
+        self.whole.unshard(self.rest.read)
 
     def reshard(self, *, retain: bool = False) -> None:
         """Give the whole parameters back where the stage shards them; ``retain``: this rank goes on using them."""
@@ -150,9 +162,9 @@ class Unit:
         if not self.spec.trainable:
             return
         if self._stage.shards_optimizer:
-            self.whole.update(self._rest.read)
+            self.whole.update(self.rest.read)
         else:
-            self._rest.read(self.whole.flat)
+            self.rest.read(self.whole.flat)
 
     def write_back(self, root: int) -> None:
         """Make the values world rank ``root`` holds in the whole parameters everybody's, masters included. Collective.
@@ -162,8 +174,8 @@ class Unit:
         whole, new = self.whole, self.whole.flat_of_user
         self._comm.broadcast(new, root=root, name=self.spec.name).wait()
         mine = self._like_rest(new)
-        if not same_place(self._rest.tensor, mine):
-            with self._rest.at_hand(changes=True) as rest, torch.no_grad():
+        if not same_place(self.rest.tensor, mine):
+            with self.rest.at_hand(changes=True) as rest, torch.no_grad():
                 changed = mine != rest.to(mine.dtype)
                 rest.copy_(torch.where(changed, mine.to(rest.dtype), rest))
         if whole.shared:
@@ -173,7 +185,7 @@ class Unit:
 
     def take_over(self) -> None:
         """Follow a program that has put values into other memory (``parameter.data = ...``), and masters with them."""
-        rest = self._rest.tensor
+        rest = self.rest.tensor
         inside = torch._C._is_alias_of(rest, self.whole.flat)  # type: ignore[attr-defined]
         if self.whole.take_over() and inside:
             rest.data = self._like_rest(self.whole.flat)
@@ -193,7 +205,7 @@ class Unit:
         """What every rank updates by itself: values and, empty where there is none, reduced gradient; views, fp32."""
         if self._stage.shards_optimizer:
             return ()
-        master = self._rest.tensor
+        master = self.rest.tensor
         gradient = self.gradients.reduced if self.gradients.present else master[:0]
         return master[: self.spec.layout.numel], gradient[: self.spec.layout.numel]
 
@@ -201,14 +213,14 @@ class Unit:
 
     @contextmanager
     def owned_values(self, *, changes: bool = False) -> Iterator[Tensor]:
-        """This rank's part without padding, (owned_numel,), inside the block; to be written with ``changes``. Not collective."""
-        with self._rest.at_hand(changes=changes) as rest:
+        """This rank's part without padding, (owned_numel,), inside; to be written with ``changes``. Not collective."""
+        with self.rest.at_hand(changes=changes) as rest:
             whole = rest.numel() == self.spec.layout.padded_numel
             yield (rest[self._mine] if whole else rest)[: self.owned_numel]
 
     def _like_rest(self, whole: Tensor) -> Tensor:
         """The part of ``whole`` that this rank keeps between uses."""
-        return whole if self._rest.tensor.numel() == whole.numel() else whole[self._mine]
+        return whole if self.rest.tensor.numel() == whole.numel() else whole[self._mine]
 
     def owned_shards(self) -> Iterator[tuple[int, nn.Parameter]]:
         """Slot and optimizer's view of each part of the ``owned_values``, in order."""
@@ -237,10 +249,10 @@ class Unit:
             values.copy_(owned)
         if self.spec.trainable:
             if not self._stage.shards_optimizer:
-                self._comm.all_gather(self._rest.tensor, name=self.spec.name).wait()
+                self._comm.all_gather(self.rest.tensor, name=self.spec.name).wait()
             self.refresh()
         else:
-            self.whole.update(self._rest.read)
+            self.whole.update(self.rest.read)
         self.whole.wait_for_update()
         self._note_values()
 
@@ -249,6 +261,6 @@ class Unit:
     def gather_values(self) -> Tensor:
         """(numel,) fp32 copy of all values, from the masters. Collective."""
         sharded = self.spec.trainable or self._stage.shards_parameters
-        with self._rest.at_hand() as rest:
+        with self.rest.at_hand() as rest:
             values = rest if sharded else self.whole.flat
             return whole_copy(values, self.spec.layout, self._comm, name=self.spec.name)

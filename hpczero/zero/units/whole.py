@@ -63,8 +63,12 @@ class WholeParameters:
         stage: Stage,
         precision: Precision,
         comm: Collectives,
+        given_back: bool = False,
     ) -> None:
-        """Allocate the buffer. Collective on transports that share memory."""
+        """Allocate the buffer. Collective on transports that share memory.
+
+        ``given_back``: its memory is, while the parameters are sharded, on every transport.
+        """
         self.parameters = list(parameters)
         self.state = UnitState.WHOLE
         self._spec = spec
@@ -72,7 +76,7 @@ class WholeParameters:
         self._sharded = stage.shards_parameters
         layout, index = spec.layout, comm.group.index
         self.mine = slice(index * layout.shard_numel, (index + 1) * layout.shard_numel)
-        in_flight = self._sharded and not comm.footprint.lasting
+        in_flight = self._sharded and (given_back or not comm.footprint.lasting)
         self._buffer = comm.allocate(
             layout.padded_numel,
             DTYPES[precision.param],

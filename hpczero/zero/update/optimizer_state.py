@@ -95,6 +95,7 @@ class OptimizerState:
         *,
         place: tuple[int, int],
         loaded: Callable[[], None],
+        away: bool = False,
     ) -> None:
         """Register them; not collective.
 
@@ -105,8 +106,9 @@ class OptimizerState:
             advice: told when the state is taken.
             place: which of how many optimizers of the model it is.
             loaded: called when ``load_state_dict`` has put state there.
+            away: most of the state rests on a memory tier, and a dictionary of it would lack that.
         """
-        self._loaded = loaded
+        self._loaded, self._away = loaded, away
         self._mine: dict[str, Any] = {
             "rank": topology.rank,
             "ranks": topology.size,
@@ -156,8 +158,22 @@ class OptimizerState:
 
     def _check_keys(self, optimizer: Optimizer) -> None:
         """Before ``state_dict``: refuse all that torch has no place for, too."""
+        self._check_near("state_dict")
         known = {id(shard) for group in optimizer.param_groups for shard in group["params"]}
         self._refuse(k for k in optimizer.state if isinstance(k, Tensor) and id(k) not in known)
+
+    def _check_near(self, what: str) -> None:
+        """Refuse to make, or take, a dictionary of state that is not in memory.
+
+        Raises:
+            StepError: says what to call.
+        """
+        if self._away:
+            raise StepError(
+                f"rank {self._mine['rank']}: optimizer.{what}() where its state rests on a memory tier (offload), "
+                "expected it in memory; hpczero.checkpoint.save and load keep it, for any number of ranks and with or "
+                "without offload"
+            )
 
     def _refuse(self, foreign: Iterable[Tensor]) -> None:
         """Forget what ``optimizer.state[parameter]`` has made by being looked at; raise if something was put there."""
@@ -183,6 +199,7 @@ class OptimizerState:
         Raises:
             StepError: says what differs.
         """
+        self._check_near("load_state_dict")
         found = state.get(MARK)
         if found == self._mine or not state.get("state"):
             return

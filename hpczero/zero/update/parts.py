@@ -53,11 +53,16 @@ class PartedUpdate:
         """Whether torch's own call has nothing left to do; until ``restore``."""
         return self._put_away is not None
 
-    def take(self) -> None:
+    def take(self, *, last: bool) -> None:
         """Take the step of the optimizer over all units that have gradients, where it need not be torch's own call.
 
         It is ``taken`` then: the groups are empty until ``restore``.
+
+        Args:
+            last: no hook of the program comes between this and torch's own call.
         """
+        if not last:
+            return
         groups = self._optimizer.param_groups
         method = self._method
         if method is None or any(group.get("differentiable") for group in groups):

@@ -20,6 +20,7 @@ from hpczero.zero.update.optimizer_set import OptimizerSet
 from hpczero.zero.update.optimizers import repoint
 from hpczero.zero.update.parts import PartedUpdate
 from hpczero.zero.update.step_hooks import StepHooks
+from hpczero.zero.update.streamed import StreamedUpdate
 
 
 class Stepper:
@@ -32,6 +33,7 @@ class Stepper:
         slots: trainable units with a parameter of its, in unit order, each with the positions of those.
         shards: what its groups hold.
         parted: its update over long tensors.
+        streams: what it works on rests on a memory tier.
     """
 
     def __init__(
@@ -71,7 +73,13 @@ class Stepper:
             if slot in set(own)
         ]
         self._hooks = StepHooks(optimizer, before, after)
-        self.parted = PartedUpdate(list(self.slots), optimizer)
+        stores = {unit.away.store for unit in self.slots if unit.away is not None}
+        self.streams = bool(stores)
+        self.parted: PartedUpdate | StreamedUpdate
+        if stores:
+            self.parted = StreamedUpdate(list(self.slots), optimizer, stores.pop())
+        else:
+            self.parted = PartedUpdate(list(self.slots), optimizer)
         self.parted.adopt()  # Adagrad has state from the start
         self._open = False  # shards are, for the time of a step
         guard_shards(self.shards)
@@ -85,8 +93,7 @@ class Stepper:
         """Torch's step follows, as far as it is not taken here."""
         self._open = True
         open_shards(self.shards)
-        if self._hooks.are_last:
-            self.parted.take()
+        self.parted.take(last=self._hooks.are_last)
 
     def end(self) -> None:
         """After a step; also after one that has raised."""

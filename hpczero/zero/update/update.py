@@ -226,7 +226,11 @@ class Step:
             return
         if not stepper.has_gradients(flags):
             self.skips.tell_nothing_to_do()
-        stepper.begin()
+        if stepper.streams:  # what fails on the tier of one rank fails on all
+            with self._comm.group.agreed("take the step"):
+                stepper.begin()
+        else:
+            stepper.begin()
 
     def _judged(self, stepper: Stepper, finite: Sequence[bool], ended: list[Unit]) -> Taken:
         """Whether this step does anything, the same on every rank; stops where skipping cannot help."""

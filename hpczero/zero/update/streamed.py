@@ -1,0 +1,301 @@
+"""StreamedUpdate: torch's own step of an elementwise optimizer over shards that rest on a tier, window by window.
+
+Owns: which windows pass through memory, and what stands in ``param_groups`` meanwhile. Must not know: the medium, the
+agreement of ranks, clipping, what follows an update.
+
+One ``optimizer.step()`` of the program is one call of torch's method for every window of every unit. Schedulers and
+hooks see one step (issue 18).
+
+    read ahead   [values | gradient | state]     the next windows
+    step         long tensors are views of the staging block, as ``spans`` makes them of memory
+    write        [values | state]                the window before
+
+[Note: The same bits]
+A run of pieces is one long tensor in memory. Windows cut it at whole vectors, so torch's kernels round every element as
+they would there; see plan.windows. Where some pieces of a run have no gradient, the run begins elsewhere; with
+``fused=True`` the last bits of a few elements may then differ from those of an update in memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hpczero.errors import StepError
+from hpczero.tier import Fetch, Staged
+from hpczero.zero.units.away import (
+    GRADIENT,
+    VALUES,
+    AwayGradient,
+    AwayRest,
+    AwayShard,
+    Store,
+    floats,
+)
+from hpczero.zero.units.guard import have_gradients
+from hpczero.zero.units.unit import Unit
+from hpczero.zero.update.away_states import AwayState, adopt, is_elementwise, state_of
+from hpczero.zero.update.parts import method_behind
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Neighbours that are one long tensor.
+
+    Attributes:
+        group: index of the optimizer's group.
+        begin, end: elements of the shard.
+        states: of each.
+        counters: what is one number in the state of each of them, equal for all.
+        elementwise: what is there for every element.
+    """
+
+    group: int
+    begin: int
+    end: int
+    states: tuple[AwayState, ...]
+    counters: dict[str, Any]
+    elementwise: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Window:
+    """One window of a unit that has to be stepped on: its elements, the pieces in it, and its reading."""
+
+    unit: Unit
+    elements: range
+    runs: list[Pieces]
+    fetch: Fetch
+
+
+class StreamedUpdate:
+    """Of one optimizer, all of whose pieces rest on a tier; nothing here is collective."""
+
+    def __init__(self, units: Sequence[Unit], optimizer: Optimizer, store: Store) -> None:
+        """``optimizer`` is torch's own and has been pointed at the shards of ``units``, the trainable ones."""
+        self._units, self._optimizer, self._store = list(units), optimizer, store
+        method = method_behind(optimizer)
+        assert method is not None, "checked by zeroify"
+        self._method: Callable[[Optimizer], Any] = method
+        self._capturable = [group.get("capturable") for group in optimizer.param_groups]
+        self._put_away: list[list[nn.Parameter]] | None = None
+
+    @property
+    def taken(self) -> bool:
+        """Whether torch's own call has nothing left to do; until ``restore``."""
+        return self._put_away is not None
+
+    def take(self, *, last: bool) -> None:
+        """Take the step of the optimizer; the groups are empty then until ``restore``.
+
+        Args:
+            last: no hook of the program comes between this and torch's own call.
+
+        Raises:
+            StepError: the optimizer is not as it was at zeroify, or asks for what cannot be taken in windows.
+            TierError: bytes could not be moved; values and state are then of two steps, and a checkpoint has to be
+                loaded.
+        """
+        groups = self._optimizer.param_groups
+        self._check(groups, last=last)
+        self.adopt()  # a program may have put some there
+        group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+        self._put_away = [group["params"] for group in groups]
+        made: list[tuple[Pieces, dict[str, Any]]] = []
+        try:
+            self._store.make_room(self._store.blocks)
+            for window in self._windows(group_of):
+                staged = window.fetch.wait()
+                made += self._step(window, staged)
+        except BaseException:
+            self.restore()
+            raise
+        for run, after in made:  # a piece of two windows begins both with what it had before
+            _give_counters(run, after)
+        for group in groups:
+            group["params"] = []
+
+    def restore(self) -> None:
+        """Put the pieces back into their groups; nothing if they are there."""
+        if self._put_away is not None:
+            for group, pieces in zip(self._optimizer.param_groups, self._put_away, strict=True):
+                group["params"] = pieces
+            self._put_away = None
+
+    def adopt(self) -> None:
+        """State was put into ``optimizer.state``: what is there for every element goes to the tier."""
+        for unit in self._units:
+            if unit.away is not None:
+                adopt(unit, self._optimizer.state)
+
+    def forget(self) -> None:
+        """State is about to be replaced."""
+
+    def _check(self, groups: Sequence[dict[str, Any]], *, last: bool) -> None:
+        what = ""
+        if not last:
+            what = "a hook before the step was registered past optimizer.register_step_pre_hook"
+        elif method_behind(self._optimizer) is not self._method:
+            what = "its step was replaced"
+        elif any(group.get("differentiable") for group in groups):
+            what = "a group has differentiable=True"
+        elif [group.get("capturable") for group in groups] != self._capturable:
+            what = "torch.compile, or a change of capturable, took the step over"
+        elif torch.is_inference_mode_enabled():
+            what = "torch.inference_mode is on"
+        if what:
+            raise StepError(
+                f"optimizer.step() with its state on a memory tier (offload): {what}, expected torch's own step, which "
+                "is taken in windows; leave the optimizer on the device for this"
+            )
+
+    def _windows(self, group_of: dict[int, int]) -> Iterator[Window]:
+        """Those that have to be stepped on, in the order of units; reads of the next ones are on their way."""
+        todo = self._wanted(group_of)
+        on_its_way: deque[Window] = deque()
+        for unit, index, runs in todo:
+            shard = unit.away
+            assert shard is not None, "it rests on the tier"
+            on_its_way.append(Window(unit, shard.windows[index], runs, self._start(shard, index)))
+            if len(on_its_way) > max(self._store.blocks - 2, 1):
+                yield on_its_way.popleft()
+        yield from on_its_way
+
+    def _wanted(self, group_of: dict[int, int]) -> Iterator[tuple[Unit, int, list[Pieces]]]:
+        for unit in self._units:
+            shard = unit.away
+            if shard is None or not unit.gradients.present:
+                continue
+            runs = self._runs(unit, group_of)
+            for index, window in enumerate(shard.windows):
+                inside = [run for run in runs if run.begin < window.stop and window.start < run.end]
+                if inside:
+                    yield unit, index, inside
+
+    def _start(self, shard: AwayShard, index: int) -> Fetch:
+        place = shard.places[index]
+        wanted = [part for part in shard.parts if part in place.known]
+        fresh = [part for part in shard.parts if part not in place.known]
+        return self._store.fetch(place, wanted, fresh=fresh)
+
+    def _runs(self, unit: Unit, group_of: dict[int, int]) -> list[Pieces]:
+        """Longest runs of neighbours with gradients, of one group, and with equal numbers in their state."""
+        shards = unit.optimized
+        found: list[Pieces] = []
+        entries = []
+        present = have_gradients(shards.parameters)
+        for piece, place, there in zip(shards.parameters, shards.places, present, strict=True):
+            group = group_of.get(id(piece))
+            state = state_of(self._optimizer.state, piece)
+            counters = {
+                name: value.item() if isinstance(value, Tensor) else value
+                for name, value in state.items()
+            }
+            key = (group, there, counters, list(state.elementwise))
+            entries.append((key, place, state))
+        for key, neighbours in itertools.groupby(entries, key=lambda entry: entry[0]):
+            group, there, _, elementwise = key
+            if group is None or not there:
+                continue
+            members = list(neighbours)
+            first = members[0][2]
+            found.append(
+                Pieces(
+                    group,
+                    members[0][1].start,
+                    members[-1][1].stop,
+                    tuple(state for _, _, state in members),
+                    dict(first),
+                    tuple(elementwise),
+                )
+            )
+        return found
+
+    def _step(self, window: Window, staged: Staged) -> list[tuple[Pieces, dict[str, Any]]]:
+        """One call of torch's method; the window goes back to the tier. Returns the state of each run."""
+        unit, elements = window.unit, window.elements
+        shard = unit.away
+        assert shard is not None, "it rests on the tier"
+        known = set(staged.place.known)
+        values, gradient = self._operands(unit, elements, staged)
+        states: dict[Any, Any] = self._optimizer.state
+        groups = self._optimizer.param_groups
+        for group in groups:
+            group["params"] = []
+        taken: list[tuple[Pieces, nn.Parameter, slice]] = []
+        for run in window.runs:
+            part = slice(
+                max(run.begin, elements.start) - elements.start,
+                min(run.end, elements.stop) - elements.start,
+            )
+            long = nn.Parameter(values[part])
+            long.grad = gradient[part]
+            state = {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in run.counters.items()
+            }
+            state.update({name: floats(staged, name)[part] for name in run.elementwise})
+            if state:
+                dict.__setitem__(states, long, state)
+            groups[run.group]["params"].append(long)
+            taken.append((run, long, part))
+        try:
+            self._method(self._optimizer)
+        finally:
+            made = [(run, dict.pop(states, long, {}), part) for run, long, part in taken]
+        for _, after, part in made:
+            for name in [name for name, value in after.items() if is_elementwise(value)]:
+                self._keep(name, after.pop(name), part, staged, fresh=name not in known)
+                known.add(name)
+                after.setdefault(_ELEMENTWISE, []).append(name)
+        if isinstance(unit.rest, AwayRest):
+            unit.rest.updated(elements, values)
+        self._store.tier.evict(staged, [p for p in shard.parts if p in known and p != GRADIENT])
+        return [(run, after) for run, after, _ in made]
+
+    def _operands(self, unit: Unit, elements: range, staged: Staged) -> tuple[Tensor, Tensor]:
+        """Values and gradient of a window, wherever they are."""
+        begin, end = elements.start, elements.stop
+        here = unit.optimized.master
+        values = floats(staged, VALUES) if VALUES in staged else here[begin:end]
+        rest = unit.gradients.rest
+        if not isinstance(rest, AwayGradient):
+            return values, unit.gradients.reduced[begin:end].to(values.device)
+        gradient = floats(staged, GRADIENT)
+        for factor in rest.factors:
+            gradient.mul_(factor)
+        return values, gradient
+
+    @staticmethod
+    def _keep(name: str, value: Tensor, part: slice, staged: Staged, *, fresh: bool) -> None:
+        """State that torch has made for a long tensor, in its place in staging."""
+        if name not in staged:
+            raise StepError(
+                f"the optimizer has made state {name!r}, which it did not make at zeroify, so the tier has no room for "
+                "it; set the options that ask for it before zeroify (SGD's momentum, Adam's amsgrad), or leave the "
+                "optimizer on the device"
+            )
+        into = floats(staged, name)
+        if fresh:
+            into.zero_()  # also of pieces that have none yet
+        if value.data_ptr() != into[part].data_ptr():
+            into[part].copy_(value)
+
+
+_ELEMENTWISE = "\0elementwise"  # no optimizer's name
+
+
+def _give_counters(run: Pieces, after: dict[str, Any]) -> None:
+    """What is one number in the state of a long tensor is that of each of its pieces."""
+    names = after.pop(_ELEMENTWISE, [])
+    for state in run.states:
+        state.elementwise.update(dict.fromkeys(names))
+        for name, value in after.items():
+            state[name] = value.clone() if isinstance(value, Tensor) else value
