@@ -13,7 +13,7 @@ from tests.helpers.mpirun import ROOT, run_command
 PAGE = ROOT / "docs" / "adding.md"
 BLOCK = re.compile(r"```(?:python|toml)\n# file: (\S+)\n(.*?)```", re.DOTALL)
 EXAMPLES = dict(BLOCK.findall(PAGE.read_text(encoding="utf-8")))
-TRANSPORT_LINES = 60  # an own transport, written from that page alone
+SHORT = 60  # lines of an own transport or tier, written from that page alone
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +44,15 @@ def test_examples_pass_their_tests(folder: Path, ranks: str) -> None:
     assert re.fullmatch(r"[1-9]\d* passed, 0 failed, \d+ skipped", summary), done
 
 
-def test_the_transport_is_short() -> None:
-    assert len(EXAMPLES["relay.py"].splitlines()) < TRANSPORT_LINES
+@pytest.mark.parametrize("name", ["relay.py", "packed.py"])
+def test_transport_and_tier_are_short(name: str) -> None:
+    assert len(EXAMPLES[name].splitlines()) < SHORT
 
 
 def test_every_part_of_the_table_has_its_example_and_its_file() -> None:
     text = PAGE.read_text(encoding="utf-8")
     parts = re.findall(r"^\| \[([\w ]+)\]\(#", text, re.MULTILINE)
-    assert len(parts) >= 7
+    assert len(parts) >= 8
     for part in parts:
         section = re.search(rf"^## An? {part}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
         assert section is not None, part

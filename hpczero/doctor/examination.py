@@ -16,19 +16,21 @@ from mpi4py import MPI
 
 from hpczero.doctor import environment as variables
 from hpczero.doctor import launch, mpi, probes, software, storage
+from hpczero.doctor.disk import check_disk, measure_disk
 from hpczero.doctor.finding import Finding, Status
 from hpczero.doctor.limit import TimeLimit
 from hpczero.job.topology import Topology
 
 
 def examine(
-    environment: Mapping[str, str], *, directory: Path, time_limit_s: float
+    environment: Mapping[str, str], *, directory: Path, disk: Path | None, time_limit_s: float
 ) -> Iterator[Finding]:
     """Findings one by one, equal on all ranks. Collective over the world: every rank must iterate to the end.
 
     Args:
         environment: variables of this process.
         directory: where the trial file is written; on several nodes it must be one that all of them see.
+        disk: a folder on a disk that shards may rest on, measured by all ranks at once; None: none.
         time_limit_s: seconds each probe may take before the job is aborted.
     """
     world_size = launch.check_world_size(MPI.COMM_WORLD.size, environment)
@@ -73,6 +75,10 @@ def examine(
         hdf5 = probes.try_hdf5(topology.world.comm, directory)
     yield storage.check_one_mpi(storage.loaded_mpi_libraries())
     yield storage.check_hdf5(hdf5, directory)
+    if disk is not None:
+        with TimeLimit(f"writing and reading in {disk}", time_limit_s):
+            speeds = measure_disk(topology.world.comm, disk)
+        yield from check_disk(speeds, disk)
     with TimeLimit("freeing the communicators", time_limit_s):
         topology.free()
 

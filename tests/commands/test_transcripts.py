@@ -54,6 +54,7 @@ PLACEHOLDERS = {  # of the pages, and what is there
     "CHECKPOINT OUT": "runs/given/checkpoints/step-000000001 runs/exported",
     "WEIGHTS OUT": "runs/given/model.safetensors runs/imported",
     "record FILE": "record runs/record.json",
+    "--disk FOLDER": "--disk runs",
     "TEXT...": "README.md docs",
     " COMMAND...": " hostname",
     "N COMMAND": "2 hostname",

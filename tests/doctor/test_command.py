@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from hpczero.files.direct import filesystem_of
+from hpczero.tier.disk import IN_MEMORY
 from tests.helpers.mpirun import ROOT, run_command, run_ranks
 
 TITLES = (
@@ -46,6 +49,37 @@ def test_two_ranks_are_examined_and_reported_once(tmp_path: Path) -> None:
     assert "trial write works" in found["HDF5"]["value"]
     assert float(found["bandwidth"]["value"].split()[0]) > 0.01
     assert list(tmp_path.iterdir()) == []  # the trial file is gone
+
+
+def test_disk_is_measured_by_all_ranks_and_left_empty(tmp_path: Path) -> None:
+    if filesystem_of(tmp_path) in IN_MEMORY:
+        pytest.skip(f"{tmp_path} lies in memory: give pytest a --basetemp on a disk")
+    options = ["--directory", str(tmp_path), "--disk", str(tmp_path)]
+    done = run_ranks(2, ["-m", "hpczero.doctor", "--json", *options], timeout=100)
+    assert done.returncode == 0, done
+    found = {f["title"]: f["value"] for f in json.loads(done.stdout)["findings"]}
+    assert tuple(found) == (*TITLES, "disk tier", "step from disk")
+    read, written = map(float, re.findall(r"([\d.]+) GB/s", found["disk tier"]))
+    assert 0.001 < read < 1000
+    assert 0.001 < written < 1000
+    assert "2 rank(s) at once" in found["disk tier"]
+    everything, optimizer = map(
+        float, re.findall(r"([\d.]+) s (?:of|with)", found["step from disk"])
+    )
+    assert everything > optimizer > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_disk_that_is_memory_blocks_and_names_the_file_system(tmp_path: Path) -> None:
+    memory = Path("/dev/shm")
+    if filesystem_of(memory) != "tmpfs":
+        pytest.skip("/dev/shm is no tmpfs here")
+    options = ["--directory", str(tmp_path), "--disk", str(memory)]
+    done = run_ranks(2, ["-m", "hpczero.doctor", *options], timeout=100)
+    assert done.returncode == 78, done
+    assert "fail  disk tier           rank 0: disk tier: /dev/shm lies in memory (tmpfs)" in (
+        done.stdout
+    )
 
 
 def test_unwritable_directory_blocks_on_every_rank_with_78(tmp_path: Path) -> None:
