@@ -12,6 +12,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import hpczero
+from hpczero.plan.offload import Offload
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import MLP, distance, zeroified
 from tests.zero.several_models import (
@@ -279,3 +280,30 @@ def test_state_of_each_comes_back_by_torchs_own_calls(
             found.append(hpczero.full_state_dict(model))
     if found[0] is not None and found[1] is not None:
         assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("divide", DIVISIONS.values(), ids=DIVISIONS.keys())
+def test_what_rests_on_the_host_gives_the_same_bits(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    divide: Callable[[nn.Module], tuple[Optimizer, ...]],
+    loop: Callable[[Side], Iterator[None]],
+    stage: int,
+) -> None:
+    rests = Offload(
+        optimizer="host", gradients="host", parameters="host" if stage == 3 else "device"
+    )
+    found = []
+    for offload in (None, rests):
+        model = MLP()
+        side = Side(model, divide(model), range(comm.rank, comm.rank + 1), comm.size)
+        with zeroified(model, side.optimizers, stage=stage, topology=topology, offload=offload):
+            for _ in loop(side):
+                pass
+            found.append(hpczero.full_state_dict(model))
+    near, away = found
+    if near is not None and away is not None:
+        differ = [name for name, value in near.items() if not torch.equal(value, away[name])]
+        assert not differ, f"other bits in {differ}"
