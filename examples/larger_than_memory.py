@@ -18,7 +18,7 @@ import hpczero
 from hpczero.models import GPT, PRESETS
 
 parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-parser.add_argument("--preset", default="gpt2", choices=sorted(PRESETS))
+parser.add_argument("--preset", default="gpt-nano", choices=sorted(PRESETS))
 parser.add_argument("--layers", type=int, help="blocks; without it those of the preset")
 parser.add_argument("--context", type=int, default=128, help="tokens of a sequence")
 parser.add_argument("--steps", type=int, default=3)

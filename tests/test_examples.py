@@ -30,7 +30,12 @@ def losses(finished: Finished) -> tuple[float, float]:
 
 def test_every_example_is_in_the_list_and_is_run_here() -> None:
     names = {path.name for path in EXAMPLES.glob("*.py")}
-    assert names == {"own_loop.py", "convnet.py", "resume_later.py"}
+    assert names == {
+        "own_loop.py",
+        "convnet.py",
+        "resume_later.py",
+        "larger_than_memory.py",
+    }
     listed = re.findall(r"^\| \[([\w.]+)\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(names)
 
@@ -66,3 +71,19 @@ def test_training_goes_on_later_with_the_same_weights_on_other_ranks(tmp_path: P
     assert last < resumed
     left_there = sorted(path.name for path in folder.iterdir())
     assert left_there == ["LATEST", "step-000000040", "step-000000080"]
+
+
+@pytest.mark.limit(2 * LIMIT_S + 30)
+@pytest.mark.slow
+def test_a_model_on_disk_trains_with_the_bits_of_one_in_memory(tmp_path: Path) -> None:
+    options = ["--preset", "gpt-micro", "--context", "32", "--window", "1"]
+    resident = run_example(2, "larger_than_memory.py", *options, "--resident")
+    away = run_example(2, "larger_than_memory.py", *options, "--folder", str(tmp_path))
+    kept, found = (
+        re.findall(r"loss [\d.]+ \((\S+)\)  gradient norm ([\d.]+)", finished.stdout)
+        for finished in (resident, away)
+    )
+    assert len(kept) == 3
+    assert found == kept
+    assert "wrote" in away.stdout
+    assert not list(tmp_path.iterdir())

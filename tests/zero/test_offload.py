@@ -1,0 +1,262 @@
+"""Offload: what rests elsewhere gives the bits of what stays; what cannot rest there is refused; bytes are as planned.
+
+That every optimizer, model and loop of ``tests/equality`` gives the same bits from a tier is tested there, on 3 ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import hpczero
+from hpczero import Offload
+from hpczero.errors import PlanError, StepError
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import MLP, adamw, mlp_backward, raises_on_all, zeroified
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
+
+WINDOW = 2**14
+
+
+def trained(
+    topology: Topology, make: Callable[[Any], torch.optim.Optimizer], **options: Any
+) -> dict[str, torch.Tensor] | None:
+    """Weights after five steps, two of them over two micro-batches, all clipped."""
+    model = MLP()
+    with zeroified(model, make(model.parameters()), topology=topology, **options) as sharding:
+        (optimizer,) = sharding.optimizers
+        for step in range(5):
+            if step % 2:
+                with hpczero.no_sync(model):
+                    mlp_backward(model, topology.rank)
+            elif step:
+                mlp_backward(
+                    model, topology.rank
+                )  # reduced twice: the gradient comes back in between
+            mlp_backward(model, topology.rank)
+            hpczero.clip_grad_norm_(model, 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+        return hpczero.full_state_dict(model)
+
+
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "Adam foreach amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=True, amsgrad=True),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("transport", ["auto", "flat"])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+@pytest.mark.parametrize("medium", ["host", "disk"])
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_the_bits_are_those_of_memory(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    folder: Path,
+    parts: int,
+    medium: Any,
+    make: Callable[[Any], torch.optim.Optimizer],
+    transport: str,
+    precision: str,
+) -> None:
+    """Optimizer alone, with gradients, with parameters."""
+    stage = 3 if parts == 3 else 1 + comm.size % 3
+    options = {"stage": stage, "transport": transport, "precision": precision}
+    kept = trained(topology, make, **options)
+    where: list[Any] = [medium if parts > place else "device" for place in range(3)]
+    offload = Offload(where[0], where[1], where[2], folder, WINDOW, buffers=3 + parts)
+    found = trained(topology, make, offload=offload, **options)
+    if kept is not None and found is not None:
+        assert all(torch.equal(value, found[name]) for name, value in kept.items())
+
+
+@pytest.mark.parametrize("window", [2**14, 2**16, 2**20])
+@pytest.mark.parametrize("ahead", [0, 1, 5])
+def test_window_and_horizon_do_not_matter(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, window: int, ahead: int
+) -> None:
+    make = MAKERS["AdamW fused"]
+    kept = trained(topology, make, stage=3)
+    offload = Offload("disk", "disk", "disk", folder, window, buffers=4, ahead=ahead)
+    found = trained(topology, make, stage=3, offload=offload)
+    if kept is not None and found is not None:
+        assert all(torch.equal(value, found[name]) for name, value in kept.items())
+
+
+def test_nothing_of_a_shard_stays_in_memory_between_steps(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    model = MLP()
+    offload = Offload("disk", "disk", "disk", folder, WINDOW, buffers=4)
+    with zeroified(model, adamw(model), stage=3, topology=topology, offload=offload) as sharding:
+        for _ in range(2):
+            mlp_backward(model, comm.rank)
+            held = sharding.memory.current
+            parallel_assert(
+                comm, not held.get("gradients") and not held.get("parameters"), str(held)
+            )
+            (optimizer,) = sharding.optimizers
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [state for state in optimizer.state.values() for state in state.values()]
+        parallel_assert(comm, all(value.dim() == 0 for value in states), "more than counters")
+        pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
+        with torch._C.DisableTorchFunctionSubclass():
+            held_nbytes = sum(piece.untyped_storage().nbytes() for piece in pieces)
+        parallel_assert(comm, held_nbytes == 0, f"{held_nbytes} bytes of masters")
+        parallel_assert(comm, not os.listdir(folder), "a file of the tier has a name")
+
+
+@pytest.mark.parametrize("synced", [1, 2])
+def test_bytes_of_a_step_are_those_of_the_formula(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, synced: int
+) -> None:
+    """40 bytes of each fp32 element with one reduction; a second one reads and writes the gradient once more."""
+    model = MLP()
+    offload = Offload("disk", "disk", "disk", folder, WINDOW, buffers=4)
+    with zeroified(model, adamw(model), stage=3, topology=topology, offload=offload) as sharding:
+        (optimizer,) = sharding.optimizers
+        store = sharding.away.store
+        assert store is not None
+        flows = [store.tier.traffic.total]
+        for _ in range(3):
+            for _ in range(synced):
+                mlp_backward(model, comm.rank)
+            hpczero.clip_grad_norm_(model, 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+            flows.append(store.tier.traffic.total)
+        moved = flows[3] - flows[2]
+        shards = [unit.away for unit in sharding.units if unit.away is not None]
+        gathered = sum(len(window) for shard in shards for window in shard.windows)
+        # A window of padding alone is not stepped on.
+        stepped = sum(
+            len(window)
+            for unit in sharding.units
+            if unit.away is not None
+            for window in unit.away.windows
+            if window.start < unit.owned_numel
+        )
+        again = synced - 1
+        read = (4 + 4) * synced * gathered + 4 * again * gathered + 16 * stepped
+        written = 4 * synced * gathered + 12 * stepped
+        found = (moved.read_nbytes, moved.written_nbytes)
+        parallel_assert(comm, found == (read, written), f"{found}, {(read, written)}")
+
+
+def test_what_rests_elsewhere_is_not_read_by_accident(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    model = MLP()
+    offload = Offload("disk", "disk", "disk", folder, WINDOW, buffers=4)
+    with zeroified(model, adamw(model), stage=3, topology=topology, offload=offload) as sharding:
+        (optimizer,) = sharding.optimizers
+        mlp_backward(model, comm.rank)
+        pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
+        if pieces:
+            for read in (
+                lambda: pieces[0] + 1,
+                lambda: pieces[0].grad.mul_(2),
+                lambda: repr(pieces[0]),
+                lambda: torch._foreach_mul_([p.grad for p in pieces], 2.0),
+                lambda: setattr(pieces[0], "grad", None),
+            ):
+                with pytest.raises(StepError, match="rests on a memory tier"):
+                    read()
+        optimizer.step()
+        if pieces:
+            with pytest.raises(StepError, match="rests on a memory tier"):
+                optimizer.state[pieces[0]]["exp_avg"]
+        with pytest.raises(StepError, match="rests on a memory tier"):
+            optimizer.state_dict()
+
+
+def test_torchs_own_clipping_and_scaling_work_where_gradients_rest_elsewhere(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    found = []
+    for offload in (None, Offload("disk", "disk", "disk", folder, WINDOW, buffers=4)):
+        model = MLP()
+        with zeroified(
+            model, adamw(model), stage=3, topology=topology, offload=offload
+        ) as sharding:
+            (optimizer,) = sharding.optimizers
+            for _ in range(3):
+                mlp_backward(model, comm.rank)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(0.5)
+                hpczero.clip_grad_norm_(model, 0.01, norm_type=float("inf"))
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(hpczero.full_state_dict(model))
+    if found[0] is not None and found[1] is not None:
+        assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize(
+    ("options", "offload", "text"),
+    [
+        ({"stage": 0}, Offload("host"), "stage 1, 2 or 3"),
+        ({"stage": 2}, Offload("host", "host", "host"), "expected stage 3"),
+        ({}, Offload("disk"), "without a folder"),
+        ({}, Offload("device", "host"), "optimizer on the device"),
+        ({}, Offload("host", "disk"), "one medium"),
+        ({}, Offload("tape"), "expected one of device, host, disk"),  # type: ignore[arg-type]
+        ({}, Offload("host", window=100), "at least"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    comm: MPI.Intracomm, topology: Topology, options: dict[str, Any], offload: Offload, text: str
+) -> None:
+    model = MLP()
+
+    def start() -> nn.Module:
+        return hpczero.zeroify(
+            model, adamw(model), topology=topology, offload=offload, **{"stage": 3, **options}
+        )
+
+    raises_on_all(comm, PlanError, text, start)
+
+
+def test_an_offload_that_saves_nothing_is_refused(comm: MPI.Intracomm, topology: Topology) -> None:
+    model = MLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def start() -> nn.Module:
+        return hpczero.zeroify(model, optimizer, topology=topology, offload=Offload("host"))
+
+    raises_on_all(comm, PlanError, "saves nothing", start)
+
+
+def test_state_that_comes_later_is_refused_with_what_to_do(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model = MLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    offload = Offload("host", "host", "host", window=WINDOW)
+    with zeroified(model, optimizer, stage=3, topology=topology, offload=offload):
+        mlp_backward(model, comm.rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["momentum"] = 0.9
+        mlp_backward(model, comm.rank)
+        raises_on_all(comm, StepError, "momentum", optimizer.step)
