@@ -16,7 +16,7 @@ from torch import nn
 
 import hpczero
 from hpczero import Offload
-from hpczero.errors import PlanError, StepError
+from hpczero.errors import PlanError, StepError, TierError
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import MLP, adamw, mlp_backward, raises_on_all, zeroified
 
@@ -260,3 +260,97 @@ def test_state_that_comes_later_is_refused_with_what_to_do(
         optimizer.param_groups[0]["momentum"] = 0.9
         mlp_backward(model, comm.rank)
         raises_on_all(comm, StepError, "momentum", optimizer.step)
+
+
+def test_a_tier_that_fails_is_one_error_on_all_ranks_and_a_checkpoint_goes_on(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MLP()
+    offload = Offload("host", "host", "host", window=WINDOW, buffers=4)
+    with zeroified(model, adamw(model), stage=3, topology=topology, offload=offload) as sharding:
+        (optimizer,) = sharding.optimizers
+        store = sharding.away.store
+        assert store is not None
+        mlp_backward(model, comm.rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        saved = hpczero.checkpoint.Checkpoints(folder, model)
+        saved.save(1)
+        before = hpczero.full_state_dict(model)
+        mlp_backward(model, comm.rank)
+        with monkeypatch.context() as patch:
+            if comm.rank == 0:
+
+                def broken(source: torch.Tensor, offset: int) -> None:
+                    raise TierError(f"offset {offset}: no space left on device")
+
+                patch.setattr(store.tier, "_write", broken)
+            message = raises_on_all(comm, TierError, "no space left on device", optimizer.step)
+        assert "offset" in message
+        raises_on_all(comm, StepError, "load a checkpoint", lambda: hpczero.full_state_dict(model))
+        saved.load()
+        after = hpczero.full_state_dict(model)
+        optimizer.zero_grad()
+        mlp_backward(model, comm.rank)
+        optimizer.step()
+        if before is not None and after is not None:
+            assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_a_released_model_leaves_no_piece_that_can_be_read(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    model = MLP()
+    optimizer = adamw(model)
+    offload = Offload("disk", "disk", "disk", folder, WINDOW, buffers=4)
+    with zeroified(model, optimizer, stage=3, topology=topology, offload=offload):
+        mlp_backward(model, comm.rank)
+        optimizer.step()
+    optimizer.step()
+    for piece in optimizer.param_groups[0]["params"]:
+        with pytest.raises(StepError, match="rests on a memory tier"):
+            piece.sum()
+
+
+def test_state_of_parameters_without_gradients_is_kept_too(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    """The first unit has no gradient in the first steps, so some windows have state and others have none."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(60, 61), nn.Linear(60, 61)
+
+        def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+            y: torch.Tensor = self.second(x).square().mean()
+            return y + self.first(x).mean() if both else y
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            torch.manual_seed(step + comm.rank)
+            model(torch.randn(3, 60), step > 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    offload = Offload("disk", "disk", "disk", folder, WINDOW, buffers=4)
+    kinds: list[Offload | None] = [None, offload]
+    weights = []
+    for i, saving in enumerate(kinds):
+        for j, loading in enumerate(kinds):
+            where = folder / f"{i}{j}"
+            model = Halves()
+            options = {"stage": 3, "topology": topology, "rule": lambda model: []}
+            with zeroified(model, adamw(model), offload=saving, **options) as sharding:
+                train(model, next(iter(sharding.optimizers)), range(3))
+                hpczero.checkpoint.Checkpoints(where, model).save(3)
+            model = Halves()
+            with zeroified(model, adamw(model), offload=loading, **options) as sharding:
+                hpczero.checkpoint.load(where, model)
+                train(model, next(iter(sharding.optimizers)), range(3, 6))
+                weights.append(hpczero.full_state_dict(model))
+    first = weights[0]
+    for found in weights:
+        if found is not None and first is not None:
+            assert all(torch.equal(value, found[name]) for name, value in first.items())

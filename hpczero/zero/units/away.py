@@ -13,6 +13,7 @@ none, so reading ahead can be wrong, or too much, and nothing stops.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -121,8 +122,8 @@ class AwayShard:
         ]
 
     def has(self, part: str) -> bool:
-        """Whether ``part`` was written."""
-        return bool(self.places) and part in self.places[0].known
+        """Whether ``part`` of any window was written."""
+        return any(part in place.known for place in self.places)
 
     def start(self, part: str) -> None:
         """Begin to read ``part`` of all windows, as far as there is room."""
@@ -131,8 +132,12 @@ class AwayShard:
                 return
 
     def read(self, part: str, into: Tensor) -> None:
-        """Copy ``part`` of the shard to ``into``, (numel,)."""
-        for window, staged in self._staged([part]):
+        """Copy ``part`` of the shard to ``into``, (numel,); zero for windows of which it was never written."""
+        known = [part in place.known for place in self.places]
+        for window, there in zip(self.windows, known, strict=True):
+            if not there:
+                into[window.start : window.stop].zero_()
+        for window, staged in self._staged(part, known):
             with torch.no_grad():
                 into[window.start : window.stop].copy_(floats(staged, part))
             self.store.tier.evict(staged, [])
@@ -147,12 +152,13 @@ class AwayShard:
                 floats(staged, part).copy_(values[window.start : window.stop])
             self.store.tier.evict(staged, [part])
 
-    def _staged(self, parts: Sequence[str]) -> Iterator[tuple[range, Staged]]:
-        """Each window with its parts in memory; the next one is on its way meanwhile."""
+    def _staged(self, part: str, wanted: Sequence[bool]) -> Iterator[tuple[range, Staged]]:
+        """Each window that is wanted with its part in memory; the next one is on its way meanwhile."""
         self.store.make_room(SPARE)
         on_its_way: deque[tuple[range, Fetch]] = deque()
-        for window, place in zip(self.windows, self.places, strict=True):
-            on_its_way.append((window, self.store.fetch(place, parts)))
+        places = zip(self.windows, self.places, strict=True)
+        for window, place in itertools.compress(places, wanted):
+            on_its_way.append((window, self.store.fetch(place, [part])))
             if len(on_its_way) == SPARE:
                 before, fetch = on_its_way.popleft()
                 yield before, fetch.wait()

@@ -87,7 +87,17 @@ class Stepper:
     def detach(self) -> None:
         """Take the hooks away; the optimizer must not step for this model any more."""
         self._hooks.remove()
-        open_shards(self.shards)
+        if not self.streams:  # else there is no memory behind them, which only the guard says
+            open_shards(self.shards)
+
+    def check(self) -> None:
+        """Refuse a step that cannot be taken.
+
+        Raises:
+            StepError: on ranks whose optimizer is not as it was at zeroify.
+        """
+        if isinstance(self.parted, StreamedUpdate):
+            self.parted.check(last=self._hooks.are_last)
 
     def begin(self) -> None:
         """Torch's step follows, as far as it is not taken here."""

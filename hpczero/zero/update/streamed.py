@@ -93,18 +93,14 @@ class StreamedUpdate:
         return self._put_away is not None
 
     def take(self, *, last: bool) -> None:
-        """Take the step of the optimizer; the groups are empty then until ``restore``.
-
-        Args:
-            last: no hook of the program comes between this and torch's own call.
+        """Take the step of the optimizer; the groups are empty then until ``restore``. ``check`` has passed.
 
         Raises:
-            StepError: the optimizer is not as it was at zeroify, or asks for what cannot be taken in windows.
+            StepError: the optimizer makes state that it did not make at zeroify.
             TierError: bytes could not be moved; values and state are then of two steps, and a checkpoint has to be
                 loaded.
         """
         groups = self._optimizer.param_groups
-        self._check(groups, last=last)
         self.adopt()  # a program may have put some there
         group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
         self._put_away = [group["params"] for group in groups]
@@ -114,6 +110,7 @@ class StreamedUpdate:
             for window in self._windows(group_of):
                 staged = window.fetch.wait()
                 made += self._step(window, staged)
+            self._store.tier.drain()  # what cannot be written is told now, where all ranks hear of it
         except BaseException:
             self.restore()
             raise
@@ -138,7 +135,16 @@ class StreamedUpdate:
     def forget(self) -> None:
         """State is about to be replaced."""
 
-    def _check(self, groups: Sequence[dict[str, Any]], *, last: bool) -> None:
+    def check(self, *, last: bool) -> None:
+        """Refuse a step that cannot be taken in windows.
+
+        Args:
+            last: no hook of the program comes between ``take`` and torch's own call.
+
+        Raises:
+            StepError: the optimizer is not as it was at zeroify.
+        """
+        groups = self._optimizer.param_groups
         what = ""
         if not last:
             what = "a hook before the step was registered past optimizer.register_step_pre_hook"

@@ -211,7 +211,7 @@ class Step:
                 *self._model.replaced(),
             ],
             [each.slots for each in self.steppers],
-            error=self._local_error(),
+            error=self._local_error(stepper),
             known_finite=self.norms.are_finite,
         )
         now = self._now = self._judged(stepper, finite, ended)
@@ -226,11 +226,20 @@ class Step:
             return
         if not stepper.has_gradients(flags):
             self.skips.tell_nothing_to_do()
-        if stepper.streams:  # what fails on the tier of one rank fails on all
-            with self._comm.group.agreed("take the step"):
-                stepper.begin()
+        if stepper.streams:
+            self._stream(stepper)
         else:
             stepper.begin()
+
+    def _stream(self, stepper: Stepper) -> None:
+        """What fails on the tier of one rank fails on all, and leaves values of two steps that nobody may use."""
+        try:
+            with self._comm.group.agreed("take the step"):
+                stepper.begin()
+        except BaseException:
+            for unit in stepper.slots:
+                unit.whole.doubt()
+            raise
 
     def _judged(self, stepper: Stepper, finite: Sequence[bool], ended: list[Unit]) -> Taken:
         """Whether this step does anything, the same on every rank; stops where skipping cannot help."""
@@ -251,8 +260,9 @@ class Step:
         for stepper in self.steppers:
             stepper.end()
 
-    def _local_error(self) -> StepError | None:
+    def _local_error(self, stepper: Stepper) -> StepError | None:
         try:
+            stepper.check()
             self._model.check_attachment()
             self._check_reduced()
             for unit in self._all_units:
