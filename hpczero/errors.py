@@ -6,10 +6,12 @@ only where the module is loaded already: an error must not start MPI.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import select
 import sys
+import threading
 import time
 import traceback
 import zlib
@@ -17,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 EXIT_FAILURE = 1
 EXIT_CORRUPT_CHECKPOINT = 65
@@ -297,7 +299,7 @@ def run(main: Callable[[], int | None]) -> None:
         raise
     except KeyboardInterrupt:
         abort_job(130)
-        sys.exit(130)
+        code = 130
     except BaseException as error:  # the last frame of a command: reported, never swallowed
         # As a C program that is piped into head: nobody is there to tell.
         left = isinstance(error, BrokenPipeError) and _reader_left()
@@ -307,6 +309,30 @@ def run(main: Callable[[], int | None]) -> None:
             _drop_output()
         if not agreed:
             abort_job(code)
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit as Python does; where a daemon thread is left in the end, without tearing the interpreter down under it.
+
+    Such a thread that comes back from compiled code meanwhile is unwound there, which Rust answers with a segmentation
+    fault.
+    """
+
+    def end() -> None:
+        atexit.unregister(end)
+        atexit._run_exitfuncs()  # those that were registered earlier, which would have come after this one
+        if not any(thread.daemon for thread in threading.enumerate()):
+            return
+        mpi = _running_mpi()
+        if mpi is not None:
+            mpi.Finalize()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+
+    atexit.register(end)
     sys.exit(code)
 
 

@@ -225,7 +225,8 @@ class Inventory:
                     ]
                     if unit.away is not None:
                         states = [(self._state_of(unit, place), value) for place, _, value in given]
-                        write_state(unit, key, states)
+                        with self._sharding.topology.agreed("put state on the memory tier"):
+                            write_state(unit, key, states)
                         continue
                     for position, shard, value in given:
                         if value is not None:

@@ -176,6 +176,19 @@ class Tier(ABC):
         self.traffic.written({} if self.resident else written)
         return transfer
 
+    def forget(self, place: Place, parts: Iterable[str]) -> None:
+        """These parts have no content any more, and what went wrong when they were written does not matter.
+
+        Raises:
+            TierError: ``place`` is not of this tier, or has no such part.
+        """
+        self._check_place(place, f"forget parts of {place.record.name!r}")
+        for part in place.sizes(parts):
+            place.known.discard(part)
+            write = place.writes.get(part)
+            if write is not None and write.has_failed:
+                del place.writes[part]
+
     def drain(self) -> None:
         """Return when every write has ended.
 

@@ -59,6 +59,11 @@ class Transfer:
         """Return when it has ended, well or not; counts as nobody's wait."""
         self._ended.wait()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether some of it has, up to now."""
+        return self._error is not None
+
     def check(self) -> None:
         """After its end.
 

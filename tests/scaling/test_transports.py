@@ -77,9 +77,10 @@ def test_all_transports_take_a_step_between_two_nodes_of_two(tmp_path: Path) -> 
 
 
 class Nodes:
-    """What ``placement`` looks at."""
+    """What ``placement`` looks at: a topology that is its own world."""
 
     def __init__(self, *nodes: tuple[int, ...]) -> None:
+        self.world = self
         self.nodes = nodes
         self.size = sum(map(len, nodes))
         self.is_rectangular = len({len(ranks) for ranks in nodes}) == 1

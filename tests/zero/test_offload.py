@@ -306,10 +306,13 @@ def test_a_released_model_leaves_no_piece_that_can_be_read(
     with zeroified(model, optimizer, stage=3, topology=topology, offload=offload):
         mlp_backward(model, comm.rank)
         optimizer.step()
-    optimizer.step()
-    for piece in optimizer.param_groups[0]["params"]:
+    pieces = [piece for piece in optimizer.param_groups[0]["params"] if piece.numel()]
+    if pieces:  # a rank may hold none of so small a model
         with pytest.raises(StepError, match="rests on a memory tier"):
-            piece.sum()
+            optimizer.step()
+    for piece in pieces:
+        with pytest.raises(StepError, match="rests on a memory tier"):
+            piece.neg()
 
 
 def test_state_of_parameters_without_gradients_is_kept_too(

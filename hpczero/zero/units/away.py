@@ -152,6 +152,12 @@ class AwayShard:
                 floats(staged, part).copy_(values[window.start : window.stop])
             self.store.tier.evict(staged, [part])
 
+    def drop(self, parts: Iterable[str]) -> None:
+        """Forget these parts of the shard, and what went wrong with them."""
+        self.store.forget(self.places)
+        for place in self.places:
+            self.store.tier.forget(place, parts)
+
     def _staged(self, part: str, wanted: Sequence[bool]) -> Iterator[tuple[range, Staged]]:
         """Each window that is wanted with its part in memory; the next one is on its way meanwhile."""
         self.store.make_room(SPARE)
@@ -252,16 +258,20 @@ class AwayRest:
                 self._near[window.start : window.stop].copy_(values)
 
     @contextmanager
-    def at_hand(self, *, changes: bool = False) -> Iterator[Tensor]:
-        """Brought into memory for the time of the block."""
-        self._depth += 1
+    def at_hand(self, *, changes: bool = False, anew: bool = False) -> Iterator[Tensor]:
+        """Brought into memory for the time of the block; ``anew`` reads nothing, so it is the way out of a bad read."""
         # A program's views of it have versions; bringing values is no change.
         values = self.tensor.data
-        if self._depth == 1:
+        if not self._depth:
             values.untyped_storage().resize_(self._numel * ITEM)
             self._memory.add("at hand", self._numel * ITEM)
-            self.shard.read(VALUES, values)
+        self._depth += 1
         try:
+            if self._depth == 1:
+                if anew:
+                    values.zero_()
+                else:
+                    self.shard.read(VALUES, values)
             yield values
             if changes:
                 self.write(values)
@@ -335,6 +345,8 @@ class AwayGradient:
     def drop(self) -> None:
         """Forget it."""
         self._empty()
+        if self._kept:
+            self._shard.drop([GRADIENT])
         self._kept, self._squares = False, None
         self._factors.clear()
         self.version += 1

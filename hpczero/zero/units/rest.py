@@ -40,8 +40,13 @@ class Rest(Protocol):
         """Replace the values by ``values``, (numel,) of any floating dtype."""
         ...
 
-    def at_hand(self, *, changes: bool = False) -> AbstractContextManager[Tensor]:
-        """The values in memory, (numel,), to be read inside, and written with ``changes``."""
+    def at_hand(
+        self, *, changes: bool = False, anew: bool = False
+    ) -> AbstractContextManager[Tensor]:
+        """The values in memory, (numel,), to be read inside, and written with ``changes``.
+
+        With ``anew`` all of them are written inside; before that they may be zero.
+        """
         ...
 
 
@@ -68,7 +73,7 @@ class ResidentRest:
                 self.tensor.copy_(values)
 
     @contextmanager
-    def at_hand(self, *, changes: bool = False) -> Iterator[Tensor]:
+    def at_hand(self, *, changes: bool = False, anew: bool = False) -> Iterator[Tensor]:
         """The tensor itself."""
         yield self.tensor
 

@@ -212,9 +212,12 @@ class Unit:
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
     @contextmanager
-    def owned_values(self, *, changes: bool = False) -> Iterator[Tensor]:
-        """This rank's part without padding, (owned_numel,), inside; to be written with ``changes``. Not collective."""
-        with self.rest.at_hand(changes=changes) as rest:
+    def owned_values(self, *, changes: bool = False, anew: bool = False) -> Iterator[Tensor]:
+        """This rank's part without padding, (owned_numel,), inside; to be written with ``changes``. Not collective.
+
+        With ``anew`` all of it is to be written.
+        """
+        with self.rest.at_hand(changes=changes, anew=anew) as rest:
             whole = rest.numel() == self.spec.layout.padded_numel
             yield (rest[self._mine] if whole else rest)[: self.owned_numel]
 
@@ -245,7 +248,12 @@ class Unit:
         Args:
             owned: (owned_numel,) fp32.
         """
-        with self.owned_values(changes=True) as values, torch.no_grad():
+        # The ranks agree, since a tier may fail on one of them.
+        with (
+            self._comm.group.agreed(f"put back the values of {self.spec.name!r}"),
+            self.owned_values(changes=True, anew=True) as values,
+            torch.no_grad(),
+        ):
             values.copy_(owned)
         if self.spec.trainable:
             if not self._stage.shards_optimizer:

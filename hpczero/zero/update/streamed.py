@@ -134,6 +134,9 @@ class StreamedUpdate:
 
     def forget(self) -> None:
         """State is about to be replaced."""
+        for unit in self._units:
+            if unit.away is not None:
+                unit.away.drop(part for part in unit.away.parts if part not in (VALUES, GRADIENT))
 
     def check(self, *, last: bool) -> None:
         """Refuse a step that cannot be taken in windows.
