@@ -232,6 +232,40 @@ class ParallelOptions:
         require(algorithms.isascii(), "parallel.algorithms", algorithms, "names of algorithms")
 
 
+Medium = Literal["device", "host", "disk"]
+
+
+@dataclass(frozen=True)
+class OffloadOptions:
+    """Where what training keeps rests between uses.
+
+    Attributes:
+        optimizer: its state, and the fp32 masters of bf16 and fp16: device, where it computes; host, memory of the
+            host; or disk. Not at stage 0.
+        gradients: mean gradients, from their reduction to the step; device, or where the optimizer is.
+        parameters: this rank's shard of them, stage 3 only; device, or where the optimizer is.
+        folder: for disk: one on a disk of every node, such as $TMPDIR there; what lies in it is gone when the run ends.
+        window: MiB of one block of memory through which everything passes.
+        buffers: blocks of each rank.
+        ahead: units whose parameters are read before they are used.
+    """
+
+    optimizer: Medium = "device"
+    gradients: Medium = "device"
+    parameters: Medium = "device"
+    folder: str | None = None
+    window: int = 32
+    buffers: int = 6
+    ahead: int = 2
+
+    def __post_init__(self) -> None:
+        _require_path("offload.folder", self.folder)
+        _require_positive("offload", self, "window", most=2**20)
+        _require_positive("offload", self, "buffers", most=2**16)
+        require(self.buffers >= 3, "offload.buffers", self.buffers, "at least 3")
+        _require_amount("offload", self, "ahead")
+
+
 @dataclass(frozen=True)
 class EvaluationOptions:
     """Loss on the held-out part of the data.
@@ -327,6 +361,7 @@ class RunConfig:
         data: the text.
         train: batch, optimizer, learning rate.
         parallel: ZeRO stage, precision, nodes.
+        offload: what rests in memory of the host or on disk.
         evaluation: held-out loss.
         checkpoint: when, and how many stay.
         resume: where to begin.
@@ -338,6 +373,7 @@ class RunConfig:
     data: DataOptions = field(default_factory=DataOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    offload: OffloadOptions = field(default_factory=OffloadOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     resume: ResumeOptions = field(default_factory=ResumeOptions)

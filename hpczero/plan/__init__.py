@@ -3,7 +3,8 @@
 import importlib
 from typing import Any
 
-from hpczero.plan.plan import MemoryPlan, Plan, Stage, UnitSpec
+from hpczero.plan.memory import MemoryPlan
+from hpczero.plan.plan import Plan, Stage, UnitSpec
 from hpczero.plan.traffic import TrafficPlan
 
 __all__ = ["MemoryPlan", "Plan", "Stage", "TrafficPlan", "UnitSpec"]

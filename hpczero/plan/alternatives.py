@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
+from hpczero.plan.offload import Offload
 from hpczero.plan.peak import Run
 from hpczero.plan.sizing import largest
 from hpczero.plan.transports import Named, fastest_transport
@@ -18,6 +19,7 @@ from hpczero.plan.transports import Named, fastest_transport
 Fits = Callable[[Run], bool]
 MOST_ANSWERS = 4
 MOST_NODES = 2**13
+FOLDER = "FOLDER"  # one on a disk of each node, which nobody but the user knows
 MOST_TRIED = 64  # numbers of nodes beyond the fewest that memory asks for: the batch must divide over the ranks
 
 
@@ -47,10 +49,11 @@ def alternatives(run: Run, fits: Fits, *, cores: int) -> list[Alternative]:
         _smaller_micro_batches(run),
         _checkpointed(run),
         _other_transport(run),
+        _offloaded(run),
     ]
     found = [hit for options in single if (hit := next(filter(fits, options), None))]
     if not found:
-        hit = next(filter(fits, _several(run)), None)
+        hit = next(filter(fits, chain(_several(run), _several_offloaded(run))), None)
         found = [hit] if hit else []
     more = _more_ranks(run, fits, cores)
     found += [more] if more else []
@@ -92,6 +95,9 @@ def describe(run: Run, other: Run) -> str:
     if other.transport not in (run.transport, "window") and run.transport != "flat":
         words.append(f"transport {other.transport}")
         options.append(f"--parallel.transport {other.transport}")
+    if other.offload != run.offload:
+        words.append("what rests on disk")
+        options += _offload_options(other.offload)
     typed = f" ({' '.join(options)})" if options else ""
     return f"{', '.join(words)}{typed}"
 
@@ -119,6 +125,29 @@ def _other_transport(run: Run) -> Iterator[Run]:
     if run.transport == "window":
         nodes = run.ranks // run.local_size
         yield dataclasses.replace(run, transport="hierarchical" if nodes > 1 else "flat")
+
+
+def _offloaded(run: Run) -> Iterator[Run]:
+    """All that a stage can have elsewhere, on disk; a host's memory is what was short."""
+    if run.stage and not run.offload.any:
+        on_disk = Offload("disk", "disk", "disk" if run.stage == 3 else "device", FOLDER)
+        yield dataclasses.replace(run, offload=on_disk)
+
+
+def _offload_options(offload: Offload) -> list[str]:
+    parts = ("optimizer", "gradients", "parameters")
+    chosen = [(name, getattr(offload, name)) for name in parts]
+    typed = [f"--offload.{name} {medium}" for name, medium in chosen if medium != "device"]
+    return [*typed, f"--offload.folder {offload.folder}"]
+
+
+def _several_offloaded(run: Run) -> Iterator[Run]:
+    """Stage 3 with everything on disk: last, because a step then takes as long as the disk."""
+    for checkpointing in sorted({run.checkpointing, True}):
+        based = dataclasses.replace(run, checkpointing=checkpointing, stage=3)
+        for offloaded in _offloaded(based):
+            yield offloaded
+            yield from _smaller_micro_batches(offloaded)
 
 
 def _several(run: Run) -> Iterator[Run]:

@@ -112,3 +112,6 @@ class Offload:
             "parameters": self.parameters,
         }
         return ", ".join(f"{name} on {medium}" for name, medium in parts.items())
+
+
+NOTHING_AWAY = Offload()

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from hpczero.plan.footprint import Footprint, footprint_of
-from hpczero.plan.plan import FP32_BYTES, MemoryPlan, Plan
+from hpczero.plan.memory import MemoryPlan
+from hpczero.plan.offload import NOTHING_AWAY, Offload
+from hpczero.plan.offloaded import ADAM_STATES, OffloadedPlan
+from hpczero.plan.plan import FP32_BYTES, Plan
 from hpczero.plan.sizing import (
     Transformer,
     accumulated_nbytes,
@@ -74,6 +77,7 @@ class Run:
         checkpointing: whether activations are checkpointed.
         copies: whether a checkpoint is written from a copy of the shards, in the background.
         laid_out: whether the number of nodes was given, not found.
+        offload: what rests on a memory tier. The host's memory is one with that of the ranks' processes.
     """
 
     network: Network
@@ -88,6 +92,7 @@ class Run:
     checkpointing: bool
     copies: bool = False
     laid_out: bool = False
+    offload: Offload = NOTHING_AWAY
 
     @property
     def global_batch(self) -> int:
@@ -100,14 +105,25 @@ class Run:
         return self.network.plan(self.ranks, self.stage, self.precision)
 
     @property
+    def offloaded(self) -> OffloadedPlan:
+        """The plan with what rests elsewhere."""
+        return OffloadedPlan(self.plan, self.offload)
+
+    @property
     def footprint(self) -> Footprint:
-        """Footprint of the transport."""
-        return footprint_of(self.transport, ranks=self.ranks, local_size=self.local_size)
+        """Footprint of the transport, with these parameters."""
+        found = footprint_of(self.transport, ranks=self.ranks, local_size=self.local_size)
+        return self.offloaded.footprint(found)
 
     @cached_property
     def memory(self) -> MemoryPlan:
         """Bytes of states and buffers of a rank."""
-        return self.plan.memory(footprint=self.footprint)
+        return self.offloaded.memory(self.footprint)
+
+    @property
+    def _tiered(self) -> int:
+        """Bytes of a memory tier that is memory of the host."""
+        return self.memory.away if self.offload.medium == "host" else 0
 
     @cached_property
     def activations(self) -> int:
@@ -127,7 +143,8 @@ class Run:
 
     @property
     def _lasting(self) -> int:
-        return self.memory.parameters + self.memory.master + self.memory.optimizer
+        held = self.memory
+        return held.parameters + held.master + held.optimizer + held.staging + self._tiered
 
     @property
     def _kept_gradients(self) -> int:
@@ -153,7 +170,8 @@ class Run:
     @property
     def most(self) -> int:
         """High estimate: everything that a step ever holds, as if at the same time."""
-        return self.memory.total + self.accumulated + self.activations + self._copied
+        held = self.memory.total + self.accumulated + self.activations
+        return held + self._copied + self._tiered
 
     @property
     def _copied(self) -> int:
@@ -162,6 +180,9 @@ class Run:
             return (
                 FP32_BYTES * sum(unit.layout.padded_numel for unit in self.plan.units) // self.ranks
             )
+        if self.offload.any:
+            shards = sum(unit.layout.shard_numel for unit in self.plan.trainable_units)
+            return FP32_BYTES * (1 + ADAM_STATES) * shards
         own_masters = 0 if self.plan.precision.has_masters else self.memory.optimizer // 2
         return self.memory.master + self.memory.optimizer + own_masters
 

@@ -20,6 +20,7 @@ from hpczero.plan.footprint import (
     rail_chunk,
 )
 from hpczero.plan.layout import ShardLayout
+from hpczero.plan.memory import MemoryPlan
 from hpczero.plan.precision import Precision
 from hpczero.plan.traffic import TrafficPlan, unit_traffic
 
@@ -89,28 +90,6 @@ class UnitSpec:
     def is_root(self) -> bool:
         """Whether the unit lives from the start of the model's forward to its end."""
         return self.modules == ("",)
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes per rank. ``unsharded`` and ``exchange`` are peaks within a step, the others are held throughout."""
-
-    parameters: int
-    master: int
-    gradients: int
-    optimizer: int
-    unsharded: int
-    exchange: int
-
-    @property
-    def states(self) -> int:
-        """Bytes held between steps."""
-        return self.parameters + self.master + self.gradients + self.optimizer
-
-    @property
-    def total(self) -> int:
-        """Bytes at the peak of a step, activations excluded."""
-        return self.states + self.unsharded + self.exchange
 
 
 @dataclass(frozen=True)
@@ -306,9 +285,17 @@ class Plan:
         ]
         return sum(parts, TrafficPlan())
 
-    def describe(self, footprint: Footprint | None = None) -> str:
-        """A few lines for a run header: units, bytes held, bytes sent by a transport of this footprint."""
-        memory, traffic = self.memory(footprint=footprint), self.traffic(footprint=footprint)
+    def describe(
+        self, footprint: Footprint | None = None, *, memory: MemoryPlan | None = None
+    ) -> str:
+        """A few lines for a run header: units, bytes held, bytes sent by a transport of this footprint.
+
+        Args:
+            footprint: of the transport.
+            memory: bytes held, where they are not those of this plan alone.
+        """
+        memory = memory or self.memory(footprint=footprint)
+        traffic = self.traffic(footprint=footprint)
         sizes = sorted({unit.layout.numel for unit in self.units})
         spread = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
         mib = 2**20
@@ -317,10 +304,11 @@ class Plan:
             f"{self.numel:,} parameters (+{self.padding_numel:,} padding) in "
             f"{len(self.units)} units of {spread} over {self.num_shards} shards"
         )
+        staging = f" + staging {memory.staging / mib:,.1f}" if memory.staging else ""
         held = (
             f"  held per rank: {memory.states / mib:,.1f} MiB = parameters "
             f"{memory.parameters / mib:,.1f} + master {memory.master / mib:,.1f} + gradients "
-            f"{memory.gradients / mib:,.1f} + optimizer {memory.optimizer / mib:,.1f}; in flight up to "
+            f"{memory.gradients / mib:,.1f} + optimizer {memory.optimizer / mib:,.1f}{staging}; in flight up to "
             f"{memory.unsharded / mib:,.1f} unsharded + {memory.exchange / mib:,.1f} exchange"
         )
         sent = (

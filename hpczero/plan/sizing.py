@@ -15,7 +15,8 @@ from typing import Protocol
 
 from hpczero.plan.footprint import Footprint, footprint_of
 from hpczero.plan.layout import ShardLayout
-from hpczero.plan.plan import FP32_BYTES, MemoryPlan, Plan, Stage, UnitSpec
+from hpczero.plan.memory import MemoryPlan
+from hpczero.plan.plan import FP32_BYTES, Plan, Stage, UnitSpec
 from hpczero.plan.precision import Precision
 from hpczero.plan.traffic import TrafficPlan
 from hpczero.plan.transports import Named

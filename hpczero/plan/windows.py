@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from hpczero.plan.layout import ShardLayout
 
+ITEM = 4  # bytes of fp32
 ALIGN = 64  # elements; a multiple of what any vector unit holds
 
 
@@ -63,3 +64,22 @@ def cut(numel: int, runs: Sequence[range], most: int) -> list[range]:
         windows.append(range(start, stop))
         start = stop
     return windows
+
+
+def windows_of(
+    layout: ShardLayout, groups: Sequence[int], rank: int, window_nbytes: int, parts: int
+) -> list[range]:
+    """The windows of ``rank``'s shard of a unit, if ``parts`` fp32 numbers of each element pass together.
+
+    Args:
+        layout: of the unit.
+        groups: (slots,) optimizer group of each.
+        rank: whose shard.
+        window_nbytes: of all parts of one window at most.
+        parts: at least 1.
+
+    Raises:
+        ValueError: ``window_nbytes`` is too small.
+    """
+    most = window_nbytes // (ITEM * parts) // ALIGN * ALIGN
+    return cut(layout.shard_numel, runs_of_groups(layout, groups, rank), most)

@@ -46,6 +46,7 @@ def metrics_of(run: Run, taken: Taken, done: int, held_out_loss: float | None) -
         optimizer_ms=watch.ms("optimizer"),
         communication_ms=taken.communication_ms,
         checkpoint_ms=0.0,
+        **tier_fields(taken),
         **peaks(run, taken.exposed_s),
     )
 
@@ -54,6 +55,17 @@ def after_save(run: Run, taken: Taken, measured: StepMetrics) -> StepMetrics:
     """``measured``, with the cost of a save after the step. Not collective."""
     saving_ms = taken.watch.ms("checkpoint")
     return dataclasses.replace(measured, checkpoint_ms=saving_ms, **peaks(run, taken.exposed_s))
+
+
+def tier_fields(taken: Taken) -> dict[str, Any]:
+    """The fields of ``StepMetrics`` that are of a memory tier; none without offload."""
+    if taken.tier is None:
+        return {}
+    return {
+        "tier_read_nbytes": taken.tier.read_nbytes,
+        "tier_written_nbytes": taken.tier.written_nbytes,
+        "tier_waited_ms": taken.tier.waited_s * 1e3,
+    }
 
 
 def peaks(run: Run, exposed_s: float) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from hpczero.run.results.lock import RunLock
 from hpczero.run.results.records import Records
 from hpczero.run.starting import resume
 from hpczero.run.starting.header import tell_header
+from hpczero.run.starting.offloading import offload_of
 from hpczero.run.starting.own_text import open_tokens
 from hpczero.run.starting.room_check import RoomCheck, run_of
 from hpczero.run.step import TrainingStep
@@ -338,6 +339,7 @@ def build(
         overlap=config.parallel.overlap,
         device=accelerator,
         initialize=adapter.initializer(model, config.run.seed),
+        offload=offload_of(config.offload),
     )
     return model, optimizer
 

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 import hpczero
 from hpczero.accelerator import Accelerator
 from hpczero.run.results.metrics import Stopwatch
+from hpczero.tier import Flow
 
 # (step, micro step) -> inputs and targets of this rank, NumPy arrays.
 Samples = Callable[[int, int], tuple[Any, Any]]
@@ -37,6 +38,7 @@ class Taken:
         step_s: seconds the step took.
         exposed_s: seconds the device's computation stood still for collectives; 0 on the host.
         watch: phases ``data``, ``forward``, ``backward``, ``optimizer``, ``communication``. It goes on running.
+        tier: what went through this rank's memory tier; None without offload.
     """
 
     losses: list[float]
@@ -45,6 +47,7 @@ class Taken:
     step_s: float
     exposed_s: float
     watch: Stopwatch
+    tier: Flow | None = None
 
     @property
     def loss(self) -> float:
@@ -98,6 +101,7 @@ class TrainingStep:
         self._clip = math.inf if clip is None else clip
         sharding = hpczero.sharding(model)
         self._topology, self._collectives = sharding.topology, sharding.collectives
+        self._store = sharding.away.store
         self._known_exposed_s = 0.0
 
     def take(self, number: int) -> Taken:
@@ -106,7 +110,7 @@ class TrainingStep:
         Raises:
             StepError: as ``optimizer.step`` of a zeroified model.
         """
-        exposed_s = self._exposed_s()
+        exposed_s, moved = self._exposed_s(), self._moved()
         watch = Stopwatch(self._waited_s)
         micro_losses: list[Tensor] = []
         for micro_step in range(self._accumulation):
@@ -138,7 +142,12 @@ class TrainingStep:
             step_s=watch.elapsed_s(),
             exposed_s=self._exposed_s() - exposed_s,
             watch=watch,
+            tier=None if self._store is None else self._moved() - moved,
         )
+
+    def _moved(self) -> Flow:
+        """What has gone through the memory tier so far."""
+        return Flow() if self._store is None else self._store.tier.traffic.total
 
     def _finish(self) -> None:
         if self._exact:

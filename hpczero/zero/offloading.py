@@ -13,7 +13,7 @@ from hpczero.errors import PlanError
 from hpczero.memory.buffers import CPU
 from hpczero.plan import Plan
 from hpczero.plan.offload import Offload
-from hpczero.plan.windows import runs_of_groups
+from hpczero.plan.windows import windows_of
 from hpczero.tier import DiskTier, HostTier, Tier
 from hpczero.zero.units.away import GRADIENT, VALUES, Away, AwayShard, Store
 from hpczero.zero.update.away_states import state_names
@@ -89,8 +89,7 @@ def open_away(
         shards = {
             spec.name: AwayShard(
                 spec.name,
-                spec.layout.shard_numel,
-                runs_of_groups(spec.layout, spec.groups, rank),
+                windows_of(spec.layout, spec.groups, rank, nbytes, len(parts)),
                 store=store,
                 parts=parts,
                 near=near,

@@ -26,7 +26,8 @@ from hpczero.options.environment import Environment
 from hpczero.options.values import check_algorithms
 from hpczero.plan import Plan, Stage
 from hpczero.plan.offload import Offload
-from hpczero.plan.plan import ADAM_STATE_BYTES, UnitRule
+from hpczero.plan.offloaded import ADAM_STATES, OffloadedPlan
+from hpczero.plan.plan import UnitRule
 from hpczero.plan.precision import Precision
 from hpczero.plan.rules import default_rule
 from hpczero.zero.filling import Initializer, filler
@@ -129,7 +130,7 @@ def zeroify(
         offload = offload or Offload()
         parts = parts_of(offload, plan, optimizers)
     _check_equal_plans(plan, model, optimizers, topology, [*parts, offload.parameters])
-    explain_exhaustion(_need(plan, topology, trains=trains))
+    explain_exhaustion(_need(OffloadedPlan(plan, offload, ADAM_STATES if trains else 0), topology))
     collectives = given or choose(
         topology,
         environment.transport if name == "auto" else name,
@@ -283,9 +284,9 @@ def _check_fresh(
         )
 
 
-def _need(plan: Plan, topology: Topology, *, trains: bool) -> str:
+def _need(offloaded: OffloadedPlan, topology: Topology) -> str:
     """What the plan takes, for a program whose memory runs out; without what its transport lets ranks share."""
-    memory = plan.memory(optimizer_bytes=ADAM_STATE_BYTES if trains else 0)
+    plan, memory = offloaded.plan, offloaded.memory()
     held, buffers = memory.states / 1e9, (memory.unsharded + memory.exchange) / 1e9
     return (
         f"{plan.numel:,} parameters at stage {int(plan.stage)} on {topology.size} rank(s) take {held:,.2f} GB per rank "

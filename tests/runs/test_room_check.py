@@ -18,6 +18,7 @@ from hpczero.job.topology import Topology
 from hpczero.models import PRESETS, parameter_shapes
 from hpczero.plan import peak
 from hpczero.plan.alternatives import alternatives, describe
+from hpczero.plan.offload import Offload
 from hpczero.plan.peak import Network, Run
 from hpczero.plan.plan import Plan
 from hpczero.plan.sizing import blockwise_plan
@@ -64,6 +65,19 @@ def test_another_stage_a_smaller_micro_batch_and_checkpointing_are_each_named_if
     words = [found.words for found in alternatives(run, lambda r: r.most <= least, cores=2)]
     assert any("--train.micro_batch 2 --train.accumulation 2" in text for text in words)
     assert any("--model.checkpoint_activations true" in text for text in words)
+
+
+def test_a_model_three_times_the_memory_is_told_what_fits_from_disk() -> None:
+    run = dataclasses.replace(RUN, stage=3, micro_batch=1, sequence=128, checkpointing=True)
+    assert run.most > 10e9
+    (found, *_) = alternatives(run, lambda run: run.most <= 5e9, cores=2)
+    assert found.run.offload.parameters == "disk"
+    assert found.run.most < 5e9
+    options = [f"--offload.{part} disk" for part in ("optimizer", "gradients", "parameters")]
+    assert " ".join([*options, "--offload.folder FOLDER"]) in found.words
+    # Memory of the host is the same memory where there is no device.
+    on_host = dataclasses.replace(run, offload=Offload("host", "host", "host"))
+    assert on_host.most > found.run.most + 16 * run.plan.numel / 2
 
 
 def test_low_estimates_lie_below_high_ones_for_every_kind_of_room() -> None:

@@ -123,43 +123,6 @@ def test_nothing_of_a_shard_stays_in_memory_between_steps(
         parallel_assert(comm, not os.listdir(folder), "a file of the tier has a name")
 
 
-@pytest.mark.parametrize("synced", [1, 2])
-def test_bytes_of_a_step_are_those_of_the_formula(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, synced: int
-) -> None:
-    """40 bytes of each fp32 element with one reduction; a second one reads and writes the gradient once more."""
-    model = MLP()
-    offload = Offload("disk", "disk", "disk", folder, WINDOW, buffers=4)
-    with zeroified(model, adamw(model), stage=3, topology=topology, offload=offload) as sharding:
-        (optimizer,) = sharding.optimizers
-        store = sharding.away.store
-        assert store is not None
-        flows = [store.tier.traffic.total]
-        for _ in range(3):
-            for _ in range(synced):
-                mlp_backward(model, comm.rank)
-            hpczero.clip_grad_norm_(model, 0.05)
-            optimizer.step()
-            optimizer.zero_grad()
-            flows.append(store.tier.traffic.total)
-        moved = flows[3] - flows[2]
-        shards = [unit.away for unit in sharding.units if unit.away is not None]
-        gathered = sum(len(window) for shard in shards for window in shard.windows)
-        # A window of padding alone is not stepped on.
-        stepped = sum(
-            len(window)
-            for unit in sharding.units
-            if unit.away is not None
-            for window in unit.away.windows
-            if window.start < unit.owned_numel
-        )
-        again = synced - 1
-        read = (4 + 4) * synced * gathered + 4 * again * gathered + 16 * stepped
-        written = 4 * synced * gathered + 12 * stepped
-        found = (moved.read_nbytes, moved.written_nbytes)
-        parallel_assert(comm, found == (read, written), f"{found}, {(read, written)}")
-
-
 def test_what_rests_elsewhere_is_not_read_by_accident(
     comm: MPI.Intracomm, topology: Topology, folder: Path
 ) -> None:

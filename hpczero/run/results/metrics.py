@@ -57,6 +57,9 @@ class StepMetrics:
         device_fragmented: share of the reserved bytes that is free in pieces between allocations.
         device_used_nbytes: bytes of all processes that use the device.
         device_exposed_ms: how long the device's computation stood still for collectives, by the device's clock.
+        tier_read_nbytes, tier_written_nbytes: what this rank's memory tier moved in the step. These and the next are
+            None without offload.
+        tier_waited_ms: how long a computation stood still for it.
     """
 
     step: int
@@ -84,6 +87,9 @@ class StepMetrics:
     device_fragmented: float | None = None
     device_used_nbytes: int | None = None
     device_exposed_ms: float | None = None
+    tier_read_nbytes: int | None = None
+    tier_written_nbytes: int | None = None
+    tier_waited_ms: float | None = None
 
     def to_json(self) -> str:
         """One line of JSON. NaN and infinity, which JSON does not have, become null.
@@ -115,7 +121,8 @@ class StepMetrics:
                 raise ValueError("not what was written")
             del values["crc32"]
         for name, value in values.items():
-            if value is None and name not in ("held_out_loss", "mfu") and "device" not in name:
+            optional = name in ("held_out_loss", "mfu") or name.startswith(("device_", "tier_"))
+            if value is None and not optional:
                 values[name] = math.nan
             elif value is not None and (type(value) not in (int, float) or abs(value) >= 2**63):
                 raise ValueError(f"{name} is no such number")

@@ -11,7 +11,9 @@ from hpczero.job import log
 from hpczero.job.launch import warn_of_shared_devices
 from hpczero.options.config import RunConfig
 from hpczero.plan.batch import Batch
+from hpczero.plan.offloaded import OffloadedPlan
 from hpczero.run.results.folder import RunFolder
+from hpczero.run.starting.offloading import offload_of
 from hpczero.zero.sharding import Sharding
 
 
@@ -31,9 +33,21 @@ def tell_header(
     log.info("transport: %s", sharding.collectives.describe())
     for line in sharding.collectives.measured():
         log.info("  %s", line)
-    log.info("%s", sharding.plan.describe(sharding.collectives.footprint))
+    for line in describe_plan(sharding, config):
+        log.info("%s", line)
     log.info("%s", describe_data(tokens))
     log.info("%s", describe_run(config, batch, seq_len, topology.size))
+
+
+def describe_plan(sharding: Sharding, config: RunConfig) -> list[str]:
+    """Lines about what is sharded, and where it rests, for the run header."""
+    offloaded = OffloadedPlan(sharding.plan, offload_of(config.offload))
+    footprint = offloaded.footprint(sharding.collectives.footprint)
+    lines = [sharding.plan.describe(footprint, memory=offloaded.memory(footprint))]
+    store = sharding.away.store
+    if store is not None:
+        lines += [offloaded.describe(), f"  tier: {store.tier.describe()}"]
+    return lines
 
 
 def describe_data(tokens: TokenFile) -> str:

@@ -27,8 +27,9 @@ from hpczero.plan.alternatives import alternatives, on_these_ranks
 from hpczero.plan.batch import Batch
 from hpczero.plan.command_line import command_line
 from hpczero.plan.peak import Network, Run
-from hpczero.plan.plan import FP32_BYTES
+from hpczero.plan.plan import FP32_BYTES, Stage
 from hpczero.plan.transports import fastest_transport
+from hpczero.run.starting.offloading import offload_of
 
 logger = logging.getLogger("hpczero.room")
 
@@ -113,8 +114,10 @@ def run_of(
     """What is about to be trained, as the plan counts it. Not collective.
 
     Raises:
-        ConfigError: HPCZERO_TRANSPORT is not a transport.
+        ConfigError: HPCZERO_TRANSPORT is not a transport, or what is offloaded does not fit the stage.
     """
+    offload = offload_of(config.offload)
+    offload.check(Stage.of(config.parallel.stage))
     transport = config.parallel.transport
     if transport == "auto":
         transport = Environment.read().transport
@@ -138,6 +141,7 @@ def run_of(
         checkpointing=model.checkpoint_activations,
         copies=config.checkpoint.background,
         laid_out=config.parallel.nodes is not None or Environment.read().fake_nodes is not None,
+        offload=offload,
     )
 
 

@@ -24,12 +24,11 @@ from torch import Tensor
 from hpczero.errors import StepError
 from hpczero.kernels.norm import squares
 from hpczero.memory.buffers import Memory
-from hpczero.plan.windows import ALIGN, cut
+from hpczero.plan.windows import ITEM
 from hpczero.tier import Fetch, Place, Record, Staged, Tier
 from hpczero.zero.units.rest import same_place
 
 VALUES, GRADIENT = "values", "gradient"
-ITEM = 4  # bytes of fp32
 SPARE = 2  # blocks that reading ahead leaves alone: one to work in, one that is being written
 
 
@@ -93,8 +92,7 @@ class AwayShard:
     def __init__(
         self,
         name: str,
-        numel: int,
-        runs: Sequence[range],
+        windows: Sequence[range],
         *,
         store: Store,
         parts: Sequence[str],
@@ -104,8 +102,7 @@ class AwayShard:
 
         Args:
             name: of the unit.
-            numel: elements of the shard, padding included.
-            runs: neighbours of one optimizer group; see ``plan.windows``.
+            windows: see the attribute; one of all parts fits into a block of staging.
             store: of the rank.
             parts: what is kept of every element, fp32 each.
             near: see the attribute.
@@ -113,9 +110,8 @@ class AwayShard:
         Raises:
             TierError: there is no such room.
         """
-        most = store.window_nbytes // (ITEM * len(parts)) // ALIGN * ALIGN
         self.store, self.parts, self.near = store, tuple(parts), near
-        self.windows = cut(numel, runs, most)
+        self.windows = list(windows)
         self.places = [
             store.tier.reserve(Record(f"{name} window {i}", {p: ITEM * len(w) for p in parts}))
             for i, w in enumerate(self.windows)

@@ -1,0 +1,40 @@
+"""MemoryPlan: bytes that one rank holds, by what they are for.
+
+Owns: the sums. Must not know: how they are counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes per rank. ``unsharded`` and ``exchange`` are peaks within a step, the others are held throughout.
+
+    Attributes:
+        parameters, master, gradients, optimizer: what training keeps.
+        unsharded: whole parameters and gradients in use.
+        exchange: buffers through which gradients come.
+        staging: blocks through which a memory tier's bytes pass.
+        away: what rests on a memory tier; in none of the sums.
+    """
+
+    parameters: int
+    master: int
+    gradients: int
+    optimizer: int
+    unsharded: int
+    exchange: int
+    staging: int = 0
+    away: int = 0
+
+    @property
+    def states(self) -> int:
+        """Bytes held between steps."""
+        return self.parameters + self.master + self.gradients + self.optimizer + self.staging
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak of a step, activations excluded."""
+        return self.states + self.unsharded + self.exchange

@@ -1,0 +1,135 @@
+"""Offload: bytes that move and bytes that stay are those that the plan foretells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import hpczero
+from hpczero import Offload
+from hpczero.plan.offloaded import OffloadedPlan
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import MLP, adamw, mlp_backward, tiny_gpt, zeroified
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
+
+WINDOW = 2**14
+STAGES_AND_PARTS = [
+    (1, "device", "device", "bf16"),
+    (2, "disk", "device", "fp32"),
+    (3, "device", "device", "bf16"),
+    (3, "disk", "device", "bf16"),
+    (3, "disk", "disk", "fp32"),
+    (3, "disk", "disk", "bf16"),
+]
+
+
+@pytest.mark.parametrize(("stage", "gradients", "parameters", "precision"), STAGES_AND_PARTS)
+@pytest.mark.parametrize("synced", [1, 2])
+def test_bytes_of_a_step_are_those_of_the_plan(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    folder: Path,
+    synced: int,
+    stage: int,
+    gradients: Any,
+    parameters: Any,
+    precision: str,
+) -> None:
+    model = MLP()
+    offload = Offload("disk", gradients, parameters, folder, WINDOW, buffers=4)
+    with zeroified(
+        model, adamw(model), stage=stage, topology=topology, precision=precision, offload=offload
+    ) as sharding:
+        (optimizer,) = sharding.optimizers
+        store, planned = sharding.away.store, OffloadedPlan(sharding.plan, offload)
+        assert store is not None
+        parallel_assert(comm, store.tier.staging_nbytes == planned.staging_nbytes)
+        for step in range(3):
+            before = store.tier.traffic.total
+            for _ in range(synced):
+                mlp_backward(model, comm.rank)
+            hpczero.clip_grad_norm_(model, 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+            moved = store.tier.traffic.total - before
+            expected = planned.traffic(
+                rank=comm.rank, micro_steps=synced, synced=synced, first=step == 0
+            )
+            found = (moved.read_nbytes, moved.written_nbytes)
+            wanted = (expected.read_nbytes, expected.written_nbytes)
+            parallel_assert(comm, found == wanted, f"step {step}: {found}, {wanted}")
+
+
+def test_everything_on_disk_moves_forty_bytes_for_an_element_and_the_optimizer_twenty_four() -> (
+    None
+):
+    plan = hpczero.Plan.build(
+        torch.nn.Linear(1024, 1024, bias=False), num_shards=1, stage=3, rule=lambda model: []
+    )
+    everything = OffloadedPlan(plan, Offload("disk", "disk", "disk", "anywhere"))
+    assert everything.traffic().nbytes == 40 * 1024**2
+    bf16 = hpczero.Plan.build(
+        torch.nn.Linear(1024, 1024, bias=False),
+        num_shards=1,
+        stage=3,
+        precision="bf16",
+        rule=lambda model: [],
+    )
+    assert OffloadedPlan(bf16, Offload("disk")).traffic().nbytes == 24 * 1024**2
+    assert everything.nbytes == 16 * 1024**2
+
+
+@pytest.mark.parametrize(("stage", "gradients", "parameters", "precision"), STAGES_AND_PARTS)
+@pytest.mark.parametrize("transport", ["flat", "window"])
+def test_bytes_held_equal_the_plan(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    folder: Path,
+    transport: str,
+    stage: int,
+    gradients: Any,
+    parameters: Any,
+    precision: str,
+) -> None:
+    model = tiny_gpt(layers=4, hidden=64, heads=2, context=8, vocab_size=96)
+    optimizer = adamw(model)
+    offload = Offload("disk", gradients, parameters, folder, WINDOW, buffers=4)
+    options: dict[str, Any] = {"stage": stage, "precision": precision, "topology": topology}
+    with zeroified(model, optimizer, transport=transport, offload=offload, **options) as sharding:
+        batch = torch.randint(96, (1, 8), generator=torch.Generator().manual_seed(comm.rank))
+        for _ in range(2):
+            model(batch, batch).backward()
+            sharding.memory.reset_peak()
+            optimizer.step()
+            optimizer.zero_grad()
+        memory = sharding.memory
+        memory.reset_peak()
+        model(batch, batch).backward()
+        planned = OffloadedPlan(sharding.plan, offload)
+        plan = planned.memory(sharding.collectives.footprint)
+        held = {
+            "parameters": (memory.current.get("parameters", 0), plan.parameters),
+            "master": (memory.current.get("master", 0), plan.master),
+            "unsharded": (memory.peak.get("unsharded", 0), plan.unsharded),
+            "optimizer": (sharding.optimizer_nbytes(), plan.optimizer),
+            "gradients": (memory.peak.get("gradients", 0), plan.gradients),
+        }
+        if transport == "window":  # how long a peer still uses the unit before is a matter of time
+            most = held.pop("unsharded")
+            parallel_assert(comm, bool(most[1]) <= most[0] <= most[1], f"unsharded: {most}")
+        wrong = {name: pair for name, pair in held.items() if not near(*pair)}
+        parallel_assert(comm, not wrong, f"ledger and plan differ: {wrong}")
+
+
+def near(found: int, planned: int) -> bool:
+    """Up to what memory is rounded to."""
+    return abs(found - planned) <= 0.02 * planned + 256
