@@ -56,5 +56,15 @@ from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 CPUAdamBuilder().load()
 ShareMemCommBuilder().load()
 PYTHON
+# For the contender that keeps everything on a disk; without its header that one cannot run, and the others can.
+if [[ -e /usr/include/libaio.h ]]; then
+    step "compiling DeepSpeed's disk engine" "$python" - <<'PYTHON'
+from deepspeed.accelerator import get_accelerator
+
+get_accelerator().create_op_builder("AsyncIOBuilder").load()
+PYTHON
+else
+    say "without deepspeed-disk; type: apt-get install libaio-dev, then this again"
+fi
 echo "$key" >"$stamp"
 say "done in $SECONDS s"

@@ -27,6 +27,7 @@ class Entry:
         python: "main" runs in our own environment, "peers" in the one of install/peers.sh.
         arguments: of the class.
         tree: folder of the checkout whose code runs; None: this one.
+        named: runs only where it is named: what it does is not what the others do.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Entry:
     python: Literal["main", "peers"] = "main"
     arguments: Mapping[str, int | str] = field(default_factory=dict)
     tree: Path | None = None
+    named: bool = False
 
 
 def _hpczero(stage: int) -> Entry:
@@ -60,6 +62,23 @@ ENTRIES = {
         Entry("zero-redundancy", "torch ZeroRedundancyOptimizer", "zero_redundancy", "gloo"),
         Entry("fsdp2", "torch FSDP2", "fsdp2", "gloo"),
         *(_deepspeed(stage) for stage in (1, 2, 3)),
+        Entry(
+            "hpczero-disk",
+            "hpczero stage 3, all on disk",
+            "hpczero_offload",
+            "mpi",
+            arguments={"stage": 3},
+            named=True,
+        ),
+        Entry(
+            "deepspeed-disk",
+            "DeepSpeed stage 3, all on disk",
+            "deepspeed_offload",
+            "gloo",
+            "peers",
+            arguments={"stage": 3},
+            named=True,
+        ),
     )
 }
 
@@ -82,7 +101,7 @@ def find_entry(name: str, *, transport: str) -> Entry:
             f"contenders: got {name!r}, expected some of {', '.join(ENTRIES)}; hpczero may be followed by one of "
             f"{', '.join(get_args(Transport))}, as in hpczero-3@flat"
         )
-    if entry.module != "hpczero_stage":
+    if not entry.module.startswith("hpczero_"):
         return entry
     return Entry(
         name,

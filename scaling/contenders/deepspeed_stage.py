@@ -8,6 +8,8 @@ and 2 and 10 % at stage 3; its own CPU Adam takes as long as torch's fused AdamW
 
 from __future__ import annotations
 
+from typing import Any
+
 import deepspeed  # type: ignore[import-not-found, unused-ignore]  # in the environment of install/peers.sh
 from torch import Tensor
 
@@ -25,7 +27,7 @@ class Contender(base.GlooContender):
     """fp32, no clipping; the first rank to come compiles nothing, install/peers.sh has done it."""
 
     def __init__(self, stage: int) -> None:
-        self.zero = {"stage": stage, **ZERO, **(GIVE_BACK if stage == 3 else {})}
+        self.zero: dict[str, Any] = {"stage": stage, **ZERO, **(GIVE_BACK if stage == 3 else {})}
 
     def connect(self) -> None:
         super().connect()

@@ -53,8 +53,8 @@ class Options:
 
     Attributes:
         workload: model and batch.
-        contenders: as in "hpczero-3 fsdp2 independent"; left out, all that are set up. hpczero-3@flat is hpczero over
-            that transport.
+        contenders: as in "hpczero-3 fsdp2 independent"; left out, all that are set up, but hpczero-disk and
+            deepspeed-disk. hpczero-3@flat is hpczero over that transport.
         ranks: of each contender, one thread each, bound to no core.
         rounds: measured turns of each contender; from 6 on there is a 95 % interval of the median.
         turn_s: shortest time a turn should take; the steps of a turn follow from it, equal for all.
@@ -132,8 +132,9 @@ def choose(options: Options) -> list[Entry]:
     """
     names = list(dict.fromkeys(options.contenders))
     if not names:
-        there = [e.name for e in ENTRIES.values() if e.python == "main" or PEERS_PYTHON.exists()]
-        names = list(ENTRIES)
+        everyday = [entry for entry in ENTRIES.values() if not entry.named]
+        there = [e.name for e in everyday if e.python == "main" or PEERS_PYTHON.exists()]
+        names = [entry.name for entry in everyday]
         if there != names:
             say("without DeepSpeed, which is not set up; type: install/peers.sh")
             names = there

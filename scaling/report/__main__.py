@@ -25,6 +25,7 @@ from scaling.report.rows import is_sound
 from scaling.start import report as start_report
 from scaling.sweep import plots as sweep_plots
 from scaling.sweep import report as sweep_report
+from scaling.tiers import report as tiers_report
 from scaling.transports import report as transports_report
 
 
@@ -51,6 +52,7 @@ TEXT: dict[str, Callable[[list[Row]], str]] = {
     "predict": predict_report.text,
     "start": start_report.text,
     "sweep": sweep_report.text,
+    "tiers": tiers_report.text,
     "transports": transports_report.text,
 }
 DRAW: dict[str, Callable[[list[Row], Path], None]] = {
@@ -61,6 +63,7 @@ DRAW: dict[str, Callable[[list[Row], Path], None]] = {
     "predict": predict_report.draw,
     "start": draw_nothing,
     "sweep": sweep_plots.draw,
+    "tiers": tiers_report.draw,
     "transports": transports_report.draw,
 }
 

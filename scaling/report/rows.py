@@ -58,6 +58,10 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
             *("planned", "foreign_share", "probe"),
         ),
     },
+    "tiers": {
+        "run": (*_WHERE, "description", "ranks", "rounds", "tier", "staging"),
+        "case": ("case", "round", "seconds", "waited_s"),
+    },
     "transports": {
         "run": (
             *_WHERE,

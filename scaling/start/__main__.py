@@ -44,6 +44,7 @@ HELP = {
     "scaling.report": ("",),
     "scaling.start": ("",),
     "scaling.sweep": ("",),
+    "scaling.tiers": ("",),
     "scaling.transports": ("",),
 }
 # Of hpczero.train, in a folder that has a text of this name and nothing else.

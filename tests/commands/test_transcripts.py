@@ -194,6 +194,7 @@ TABLE = {
     "scontrol requeue": Verdict("no", needs="What the job does"),  # by itself
     # measurements
     "mpirun -n 2 python -m scaling.collectives": Verdict(after="--sizes 65536 --rounds 1"),
+    "mpirun -n 2 python -m scaling.tiers": Verdict(after="--workload tiny --rounds 1 --fio_mib 0"),
     "mpirun -n 2 python -m scaling.transports": Verdict(after="--workload tiny --rounds 1"),
     "python -m scaling.peers": Verdict("parse"),
     "python -m scaling.start": Verdict("parse"),

@@ -1,0 +1,1 @@
+"""What a memory tier costs: ``python -m scaling.tiers``."""
