@@ -125,6 +125,9 @@ class Inventory:
         Raises:
             CheckpointError: a state is neither fp32 with the parameter's shape nor one number.
         """
+        for stepper in self._sharding.step.steppers:
+            if stepper.streams:
+                stepper.parted.adopt()  # what a program has put there since the last step
         kinds: dict[str, str] = {}
         for _, state, numel in self._states():
             for key, value in state.items():

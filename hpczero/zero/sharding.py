@@ -164,7 +164,8 @@ class Sharding:
     def optimizer_nbytes(self) -> int:
         """Bytes of optimizer state this rank holds, scalars per parameter left out."""
         of_shards = (state for each in self.optimizers for state in each.state.values())
-        states = itertools.chain.from_iterable(state.values() for state in of_shards)
+        # Past what is said of values that rest on a tier: here their bytes in memory count.
+        states = itertools.chain.from_iterable(dict.values(state) for state in of_shards)
         return sum(
             t.numel() * t.element_size() for t in states if isinstance(t, Tensor) and t.dim()
         )

@@ -114,7 +114,7 @@ def test_nothing_of_a_shard_stays_in_memory_between_steps(
             (optimizer,) = sharding.optimizers
             optimizer.step()
             optimizer.zero_grad()
-        states = [state for state in optimizer.state.values() for state in state.values()]
+        states = [value for state in optimizer.state.values() for value in dict.values(state)]
         parallel_assert(comm, all(value.dim() == 0 for value in states), "more than counters")
         pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
         with torch._C.DisableTorchFunctionSubclass():

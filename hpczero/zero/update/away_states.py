@@ -4,12 +4,13 @@ Owns: what stands in ``optimizer.state`` for them, and the way of loaded state t
 windows, steps, media. Nothing here is collective.
 
 Between steps ``optimizer.state`` has of each piece what is one number, ``step`` say. The rest of its state is on the
-tier, and asking for it there is an error (issue 18).
+tier. Its names are there, and whatever would show, change or leave out its values is an error (issue 18): a program
+that sets all of its momenta to zero must not set some.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -33,13 +34,104 @@ class AwayState(dict[str, Any]):
         super().__init__()
         self.elementwise: dict[str, None] = {}
 
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What is in memory."""
+        return {name: dict.__getitem__(self, name) for name in dict.keys(self)}
+
     def __missing__(self, name: str) -> NoReturn:
-        if name in self.elementwise:
-            raise StepError(
-                f"optimizer.state[...][{name!r}] rests on a memory tier (offload) and is not in memory between steps; "
-                "hpczero.checkpoint.save keeps it, or leave the optimizer on the device"
-            )
+        self._refuse(name)
         raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self.elementwise
+
+    def __len__(self) -> int:
+        return len({**dict.fromkeys(dict.keys(self)), **self.elementwise})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**dict.fromkeys(dict.keys(self)), **self.elementwise})
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if is_elementwise(value):
+            raise StepError(
+                f"optimizer.state[...][{name!r}] = a tensor of shape {tuple(value.shape)}: it would stay in memory, "
+                "and the state of this piece rests on a memory tier (offload); give the piece all of its state at "
+                "once (optimizer.state[piece] = {...}), or leave the optimizer on the device"
+            )
+        self._refuse(name)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._refuse(name)
+        super().__delitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of any dictionary; refused for what is on the tier."""
+        self._refuse(name)
+        return super().get(name, default)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """As of any dictionary; refused for what is on the tier."""
+        self._refuse(name)
+        return super().pop(name, *default)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """As of any dictionary; refused for what is on the tier."""
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """As of any dictionary; refused for what is on the tier."""
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def __ior__(self, other: Any) -> AwayState:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def clear(self) -> None:
+        """The optimizer makes the state of this piece anew."""
+        super().clear()
+        self.elementwise.clear()
+
+    def items(self) -> Any:
+        """As of any dictionary; refused where a part is on the tier."""
+        self._refuse(*self.elementwise)
+        return super().items()
+
+    def values(self) -> Any:
+        """As of any dictionary; refused where a part is on the tier."""
+        self._refuse(*self.elementwise)
+        return super().values()
+
+    def keys(self) -> Any:
+        """Of all, wherever they are."""
+        return dict.fromkeys(self).keys()
+
+    def popitem(self) -> tuple[str, Any]:
+        """As of any dictionary; refused where a part is on the tier."""
+        self._refuse(*self.elementwise)
+        return super().popitem()
+
+    def copy(self) -> dict[str, Any]:
+        """As of any dictionary; refused where a part is on the tier."""
+        return dict(self.items())
+
+    def _refuse(self, *names: str) -> None:
+        """Raise if one of ``names`` is not in memory.
+
+        Raises:
+            StepError: says what works.
+        """
+        away = [name for name in names if name in self.elementwise]
+        if away:
+            raise StepError(
+                f"optimizer.state[...][{away[0]!r}] rests on a memory tier (offload) and is not in memory between "
+                "steps; hpczero.checkpoint.save keeps it, optimizer.state.clear() and optimizer.state[...].clear() "
+                "make the optimizer begin anew, or leave it on the device"
+            )
 
 
 States = MutableMapping[Any, Any]  # optimizer.state
@@ -53,7 +145,7 @@ def state_of(states: States, piece: nn.Parameter) -> AwayState:
     if not isinstance(state, AwayState):
         numbers = {} if state is None else state
         state = AwayState()
-        state.update((k, v) for k, v in numbers.items() if not is_elementwise(v))
+        state.update({k: v for k, v in numbers.items() if not is_elementwise(v)})
         dict.__setitem__(held, piece, state)
     return state
 
@@ -62,7 +154,7 @@ def with_names(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """``state``, and AWAY for each name of what is on the tier."""
     if not isinstance(state, AwayState):
         return state
-    return {**state, **dict.fromkeys(state.elementwise, AWAY)}
+    return {**state.numbers, **dict.fromkeys(state.elementwise, AWAY)}
 
 
 def adopt(unit: Unit, states: States) -> None:
@@ -110,6 +202,11 @@ def write_state(unit: Unit, name: str, entries: Sequence[tuple[States, Tensor | 
         optimized.parameters, optimized.places, entries, strict=True
     ):
         if value is not None:
+            if value.numel() != piece.numel():
+                raise StepError(
+                    f"optimizer.state[...][{name!r}]: got {value.numel():,} element(s), expected the {piece.numel():,} "
+                    "of its piece in optimizer.param_groups"
+                )
             whole[place] = value.detach().reshape(-1).to(whole.device)
             state_of(states, piece).elementwise[name] = None
     shard.write(name, whole)

@@ -205,7 +205,7 @@ class StreamedUpdate:
             state = state_of(self._optimizer.state, piece)
             counters = {
                 name: value.item() if isinstance(value, Tensor) else value
-                for name, value in state.items()
+                for name, value in state.numbers.items()
             }
             key = (group, there, counters, list(state.elementwise))
             entries.append((key, place, state))
@@ -221,7 +221,7 @@ class StreamedUpdate:
                     members[0][1].start,
                     members[-1][1].stop,
                     tuple(state for _, _, state in members),
-                    dict(first),
+                    first.numbers,
                     tuple(elementwise),
                 )
             )
