@@ -17,6 +17,7 @@ from torch import nn
 import hpczero
 from hpczero import Offload
 from hpczero.errors import StepError
+from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import MLP, adamw, mlp_backward, raises_on_all, zeroified
 
 if TYPE_CHECKING:
@@ -180,3 +181,55 @@ def test_state_of_another_size_is_refused(comm: MPI.Intracomm, topology: Topolog
         for piece in pieces_of(optimizer):
             optimizer.state[piece] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(1)}
         raises_on_all(comm, StepError, "'exp_avg'.* 1 element", optimizer.step)
+
+
+def test_groups_that_come_after_zeroify_are_named_as_that(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model = MLP()
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, stage=3, topology=topology, offload=HOST):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        mlp_backward(model, comm.rank)
+        raises_on_all(comm, StepError, "add_param_group", optimizer.step)
+
+
+def test_a_step_that_was_cut_off_gives_its_staging_back(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many windows, as often as there are blocks; a checkpoint then goes on with the bits of a run without it."""
+    model = MLP((7, 130, 131, 3))
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, stage=3, topology=topology, offload=HOST) as sharding:
+        take_steps(model, optimizer, comm.rank, 1)
+        saved = hpczero.checkpoint.Checkpoints(folder, model)
+        saved.save(1)
+        take_steps(model, optimizer, comm.rank, 1)
+        expected = hpczero.full_state_dict(model)
+        update: Any = sharding.step.steppers[0].parted
+        method = update._method
+        for attempt in range(6):
+            saved.load()
+            calls: list[int] = []
+
+            def failing(optimizer: Any, calls: list[int] = calls, last: int = attempt) -> None:
+                calls.append(1)
+                if len(calls) > last % 3:
+                    raise ValueError("cut off")
+                method(optimizer)
+
+            mlp_backward(model, comm.rank)
+            with monkeypatch.context() as patch:
+                patch.setattr(update, "_method", failing)
+                patch.setattr(update, "check", lambda **_: None)
+                with pytest.raises(Exception, match="cut off"):
+                    optimizer.step()
+            optimizer.zero_grad()
+        saved.load()
+        take_steps(model, optimizer, comm.rank, 1)
+        found = hpczero.full_state_dict(model)
+        same = found is None or (
+            expected is not None
+            and all(torch.equal(value, expected[name]) for name, value in found.items())
+        )
+        parallel_assert(comm, same, "another result after steps that were cut off")

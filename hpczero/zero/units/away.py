@@ -16,12 +16,12 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
 
-from hpczero.errors import StepError
+from hpczero.errors import StepError, TierError
 from hpczero.kernels.norm import squares
 from hpczero.memory.buffers import Memory
 from hpczero.plan.windows import ITEM
@@ -159,13 +159,19 @@ class AwayShard:
         self.store.make_room(SPARE)
         on_its_way: deque[tuple[range, Fetch]] = deque()
         places = zip(self.windows, self.places, strict=True)
-        for window, place in itertools.compress(places, wanted):
-            on_its_way.append((window, self.store.fetch(place, [part])))
-            if len(on_its_way) == SPARE:
+        try:
+            for window, place in itertools.compress(places, wanted):
+                on_its_way.append((window, self.store.fetch(place, [part])))
+                if len(on_its_way) == SPARE:
+                    before, fetch = on_its_way.popleft()
+                    yield before, fetch.wait()
+            while on_its_way:
                 before, fetch = on_its_way.popleft()
                 yield before, fetch.wait()
-        for before, fetch in on_its_way:
-            yield before, fetch.wait()
+        finally:
+            for _, fetch in on_its_way:
+                with suppress(TierError):
+                    self.store.tier.evict(fetch.wait(), [])
 
 
 class Away:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpczero.errors import StepError
+from hpczero.errors import StepError, TierError
 from hpczero.tier import Fetch, Staged
 from hpczero.zero.units.away import (
     GRADIENT,
@@ -86,6 +87,7 @@ class StreamedUpdate:
         self._method: Callable[[Optimizer], Any] = method
         self._capturable = [group.get("capturable") for group in optimizer.param_groups]
         self._put_away: list[list[nn.Parameter]] | None = None
+        self._begun: list[Fetch] = []  # blocks of staging that this step has
 
     @property
     def taken(self) -> bool:
@@ -110,8 +112,10 @@ class StreamedUpdate:
             for window in self._windows(group_of):
                 staged = window.fetch.wait()
                 made += self._step(window, staged)
+                self._begun.remove(window.fetch)
             self._store.tier.drain()  # what cannot be written is told now, where all ranks hear of it
         except BaseException:
+            self._give_up()
             self.restore()
             raise
         for run, after in made:  # a piece of two windows begins both with what it had before
@@ -125,6 +129,13 @@ class StreamedUpdate:
             for group, pieces in zip(self._optimizer.param_groups, self._put_away, strict=True):
                 group["params"] = pieces
             self._put_away = None
+
+    def _give_up(self) -> None:
+        """The step is cut off: its blocks go back, and nothing is written."""
+        for fetch in self._begun:
+            with suppress(TierError):  # its block went back when it failed
+                self._store.tier.evict(fetch.wait(), ())
+        self._begun.clear()
 
     def adopt(self) -> None:
         """State was put into ``optimizer.state``: what is there for every element goes to the tier."""
@@ -155,7 +166,7 @@ class StreamedUpdate:
             what = "its step was replaced"
         elif any(group.get("differentiable") for group in groups):
             what = "a group has differentiable=True"
-        elif [group.get("capturable") for group in groups] != self._capturable:
+        elif any(g.get("capturable") != c for g, c in zip(groups, self._capturable, strict=False)):
             what = "torch.compile, or a change of capturable, took the step over"
         elif torch.is_inference_mode_enabled():
             what = "torch.inference_mode is on"
@@ -192,7 +203,8 @@ class StreamedUpdate:
         place = shard.places[index]
         wanted = [part for part in shard.parts if part in place.known]
         fresh = [part for part in shard.parts if part not in place.known]
-        return self._store.fetch(place, wanted, fresh=fresh)
+        self._begun.append(self._store.fetch(place, wanted, fresh=fresh))
+        return self._begun[-1]
 
     def _runs(self, unit: Unit, group_of: dict[int, int]) -> list[Pieces]:
         """Longest runs of neighbours with gradients, of one group, and with equal numbers in their state."""
