@@ -183,6 +183,34 @@ def test_state_of_another_size_is_refused(comm: MPI.Intracomm, topology: Topolog
         raises_on_all(comm, StepError, "'exp_avg'.* 1 element", optimizer.step)
 
 
+NESTEROV: dict[str, Any] = {"momentum": 0.9, "nesterov": True, "foreach": True}
+IN_PLACE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, **NESTEROV),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, foreach=True),
+}
+
+
+@pytest.mark.parametrize("make", IN_PLACE.values(), ids=IN_PLACE.keys())
+def test_what_an_optimizer_does_to_gradients_is_in_the_next_sum(
+    comm: MPI.Intracomm, topology: Topology, make: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    """Torch's own step over lists works on gradients in place, and a loop may add to them."""
+    found = []
+    for offload in (None, HOST):
+        model = MLP(SIZES)
+        optimizer = make(model.parameters())
+        with zeroified(model, optimizer, stage=3, topology=topology, offload=offload):
+            for step in range(6):
+                mlp_backward(model, comm.rank)
+                if step % 2:
+                    hpczero.clip_grad_norm_(model, 0.05)
+                optimizer.step()
+                hpczero.clip_grad_norm_(model, 0.02)
+            found.append(hpczero.full_state_dict(model))
+    if found[0] is not None and found[1] is not None:
+        assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
 def test_groups_that_come_after_zeroify_are_named_as_that(
     comm: MPI.Intracomm, topology: Topology
 ) -> None:

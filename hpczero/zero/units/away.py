@@ -158,14 +158,13 @@ class AwayShard:
         """Each window that is wanted with its part in memory; the next one is on its way meanwhile."""
         self.store.make_room(SPARE)
         on_its_way: deque[tuple[range, Fetch]] = deque()
-        places = zip(self.windows, self.places, strict=True)
+        todo = itertools.compress(zip(self.windows, self.places, strict=True), wanted)
         try:
-            for window, place in itertools.compress(places, wanted):
-                on_its_way.append((window, self.store.fetch(place, [part])))
-                if len(on_its_way) == SPARE:
-                    before, fetch = on_its_way.popleft()
-                    yield before, fetch.wait()
-            while on_its_way:
+            while True:
+                for window, place in itertools.islice(todo, SPARE - len(on_its_way)):
+                    on_its_way.append((window, self.store.fetch(place, [part])))
+                if not on_its_way:
+                    return
                 before, fetch = on_its_way.popleft()
                 yield before, fetch.wait()
         finally:
@@ -301,9 +300,9 @@ class AwayGradient:
         self._tensor, self._shard, self._owned, self._memory = tensor, shard, owned, memory
         self._numel = tensor.numel()
         self._here = self._kept = False  # in memory; on the tier
-        self._factors: list[
-            float
-        ] = []  # by which what is on the tier will be multiplied, one after the other
+        # What is on the tier will be multiplied by these; how many are in it already, by the begin of a window.
+        self._factors: list[float] = []
+        self._applied: dict[int, int] = {}
         self._squares: list[float] | None = None
         self.version = 0
         empty(tensor)
@@ -313,10 +312,14 @@ class AwayGradient:
         """(numel,), what views are made of; it has memory from ``take`` to ``put_away``, and inside ``at_hand``."""
         return self._tensor
 
-    @property
-    def factors(self) -> Sequence[float]:
-        """What the gradient on the tier has to be multiplied by, one after the other."""
-        return self._factors
+    def factors(self, window: range) -> Sequence[float]:
+        """What a window of the gradient on the tier has to be multiplied by, one after the other."""
+        return self._factors[self._applied.get(window.start, 0) :]
+
+    def changed(self, window: range) -> None:
+        """A window, multiplied by its factors, was changed by the optimizer, and its caller writes it to the tier."""
+        self._applied[window.start] = len(self._factors)
+        self._squares, self.version = None, self.version + 1
 
     @property
     def squares(self) -> list[float] | None:
@@ -332,8 +335,9 @@ class AwayGradient:
         self._here = True
         if self._kept:
             self._shard.read(GRADIENT, self._tensor.data)
-            for factor in self._factors:
-                self._tensor.data.mul_(factor)
+            for window in self._shard.windows:
+                for factor in self.factors(window):
+                    self._tensor.data[window.start : window.stop].mul_(factor)
 
     def put_away(self) -> None:
         """The reduction has ended, or a change: the gradient goes to the tier, and its norm is noted on the way."""
@@ -341,6 +345,7 @@ class AwayGradient:
         self._shard.write(GRADIENT, self._tensor.data)
         self._kept = True
         self._factors.clear()
+        self._applied.clear()
         self.version += 1
         self._empty()
 
@@ -351,6 +356,7 @@ class AwayGradient:
             self._shard.drop([GRADIENT])
         self._kept, self._squares = False, None
         self._factors.clear()
+        self._applied.clear()
         self.version += 1
 
     def _empty(self) -> None:
@@ -362,8 +368,7 @@ class AwayGradient:
     def scale(self, factor: float) -> None:
         """Multiply what was put away, when it is brought back: no byte moves for it."""
         self._factors.append(factor)
-        self._squares = None
-        self.version += 1
+        self._squares, self.version = None, self.version + 1
 
     @contextmanager
     def at_hand(self, *, changes: bool = False) -> Iterator[Tensor]:

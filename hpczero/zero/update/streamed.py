@@ -257,7 +257,8 @@ class StreamedUpdate:
                 min(run.end, elements.stop) - elements.start,
             )
             long = nn.Parameter(values[part])
-            long.grad = gradient[part]
+            # With a count of changes that is not that of everything in the block.
+            long.grad = gradient[part].data if GRADIENT in staged else gradient[part]
             state = {
                 name: value.clone() if isinstance(value, Tensor) else value
                 for name, value in run.counters.items()
@@ -271,6 +272,9 @@ class StreamedUpdate:
             self._method(self._optimizer)
         finally:
             made = [(run, dict.pop(states, long, {}), part) for run, long, part in taken]
+        changed = GRADIENT in staged and any(
+            long.grad is not None and long.grad._version for _, long, _ in taken
+        )
         for _, after, part in made:
             for name in [name for name, value in after.items() if is_elementwise(value)]:
                 self._keep(name, after.pop(name), part, staged, fresh=name not in known)
@@ -278,7 +282,10 @@ class StreamedUpdate:
                 after.setdefault(_ELEMENTWISE, []).append(name)
         if isinstance(unit.rest, AwayRest):
             unit.rest.updated(elements, values)
-        self._store.tier.evict(staged, [p for p in shard.parts if p in known and p != GRADIENT])
+        if changed and isinstance(unit.gradients.rest, AwayGradient):
+            unit.gradients.rest.changed(elements)  # torch's own step of some works in place
+        kept = [part for part in shard.parts if part in known and (part != GRADIENT or changed)]
+        self._store.tier.evict(staged, kept)
         return [(run, after) for run, after, _ in made]
 
     def _operands(self, unit: Unit, elements: range, staged: Staged) -> tuple[Tensor, Tensor]:
@@ -290,7 +297,7 @@ class StreamedUpdate:
         if not isinstance(rest, AwayGradient):
             return values, unit.gradients.reduced[begin:end].to(values.device)
         gradient = floats(staged, GRADIENT)
-        for factor in rest.factors:
+        for factor in rest.factors(elements):
             gradient.mul_(factor)
         return values, gradient
 
