@@ -132,6 +132,7 @@ SCALING = House(
         "report",
         "gpu",
         "start",
+        "tiers",
         "transports",
         "peers",
         "collectives",
