@@ -65,3 +65,10 @@ class Contender(deepspeed_stage.Contender):
             model=model, optimizer=optimizer, config=config
         )
         self.model = self.engine
+
+    def settings(self) -> dict[str, str]:
+        # A reader's folder is another one.
+        return {
+            name: said.replace(str(scratch()), "FOLDER")
+            for name, said in super().settings().items()
+        }
