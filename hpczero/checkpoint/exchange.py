@@ -30,7 +30,7 @@ Runs = npt.NDArray[
 
 
 class Exchange:
-    """The two cuts of one kind of datasets. Every method is collective over the communicator."""
+    """The two cuts of one kind of datasets. Methods are collective over the communicator unless they say otherwise."""
 
     def __init__(
         self, comm: MPI.Intracomm, watchdog: Watchdog, mine: Sequence[tuple[int, int]]
@@ -80,11 +80,15 @@ class Exchange:
                 windows.append(range(*edges))
             yield windows
 
-    def to_slabs(self, held: Tensor, windows: Sequence[range]) -> Tensor:
+    def places(self, windows: Sequence[range]) -> list[slice]:
+        """Which of this rank's elements, in the order of the file, lie in each rank's window. Not collective."""
+        return [slice(*self._place(window)) for window in windows]
+
+    def to_slabs(self, parts: Sequence[Tensor], windows: Sequence[range]) -> Tensor:
         """Gather one round.
 
         Args:
-            held: (numel,) what this rank holds, in the order of the file.
+            parts: for each rank, the elements of ``places``.
             windows: one item of ``rounds``.
 
         Returns:
@@ -92,36 +96,34 @@ class Exchange:
         """
         rank = self._comm.rank
         window = windows[rank]
-        places = [self._place(range_) for range_ in windows]
-        into = _on_page(len(window), held.dtype)
+        into = _on_page(len(window), parts[rank].dtype)
         incoming = [_within(runs, window) for runs in self._runs]
-        _scatter(held[slice(*places[rank])], incoming[rank], window.start, into)
+        _scatter(parts[rank], incoming[rank], window.start, into)
         counts = [_count(runs) for runs in incoming]
-        for peer, values in self._trade(lambda peer: held[slice(*places[peer])], counts):
+        for peer, values in self._trade(lambda peer: parts[peer], counts):
             _scatter(values, incoming[peer], window.start, into)
         return into
 
-    def from_slabs(self, slabs: Tensor, held: Tensor, windows: Sequence[range]) -> None:
-        """Distribute one round. Collective over the communicator.
+    def from_slabs(self, slabs: Tensor, parts: Sequence[Tensor], windows: Sequence[range]) -> None:
+        """Distribute one round.
 
         Args:
             slabs: (elements of this rank's window,).
-            held: (numel,) gets what this rank holds, in the order of the file.
+            parts: for each rank, the elements of ``places``; they are written.
             windows: one item of ``rounds``.
         """
         rank = self._comm.rank
         window = windows[rank]
-        places = [self._place(range_) for range_ in windows]
         outgoing = [_within(runs, window) for runs in self._runs]
-        _gather(slabs, outgoing[rank], window.start, held[slice(*places[rank])])
+        _gather(slabs, outgoing[rank], window.start, parts[rank])
 
         def part(peer: int) -> Tensor:
             found = torch.empty(_count(outgoing[peer]), dtype=slabs.dtype)
             _gather(slabs, outgoing[peer], window.start, found)
             return found
 
-        for peer, values in self._trade(part, [stop - start for start, stop in places]):
-            held[slice(*places[peer])] = values
+        for peer, values in self._trade(part, [len(part) for part in parts]):
+            parts[peer][:] = values
 
     def _place(self, window: range) -> tuple[int, int]:
         """The slice of this rank's elements that lies in ``window``."""

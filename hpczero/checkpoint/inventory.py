@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpczero.checkpoint.disk.format import Row, Table
+from hpczero.checkpoint.held import Held, HeldPieces, Piece, StateHome, ValuesHome
 from hpczero.errors import CheckpointError, CheckpointMismatch
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.update.away_states import AWAY, read_state, with_names, write_state
+from hpczero.zero.update.away_states import AWAY, state_of, with_names
 
 Scalar = int | float | bool
 
@@ -34,37 +35,42 @@ class Inventory:
         self.table = _table(sharding)
         self._places = self.table.named()
         pieces = [piece for unit in sharding.units for piece in self._pieces_of(unit)]
-        self._pieces = sorted(pieces, key=lambda piece: piece[0])
-        self.held = [(start, start + count) for start, _, _, count in self._pieces]
+        self._pieces = sorted(pieces, key=lambda piece: piece.start)
+        self.held = [(piece.start, piece.start + piece.numel) for piece in self._pieces]
         limit = self.table.trainable_numel
         self.held_trainable = [run for run in self.held if run[0] < limit]
 
-    def _pieces_of(self, unit: Unit) -> Iterator[tuple[int, Unit, int, int]]:
-        """(place in the file, unit, place in ``owned_values``, elements) of what this rank holds of ``unit``."""
+    def _pieces_of(self, unit: Unit) -> Iterator[Piece]:
+        """What this rank holds of ``unit``."""
         layout = unit.spec.layout
         index = self._sharding.topology.shard_index
         begin = layout.shard_range(index).start
-        for slot in layout.slots:
+        for position, slot in enumerate(layout.slots):
             part = layout.overlap(index, slot.name)
             if part:
                 place = self._places[slot.name].offset + part.start
-                yield place, unit, slot.offset + part.start - begin, len(part)
+                yield Piece(place, unit, position, slot.offset + part.start - begin, len(part))
 
     # --- values --------------------------------------------------------------------------------------------------
 
-    def values(self) -> Tensor:
-        """(elements of ``held``,) fp32 copy, in that order."""
-        found = torch.empty(sum(stop - start for start, stop in self.held))
-        at = 0
-        places: dict[Unit, list[tuple[int, int, int]]] = {}
-        for _, unit, begin, count in self._pieces:
-            places.setdefault(unit, []).append((begin, at, count))
-            at += count
-        for unit, parts in places.items():
-            with unit.owned_values() as values:
-                for begin, at, count in parts:
-                    found[at : at + count] = values[begin : begin + count].detach()
-        return found
+    def values(self) -> Held:
+        """(elements of ``held``,) fp32, in that order, read slice by slice."""
+        return HeldPieces(self._pieces, ValuesHome())
+
+    def sink(self, key: str | None, order: Sequence[int]) -> HeldPieces:
+        """Where values, or the state ``key`` of units on a tier, are put slice by slice.
+
+        Args:
+            key: of the state; None for values.
+            order: of ``held``, or ``held_trainable``, in the file that they come from.
+        """
+        home = ValuesHome() if key is None else StateHome(key, lambda piece: {})
+        return HeldPieces([self._pieces[index] for index in order], home)
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """Of the parameters, if that holds less than fp32."""
+        return _HALF.get(self._sharding.precision.param)
 
     def check_range(self, values: Tensor, path: Path) -> None:
         """Refuse values of ``path`` that are finite, but not in the precision of the model.
@@ -74,25 +80,31 @@ class Inventory:
         Raises:
             CheckpointMismatch: the message names the first parameter.
         """
-        dtype = _HALF.get(self._sharding.precision.param)
-        if dtype is None:
+        if self.half is None:
             return
         begin = 0
         for start, stop in self.held:
             part = values[begin : begin + stop - start]
             begin += len(part)
-            if bool((part.isfinite() & part.to(dtype).isinf()).any()):
-                (name,) = self.table.overlapping(start, stop)
-                raise CheckpointMismatch(
-                    f"{path}: {name} holds {part.abs().max().item():.6g}, which {dtype} cannot; take bf16 or fp32"
-                )
+            check_range(part, self.half, self.table, start, path)
+
+    def end_step(self) -> None:
+        """Units that stay whole for a pass are given back, before values are set. Collective over world."""
+        if self._sharding.schedule is not None:
+            self._sharding.schedule.residence.end_step()
 
     def set_values(self, values: Tensor) -> None:
         """Set this model's values to ``values``, (elements of ``held``,) in that order. Collective over world."""
-        if self._sharding.schedule is not None:
-            self._sharding.schedule.residence.end_step()
+        self.end_step()
         for unit, owned in self._by_unit(values):
-            unit.restore(owned)
+            # The ranks agree, since a tier may fail on one of them.
+            with (
+                self._sharding.topology.agreed(f"put back the values of {unit.spec.name!r}"),
+                unit.owned_values(changes=True, anew=True) as here,
+                torch.no_grad(),
+            ):
+                here.copy_(owned)
+            unit.publish()
 
     def _by_unit(self, values: Tensor, *, trainable: bool = False) -> Iterator[tuple[Unit, Tensor]]:
         """``values``, in the order of the file, cut into each unit's ``owned_values``.
@@ -103,10 +115,10 @@ class Inventory:
             unit: [] for unit in self._sharding.units if unit.spec.trainable or not trainable
         }
         start = 0
-        for _, unit, begin, count in self._pieces:
-            if unit in cuts:
-                cuts[unit].append((begin, start, count))
-                start += count
+        for piece in self._pieces:
+            if piece.unit in cuts:
+                cuts[piece.unit].append((piece.begin, start, piece.numel))
+                start += piece.numel
         for unit, pieces in cuts.items():
             owned = torch.empty(unit.owned_numel)
             for begin, start, count in pieces:
@@ -149,29 +161,26 @@ class Inventory:
                 state = self._state_of(unit, position).get(shard, {})
                 yield row, with_names(state), shard.numel()
 
-    def elements(self, key: str) -> Tensor:
-        """(elements of ``held_trainable``,) fp32 copy of one elementwise state; zero where there is none yet."""
-        found: dict[int, Tensor] = {}
-        for unit in self._sharding.units:
-            if not unit.spec.trainable:
-                continue
-            layout, index = unit.spec.layout, self._sharding.topology.shard_index
-            for position, values in self._state_parts(unit, key):
-                slot = layout.slots[position]
-                place = self._places[slot.name].offset + layout.overlap(index, slot.name).start
-                found[place] = values
-        parts = [found[place].reshape(-1) for place in sorted(found)]
-        return torch.cat(parts) if parts else torch.empty(0)
+    def elements(self, key: str) -> Held:
+        """(elements of ``held_trainable``,) fp32 of one elementwise state, read slice by slice; zero where none is."""
+        shards = {
+            (unit, position): shard
+            for unit in self._sharding.units
+            if unit.spec.trainable
+            for position, shard in unit.owned_shards()
+        }
 
-    def _state_parts(self, unit: Unit, key: str) -> Iterator[tuple[int, Tensor]]:
-        """Slot and one elementwise state, on the host, of each part that this rank owns; zero where there is none."""
-        if unit.away is not None:
-            for position, _, part in unit.optimized.parts_of(read_state(unit, key)):
-                yield position, part
-            return
-        for position, shard in unit.owned_shards():
-            value = self._state_of(unit, position).get(shard, {}).get(key)
-            yield position, torch.zeros(shard.numel()) if value is None else value.detach().cpu()
+        def state_of(piece: Piece) -> Mapping[Any, Any]:
+            shard = shards[piece.unit, piece.position]
+            state: Mapping[Any, Any] = self._state_of(piece.unit, piece.position).get(shard, {})
+            return state
+
+        return HeldPieces(self._trainable_pieces, StateHome(key, state_of))
+
+    @property
+    def _trainable_pieces(self) -> list[Piece]:
+        """Those of ``held_trainable``; the trainable parameters come first in the file."""
+        return self._pieces[: len(self.held_trainable)]
 
     def scalars(self, kinds: Mapping[str, str]) -> dict[str, dict[str, Scalar | None]]:
         """For each key and each parameter that this rank owns parts of: its number; None for a tensor."""
@@ -188,22 +197,20 @@ class Inventory:
 
     def set_optimizer(
         self,
-        elements: MutableMapping[str, Tensor],
+        give: Callable[[str], None],
         kinds: Mapping[str, str],
         present: Mapping[str, Mapping[str, Scalar | None]],
     ) -> None:
         """Give the optimizers their state. Collective over world.
 
         Args:
-            elements: for each elementwise key, (elements of ``held_trainable``,); empty afterwards.
+            give: sets an elementwise state, by ``set_state`` or ``note_away``; collective.
             kinds: of all keys, in the order in which the optimizers made them.
             present: for each key, the parameters that have it, with the number of a scalar.
         """
         self._sharding.step.forget_state()
-        trained = [unit for unit in self._sharding.units if unit.spec.trainable]
-        for unit in trained:
-            for position, shard in zip(unit.optimized.slots, unit.shards, strict=True):
-                self._state_of(unit, position).pop(shard, None)
+        for unit, position, shard in self._trained():
+            self._state_of(unit, position).pop(shard, None)
         # Steps are counted where the update is computed, as torch's own load_state_dict has it.
         on_device = {
             id(shard)
@@ -213,42 +220,61 @@ class Inventory:
         }
         for key, kind in kinds.items():
             if kind == "elements":
-                # Gone with the last unit, so that no more than one key is there twice.
-                for unit, owned in self._by_unit(elements.pop(key), trainable=True):
-                    replicated = unit.replicated(owned)
-                    given = [
-                        (
-                            position,
-                            shard,
-                            value if self._is_in(unit, position, present[key]) else None,
-                        )
-                        for position, (shard, value) in zip(
-                            unit.optimized.slots, replicated, strict=True
-                        )
-                    ]
-                    if unit.away is not None:
-                        states = [(self._state_of(unit, place), value) for place, _, value in given]
-                        with self._sharding.topology.agreed("put state on the memory tier"):
-                            write_state(unit, key, states)
-                        continue
-                    for position, shard, value in given:
-                        if value is not None:
-                            held = self._state_of(unit, position)[shard]
-                            held[key] = value.to(shard.device, copy=True)
+                give(key)
                 continue
-            for unit in trained:
-                for position, shard in zip(unit.optimized.slots, unit.shards, strict=True):
-                    if self._is_in(unit, position, present[key]):
-                        name = unit.spec.layout.slots[position].name
-                        number = _scalar(kind, present[key][name])
-                        if isinstance(number, Tensor) and id(shard) in on_device:
-                            number = number.to(shard.device)
-                        self._state_of(unit, position)[shard][key] = number
+            for unit, position, shard in self._trained():
+                if self._is_in(unit, position, present[key]):
+                    name = unit.spec.layout.slots[position].name
+                    number = _scalar(kind, present[key][name])
+                    if isinstance(number, Tensor) and id(shard) in on_device:
+                        number = number.to(shard.device)
+                    self._state_of(unit, position)[shard][key] = number
         self._sharding.step.adopt_state()
+
+    def set_state(self, key: str, elements: Tensor, present: Mapping[str, Scalar | None]) -> None:
+        """Set one elementwise state, in memory. Collective over world.
+
+        Args:
+            key: of the state.
+            elements: (elements of ``held_trainable``,).
+            present: the parameters that have it.
+        """
+        for unit, owned in self._by_unit(elements, trainable=True):
+            replicated = unit.replicated(owned)
+            for position, (shard, value) in zip(unit.optimized.slots, replicated, strict=True):
+                if self._is_in(unit, position, present):
+                    held = self._state_of(unit, position)[shard]
+                    held[key] = value.to(shard.device, copy=True)
+
+    def note_away(self, key: str, present: Mapping[str, Scalar | None]) -> None:
+        """One elementwise state was put on the tier; the parameters in ``present`` have it. Not collective."""
+        for unit, position, shard in self._trained():
+            if self._is_in(unit, position, present):
+                state_of(self._state_of(unit, position), shard).elementwise[key] = None
+
+    def _trained(self) -> Iterator[tuple[Unit, int, nn.Parameter]]:
+        """Unit, slot and shard of all that the optimizers of this rank step on."""
+        for unit in self._sharding.units:
+            if unit.spec.trainable:
+                for position, shard in zip(unit.optimized.slots, unit.shards, strict=True):
+                    yield unit, position, shard
 
     @staticmethod
     def _is_in(unit: Unit, position: int, present: Mapping[str, Scalar | None]) -> bool:
         return unit.spec.layout.slots[position].name in present
+
+
+def check_range(part: Tensor, dtype: torch.dtype, table: Table, start: int, path: Path) -> None:
+    """Refuse a part of one parameter, from element ``start`` of ``table`` on, with finite values beyond ``dtype``.
+
+    Raises:
+        CheckpointMismatch: names the parameter.
+    """
+    if bool((part.isfinite() & part.to(dtype).isinf()).any()):
+        (name,) = table.overlapping(start, start + len(part))
+        raise CheckpointMismatch(
+            f"{path}: {name} holds {part.abs().max().item():.6g}, which {dtype} cannot; take bf16 or fp32"
+        )
 
 
 def _kind(key: str, value: Any, numel: int) -> str | None:

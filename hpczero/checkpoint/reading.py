@@ -2,7 +2,7 @@
 
 Owns: the order of a load, and the fallback to an older checkpoint. Must not know: how to write. Each rank reads the
 slabs it is responsible for, checks them, and sends elements to the ranks that need them. The model is not changed
-before everything has been read and checked.
+before everything has been read and checked (``elements``: a model larger than memory is then read for a second time).
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from hpczero.checkpoint.comparison import (
 from hpczero.checkpoint.disk.folder import Folder, is_checkpoint, misnamed, read_manifest
 from hpczero.checkpoint.disk.format import (
     BUFFERS,
-    MASTER,
     RNG,
-    STATE,
     Manifest,
     Table,
 )
 from hpczero.checkpoint.disk.json_keys import extra_of
 from hpczero.checkpoint.disk.lines import homes
 from hpczero.checkpoint.disk.manifest_content import check_content
+from hpczero.checkpoint.elements import Elements, Source, elements_of
 from hpczero.checkpoint.group_options import restored
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.places import folder_at, is_imported
@@ -142,8 +141,10 @@ def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
 
     Raises:
         CorruptCheckpoint: the message names dataset, parameters and range, or a step other than the name's. The model
-            is as it was.
+            is as it was, unless it rests on a tier and the file went bad between its two readings: then nobody may use
+            it before the next load.
         CheckpointMismatch: the message lists the differences. The model is as it was.
+        TierError: values or state cannot be brought to the tier. Nobody may use the model before the next load.
     """
     topology = sharding.topology
     manifest = _manifest(path, topology, asked_for=asked_for)
@@ -155,31 +156,28 @@ def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
         match_buffers(manifest, sharding, path)
         match_streams(manifest, path)
     reader = SlabReader(path, manifest, topology)
-    held = _runs(inventory.held, inventory.table, places)
-    trainable = _runs(inventory.held_trainable, inventory.table, places)
-    elementwise = [key for key, kind in keys.items() if kind == "elements"]
-    values, *states = reader.read(
-        [(MASTER, held), *((STATE + key, trainable) for key in elementwise)]
+    source = Source(
+        path,
+        reader,
+        manifest.table,
+        held=_runs(inventory.held, inventory.table, places),
+        trainable=_runs(inventory.held_trainable, inventory.table, places),
+        keys=[key for key, kind in keys.items() if kind == "elements"],
     )
-    elements = dict(zip(elementwise, states, strict=True))
-    del states
+    elements = elements_of(source, sharding, inventory)
+    elements.read()
     buffers, rng = reader.read_whole(BUFFERS), reader.read_whole(RNG)
-
-    with topology.agreed("hold the values against the precision of the model"):
-        inventory.check_range(values, path)
-    inventory.set_values(values)
-    del values  # room for the optimizer's
-    if len(sharding.optimizers) and manifest.meta["optimizer"] is not None:
-        names = [row.name for row in manifest.table.owners if not row.frozen]
-        mine = renamed(inventory.table, manifest.table)
-        present = {
-            key: {mine.get(name, name): v for name, v in expand(values_, names).items()}
-            for key, values_ in manifest.meta["optimizer"]["present"].items()
-        }
-        inventory.set_optimizer(elements, keys, present)
-        _set_options(sharding, manifest.meta["optimizer"]["groups"])
-    elif len(sharding.optimizers):
-        sharding.advice.about_fresh_state(path)
+    elements.check()
+    try:
+        elements.give_values()
+        if len(sharding.optimizers) and manifest.meta["optimizer"] is not None:
+            _set_optimizer(sharding, manifest, inventory, elements, keys)
+        elif len(sharding.optimizers):
+            sharding.advice.about_fresh_state(path)
+    except BaseException:
+        for unit in sharding.units:  # nobody goes on with a mixture
+            unit.whole.doubt()
+        raise
     _set_buffers(sharding, manifest, buffers)
     _set_streams(topology, manifest, rng)
     sharding.scaler.restore(manifest.meta["loss_scale"])
@@ -219,6 +217,23 @@ def _runs(
         moved = places[row.name] - row.offset
         found.append((start + moved, stop + moved))
     return found
+
+
+def _set_optimizer(
+    sharding: Sharding,
+    manifest: Manifest,
+    inventory: Inventory,
+    elements: Elements,
+    keys: Mapping[str, str],
+) -> None:
+    names = [row.name for row in manifest.table.owners if not row.frozen]
+    mine = renamed(inventory.table, manifest.table)
+    present = {
+        key: {mine.get(name, name): v for name, v in expand(values, names).items()}
+        for key, values in manifest.meta["optimizer"]["present"].items()
+    }
+    inventory.set_optimizer(lambda key: elements.give_state(key, present[key]), keys, present)
+    _set_options(sharding, manifest.meta["optimizer"]["groups"])
 
 
 # --- what is not sharded -------------------------------------------------------------------------------------------

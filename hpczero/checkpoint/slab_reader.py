@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +27,19 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """One dataset, and the parts of it that this rank needs."""
+class Wanted:
+    """One dataset, and the parts of it that this rank needs.
+
+    Attributes:
+        dataset: with its digests.
+        runs: the parts.
+        order: of the runs, ascending in the file.
+        exchange: of the parts in that order.
+    """
 
     dataset: Dataset
     runs: Runs
-    order: list[int]  # of the runs, ascending in the file
+    order: list[int]
     exchange: Exchange
 
     def arranged(self, held: Tensor) -> Tensor:
@@ -56,18 +63,49 @@ class SlabReader:
     def read(self, wanted: Sequence[tuple[str, Runs]]) -> list[Tensor]:
         """For each dataset, the elements of its runs, one run after the other. Collective over world.
 
-        While one window is distributed, the next is read and checked, also of the next dataset.
+        Raises:
+            CorruptCheckpoint: on every rank; the message names dataset, parameters and range.
+        """
+        plans = [self.plan(name, runs) for name, runs in wanted]
+        found: dict[str, Tensor] = {}
+        with contextlib.closing(self.rounds(plans)) as rounds:
+            for plan, windows, slabs in rounds:
+                name = plan.dataset.name
+                if name not in found:
+                    found[name] = torch.empty(plan.exchange.numel, dtype=slabs.dtype)
+                parts = [found[name][place] for place in plan.exchange.places(windows)]
+                plan.exchange.from_slabs(slabs, parts, windows)
+        # no element, no round
+        return [plan.arranged(found.get(plan.dataset.name, torch.empty(0))) for plan in plans]
+
+    def plan(self, name: str, runs: Runs) -> Wanted:
+        """Tell every rank which parts of a dataset this rank needs. Collective over world.
+
+        Raises:
+            CorruptCheckpoint: on every rank: there is no such dataset.
+        """
+        topology = self._topology
+        order = sorted(range(len(runs)), key=lambda index: runs[index])
+        ascending = [runs[index] for index in order]
+        exchange = Exchange(topology.world.comm, topology.watchdog, ascending)
+        return Wanted(self._dataset(name), runs, order, exchange)
+
+    def rounds(
+        self, plans: Sequence[Wanted]
+    ) -> Generator[tuple[Wanted, list[range], Tensor], None, None]:
+        """Each round of each plan, with the windows of all ranks and this rank's slabs. Collective over world.
+
+        The slabs have been checked, and are valid until the next round. While the caller works with them, the next are
+        read and checked, also of the next dataset. Whoever may not take all rounds closes the generator.
 
         Raises:
             CorruptCheckpoint: on every rank; the message names dataset, parameters and range.
         """
         topology = self._topology
-        plans = [self._plan(name, runs) for name, runs in wanted]
         pieces = [
             (plan, windows) for plan in plans for windows in plan.exchange.rounds(plan.dataset)
         ]
         own = [(plan.dataset, windows[topology.rank]) for plan, windows in pieces]
-        found = {}
         with self._opened() as descriptor, _Ahead(topology.watchdog) as ahead:
             if own:
                 ahead.start(self, descriptor, *own[0])
@@ -82,12 +120,7 @@ class SlabReader:
                         ahead.start(self, descriptor, *own[place + 1])
                     if place + 2 < len(own):
                         _announce(descriptor, *own[place + 2])
-                slabs = torch.from_numpy(data.view(plan.dataset.dtype))
-                if name not in found:
-                    found[name] = torch.empty(plan.exchange.numel, dtype=slabs.dtype)
-                plan.exchange.from_slabs(slabs, found[name], windows)
-        # no element, no round
-        return [plan.arranged(found.get(plan.dataset.name, torch.empty(0))) for plan in plans]
+                yield plan, windows, torch.from_numpy(data.view(plan.dataset.dtype))
 
     def read_whole(self, name: str) -> Tensor:
         """All bytes of a small dataset, on every rank; rank 0 reads them. Collective over world.
@@ -123,13 +156,6 @@ class SlabReader:
             begin = (slab.start - window.start) * item
             if digest(into[begin : begin + len(slab) * item]) != dataset.digests[index]:
                 raise CorruptCheckpoint(self._manifest.damage(self._path, dataset, slab))
-
-    def _plan(self, name: str, runs: Runs) -> _Wanted:
-        topology = self._topology
-        order = sorted(range(len(runs)), key=lambda index: runs[index])
-        ascending = [runs[index] for index in order]
-        exchange = Exchange(topology.world.comm, topology.watchdog, ascending)
-        return _Wanted(self._dataset(name), runs, order, exchange)
 
     def _dataset(self, name: str) -> Dataset:
         dataset = self._manifest.dataset(name)

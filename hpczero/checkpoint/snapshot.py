@@ -30,6 +30,7 @@ from hpczero.checkpoint.disk.format import (
 from hpczero.checkpoint.disk.json_keys import Unfit, extra_fields
 from hpczero.checkpoint.disk.manifest_form import MOST, is_text
 from hpczero.checkpoint.group_options import options_of
+from hpczero.checkpoint.held import Held
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.errors import CheckpointError, ConfigError
 from hpczero.files.regular import parse_json, shown
@@ -47,12 +48,12 @@ class Part:
     Attributes:
         dataset: the dataset, of all ranks.
         held: elements of it that this rank has, as (start, stop), ascending.
-        values: gives these elements, flat, in that order, as a copy that nobody changes.
+        values: gives these elements in that order, to be read slice by slice before the model changes.
     """
 
     dataset: Dataset
     held: Sequence[Run]
-    values: Callable[[], Tensor]
+    values: Callable[[], Held]
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Snapshot:
         """The snapshot with all values copied now, so that the model may change. Not collective."""
         parts = []
         for part in self.parts:
-            values = part.values()
+            values = part.values()[0 : sum(stop - start for start, stop in part.held)]
             parts.append(Part(part.dataset, part.held, lambda values=values: values))  # type: ignore[misc]
         return Snapshot(self.step, self.world_size, self.table, tuple(parts), self.meta)
 
@@ -95,7 +96,7 @@ def take(
     slab_nbytes: int = SLAB_NBYTES,
     inventory: Inventory | None = None,
 ) -> Snapshot:
-    """Collect what a checkpoint holds; values are not copied yet. Collective over world.
+    """Collect what a checkpoint holds; values are not read yet. Collective over world.
 
     Raises:
         ConfigError: ``extra`` cannot be written as JSON, or ranks disagree about ``step``; on every rank.

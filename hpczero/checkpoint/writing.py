@@ -158,12 +158,16 @@ def _write_parts(
         for part in parts:
             dataset = part.dataset
             with _stage(topology, f"read {dataset.name} out of the model"):
-                values = part.values()
+                held = part.values()
             exchange = Exchange(topology.world.comm, topology.watchdog, part.held)
             digests: list[str] = []
             for windows in exchange.rounds(dataset):
                 window = windows[topology.rank]
+                # Before ranks wait for one another: what rests on a tier may be lost on one of them.
+                with _stage(topology, f"read {dataset.name} out of the model"):
+                    values = [held[place] for place in exchange.places(windows)]
                 slabs = exchange.to_slabs(values, windows).numpy()
+                del values
                 data = slabs if dataset.dtype != "|u1" else slabs.astype(np.uint8, copy=False)
                 with (
                     topology.watchdog.watch(f"checkpoint: writing {dataset.name}"),
@@ -172,7 +176,7 @@ def _write_parts(
                     for start in range(0, len(data), dataset.slab_numel):
                         digests.append(digest(data[start : start + dataset.slab_numel]))
                     writer.write(dataset, window.start, data)
-            del values  # before those of the next are copied
+            del held  # with windows of a tier
             mine.append(digests)
             at(f"wrote {dataset.name}")
         with topology.watchdog.watch("checkpoint: closing the file"), _stage(topology, "close it"):

@@ -15,7 +15,7 @@ from hpczero.plan import Plan
 from hpczero.plan.offload import Offload
 from hpczero.plan.windows import windows_of
 from hpczero.tier import DiskTier, HostTier, Tier
-from hpczero.zero.units.away import GRADIENT, VALUES, Away, AwayShard, Store
+from hpczero.zero.units.away_shard import GRADIENT, VALUES, Away, AwayShard, Store
 from hpczero.zero.update.away_states import state_names
 from hpczero.zero.update.optimizer_set import OptimizerSet
 from hpczero.zero.update.parts import method_behind

@@ -27,7 +27,7 @@ from hpczero.zero.calls.seal import Seal
 from hpczero.zero.calls.surroundings import Surroundings
 from hpczero.zero.schedule import Schedule
 from hpczero.zero.shared_buffers import SharedBuffers
-from hpczero.zero.units.away import NOTHING_AWAY, Away
+from hpczero.zero.units.away_shard import NOTHING_AWAY, Away
 from hpczero.zero.units.reducer import ExactReducer
 from hpczero.zero.units.seen_gradient import Sight, SlotGradient
 from hpczero.zero.units.unit import Unit

@@ -34,7 +34,7 @@ from hpczero.zero.filling import Initializer, filler
 from hpczero.zero.offloading import open_away, parts_of
 from hpczero.zero.refusals import check_gradients, check_modules
 from hpczero.zero.sharding import KEY, Sharding
-from hpczero.zero.units.away import NOTHING_AWAY
+from hpczero.zero.units.away_shard import NOTHING_AWAY
 from hpczero.zero.units.module_buffers import persistent_buffers
 from hpczero.zero.update.optimizer_set import OptimizerSet
 

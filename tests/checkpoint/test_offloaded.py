@@ -1,22 +1,42 @@
-"""Saved from a memory tier, loaded into memory, and back: the same bits, whoever goes on."""
+"""Saved from a memory tier, loaded into memory, and back: the same bits, whoever goes on, and whatever breaks."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
+import hpczero
 from hpczero import Offload
-from tests.checkpoint.programs import OPTIMIZERS
+from hpczero.checkpoint import Checkpoints, exchange, held
+from hpczero.checkpoint.inventory import Inventory
+from hpczero.checkpoint.slab_reader import SlabReader
+from hpczero.errors import (
+    CheckpointMismatch,
+    CheckpointNotWritten,
+    CorruptCheckpoint,
+    StepError,
+    TierError,
+)
+from tests.checkpoint.damage import datasets, flip_in
+from tests.checkpoint.programs import OPTIMIZERS, Program, state_digests
 from tests.checkpoint.test_reshard import save_and_load
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import MLP, adamw, mlp_backward, raises_on_all, zeroified
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
 WINDOW = 2**14
+SIZES = (7, 211, 97, 3)  # shards of several windows
 
 
 def on_disk(tmp: Path) -> dict[str, Any]:
@@ -24,6 +44,14 @@ def on_disk(tmp: Path) -> dict[str, Any]:
     return {"stage": 3, "offload": Offload("disk", "disk", "disk", tmp, WINDOW, buffers=4)}
 
 
+@pytest.fixture
+def cramped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rounds, and hardly a window stays open."""
+    monkeypatch.setattr(exchange, "ROUND_NBYTES", 3000)
+    monkeypatch.setattr(held, "OPEN_NBYTES", WINDOW // 2)
+
+
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
 def test_a_checkpoint_does_not_know_where_state_rested(
     comm: MPI.Intracomm, folder: Path, optimizer: str
@@ -40,3 +68,283 @@ def test_nor_which_parts_did(comm: MPI.Intracomm, folder: Path, stage: int, prec
     offload = Offload("host", window=WINDOW, buffers=3)
     away = {"stage": stage, "precision": precision, "offload": offload}
     save_and_load(comm, folder / "a", (comm.size, away), (comm.size, away))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("options", [{"stage": 3}, {"stage": 1}, {"stage": 3, "transport": "flat"}])
+def test_the_file_has_the_bytes_of_one_saved_from_memory(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, options: dict[str, Any], precision: str
+) -> None:
+    found = []
+    where = "disk" if options["stage"] == 3 else "device"
+    away = Offload("disk", where, where, folder, WINDOW, buffers=4)  # type: ignore[arg-type]
+    for place, offload in enumerate((None, away)):
+        program = Program(topology, precision=precision, offload=offload, **options)
+        program.train(2)
+        path = program.save(folder / str(place))
+        program.close()
+        comm.Barrier()
+        found.append(state_digests(path))
+    parallel_assert(comm, found[0] == found[1])
+
+
+def test_state_that_was_cleared_is_not_in_the_file(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    """Of one unit; what lay on the tier before is no state of it."""
+    found = []
+    for place, options in enumerate(({}, on_disk(folder / "scratch"))):
+        program = Trained(topology, 2, **options)
+        for piece in hpczero.sharding(program.model).units[1].shards:
+            program.optimizer.state[piece].clear()
+        path = program.save(folder / str(place))
+        comm.Barrier()
+        found.append(state_digests(path))
+        program.close()
+    parallel_assert(comm, found[0] == found[1])
+
+
+class Trained:
+    """An MLP of many windows after some steps, with Adam."""
+
+    def __init__(self, topology: Topology, steps: int, **options: Any) -> None:
+        self.topology = topology
+        self.model = MLP(SIZES)
+        self.optimizer = adamw(self.model)
+        hpczero.zeroify(self.model, self.optimizer, topology=topology, **{"stage": 3, **options})
+        self.step = 0
+        self.train(steps)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            mlp_backward(self.model, self.topology.rank)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+
+    def save(self, folder: Path) -> Path:
+        with Checkpoints(folder, self.model, slab_nbytes=5000) as checkpoints:
+            return checkpoints.save(self.step)
+
+    def load(self, folder: Path) -> None:
+        self.step = hpczero.checkpoint.load(folder, self.model).step
+
+    def bits(self) -> str:
+        """Of all that this rank has. Not collective."""
+        found = hashlib.sha256()
+        inventory = Inventory(hpczero.sharding(self.model))
+        numel = sum(stop - start for start, stop in inventory.held)
+        found.update(inventory.values()[slice(0, numel)].numpy().tobytes())
+        for key in ("exp_avg", "exp_avg_sq"):
+            found.update(inventory.elements(key)[slice(0, numel)].numpy().tobytes())
+        found.update(repr(inventory.scalars({"step": "tensor:float32"})).encode())
+        return found.hexdigest()
+
+    def weights(self) -> str:
+        """Of the whole model as it computes. Collective."""
+        found = hpczero.full_state_dict(self.model)
+        return "" if found is None else repr([v.tolist() for v in found.values()])
+
+    def close(self) -> None:
+        hpczero.release(self.model)
+
+
+@pytest.mark.usefixtures("cramped")
+@pytest.mark.parametrize("parameters", ["disk", "device"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_rounds_and_windows_do_not_matter(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, precision: str, parameters: Any
+) -> None:
+    """From memory to the tier, from there to another tier, and back to memory; two more steps at the end."""
+    away = Offload("disk", "disk", parameters, folder, WINDOW, buffers=4)
+    options: list[Offload | None] = [None, away, away, None]
+    program = Trained(topology, 3, precision=precision)
+    expected, path = program.bits(), program.save(folder / "0")
+    digests = state_digests(path)
+    program.train(2)
+    later = program.weights()
+    program.close()
+    for place, offload in enumerate(options[1:]):
+        program = Trained(topology, 1, precision=precision, offload=offload)
+        parallel_assert(comm, program.bits() != expected)
+        program.load(folder / str(place))
+        parallel_assert(comm, program.bits() == expected, f"load {place}")
+        path = program.save(folder / str(place + 1))
+        comm.Barrier()
+        parallel_assert(comm, state_digests(path) == digests, f"save {place}")
+        program.train(2)
+        parallel_assert(comm, program.weights() == later, f"steps {place}")
+        program.close()
+
+
+def test_a_damaged_checkpoint_leaves_the_model_as_it_was(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    program = Trained(topology, 2, **on_disk(folder / "scratch"))
+    path = program.save(folder / "a")
+    program.train(1)
+    before = program.bits()
+    for dataset in datasets(path):
+        comm.Barrier()
+        if comm.rank == 0:
+            flip_in(path, dataset, dataset.numel - 1)
+        comm.Barrier()
+        raises_on_all(comm, CorruptCheckpoint, dataset.name, lambda: program.load(path))
+        parallel_assert(comm, program.bits() == before, dataset.name)
+        comm.Barrier()
+        if comm.rank == 0:
+            flip_in(path, dataset, dataset.numel - 1)
+    program.train(1)  # nobody doubts it
+    program.close()
+    comm.Barrier()
+    program = Trained(topology, 4)
+    parallel_assert(comm, program.step == 4)
+    resident = program.weights()
+    program.close()
+    program = Trained(topology, 4, **on_disk(folder / "scratch"))
+    parallel_assert(comm, program.weights() == resident)
+    program.close()
+
+
+def test_values_beyond_the_precision_are_refused_before_anything_is_changed(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    program = Trained(topology, 1)
+    with hpczero.gathered(program.model, modifier_rank=0), torch.no_grad():
+        next(iter(program.model.parameters()))[-1, 2] = 3.4e38  # rounds to infinity in bf16
+    path = program.save(folder / "a")
+    program.close()
+    program = Trained(topology, 2, precision="bf16", **on_disk(folder / "scratch"))
+    before = program.bits()
+    pattern = r"layers.0.0.weight\[.* holds 3.4e\+38, which torch.bfloat16 cannot"
+    raises_on_all(comm, CheckpointMismatch, pattern, lambda: program.load(path))
+    parallel_assert(comm, program.bits() == before)
+    program.close()
+
+
+def failing_on(
+    patch: pytest.MonkeyPatch, owner: Any, name: str, after: int, error: Exception
+) -> Callable[[], int]:
+    """``owner.name`` raises from its call ``after`` on; gives the number of calls that came so far."""
+    calls = 0
+    right = getattr(owner, name)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise error
+        return right(*args, **kwargs)
+
+    patch.setattr(owner, name, broken)
+    return lambda: calls
+
+
+@pytest.mark.usefixtures("cramped")
+@pytest.mark.parametrize("after", [0, 9])
+def test_a_tier_that_cannot_be_read_fails_the_save_on_all_ranks_and_nothing_else(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    after: int,
+) -> None:
+    program = Trained(topology, 2, **on_disk(folder / "scratch"))
+    before = program.bits()
+    store = hpczero.sharding(program.model).away.store
+    assert store is not None
+    with monkeypatch.context() as patch:
+        if comm.rank == comm.size - 1:
+            failing_on(patch, store.tier, "_read", after, TierError("got 3 bytes: EIO"))
+        raises_on_all(comm, CheckpointNotWritten, "EIO; older", lambda: program.save(folder / "a"))
+    parallel_assert(comm, not list((folder / "a").glob("step-*")))
+    parallel_assert(comm, program.bits() == before, "the model")
+    program.train(1)
+    program.save(folder / "a")
+    program.train(1)
+    program.load(folder / "a")  # its blocks have all come back
+    program.close()
+
+
+@pytest.mark.usefixtures("cramped")
+@pytest.mark.parametrize("after", [0, 3, 12])
+def test_a_tier_that_cannot_be_written_fails_the_load_on_all_ranks_and_nobody_goes_on(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    after: int,
+) -> None:
+    program = Trained(topology, 2, **on_disk(folder / "scratch"))
+    path = program.save(folder / "a")
+    saved = program.bits()
+    program.train(1)
+    later = program.weights()
+    store = hpczero.sharding(program.model).away.store
+    assert store is not None
+    with monkeypatch.context() as patch:
+        if comm.rank == comm.size - 1:
+            failing_on(patch, store.tier, "_write", after, TierError("ENOSPC"))
+        raises_on_all(comm, TierError, "ENOSPC", lambda: program.load(path))
+    raises_on_all(comm, StepError, "load a checkpoint", program.weights)
+    with pytest.raises(StepError, match="load a checkpoint"):
+        program.train(1)
+    program.load(path)
+    parallel_assert(comm, program.bits() == saved)
+    program.train(1)
+    parallel_assert(comm, program.weights() == later)
+    program.close()
+
+
+def test_what_breaks_between_the_two_readings_is_not_trained_on(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest checkpoint is found sound and then cannot be read: an older one is gone on from, or nobody goes on."""
+    program = Trained(topology, 1, **on_disk(folder / "scratch"))
+    program.save(folder / "a")
+    first = program.bits()
+    program.train(1)
+    newest = program.save(folder / "a")
+    program.train(1)
+
+    def break_later(patch: pytest.MonkeyPatch) -> None:
+        """Slabs of the newest can be read once; then values can still be read, and state cannot."""
+        right = SlabReader.fill
+        seen: set[tuple[str, int]] = set()
+
+        def fill(self: SlabReader, descriptor: int, dataset: Any, window: range, into: Any) -> None:
+            key = dataset.name, window.start
+            if self._path == newest and dataset.name.endswith("exp_avg_sq") and key in seen:
+                raise CorruptCheckpoint(f"{dataset.name} has gone bad")
+            seen.add(key)
+            right(self, descriptor, dataset, window, into)
+
+        patch.setattr(SlabReader, "fill", fill)
+
+    with monkeypatch.context() as patch:
+        break_later(patch)
+        raises_on_all(comm, CorruptCheckpoint, "has gone bad", lambda: program.load(newest))
+        raises_on_all(comm, StepError, "load a checkpoint", lambda: program.weights())
+    with monkeypatch.context() as patch:
+        break_later(patch)
+        program.load(folder / "a")
+    parallel_assert(comm, program.step == 1)
+    parallel_assert(comm, program.bits() == first)
+    program.train(1)
+    program.close()
+
+
+def test_weights_that_cannot_be_read_are_one_error_on_all_ranks(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MLP(SIZES)
+    with zeroified(model, adamw(model), topology=topology, **on_disk(folder / "scratch")) as state:
+        assert state.away.store is not None
+        expected = hpczero.full_state_dict(model)
+        with monkeypatch.context() as patch:
+            if comm.rank == comm.size - 1:
+                failing_on(patch, state.away.store.tier, "_read", 2, TierError("EIO"))
+            raises_on_all(comm, TierError, "EIO", lambda: hpczero.full_state_dict(model))
+        found = hpczero.full_state_dict(model)
+        if expected is not None and found is not None:
+            assert all(torch.equal(value, found[name]) for name, value in expected.items())

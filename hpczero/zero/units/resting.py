@@ -13,7 +13,8 @@ from hpczero.memory.buffers import DTYPES, lasting
 from hpczero.plan import Stage
 from hpczero.plan.layout import ShardLayout
 from hpczero.plan.precision import Precision
-from hpczero.zero.units.away import GRADIENT, VALUES, AwayGradient, AwayRest, AwayShard
+from hpczero.zero.units.away import AwayGradient, AwayRest
+from hpczero.zero.units.away_shard import GRADIENT, VALUES, AwayShard
 from hpczero.zero.units.rest import GradientRest, ResidentGradient, ResidentRest, Rest
 from hpczero.zero.units.whole import WholeParameters
 

@@ -12,7 +12,7 @@ Must not know: modules, hooks, when to act (`schedule`), optimizers (they see `s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from hpczero.comm.collectives import Collectives
 from hpczero.memory.buffers import DTYPES, Buffer, lasting
 from hpczero.plan import Stage, UnitSpec
 from hpczero.plan.precision import Precision
-from hpczero.zero.units.away import AwayShard
+from hpczero.zero.units.away_shard import AwayShard
 from hpczero.zero.units.reducer import Reducer
 from hpczero.zero.units.rest import ResidentRest, Rest, same_place
 from hpczero.zero.units.resting import (
@@ -242,19 +242,11 @@ class Unit:
             self._comm.all_gather(full, name=self.spec.name).wait()
         yield from ((shard, part) for _, shard, part in self.optimized.parts_of(full))
 
-    def restore(self, owned: Tensor) -> None:
-        """Set the values, masters and whole parameters alike. Collective; no model call may be under way.
+    def publish(self) -> None:
+        """The ``owned_values`` of every rank were set: masters of all and the whole parameters follow.
 
-        Args:
-            owned: (owned_numel,) fp32.
+        Collective; no model call may be under way.
         """
-        # The ranks agree, since a tier may fail on one of them.
-        with (
-            self._comm.group.agreed(f"put back the values of {self.spec.name!r}"),
-            self.owned_values(changes=True, anew=True) as values,
-            torch.no_grad(),
-        ):
-            values.copy_(owned)
         if self.spec.trainable:
             if not self._stage.shards_optimizer:
                 self._comm.all_gather(self.rest.tensor, name=self.spec.name).wait()
@@ -269,6 +261,10 @@ class Unit:
     def gather_values(self) -> Tensor:
         """(numel,) fp32 copy of all values, from the masters. Collective."""
         sharded = self.spec.trainable or self._stage.shards_parameters
-        with self.rest.at_hand() as rest:
+        with ExitStack() as stack:
+            # A tier fails on one rank alone, and the others must not wait for what it would send.
+            what = f"read the values of {self.spec.name!r}"
+            with nullcontext() if self.away is None else self._comm.group.agreed(what):
+                rest = stack.enter_context(self.rest.at_hand())
             values = rest if sharded else self.whole.flat
             return whole_copy(values, self.spec.layout, self._comm, name=self.spec.name)

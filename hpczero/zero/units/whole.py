@@ -272,8 +272,8 @@ class WholeParameters:
         if self.doubtful:
             raise StepError(
                 f"rank {self._comm.group.rank}: the last `with hpczero.gathered(model)` block was left by an "
-                "exception, or refused, after parameters had been changed, or an optimizer.step() on a memory tier was "
-                "cut off; load a checkpoint, or repeat the change in a "
+                "exception, or refused, after parameters had been changed, or an optimizer.step() or a load on a "
+                "memory tier was cut off; load a checkpoint, or repeat the change in a "
                 "`with hpczero.gathered(model, modifier_rank=0):` that ends well"
             )
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpczero.errors import StepError
+from hpczero.zero.units.away_shard import AwayShard
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.parts import method_behind
 
@@ -189,11 +190,7 @@ def write_state(unit: Unit, name: str, entries: Sequence[tuple[States, Tensor | 
     """
     shard = unit.away
     assert shard is not None, "it rests on the tier"
-    if name not in shard.parts:
-        raise StepError(
-            f"got state {name!r} for the optimizer, expected some of {list(shard.parts)}, which it makes with its "
-            "options of today"
-        )
+    check_name(shard, name)
     whole = torch.zeros(shard.windows[-1].stop if shard.windows else 0, device=shard.store.device)
     if shard.has(name):
         shard.read(name, whole)
@@ -212,14 +209,17 @@ def write_state(unit: Unit, name: str, entries: Sequence[tuple[States, Tensor | 
     shard.write(name, whole)
 
 
-def read_state(unit: Unit, name: str) -> Tensor:
-    """(elements of the shard,) copy of state ``name``; zero where a piece has none."""
-    shard = unit.away
-    assert shard is not None, "it rests on the tier"
-    whole = torch.zeros(shard.windows[-1].stop if shard.windows else 0)
-    if shard.has(name):
-        shard.read(name, whole)
-    return whole
+def check_name(shard: AwayShard, name: str) -> None:
+    """Refuse state that the tier has no room for.
+
+    Raises:
+        StepError: the optimizer did not make state ``name`` at zeroify.
+    """
+    if name not in shard.parts:
+        raise StepError(
+            f"got state {name!r} for the optimizer, expected some of {list(shard.parts)}, which it makes with its "
+            "options of today"
+        )
 
 
 def state_names(optimizer: Optimizer) -> list[str]:

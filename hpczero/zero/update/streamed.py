@@ -31,15 +31,8 @@ from torch.optim import Optimizer
 
 from hpczero.errors import StepError, TierError
 from hpczero.tier import Fetch, Staged
-from hpczero.zero.units.away import (
-    GRADIENT,
-    VALUES,
-    AwayGradient,
-    AwayRest,
-    AwayShard,
-    Store,
-    floats,
-)
+from hpczero.zero.units.away import AwayGradient, AwayRest
+from hpczero.zero.units.away_shard import GRADIENT, VALUES, AwayShard, Store, floats
 from hpczero.zero.units.guard import have_gradients
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.away_states import AwayState, adopt, is_elementwise, state_of

@@ -1,0 +1,243 @@
+"""AwayShard: a rank's shard of one unit on a tier, and what is on its way from there.
+
+Owns: the cut of the shard into records of the tier, and what is brought ahead of its use. Must not know: units' verbs,
+optimizers, media, MPI. Nothing here is collective.
+
+    window 0 of the unit   [ values | gradient | state a | state b ... ]   each part fp32, in a place of its own
+    window 1               [ values | gradient | ...                   ]
+
+[Note: Ahead]
+Reads that nobody waits for yet hold blocks of staging. A read that is needed now takes those back before it could find
+none, so reading ahead can be wrong, or too much, and nothing stops.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from hpczero.errors import TierError
+from hpczero.plan.windows import ITEM
+from hpczero.tier import Fetch, Place, Record, Staged, Tier
+
+VALUES, GRADIENT = "values", "gradient"
+SPARE = 2  # blocks that reading ahead leaves alone: one to work in, one that is being written
+
+
+class Store:
+    """The tier of one model on this rank, and what is on its way from there.
+
+    Attributes:
+        tier: where everything rests.
+        blocks: of its staging.
+        window_nbytes: of one of them.
+        device: where they lie.
+    """
+
+    def __init__(
+        self, tier: Tier, *, blocks: int, window_nbytes: int, device: torch.device
+    ) -> None:
+        """For the arguments see the attributes."""
+        self.tier, self.blocks, self.window_nbytes = tier, blocks, window_nbytes
+        self.device = device
+        self._ahead: dict[tuple[Place, str], Fetch] = {}
+
+    def start(self, place: Place, part: str) -> bool:
+        """Begin to read ``part``, if a block can be spared; whether it is on its way now. See [Note: Ahead]."""
+        if (place, part) not in self._ahead:
+            if len(self._ahead) + SPARE >= self.blocks:
+                return False
+            self._ahead[place, part] = self.tier.fetch(place, [part])
+        return True
+
+    def fetch(self, place: Place, parts: Sequence[str], *, fresh: Iterable[str] = ()) -> Fetch:
+        """As of the tier; what was begun ahead is used, or makes room."""
+        begun = self._ahead.pop((place, parts[0]), None) if len(parts) == 1 else None
+        if begun is not None:
+            return begun
+        return self.tier.fetch(place, parts, fresh=fresh)
+
+    def make_room(self, blocks: int) -> None:
+        """Give up what was begun last until ``blocks`` are free for other reads."""
+        while self._ahead and len(self._ahead) + blocks > self.blocks:
+            _, fetch = self._ahead.popitem()
+            self.give_up(fetch)
+
+    def forget(self, places: Iterable[Place]) -> None:
+        """What was begun ahead of these places will not be right any more."""
+        wanted = set(places)
+        for key in [key for key in self._ahead if key[0] in wanted]:
+            self.give_up(self._ahead.pop(key))
+
+    def give_up(self, fetch: Fetch) -> None:
+        """Its block goes back. That it could not be read is told to whoever wants it."""
+        with suppress(TierError):
+            self.tier.evict(fetch.wait(), [])
+
+
+class AwayShard:
+    """A rank's shard of one unit, on the tier.
+
+    Attributes:
+        windows: elements of the shard in each record, ascending.
+        places: of them.
+        parts: what each record keeps.
+        near: whether the parameters stay in memory besides, in their own dtype.
+        store: of the rank.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        windows: Sequence[range],
+        *,
+        store: Store,
+        parts: Sequence[str],
+        near: bool,
+    ) -> None:
+        """Reserves room.
+
+        Args:
+            name: of the unit.
+            windows: see the attribute; one of all parts fits into a block of staging.
+            store: of the rank.
+            parts: what is kept of every element, fp32 each.
+            near: see the attribute.
+
+        Raises:
+            TierError: there is no such room.
+        """
+        self.store, self.parts, self.near = store, tuple(parts), near
+        self.windows = list(windows)
+        self.places = [
+            store.tier.reserve(Record(f"{name} window {i}", {p: ITEM * len(w) for p in parts}))
+            for i, w in enumerate(self.windows)
+        ]
+
+    def has(self, part: str) -> bool:
+        """Whether ``part`` of any window was written."""
+        return any(part in place.known for place in self.places)
+
+    def start(self, part: str) -> None:
+        """Begin to read ``part`` of all windows, as far as there is room; not where it was never written."""
+        for place in self.places:
+            if part in place.known and not self.store.start(place, part):
+                return
+
+    def read(self, part: str, into: Tensor) -> None:
+        """Copy ``part`` of the shard to ``into``, (numel,); zero for windows of which it was never written."""
+        known = [part in place.known for place in self.places]
+        for window, there in zip(self.windows, known, strict=True):
+            if not there:
+                into[window.start : window.stop].zero_()
+        for window, staged in self._staged(part, known):
+            with torch.no_grad():
+                into[window.start : window.stop].copy_(floats(staged, part))
+            self.store.tier.evict(staged, [])
+
+    def window_of(self, element: int) -> int:
+        """Index of the window that has this element of the shard."""
+        return bisect_right(self.windows, element, key=lambda window: window.start) - 1
+
+    def start_window(self, index: int, part: str) -> None:
+        """Begin to read ``part`` of a window, if it was ever written and there is room."""
+        if part in self.places[index].known:
+            self.store.start(self.places[index], part)
+
+    def read_window(self, index: int, part: str) -> Tensor:
+        """(elements of the window,) fp32 copy of ``part`` on the host; zero where it was never written."""
+        place = self.places[index]
+        found = torch.zeros(len(self.windows[index]))
+        if part in place.known:
+            self.store.make_room(SPARE)
+            try:
+                staged = self.store.fetch(place, [part]).wait()
+            except TierError:
+                self.store.forget(self.places)  # what was begun then may have failed too
+                raise
+            with torch.no_grad():
+                found.copy_(floats(staged, part))
+            self.store.tier.evict(staged, [])
+        return found
+
+    def write_window(self, index: int, part: str, values: Tensor) -> None:
+        """Replace ``part`` of a window by ``values``, (elements of the window,); returns before they are written."""
+        self.store.forget([self.places[index]])
+        self.store.make_room(SPARE)
+        staged = self.store.tier.fetch(self.places[index], [], fresh=[part]).wait()
+        with torch.no_grad():
+            floats(staged, part).copy_(values)
+        self.store.tier.evict(staged, [part])
+
+    def write(self, part: str, values: Tensor) -> None:
+        """Replace ``part`` of the shard by ``values``, (numel,); returns before they are written."""
+        for index, window in enumerate(self.windows):
+            self.write_window(index, part, values[window.start : window.stop])
+
+    def settle(self, part: str) -> None:
+        """Return when ``part`` of every window is written.
+
+        Raises:
+            TierError: one could not be.
+        """
+        for place in self.places:
+            if part in place.writes:
+                place.writes[part].wait()
+
+    def drop(self, parts: Iterable[str]) -> None:
+        """Forget these parts of the shard, and what went wrong with them."""
+        self.store.forget(self.places)
+        for place in self.places:
+            self.store.tier.forget(place, parts)
+
+    def _staged(self, part: str, wanted: Sequence[bool]) -> Iterator[tuple[range, Staged]]:
+        """Each window that is wanted with its part in memory; the next one is on its way meanwhile."""
+        self.store.make_room(SPARE)
+        on_its_way: deque[tuple[range, Fetch]] = deque()
+        todo = itertools.compress(zip(self.windows, self.places, strict=True), wanted)
+        try:
+            while True:
+                for window, place in itertools.islice(todo, SPARE - len(on_its_way)):
+                    on_its_way.append((window, self.store.fetch(place, [part])))
+                if not on_its_way:
+                    return
+                before, fetch = on_its_way.popleft()
+                yield before, fetch.wait()
+        finally:
+            for _, fetch in on_its_way:
+                self.store.give_up(fetch)
+
+
+class Away:
+    """All of one model on this rank that rests on a tier.
+
+    Attributes:
+        shards: of each trainable unit, by its name; empty where nothing is offloaded.
+        store: where; None then.
+        read_ahead: units whose parameters are read before they are used.
+    """
+
+    def __init__(
+        self, shards: Mapping[str, AwayShard], store: Store | None, read_ahead: int = 0
+    ) -> None:
+        """For the arguments see the attributes."""
+        self.shards, self.store, self.read_ahead = shards, store, read_ahead
+
+    def close(self) -> None:
+        """What rests there is lost."""
+        if self.store is not None:
+            self.store.tier.close()
+
+
+NOTHING_AWAY = Away({}, None)
+
+
+def floats(staged: Staged, part: str) -> Tensor:
+    """(elements,) fp32: ``part`` as it lies in staging."""
+    return staged[part].view(torch.float32)
