@@ -190,6 +190,8 @@ def _fewest_nodes(run: Run, fits: Fits) -> Run | None:
         enough = here  # on far more ranks than a model has use for, padding takes the room
         while enough < MOST_NODES and not fits(_smallest(based, enough)):
             enough *= 2
+        if enough >= MOST_NODES and not fits(_smallest(based, enough)):
+            continue
         fewer = largest(lambda nodes, b=based: not fits(_smallest(b, nodes)), enough - 1)  # type: ignore[misc]
         for nodes in range(max(fewer, here) + 1, fewer + MOST_TRIED):
             hit = next(filter(fits, _batches(_on(based, nodes), run.global_batch)), None)

@@ -22,6 +22,9 @@ from hpczero.plan.sizing import (
 )
 from hpczero.plan.transports import Named
 
+# Rounds of a save or a load and windows that are partly read or written: checkpoint.exchange and checkpoint.held.
+PIECES_NBYTES = 128 * 2**20
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -30,7 +33,7 @@ class Moments:
     Attributes:
         loss: forward has ended: all activations, no reduced gradients.
         step: backward has ended: all reduced gradients, no activations.
-        end: training has ended: world rank 0 collects the whole weights.
+        end: training has ended: the final weights are collected unit by unit.
     """
 
     loss: int
@@ -153,18 +156,14 @@ class Run:
         trainable = sum(unit.layout.padded_numel for unit in self.plan.trainable_units)
         return self.plan.precision.param_itemsize * trainable
 
-    def moments(self, *, is_root: bool) -> Moments:
-        """Low estimates of what a rank holds.
-
-        Args:
-            is_root: whether it is world rank 0, which collects the weights at the end.
-        """
+    @property
+    def moments(self) -> Moments:
+        """Low estimates of what a rank holds."""
+        largest = max((unit.layout.numel for unit in self.plan.units), default=0)
         return Moments(
             loss=self._lasting + self._kept_gradients + self.accumulated + self.activations,
             step=self._lasting + self.memory.gradients,
-            end=self._lasting
-            + self._kept_gradients
-            + (FP32_BYTES * self.plan.numel if is_root else 0),
+            end=self._lasting + self._kept_gradients + FP32_BYTES * largest,
         )
 
     @property
@@ -175,8 +174,13 @@ class Run:
 
     @property
     def _copied(self) -> int:
-        """Bytes that a save takes beside the state: all of it in the background, else one tensor at a time."""
+        """Bytes that a save or a load takes beside the state: all of it in the background, else one tensor at a time.
+
+        What rests on a tier passes in pieces.
+        """
         if not self.copies:
+            if self.offload.any:
+                return PIECES_NBYTES
             return (
                 FP32_BYTES * sum(unit.layout.padded_numel for unit in self.plan.units) // self.ranks
             )
@@ -186,9 +190,10 @@ class Run:
         own_masters = 0 if self.plan.precision.has_masters else self.memory.optimizer // 2
         return self.memory.master + self.memory.optimizer + own_masters
 
-    def most_at_end(self, *, is_root: bool) -> int:
-        """High estimate of the end, with a unit on its way to world rank 0."""
-        return self.moments(is_root=is_root).end + self.memory.unsharded + self.memory.exchange
+    @property
+    def most_at_end(self) -> int:
+        """High estimate of the end."""
+        return self.moments.end + self.memory.unsharded + self.memory.exchange
 
     @property
     def shared(self) -> int:
@@ -217,8 +222,7 @@ class Run:
     @property
     def least_mapped(self) -> int:
         """Bytes of address space that one process maps; low estimate."""
-        moments = self.moments(is_root=False)
-        private = max(moments.loss, moments.step) - self.shared
+        private = max(self.moments.loss, self.moments.step) - self.shared
         return max(private, 0) + self.shared * self.footprint.ranks
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import ExitStack
 
 import hpczero
 from hpczero.errors import EXIT_REQUEUE
@@ -14,9 +15,11 @@ from hpczero.job import log
 from hpczero.options.config import RunConfig
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.metrics import process_peak_nbytes, read_metrics
-from hpczero.run.results.weights import write_weights
+from hpczero.run.results.weights import begin_weights
+from hpczero.run.results.weights_writer import WeightsWriter
 from hpczero.run.setup import Run
 from hpczero.run.starting import resume
+from hpczero.zero.full_state import StateByUnit
 
 
 def stopped(run: Run, done: int) -> int:
@@ -41,17 +44,9 @@ def finished(run: Run, held_out_loss: float | None) -> int:
         process_peak_nbytes() / 2**20,
         sharding.collectives.stats.seconds,
     )
-    weights = hpczero.full_state_dict(run.model)
+    _write_weights(run)
     with run.given.topology.agreed("write the results"):
-        if weights is not None:
-            run.lock.lock.check()
-            write_weights(
-                run.folder.weights,
-                weights,
-                model=run.adapter.config,
-                tokenizer=run.tokens.tokenizer,
-                step=config.train.steps,
-            )
+        if run.given.topology.is_root:
             if config.log.plot:
                 draw_losses(config, run.folder)
             run.attempts.end(config.train.steps, 0)
@@ -66,6 +61,35 @@ def finished(run: Run, held_out_loss: float | None) -> int:
     log.info("done: python -m hpczero.sample %s%s shows what it learnt", path, prompt)
     _give_back(run)
     return 0
+
+
+def _write_weights(run: Run) -> None:
+    """Write the final weights; no rank holds more than one unit of them. Collective."""
+    topology, state = run.given.topology, StateByUnit(run.model)
+    with ExitStack() as stack:
+        writer: WeightsWriter | None = None
+        with topology.agreed("write the weights"):
+            if state.tensors is not None:
+                run.lock.lock.check()
+                writer = stack.enter_context(
+                    begin_weights(
+                        run.folder.weights,
+                        state.tensors,
+                        model=run.adapter.config,
+                        tokenizer=run.tokens.tokenizer,
+                        step=run.config.train.steps,
+                    )
+                )
+                buffers = [t for t in state.tensors.values() if t.device.type != "meta"]
+                writer.put((t, t) for t in {id(t): t for t in buffers}.values())
+        for found in state.units():
+            with topology.agreed("write the weights"):
+                if writer is not None:
+                    writer.put(found)
+        with topology.agreed("write the weights"):
+            if writer is not None:
+                run.lock.lock.check()
+                writer.commit()
 
 
 def _give_back(run: Run) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpczero.zero.sharding import Sharding
+from hpczero.zero.units.unit import Unit
 from hpczero.zero.zeroify import sharding
 
 
@@ -32,19 +34,75 @@ def full_state_dict(model: nn.Module) -> dict[str, Any] | None:
         StepError: on every rank. A parameter came after ``zeroify`` or was changed outside of ``gathered``, or ranks
             differ at stage 0.
     """
+    state = _checked(model)
+    values: dict[int, Tensor] | None = {} if state.topology.is_root else None
+    for unit in state.units:
+        found = _values_of(unit)
+        if values is not None:
+            values |= {key: value.cpu() for key, value in found.items()}
+    with state.topology.agreed("name the weights"):
+        return None if values is None else _named(model, values)
+
+
+class StateByUnit:
+    """``full_state_dict`` unit by unit, for a model that is larger than memory.
+
+    For models whose ``state_dict()`` holds the parameters as they are: their values are not there when it is called.
+
+    Attributes:
+        tensors: what ``full_state_dict`` returns, but of each parameter a tensor of its shape on "meta"; None but on
+            world rank 0.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Collective over world.
+
+        Raises:
+            StepError: as of ``full_state_dict``.
+        """
+        self._state = _checked(model)
+        self.tensors: dict[str, Any] | None = None
+        self._known: dict[int, Tensor] = {}  # what stands for a parameter, by its id
+        with self._state.topology.agreed("name the weights"):
+            if self._state.topology.is_root:
+                for unit in self._state.units:
+                    for parameter, slot in zip(
+                        unit.parameters, unit.spec.layout.slots, strict=True
+                    ):
+                        self._known[id(parameter)] = torch.empty(slot.shape, device="meta")
+                self.tensors = _named(model, self._known)
+
+    def units(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Of each unit, what stands for each parameter and its whole fp32 value; none but on world rank 0.
+
+        Each list is empty again once the next is asked for. Collective over world, each item: if one rank stops early,
+        all do.
+        """
+        for unit in self._state.units:
+            found = [
+                (self._known[key], value) for key, value in _values_of(unit).items() if self._known
+            ]
+            yield found
+            found.clear()
+
+
+def _checked(model: nn.Module) -> Sharding:
+    """The model's sharding, once its values can be collected. Collective over world."""
     state = sharding(model)
     with state.topology.agreed("collect the weights"):
         state.attachment.check()
         state.check_values()
     state.step.agreement.replicas.check()
-    values: dict[int, Tensor] | None = {} if state.topology.is_root else None
-    for unit in state.units:
-        flat = unit.gather_values()
-        if values is not None:
-            for parameter, slot in zip(unit.parameters, unit.spec.layout.slots, strict=True):
-                values[id(parameter)] = flat[slot.offset : slot.stop].view(slot.shape).cpu()
-    with state.topology.agreed("name the weights"):
-        return None if values is None else _named(model, values)
+    return state
+
+
+def _values_of(unit: Unit) -> dict[int, Tensor]:
+    """Whole fp32 values of a unit on every rank, by the ids of its parameters. Collective over world."""
+    flat = unit.gather_values()
+    return {
+        id(parameter): flat[slot.offset : slot.stop].view(slot.shape)
+        for parameter, slot in zip(unit.parameters, unit.spec.layout.slots, strict=True)
+    }
 
 
 def _named(model: nn.Module, values: dict[int, Tensor]) -> dict[str, Any]:

@@ -14,19 +14,19 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hpczero.checkpoint.foreign.safe_file import DTYPES
-from hpczero.checkpoint.foreign.tensor_digests import Digests, tensor_digest, with_digests
+from hpczero.checkpoint.foreign.tensor_digests import Digests, tensor_digest
 from hpczero.data.tokenize import Tokenizer, from_json
 from hpczero.errors import CheckpointError, ConfigError, launcher_rank
 from hpczero.files.regular import check_regular, parse_json, reason
 from hpczero.models import GPTConfig
+from hpczero.run.results.weights_writer import WeightsWriter
 
 logger = logging.getLogger("hpczero.weights")
 
@@ -93,37 +93,30 @@ def write_weights(
     Raises:
         CheckpointError: the file cannot be written.
     """
-    once = {id(tensors[name]): (name, tensors[name]) for name in reversed(list(tensors))}
+    with begin_weights(path, tensors, model=model, tokenizer=tokenizer, step=step) as writer:
+        writer.put((tensor, tensor) for tensor in {id(t): t for t in tensors.values()}.values())
+        writer.commit()
+
+
+def begin_weights(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    model: GPTConfig,
+    tokenizer: Tokenizer,
+    step: int,
+) -> WeightsWriter:
+    """The file of ``write_weights``, to be written tensor by tensor. Not collective.
+
+    Args:
+        path: as of ``write_weights``.
+        tensors: shapes and dtypes; they need no values.
+        model: as of ``write_weights``.
+        tokenizer: as of ``write_weights``.
+        step: as of ``write_weights``.
+    """
     card = {"model": dataclasses.asdict(model), "tokenizer": tokenizer.to_json(), "step": step}
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        held = dict(once.values())
-        digests = {name: _digest(tensor) for name, tensor in held.items()}
-        temporary.touch()  # with the permissions that the user's umask gives; the library's file is private
-        mode = temporary.stat().st_mode
-        save_file(held, temporary, metadata=with_digests({_KEY: json.dumps(card)}, digests))
-        temporary.chmod(mode)
-        with temporary.open("r+b") as file:
-            _sort_metadata(file)
-            os.fsync(file.fileno())  # a rename may reach the disk before the contents do
-        temporary.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{path}: the weights cannot be written ({error}); check space and permissions"
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _sort_metadata(file: BinaryIO) -> None:
-    """Put the metadata into one order, so that equal weights are equal files. The library writes them in any order."""
-    nbytes = int.from_bytes(file.read(8), "little")
-    header = json.loads(file.read(nbytes))
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    if len(text) <= nbytes:  # else it is right as it is
-        file.seek(8)
-        file.write(text.ljust(nbytes))
+    return WeightsWriter(path, tensors, {_KEY: json.dumps(card)})
 
 
 def _digest(tensor: Tensor) -> str:

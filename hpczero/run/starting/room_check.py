@@ -27,7 +27,7 @@ from hpczero.plan.alternatives import alternatives, on_these_ranks
 from hpczero.plan.batch import Batch
 from hpczero.plan.command_line import command_line
 from hpczero.plan.peak import Network, Run
-from hpczero.plan.plan import FP32_BYTES, Stage
+from hpczero.plan.plan import Stage
 from hpczero.plan.transports import fastest_transport
 from hpczero.run.starting.offloading import offload_of
 
@@ -48,13 +48,11 @@ class Bound:
     Attributes:
         room: as this rank sees it.
         members: number of ranks in it.
-        has_root: whether world rank 0 is one of them.
         own: bytes that the members hold already.
     """
 
     room: Room
     members: int
-    has_root: bool
     own: float
 
     def least(self, run: Run) -> float:
@@ -82,25 +80,25 @@ class Bound:
             return many * run.least_shared
         if kind == "mapped":
             return run.least_mapped
-        mine, root = run.moments(is_root=False), run.moments(is_root=self.has_root)
+        at = run.moments
         if kind == "private":
-            return max(mine.loss, mine.step, root.end) - run.shared
+            return max(at.loss, at.step, at.end) - run.shared
         if kind == "device":
-            return many * max(mine.loss, mine.step)
-        return max(many * mine.loss, many * mine.step, (many - 1) * mine.end + root.end)
+            return many * max(at.loss, at.step)
+        return many * max(at.loss, at.step, at.end)
 
     def _most_of_run(self, run: Run, many: int) -> float:
         kind = self.room.kind
         if kind == "shared":
             return many * run.shared
-        ends = run.most_at_end(is_root=self.has_root)
+        ends = run.most_at_end
         if kind == "mapped":
             return max(run.mapped, run.mapped - run.most + ends)
         if kind == "private":
             return max(run.most, ends) - run.shared
         if kind == "device":
             return many * run.most
-        return max(many * run.most, (many - 1) * run.most_at_end(is_root=False) + ends)
+        return many * max(run.most, ends)
 
 
 def run_of(
@@ -269,14 +267,14 @@ def gather_bounds(found: list[Room], own: Usage, topology: Topology) -> list[Bou
     bounds = []
     for room in found:
         if not room.scope:  # of this process alone
-            bounds.append(Bound(room, 1, topology.is_root, own.of(room.kind)))
+            bounds.append(Bound(room, 1, own.of(room.kind)))
             continue
         members = {
             rank: nbytes[room.scope]
             for rank, (host, nbytes) in enumerate(said)
             if host == gethostname() and room.scope in nbytes
         }
-        bounds.append(Bound(room, len(members), 0 in members, sum(members.values())))
+        bounds.append(Bound(room, len(members), sum(members.values())))
     return bounds
 
 
@@ -299,12 +297,9 @@ def refusal(
     fitting = what_fits(run, bounds)
     remedy = f"; {fitting} would fit" if fitting else ""
     if not fitting:
-        why = ""
-        if FP32_BYTES * numel > there / 2 and any(cannot_collect(run, other) for other in bounds):
-            why = f": rank 0 collects the whole weights at the end, {_gb(FP32_BYTES * numel)}"
         smaller = smaller_model(run, bounds, overridden)
         choose = f"{smaller} would fit" if smaller else "choose a smaller model"
-        remedy = f"; no stage, micro-batch or number of such nodes makes it fit{why}; {choose}"
+        remedy = f"; no stage, micro-batch or number of such nodes makes it fit; {choose}"
     return (
         f"{options}: {title} ({numel:,} parameters) at stage {run.stage} on {where} with micro-batch "
         f"{run.micro_batch} needs {_gb(needed)} {_whose(bound)}, which has {_gb(there)} ({bound.room.name}{taken})"
@@ -316,19 +311,20 @@ def refusal(
 
 def what_fits(run: Run, bounds: list[Bound]) -> str:
     """Alternatives that fit even by a high estimate, in words; empty if there is none."""
-    if any(cannot_collect(run, bound) for bound in bounds):
+    if any(cannot_gather(run, bound) for bound in bounds):
         return ""  # told at once: there are hundreds of alternatives
     cores = os.cpu_count() or 1
     found = alternatives(run, lambda other: is_roomy(other, run, bounds), cores=cores)
     return ", or ".join(alternative.words for alternative in found)
 
 
-def cannot_collect(run: Run, bound: Bound) -> bool:
-    """Whether the whole weights, which rank 0 collects at the end, do not fit in any sharding."""
-    if not bound.has_root or bound.room.kind not in ("resident", "mapped"):
+def cannot_gather(run: Run, bound: Bound) -> bool:
+    """Whether one whole unit, which every rank gathers of any sharding, does not fit beside the process itself."""
+    if bound.room.kind not in ("resident", "mapped"):
         return False
-    beside = bound.own + GROWTH[bound.room.kind]
-    return FP32_BYTES * run.plan.numel + beside > bound.free(strictly=True)
+    largest = max(unit.layout.numel for unit in run.plan.units)
+    nbytes = run.plan.precision.param_itemsize * largest
+    return nbytes + bound.own + GROWTH[bound.room.kind] > bound.free(strictly=True)
 
 
 def smaller_model(run: Run, bounds: list[Bound], overridden: Sequence[str]) -> str:

@@ -1,0 +1,120 @@
+"""A model that rests on disk is trained, saved, loaded and collected; prints what each took of memory.
+
+``mpirun -n 2 python -m tests.checkpoint.memory_program FOLDER LAYERS``: one line of JSON from each rank. Bytes are the
+most that were resident at a time, less what was before the model was made.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+
+import hpczero
+from hpczero import Offload
+from hpczero.data.tokenize import ByteTokenizer
+from hpczero.models import PRESETS
+from hpczero.run import ending
+
+WIDTH = 1024  # 4 MiB of fp32 in each layer
+MIB = 2**20
+
+
+class Deep(nn.Module):
+    """Layers, each a unit."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + 0.1 * layer(x)
+        return x
+
+
+def resident(field: str) -> int:
+    """``VmRSS`` or ``VmHWM`` of this process."""
+    with open("/proc/self/status") as status:
+        (line,) = [line for line in status if line.startswith(f"{field}:")]
+    return 1024 * int(line.split()[1])
+
+
+def peak_of(call: Callable[[], object]) -> int:
+    """Most bytes that were resident while ``call`` ran."""
+    with open("/proc/self/clear_refs", "w") as reset:
+        reset.write("5")
+    call()
+    return resident("VmHWM")
+
+
+def main(folder: Path, layers: int) -> None:
+    """Collective over world."""
+    topology = hpczero.Topology.create(MPI.COMM_WORLD)
+    peaks_of(topology, folder / "small", 2)  # libraries, code, heaps
+    print(json.dumps(peaks_of(topology, folder / "large", layers)), flush=True)
+    topology.free()
+
+
+def peaks_of(topology: hpczero.Topology, folder: Path, layers: int) -> dict[str, int]:
+    """By what was done. Collective over world."""
+    before = resident("VmRSS")
+    with torch.device("meta"):
+        model = Deep(layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    folder.mkdir(exist_ok=True)
+    offload = Offload("disk", "disk", "disk", folder, 8 * MIB, buffers=4)
+
+    def initialize(name: str, tensor: Tensor) -> None:
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        tensor.normal_(0.0, 0.03, generator=generator)
+
+    def begin() -> None:
+        hpczero.zeroify(
+            model,
+            optimizer,
+            topology=topology,
+            stage=3,
+            transport="flat",  # without memory that ranks share, which counts for each of them
+            initialize=initialize,
+            offload=offload,
+        )
+
+    def step() -> None:
+        model(torch.ones(1, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    calls: dict[str, Callable[[], object]] = {
+        "zeroify": begin,
+        "step": step,
+        "save": lambda: hpczero.checkpoint.save(folder, model, step=1),
+        "load": lambda: hpczero.checkpoint.load(folder, model),
+        "weights": lambda: ending._write_weights(_run(model, topology, folder)),
+    }
+    found = {name: peak_of(call) - before for name, call in calls.items()}
+    hpczero.release(model)
+    return found
+
+
+def _run(model: nn.Module, topology: hpczero.Topology, folder: Path) -> Any:
+    return SimpleNamespace(
+        model=model,
+        given=SimpleNamespace(topology=topology),
+        lock=SimpleNamespace(lock=SimpleNamespace(check=lambda: None)),
+        folder=SimpleNamespace(weights=folder / "model.safetensors"),
+        adapter=SimpleNamespace(config=PRESETS["gpt-nano"]),
+        tokens=SimpleNamespace(tokenizer=ByteTokenizer()),
+        config=SimpleNamespace(train=SimpleNamespace(steps=1)),
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
