@@ -71,9 +71,9 @@ def test_another_stage_a_smaller_micro_batch_and_checkpointing_are_each_named_if
 def test_a_model_three_times_the_memory_is_told_what_fits_from_disk() -> None:
     run = dataclasses.replace(RUN, stage=3, micro_batch=1, sequence=128, checkpointing=True)
     assert run.most > 10e9
-    (found, *_) = alternatives(run, lambda run: run.most <= 5e9, cores=2)
+    (found, *_) = alternatives(run, lambda run: run.most <= 3e9, cores=2)
     assert found.run.offload.parameters == "disk"
-    assert found.run.most < 5e9
+    assert found.run.most < 3e9
     options = [f"--offload.{part} disk" for part in ("optimizer", "gradients", "parameters")]
     assert " ".join([*options, "--offload.folder FOLDER"]) in found.words
     # Memory of the host is the same memory where there is no device.
