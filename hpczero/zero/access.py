@@ -6,7 +6,7 @@ Owns: what a program may read and change, and what becomes of its changes. Must 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpczero.errors import ConfigError, StepError
+from hpczero.errors import ConfigError, StepError, TierError
 from hpczero.zero.calls.backward import next_node_number
 from hpczero.zero.sharding import Sharding
+from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.whole import UnitState
 from hpczero.zero.zeroify import sharding
 
@@ -55,10 +56,7 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
                     unit.whole.check_certain()
         for unit in units:
             unit.whole.doubtful = False
-            unit.unshard()
-        for unit in units:
-            unit.whole.wait_for_unshard()
-            unit.whole.hold()  # a forward inside must not give back what was changed
+        _hold(units)
     first_node, ended, fine = next_node_number(), False, False
     try:
         yield
@@ -88,6 +86,28 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
                 unit.whole.doubt()
         if not fine:  # what is in the parameters now is not what such a graph was made of
             schedule.residence.kept.clear()
+
+
+def _hold(units: Sequence[Unit]) -> None:
+    """Make all whole, and keep them so: a forward inside must not give back what was changed. Collective.
+
+    Raises:
+        TierError: on every rank; nothing is held then.
+    """
+    held: list[Unit] = []
+    try:
+        for unit in units:
+            unit.unshard()
+        for unit in units:
+            unit.whole.wait_for_unshard()
+            unit.whole.hold()
+            held.append(unit)
+    except TierError:
+        for unit in held:
+            unit.whole.let_go()
+        for unit in units:
+            unit.reshard()
+        raise
 
 
 def _keep_changes(state: Sharding, modifier_rank: int) -> None:

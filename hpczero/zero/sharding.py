@@ -304,10 +304,11 @@ class Sharding:
                     f"rank {self.topology.rank}: hpczero.release(model) inside of `with hpczero.gathered(model):`; "
                     "leave the block first (release(model, whole=True) keeps the parameters whole)"
                 )
-        if self.schedule is not None:
-            self.schedule.remove()
         for unit in self.units if whole else ():
             unit.unshard()
+            unit.whole.wait_for_unshard()  # before anything is taken away: a memory tier may fail
+        if self.schedule is not None:
+            self.schedule.remove()
         for unit in self.units:
             unit.whole.leave()
         for part in (

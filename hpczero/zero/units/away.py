@@ -5,13 +5,14 @@ Owns: when they have memory. Must not know: units' verbs, optimizers, windows, m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from hpczero.errors import StepError
+from hpczero.errors import StepError, TierError
 from hpczero.kernels.norm import squares
 from hpczero.memory.buffers import Memory
 from hpczero.plan.windows import ITEM
@@ -101,7 +102,11 @@ class AwayRest:
 
 
 class AwayGradient:
-    """A mean gradient that rests on the tier from its reduction to the step; a GradientRest."""
+    """A mean gradient that rests on the tier from its reduction to the step; a GradientRest.
+
+    Attributes:
+        failure: why it could not be read on this rank; None where it could.
+    """
 
     resident = False
 
@@ -121,6 +126,7 @@ class AwayGradient:
         self._factors: list[float] = []
         self._applied: dict[int, int] = {}
         self._squares: list[float] | None = None
+        self.failure: TierError | None = None
         self.version = 0
         empty(tensor)
 
@@ -151,10 +157,18 @@ class AwayGradient:
         self._memory.add("gradients", self._numel * ITEM)
         self._here = True
         if self._kept:
-            self._shard.read(GRADIENT, self._tensor.data)
+            self._bring()
             for window in self._shard.windows:
                 for factor in self.factors(window):
                     self._tensor.data[window.start : window.stop].mul_(factor)
+
+    def _bring(self) -> None:
+        """In backward nobody can raise: peers wait. What cannot be read is NaN until the step, which tells it."""
+        try:
+            self._shard.read(GRADIENT, self._tensor.data)
+        except TierError as error:
+            self.failure = error
+            self._tensor.data.fill_(math.nan)
 
     def put_away(self) -> None:
         """The reduction has ended, or a change: the gradient goes to the tier, and its norm is noted on the way."""
@@ -171,7 +185,7 @@ class AwayGradient:
         self._empty()
         if self._kept:
             self._shard.drop([GRADIENT])
-        self._kept, self._squares = False, None
+        self._kept, self._squares, self.failure = False, None, None
         self._factors.clear()
         self._applied.clear()
         self.version += 1

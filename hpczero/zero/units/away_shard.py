@@ -21,6 +21,7 @@ from contextlib import suppress
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpczero.errors import TierError
 from hpczero.plan.windows import ITEM
@@ -60,7 +61,7 @@ class Store:
         """As of the tier; what was begun ahead is used, or makes room."""
         begun = self._ahead.pop((place, parts[0]), None) if len(parts) == 1 else None
         if begun is not None:
-            return begun
+            return _Begun(begun, self.tier, place, parts)
         return self.tier.fetch(place, parts, fresh=fresh)
 
     def make_room(self, blocks: int) -> None:
@@ -79,6 +80,22 @@ class Store:
         """Its block goes back. That it could not be read is told to whoever wants it."""
         with suppress(TierError):
             self.tier.evict(fetch.wait(), [])
+
+
+class _Begun(Fetch):
+    """A read that was begun ahead. It may have failed long ago, so whoever wants it now is told of a new one."""
+
+    def __init__(self, fetch: Fetch, tier: Tier, place: Place, parts: Sequence[str]) -> None:
+        self.name = fetch.name
+        self._fetch, self._tier, self._place, self._parts = fetch, tier, place, parts
+
+    @override
+    def wait(self) -> Staged:
+        try:
+            return self._fetch.wait()
+        except TierError:
+            self._fetch = self._tier.fetch(self._place, self._parts)
+            return self._fetch.wait()
 
 
 class AwayShard:

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hpczero.errors import TierError
 from hpczero.memory.buffers import Fresh, Memory
 
 
@@ -86,9 +87,15 @@ class GradientRest(Protocol):
         version: another number where the gradient may have changed.
         resident: it has memory all the time.
         squares: sums of squares of its parts, as ``norm.squares`` has them, where they are known; None elsewhere.
+        failure: why it is not what was reduced, on this rank alone; None where it is.
     """
 
     resident: bool
+
+    @property
+    def failure(self) -> TierError | None:
+        """See the attributes."""
+        ...
 
     @property
     def tensor(self) -> Tensor:
@@ -131,6 +138,7 @@ class ResidentGradient:
 
     resident = True
     squares = None
+    failure = None
 
     def __init__(self, numel: int, *, memory: Memory, device: torch.device) -> None:
         """Not held: while activations are at their most, in forward, there are no gradients yet."""

@@ -12,7 +12,7 @@ Must not know: modules, hooks, when to act (`schedule`), optimizers (they see `s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -175,7 +175,11 @@ class Unit:
         self._comm.broadcast(new, root=root, name=self.spec.name).wait()
         mine = self._like_rest(new)
         if not same_place(self.rest.tensor, mine):
-            with self.rest.at_hand(changes=True) as rest, torch.no_grad():
+            with (
+                self._agreed("keep the values"),
+                self.rest.at_hand(changes=True) as rest,
+                torch.no_grad(),
+            ):
                 changed = mine != rest.to(mine.dtype)
                 rest.copy_(torch.where(changed, mine.to(rest.dtype), rest))
         if whole.shared:
@@ -262,9 +266,13 @@ class Unit:
         """(numel,) fp32 copy of all values, from the masters. Collective."""
         sharded = self.spec.trainable or self._stage.shards_parameters
         with ExitStack() as stack:
-            # A tier fails on one rank alone, and the others must not wait for what it would send.
-            what = f"read the values of {self.spec.name!r}"
-            with nullcontext() if self.away is None else self._comm.group.agreed(what):
+            with self._agreed("read the values"):
                 rest = stack.enter_context(self.rest.at_hand())
             values = rest if sharded else self.whole.flat
             return whole_copy(values, self.spec.layout, self._comm, name=self.spec.name)
+
+    def _agreed(self, what: str) -> AbstractContextManager[None]:
+        """A tier fails on one rank alone, and the others must not wait for what it would send. Collective if away."""
+        if self.away is None:
+            return nullcontext()
+        return self._comm.group.agreed(f"{what} of {self.spec.name!r}")

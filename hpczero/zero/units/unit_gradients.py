@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import numpy as np
 from torch import Tensor, nn
@@ -240,5 +240,13 @@ class UnitGradients:
 
     def whole_copy(self) -> Tensor:
         """(numel,) fp32 copy of the reduced gradient. Collective."""
-        with self.rest.at_hand() as reduced:
-            return whole_copy(reduced, self._spec.layout, self._comm, name=self._spec.name)
+        name = self._spec.name
+        with ExitStack() as stack:
+            agreed = (
+                nullcontext() if self.rest.resident else self._comm.group.agreed(f"read {name!r}")
+            )
+            with agreed:
+                reduced = stack.enter_context(self.rest.at_hand())
+                if self.rest.failure is not None:
+                    raise self.rest.failure
+            return whole_copy(reduced, self._spec.layout, self._comm, name=name)

@@ -29,6 +29,7 @@ from hpczero.kernels.bits import sum_of_bits
 from hpczero.memory.buffers import DTYPES, Use
 from hpczero.plan import Stage, UnitSpec
 from hpczero.plan.precision import Precision
+from hpczero.zero.units.marks import Marks
 from hpczero.zero.units.watch import Watch
 
 
@@ -89,6 +90,8 @@ class WholeParameters:
         self.lasts = not in_flight
         self._buffer.release()
         self.watch = Watch(spec, self.parameters, rank=comm.group.rank)
+        index, size = comm.group.index, spec.layout.num_shards
+        self._marks = Marks(spec.name, rank=index, shards=size) if given_back else None
         self._work: Work | None = None
         self._gathered = False  # every rank's newest slice is in the buffer
         self.holds = 0
@@ -151,17 +154,34 @@ class WholeParameters:
         if self._gathered and self.lasts:
             return
         self._buffer.take()
-        read(self.flat[self.mine])
+        if self._marks is None:
+            read(self.flat[self.mine])
+        else:
+            self._marks.read(read, self.flat[self.mine])
         self._work = self._comm.all_gather(self.flat, name=self._spec.name)
         self._gathered = True
 
-    def wait_for_unshard(self) -> None:
-        """Return when the parameters are whole."""
-        if self.state is UnitState.GATHERING:
-            self._wait()
-            for guard in self.watch.guards:
-                guard.open()
-            self.state = UnitState.WHOLE
+    def wait_for_unshard(self, *, given_up: bool = False) -> None:
+        """Return when the parameters are whole.
+
+        Args:
+            given_up: nobody is going to use them.
+
+        Raises:
+            TierError: on every rank; one of them could not read its part. They are sharded again then.
+        """
+        if self.state is not UnitState.GATHERING:
+            return
+        self._wait()
+        for guard in self.watch.guards:
+            guard.open()
+        self.state = UnitState.WHOLE
+        error = None if self._marks is None or given_up else self._marks.found(self.flat)
+        if error is not None:
+            holds, self.holds = self.holds, 0
+            self.reshard()
+            self.holds = holds
+            raise error
 
     def reshard(self, *, retain: bool = False) -> None:
         """Give the whole parameters back where the stage shards them and nobody holds them; nothing otherwise.
@@ -172,7 +192,7 @@ class WholeParameters:
         """
         if not self._sharded or self.state is UnitState.SHARDED or self.holds:
             return
-        self.wait_for_unshard()
+        self.wait_for_unshard(given_up=not retain)
         if retain:
             self.state = UnitState.RETAINED
             return

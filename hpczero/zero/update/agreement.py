@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hpczero.comm.collectives import Collectives
-from hpczero.errors import CommError, StepError
+from hpczero.errors import CommError, StepError, TierError
 from hpczero.job.unlike import unlike
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.units.unit import Unit
@@ -47,7 +47,7 @@ class Agreement:
         options: Sequence[str],
         owned: Sequence[Slots],
         *,
-        error: StepError | None,
+        error: StepError | TierError | None,
         known_finite: bool,
     ) -> tuple[list[bool], list[Flags]]:
         """One exchange: same calls and options on all ranks, every gradient finite, and which parameters were used.
@@ -79,6 +79,7 @@ class Agreement:
         used = np.concatenate(usages or [np.zeros((2, 0), dtype=bool)], axis=1)
         # Last: here a device is waited for, which is better busy while the host does the rest.
         bad = [not known_finite and not are_finite(held) for held in owned]
+        error = error or next(filter(None, (u.gradients.rest.failure for u in self._units)), None)
         verdict = np.array([error is not None, *bad], dtype=np.uint8)
         mine = np.concatenate([seen, ~seen, verdict, np.packbits(used)])
         agreed = self._comm.agree(mine, name="step")

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from hpczero.comm.collectives import Collectives
-from hpczero.errors import ConfigError, StepError
+from hpczero.errors import ConfigError, StepError, TierError
 from hpczero.plan.precision import LossScaler, Precision
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.calls.untraced import untraced
@@ -260,7 +260,7 @@ class Step:
         for stepper in self.steppers:
             stepper.end()
 
-    def _local_error(self, stepper: Stepper) -> StepError | None:
+    def _local_error(self, stepper: Stepper) -> StepError | TierError | None:
         try:
             stepper.check()
             self._model.check_attachment()
@@ -269,13 +269,15 @@ class Step:
                 unit.whole.check_untouched()
                 unit.optimized.check_place()
             for unit in self._units:
+                if unit.gradients.rest.failure is not None:
+                    raise unit.gradients.rest.failure
                 if unit.gradients.usage.late:
                     raise StepError(
                         f"rank {self._comm.group.rank}: gradients of unit {unit.spec.name!r} in "
                         "optimizer.param_groups were set to None between two backwards of one step, which only this "
                         "rank sees; use optimizer.zero_grad() or model.zero_grad()"
                     )
-        except StepError as error:
+        except (StepError, TierError) as error:
             return error
         return None
 
