@@ -176,7 +176,7 @@ class Unit:
         mine = self._like_rest(new)
         if not same_place(self.rest.tensor, mine):
             with (
-                self._agreed("keep the values"),
+                _agreed(self, self._comm, "keep the values"),
                 self.rest.at_hand(changes=True) as rest,
                 torch.no_grad(),
             ):
@@ -266,13 +266,14 @@ class Unit:
         """(numel,) fp32 copy of all values, from the masters. Collective."""
         sharded = self.spec.trainable or self._stage.shards_parameters
         with ExitStack() as stack:
-            with self._agreed("read the values"):
+            with _agreed(self, self._comm, "read the values"):
                 rest = stack.enter_context(self.rest.at_hand())
             values = rest if sharded else self.whole.flat
             return whole_copy(values, self.spec.layout, self._comm, name=self.spec.name)
 
-    def _agreed(self, what: str) -> AbstractContextManager[None]:
-        """A tier fails on one rank alone, and the others must not wait for what it would send. Collective if away."""
-        if self.away is None:
-            return nullcontext()
-        return self._comm.group.agreed(f"{what} of {self.spec.name!r}")
+
+def _agreed(unit: Unit, comm: Collectives, what: str) -> AbstractContextManager[None]:
+    """A tier fails on one rank alone, and the others must not wait for what it would send. Collective if away."""
+    return (
+        nullcontext() if unit.away is None else comm.group.agreed(f"{what} of {unit.spec.name!r}")
+    )
