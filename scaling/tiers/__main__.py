@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -24,6 +24,7 @@ from scaling.evidence.record import Row, circumstances
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology
+    from scaling.tiers.cases import Pair
 
 CONTEXT = 64
 MOST_SEQUENCES = 256
@@ -85,6 +86,34 @@ def main() -> int:
     return 0
 
 
+def calibrated(
+    topology: Topology,
+    pair: Pair,
+    clock: Callable[[Topology, Callable[[], object]], float] | None = None,
+) -> int:
+    """Sequences with which a pass computes for twice as long as its disk takes alone. Collective.
+
+    Both models take every pass, also the timed one: losses are compared in turn, so both must see the same batches.
+
+    Args:
+        topology: the ranks.
+        pair: the models.
+        clock: seconds of a call, the same on every rank; None: those of the slowest rank.
+    """
+    if clock is None:
+        from scaling.evidence.clock import seconds
+
+        clock = seconds
+    for _ in range(2):  # the first makes the state
+        pair.warm_up()
+    pair.disk_pass()
+    pair.disk_step()
+    computing = clock(topology, pair.resident_pass)
+    pair.resident_step()
+    disk = clock(topology, pair.disk_of_a_pass)
+    return min(max(math.ceil(2 * disk / computing), 1), MOST_SEQUENCES)
+
+
 def measure(topology: Topology, options: Options) -> Iterator[Row]:
     """All rows, the same on every rank. Collective."""
     import torch
@@ -107,13 +136,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
     )
     pair = Pair(topology, WORKLOADS[options.workload], everything)
     pair.sequences, pair.context = 1, min(CONTEXT, WORKLOADS[options.workload].context)
-    for _ in range(2):  # the first makes the state
-        pair.warm_up()
-    computing = seconds(topology, pair.resident_pass)
-    pair.resident_step()
-    disk = seconds(topology, pair.disk_of_a_pass)
-    wanted = math.ceil(2 * disk / computing)
-    pair.sequences = min(max(wanted, 1), MOST_SEQUENCES)
+    pair.sequences = calibrated(topology, pair)
     pair.warm_up()
     yield {
         "kind": "run",
