@@ -36,6 +36,10 @@ class Adapter(Protocol):
         """The same model for another number of token ids."""
         ...
 
+    def with_checkpointing(self, checkpointing: bool) -> Adapter:
+        """The same model that checkpoints its activations, or keeps them."""
+        ...
+
     def build(self) -> nn.Module:
         """The plain torch model, on the device that torch makes tensors on."""
         ...

@@ -37,6 +37,10 @@ class GPTAdapter:
         """The same sizes, with ``size`` token ids."""
         return GPTAdapter(dataclasses.replace(self.config, vocab_size=size))
 
+    def with_checkpointing(self, checkpointing: bool) -> GPTAdapter:
+        """The same sizes."""
+        return GPTAdapter(dataclasses.replace(self.config, checkpoint_activations=checkpointing))
+
     def build(self) -> nn.Module:
         """The network, with torch's default weights in it, or none on the meta device."""
         from hpczero.models.gpt import GPT

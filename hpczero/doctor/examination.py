@@ -16,10 +16,11 @@ from mpi4py import MPI
 
 from hpczero.doctor import environment as variables
 from hpczero.doctor import launch, mpi, probes, software, storage
-from hpczero.doctor.disk import check_disk, measure_disk
+from hpczero.doctor.disk import check_disk
 from hpczero.doctor.finding import Finding, Status
 from hpczero.doctor.limit import TimeLimit
 from hpczero.job.topology import Topology
+from hpczero.probe.tiers import measure_disk
 
 
 def examine(
@@ -77,7 +78,7 @@ def examine(
     yield storage.check_hdf5(hdf5, directory)
     if disk is not None:
         with TimeLimit(f"writing and reading in {disk}", time_limit_s):
-            speeds = measure_disk(topology.world.comm, disk)
+            speeds = measure_disk(topology.world, disk)
         yield from check_disk(speeds, disk)
     with TimeLimit("freeing the communicators", time_limit_s):
         topology.free()

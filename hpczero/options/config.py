@@ -215,6 +215,9 @@ class ParallelOptions:
             measure: measure anew; default: do not measure; or as in all_gather=ring,reduce_scatter=pairwise.
         overlap: between nodes and on devices, gather the next unit and reduce the last one while the model computes.
         device: cpu; cuda, one device for each rank of a node; auto: cuda where there is one.
+        auto: whether to measure the machine at the start, and to choose what trains fastest within its memory: stage,
+            offload, checkpointing of activations, and the micro-batch of the global batch. What is set to another
+            value than the default stays. Parts rest on a disk only if offload.folder is given.
     """
 
     stage: Literal[0, 1, 2, 3] = 3
@@ -224,6 +227,7 @@ class ParallelOptions:
     algorithms: str = "auto"
     overlap: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    auto: bool = False
 
     def __post_init__(self) -> None:
         if self.nodes is not None:

@@ -69,6 +69,8 @@ class Options:
         accumulation: forwards of a step; with more than one, whole gradients of each rank wait for the last.
         stage: the stage that must fit; given, the command ends with 78 where it does not.
         json: print one JSON object instead of a table; bytes are whole numbers.
+        auto: choose the settings that train fastest, by a probe of this machine or by --machine; it has options of its
+            own: --auto --help.
     """
 
     ranks: int
@@ -89,6 +91,7 @@ class Options:
     accumulation: int = 1
     stage: Literal[0, 1, 2, 3] | None = None
     json: tyro.conf.UseCounterAction[int] = 0  # a bare --json; a bool would be --json true
+    auto: tyro.conf.UseCounterAction[int] = 0
 
 
 def main() -> int:
@@ -97,6 +100,10 @@ def main() -> int:
     Raises:
         ConfigError: the stage that was given does not fit; the message says what would.
     """
+    if "--auto" in sys.argv[1:]:
+        from hpczero.plan.auto import main as choose
+
+        return choose([word for word in sys.argv[1:] if word != "--auto"], choose_config)
     options = parse_command_line(
         Options,
         sys.argv[1:],
@@ -235,8 +242,11 @@ def choose_memory(options: Options, described: Described | None) -> int:
     return described.usable
 
 
-def choose_config(options: Options) -> GPTConfig:
+def choose_config(options: Any) -> GPTConfig:
     """The preset with every given size replaced, or a model from sizes alone.
+
+    Args:
+        options: of this command, or of ``--auto``: both name sizes alike.
 
     Raises:
         ConfigError: the preset is unknown, or sizes are missing or impossible.

@@ -12,6 +12,8 @@ from typing import Literal
 from hpczero.errors import ConfigError
 from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.plan.footprint import Footprint
+from hpczero.plan.offload import NOTHING_AWAY, Offload
+from hpczero.plan.offloaded import OffloadedPlan
 from hpczero.plan.plan import Plan
 from hpczero.plan.sizing import Fit, activation_nbytes, blockwise_plan, fit
 from hpczero.plan.sizing import Machine as Room
@@ -36,6 +38,7 @@ class Job:
         model_parallel: ranks that share every layer.
         kernels: kernels of one rank; None takes a roofline of the machine.
         ranks_per_node: of the job; None takes that of the machine.
+        offload: what rests on a memory tier.
     """
 
     model: GPTConfig
@@ -51,6 +54,7 @@ class Job:
     model_parallel: int = 1
     kernels: Kernels | None = field(default=None, repr=False)
     ranks_per_node: int | None = None
+    offload: Offload = NOTHING_AWAY
 
     def __post_init__(self) -> None:
         per_node = self.ranks_per_node or self.machine.ranks_per_node
@@ -105,8 +109,8 @@ class Job:
 
     @property
     def footprint(self) -> Footprint:
-        """Footprint of the transport."""
-        return self.room.footprint
+        """Footprint of the transport, with these parameters."""
+        return OffloadedPlan(self.plan, self.offload).footprint(self.room.footprint)
 
     @property
     def work(self) -> Kernels:

@@ -54,6 +54,8 @@ class Machine:
         dispatch: seconds that it takes to start one operation.
         node_rate, node_latency: between ranks of a node, for one rank.
         nics, nic_rate, nic_latency: between nodes; all ranks of a node share its ``nics``.
+        disk_read, disk_write: rates of one rank's disk tier, while all ranks of its node use theirs; 0: no disk known.
+        host_read, host_write: the same of a tier in memory of the host; 0: not known.
         shares_memory: whether ranks of a node read each other's memory: transport ``window``.
         sources: source of every number, by its name.
     """
@@ -72,6 +74,10 @@ class Machine:
     nics: int
     nic_rate: float
     nic_latency: float
+    disk_read: float = 0.0
+    disk_write: float = 0.0
+    host_read: float = 0.0
+    host_write: float = 0.0
     shares_memory: bool = False
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -84,6 +90,14 @@ class Machine:
     def rail_rate(self) -> float:
         """Bytes per second of one rank between nodes, when all ranks of its node send."""
         return self.nics * self.nic_rate / self.ranks_per_node
+
+    def tier_rates(self, medium: str) -> tuple[float, float]:
+        """Bytes per second that one rank reads from a tier on ``medium`` and writes to it; 0 where not known."""
+        known = {
+            "disk": (self.disk_read, self.disk_write),
+            "host": (self.host_read, self.host_write),
+        }
+        return known.get(medium, (0.0, 0.0))
 
     def peak_of(self, precision: str) -> float:
         """Peak in FLOP/s of a precision.

@@ -3,7 +3,7 @@
 Owns: the assumptions, the model's own work, the sum. Must not know: torch, MPI, where a machine's numbers come from,
 how collectives work (`hpczero.predict.network`), how a prediction is shown.
 
-    step = forward + backward + communication that they do not hide + update
+    step = forward + backward + communication that they do not hide + update + what nothing hides of a memory tier
 
 Assumptions, all of them:
 
@@ -32,6 +32,7 @@ from hpczero.plan.plan import UnitSpec
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Kernels
 from hpczero.predict.network import Network
+from hpczero.predict.tiers import tier_times
 
 FORWARD_CALLS, BACKWARD_CALLS = 16, 24  # operations of a block that are started one by one
 
@@ -46,6 +47,8 @@ class Prediction:
         communication_s: communication that nothing hides.
         hidden_s: communication behind forward and backward.
         update_s: norm of the gradient, optimizer.
+        tier_s: of a memory tier, as far as nothing hides it.
+        tier_hidden_s: of a memory tier behind forward, backward and update.
     """
 
     job: Job
@@ -54,11 +57,14 @@ class Prediction:
     communication_s: float
     hidden_s: float
     update_s: float
+    tier_s: float = 0.0
+    tier_hidden_s: float = 0.0
 
     @property
     def step_s(self) -> float:
         """The whole step."""
-        return self.forward_s + self.backward_s + self.communication_s + self.update_s
+        computing = self.forward_s + self.backward_s + self.update_s
+        return computing + self.communication_s + self.tier_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -88,13 +94,19 @@ def predict(job: Job) -> Prediction:
     layers, steps = job.model.layers, job.accumulation
     exposed, whole = network.exposed(block_f, block_b, head_b)
     owned = sum(_owned(job, unit) for unit in job.plan.units)
+    forward_s = steps * (layers * block_f + head_f)
+    backward_s = steps * (layers * block_b + head_b)
+    update_s = job.work.update_s(owned)
+    tier = tier_times(job, forward_s, backward_s + exposed, update_s)
     return Prediction(
         job=job,
-        forward_s=steps * (layers * block_f + head_f),
-        backward_s=steps * (layers * block_b + head_b),
+        forward_s=forward_s,
+        backward_s=backward_s,
         communication_s=exposed,
         hidden_s=max(whole - exposed, 0.0),
-        update_s=job.work.update_s(owned),
+        update_s=update_s,
+        tier_s=tier.exposed,
+        tier_hidden_s=max(tier.whole - tier.exposed, 0.0),
     )
 
 

@@ -14,6 +14,7 @@ from hpczero.job import log
 from hpczero.job.launch import start_topology, use_own_cores
 from hpczero.options.config import RunConfig
 from hpczero.run import ending
+from hpczero.run.expectation import Expectation
 from hpczero.run.measured import after_save, metrics_of
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
@@ -58,12 +59,14 @@ def take_steps(run: Run) -> int:
     config, given, checkpoints = run.config, run.given, run.checkpoints
     stops = Stops(run.folder.path, given.topology, given.signals, run.deadline)
     stragglers = Stragglers(given.topology, every=config.log.stragglers_every)
+    expectation = Expectation(run.foretold)
     stopped, held_out_loss = False, None
     with run.records or nullcontext(), checkpoints:
         for number in range(run.start, config.train.steps):
             given.accelerator.reset_peak()
             taken, done = run.step.take(number), number + 1
             stragglers.note(taken.own_s)
+            expectation.note(taken.step_s)
 
             held_out_loss = run.evaluation.after(done)
             for line in stragglers.report(done):

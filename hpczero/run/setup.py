@@ -11,7 +11,6 @@ import zlib
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -23,18 +22,20 @@ from hpczero.data import Batches, HeldOut, TokenFile
 from hpczero.errors import EXIT_REQUEUE, ConfigError, StoppedEarly
 from hpczero.job import log
 from hpczero.job.topology import Topology
-from hpczero.options.config import RunConfig, TrainOptions
+from hpczero.options.config import RunConfig
 from hpczero.options.environment import Environment
 from hpczero.options.reading import to_toml
 from hpczero.plan.batch import Batch
+from hpczero.planner.choice import Foretold
 from hpczero.run.checkpoints import RunCheckpoints, Start
 from hpczero.run.evaluation import Evaluation
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
 from hpczero.run.results.records import Records
 from hpczero.run.starting import resume
+from hpczero.run.starting.building import build, set_options
+from hpczero.run.starting.choosing import choose_settings, earlier_settings, taken_over
 from hpczero.run.starting.header import tell_header
-from hpczero.run.starting.offloading import offload_of
 from hpczero.run.starting.own_text import open_tokens
 from hpczero.run.starting.room_check import RoomCheck, run_of
 from hpczero.run.step import TrainingStep
@@ -83,6 +84,7 @@ class Run:
         attempts: the starts of this run so far.
         environment: environment of the job on rank 0; empty on other ranks.
         deadline: when the job ends.
+        foretold: what the planner expects of its choice; None where it was not asked.
     """
 
     given: Given
@@ -101,6 +103,7 @@ class Run:
     attempts: Attempts
     environment: Environment
     deadline: Deadline
+    foretold: Foretold | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -123,6 +126,8 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
     if earlier is None:
         return None
     asked = _hold_against_ranks_and_data(earlier)
+    if asked.config.parallel.auto:
+        asked = _choose(asked)
     samples = _lay_out_samples(asked, room)
     model, optimizer = build(asked.config, asked.adapter, given.topology, given.accelerator)
     asked = asked.pinned()
@@ -162,6 +167,7 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
         attempts=asked.attempts,
         environment=asked.environment,
         deadline=deadline,
+        foretold=asked.foretold,
     )
 
 
@@ -182,11 +188,13 @@ class _Asked(_Earlier):
         adapter: with the tokenizer's vocabulary.
         batch: sequences per step, and how they are spread.
         tokens: the token file; open.
+        foretold: what the planner expects of its choice; None where it was not asked.
     """
 
     adapter: Adapter
     batch: Batch
     tokens: TokenFile
+    foretold: Foretold | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -245,6 +253,25 @@ def _hold_against_ranks_and_data(earlier: _Earlier) -> _Asked:
         raise
     adapter = given.adapter.with_vocabulary(tokens.vocab_size)
     return _Asked(given, attempts, earlier.environment, adapter, batch, tokens)
+
+
+def _choose(asked: _Asked) -> _Asked:
+    """The settings that the planner chooses, or that it chose at an earlier start of this run. Collective."""
+    given, config = asked.given, asked.config
+    topology, model = given.topology, asked.adapter.config
+    with topology.agreed("look for what an earlier start chose"):
+        text = earlier_settings(config, RunFolder.of(config.run)) if topology.is_root else ""
+    text = topology.broadcast_text(text)
+    chosen = taken_over(text, config, model, asked.batch, topology.data.size) if text else None
+    if chosen is None:
+        chosen = choose_settings(config, model, asked.batch, topology, given.accelerator)
+    return replace(
+        asked,
+        given=replace(given, config=chosen.config),
+        adapter=asked.adapter.with_checkpointing(chosen.model.checkpoint_activations),
+        batch=chosen.batch,
+        foretold=chosen.foretold,
+    )
 
 
 def _lay_out_samples(asked: _Asked, room: RoomCheck) -> _Samples:
@@ -311,58 +338,6 @@ def _evaluation(asked: _Asked, samples: _Samples, model: nn.Module) -> Evaluatio
         every=asked.config.evaluation.every,
         steps=asked.config.train.steps,
     )
-
-
-def build(
-    config: RunConfig, adapter: Adapter, topology: Topology, accelerator: Accelerator
-) -> tuple[nn.Module, AdamW]:
-    """Make the model in shards, with its initial weights, and its optimizer. Collective over the topology's world."""
-    # Weights and samples have generators of their own; this is for whatever else a model draws.
-    torch.manual_seed(zlib.crc32(f"{config.run.seed} {topology.data.rank}".encode()))
-    # A model on the meta device holds nothing; zeroify fills the shards of this rank.
-    with torch.device("meta"):
-        model = adapter.build()
-    optimizer = AdamW(
-        decay_groups(model, adapter, config.train.weight_decay),
-        lr=config.train.learning_rate,
-        betas=config.train.betas,
-        fused=True,
-    )
-    hpczero.zeroify(
-        model,
-        optimizer,
-        stage=config.parallel.stage,
-        topology=topology,
-        precision=config.parallel.precision,
-        transport=config.parallel.transport,
-        algorithms=config.parallel.algorithms,
-        overlap=config.parallel.overlap,
-        device=accelerator,
-        initialize=adapter.initializer(model, config.run.seed),
-        offload=offload_of(config.offload),
-    )
-    return model, optimizer
-
-
-def decay_groups(
-    model: nn.Module, adapter: Adapter, weight_decay: float
-) -> list[dict[str, object]]:
-    """Two optimizer groups: parameters that decay, then the others."""
-    parameters = list(model.named_parameters())
-    decaying = [parameter for name, parameter in parameters if adapter.decays(name, parameter)]
-    others = [parameter for name, parameter in parameters if not adapter.decays(name, parameter)]
-    return [
-        {"params": decaying, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-
-
-def set_options(optimizer: AdamW, options: TrainOptions) -> None:
-    """Give the optimizer the current options, whatever a checkpoint has restored."""
-    decays = (options.weight_decay, 0.0)  # as in decay_groups
-    for group, weight_decay in zip(optimizer.param_groups, decays, strict=True):
-        rate = options.learning_rate
-        group.update(lr=rate, initial_lr=rate, betas=options.betas, weight_decay=weight_decay)
 
 
 def check_same_options(config: RunConfig, topology: Topology) -> None:

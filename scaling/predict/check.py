@@ -13,13 +13,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+from hpczero.probe.measured import Measured
 from scaling.contenders import find_entry
 from scaling.contenders.ranks import Crew
 from scaling.contenders.workload import WORKLOADS, Workload
 from scaling.evidence.cpu import machine_seconds, process_seconds
 from scaling.evidence.record import Row, circumstances, cores
 from scaling.predict.host import predict_on_host
-from scaling.predict.probe import Measured
 
 PROGRAM = "scaling.predict.probe"
 TOLERANCE = 0.20

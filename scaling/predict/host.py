@@ -12,8 +12,9 @@ from hpczero.models.config import GPTConfig
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine
 from hpczero.predict.model import Prediction, predict
+from hpczero.probe.machine import machine_of
+from hpczero.probe.measured import Measured
 from scaling.evidence.record import cores, machine_name
-from scaling.predict.probe import Measured
 
 Known = Literal["flat", "hierarchical", "window"]
 # How ``Collectives.describe`` begins on one node, and which transport of the model that is.
@@ -29,24 +30,8 @@ def host_machine(measured: Measured, ranks: int) -> Machine:
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
     per_node = max(cores(), ranks)
-    fastest = max(measured.products.values())
-    return Machine(
-        name="host",
-        title=machine_name(),
-        ranks_per_node=per_node,
-        memory=total / per_node,
-        reserved=0.3e9,  # Python, torch and MPI: 265 MiB (docs/performance.md)
-        peak={"fp32": fastest},
-        matmul_efficiency=1.0,
-        memory_rate=measured.memory_rate,
-        dispatch=measured.dispatch,
-        node_rate=measured.exchange or measured.memory_rate,
-        node_latency=measured.wait or 0.0,
-        nics=1,
-        nic_rate=measured.exchange or measured.memory_rate,
-        nic_latency=measured.wait or 0.0,
-        shares_memory=True,
-        sources={"all": "measured by scaling.predict.probe"},
+    return machine_of(
+        measured, ranks_per_node=per_node, memory_nbytes=total / per_node, title=machine_name()
     )
 
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
+from hpczero.probe.measured import Measured as MeasuredKernels
 from scaling.evidence.neighbours import BUSY_SHARE
 from scaling.evidence.record import Row, of_kind
 from scaling.evidence.resampling import Ratio, ratio_of_jobs, spread_of_jobs
 from scaling.evidence.spread import Spread
 from scaling.predict.host import predict_on_host, transport_of
-from scaling.predict.probe import Measured as MeasuredKernels
 from scaling.sweep.study import Point, nodes_of
 
 PARTS = ("compute", "communication", "optimizer", "data", "other")

@@ -11,6 +11,7 @@ import pytest
 from hpczero.doctor import disk, launch, mpi, software, storage
 from hpczero.doctor.environment import TRAPS, check_environment
 from hpczero.doctor.finding import Finding, Status, exit_code, summary
+from hpczero.probe.tiers import Speed
 
 GIB = 2**30
 
@@ -317,12 +318,12 @@ def test_remedy_stands_on_the_line_after_the_problem() -> None:
     assert second.strip() == "-> buy some"
 
 
-def disk_findings(*speeds: disk.Speed) -> list[Finding]:
+def disk_findings(*speeds: Speed) -> list[Finding]:
     return list(disk.check_disk(speeds, Path("/scratch")))
 
 
 def test_step_from_disk_is_as_slow_as_the_slowest_rank() -> None:
-    speeds = disk.Speed(4e9, 2e9, "a file"), disk.Speed(1e9, 0.5e9, "a file")
+    speeds = Speed(4e9, 2e9, "a file"), Speed(1e9, 0.5e9, "a file")
     measured, step = disk_findings(*speeds)
     assert "5.00 GB/s read, 2.50 GB/s written by 2 rank(s)" in measured.value
     assert "slowest rank: 1.00, 0.50" in measured.value
@@ -332,9 +333,7 @@ def test_step_from_disk_is_as_slow_as_the_slowest_rank() -> None:
 
 
 def test_disk_that_fails_blocks_and_one_behind_the_cache_is_warned_of() -> None:
-    (failed,) = disk_findings(disk.Speed(error="rank 0: no room"), disk.Speed(error=""))
+    (failed,) = disk_findings(Speed(error="rank 0: no room"), Speed(error=""))
     assert_problem(failed, Status.FAIL, "rank 0: no room", "--disk FOLDER")
-    warned, _ = disk_findings(
-        disk.Speed(1e9, 1e9, "a file"), disk.Speed(1e9, 1e9, "a", "no O_DIRECT")
-    )
+    warned, _ = disk_findings(Speed(1e9, 1e9, "a file"), Speed(1e9, 1e9, "a", "no O_DIRECT"))
     assert_problem(warned, Status.WARN, "GB/s", "no O_DIRECT")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from hpczero.errors import ConfigError
+from hpczero.probe.measured import Measured
 from scaling.evidence.record import ROOT, Row
 from scaling.predict.host import host_machine, predict_on_host
-from scaling.predict.probe import Measured
 from scaling.predict.report import draw, text
 from tests.helpers.mpirun import Finished, run_command
 

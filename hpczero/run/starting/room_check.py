@@ -11,7 +11,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from socket import gethostname
 from types import TracebackType
@@ -246,6 +246,18 @@ def found_rooms(accelerator: Accelerator) -> list[Room]:
         name = f"the memory of {accelerator.device}"
         found.append(Room(name, scope, "device", device["total"], 0))
     return found
+
+
+def fitting_on(run: Run, topology: Topology, accelerator: Accelerator) -> Callable[[Run], bool]:
+    """Whether other settings of ``run`` fit what this rank sees of its machine, by a high estimate. Collective.
+
+    The function that is returned is not collective, and may answer otherwise on another rank.
+    """
+    bounds = gather_bounds(found_rooms(accelerator), usage(), topology)
+    bounds = [
+        b for b in bounds if b.room.kind == "shared" or concerns(b.room, run, accelerator.is_host)
+    ]
+    return lambda other: is_roomy(other, run, bounds)
 
 
 def concerns(room: Room, run: Run, is_host: bool) -> bool:

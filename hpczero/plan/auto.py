@@ -1,0 +1,220 @@
+"""``python -m hpczero.plan --auto``: the settings that train a model fastest within the memory that there is.
+
+    mpirun -n 2 python -m hpczero.plan --auto --model gpt2-xl --global-batch 8 --folder /local/scratch
+    python -m hpczero.plan --auto --model gpt-60b --global-batch 512 --machine dgx-h100 --ranks 64
+
+Owns: its options, and the report. Must not know: how settings are compared. Without ``--machine`` all ranks of the job
+probe the machine that they are on, for some seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import tyro
+
+from hpczero.errors import EXIT_FAILURE, ConfigError
+from hpczero.models.config import GPTConfig, parameter_shapes
+from hpczero.options.reading import parse_command_line
+from hpczero.plan.peak import Network, Run
+from hpczero.plan.transports import fastest_transport
+from hpczero.planner.candidates import Freedom, candidates
+from hpczero.planner.choice import Choice, Foretold, choose
+from hpczero.planner.foretell import foretell_on
+from hpczero.planner.words import describe, lines, options_of
+from hpczero.predict.machine import load_machine
+
+SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to choose for.
+
+    Attributes:
+        model: a preset, such as gpt2-xl or gpt-60b.
+        layers: transformer blocks; given beside a preset, this and the next three replace its values.
+        hidden: width of the residual stream.
+        heads: attention heads.
+        vocab: token ids; 50257 (GPT-2) without a preset.
+        positions: learned or rotary; None: of the preset, learned without one.
+        sequence: tokens per sample; None: the context of the preset, 1024 without one.
+        precision: of parameters, activations and the wire.
+        global_batch: samples of a step over all ranks.
+        folder: on a disk of every node, where parts of the shards may rest; left out, nothing rests on disk.
+        device: where this machine computes.
+        machine: a description that comes with hpczero, such as dgx-h100, or a path to one like it; left out, all ranks of
+            the job probe the machine that they are on.
+        ranks: of --machine.
+        json: print one JSON object instead of lines.
+    """
+
+    model: str | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    vocab: int | None = None
+    positions: Literal["learned", "rotary"] | None = None
+    sequence: int | None = None
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    global_batch: int = 32
+    folder: str | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    machine: str | None = None
+    ranks: int | None = None
+    json: tyro.conf.UseCounterAction[int] = 0
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch", "ranks", "sequence"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')}: got {value}, expected at least 1")
+        if self.machine is not None and self.ranks is None:
+            raise ConfigError("--ranks: got nothing, expected the number of ranks on --machine")
+        if self.machine is None and self.ranks is not None:
+            raise ConfigError(
+                f"--ranks: got {self.ranks} without --machine; start as many ranks: mpirun -n {self.ranks} python -m "
+                "hpczero.plan --auto"
+            )
+
+
+def main(arguments: list[str], choose_config: Callable[[Any], GPTConfig]) -> int:
+    """Print the choice; exit code 1 if nothing fits. Collective over MPI's world without ``--machine``.
+
+    Args:
+        arguments: of the command line, without ``--auto``.
+        choose_config: the model that options name.
+    """
+    options = parse_command_line(
+        Options,
+        arguments,
+        prog="python -m hpczero.plan --auto",
+        description="Choose stage, memory tiers, checkpointing and micro-batch: what trains fastest within the memory. "
+        "Start it under mpirun or srun as the training would be, or name a --machine.",
+        default=Options(),
+    )
+    config = choose_config(options)
+    sequence = options.sequence or config.context
+    if options.machine is not None:
+        choice = _on_sheet(options, config, sequence)
+        _say(options, choice, [])
+        return 0 if choice.best else EXIT_FAILURE
+    # Here and not at the top: these start torch and MPI, which --help and bad options must not do.
+    from hpczero.accelerator import choose_accelerator
+    from hpczero.job import log
+    from hpczero.job.launch import start_topology, use_own_cores
+    from hpczero.run.starting.choosing import choose_here
+
+    accelerator = choose_accelerator(options.device)
+    topology = start_topology(None)
+    log.configure(rank=topology.rank, node_index=topology.node_index, level="info")
+    use_own_cores(topology)
+    media: list[Any] = [] if accelerator.is_host else ["host"]
+    media += ["disk"] if options.folder is not None else []
+    with topology.agreed("plan the run"):
+        transport = fastest_transport(
+            topology.local_size,
+            topology.num_nodes,
+            on_host=accelerator.is_host,
+            rectangular=topology.is_rectangular,
+        )
+        base = _base(options, config, sequence, topology.size, topology.local_size, transport)
+    freedom = Freedom(media=media, folder=options.folder)
+    choice, troubles = choose_here(base, config, freedom, topology, accelerator)
+    if topology.is_root:
+        _say(options, choice, troubles)
+    topology.free()
+    return 0 if choice.best else EXIT_FAILURE
+
+
+def _base(
+    options: Options, config: GPTConfig, sequence: int, ranks: int, local_size: int, transport: Any
+) -> Run:
+    if options.global_batch % ranks:
+        near = -(-options.global_batch // ranks) * ranks
+        raise ConfigError(
+            f"--global-batch: got {options.global_batch}, expected a multiple of {ranks} ranks, such as {near}"
+        )
+    return Run(
+        network=Network(config, tuple(parameter_shapes(config))),
+        ranks=ranks,
+        local_size=local_size,
+        transport=transport,
+        stage=3,
+        precision=options.precision,
+        sequence=sequence,
+        micro_batch=options.global_batch // ranks,
+        accumulation=1,
+        checkpointing=False,
+    )
+
+
+def _on_sheet(options: Options, config: GPTConfig, sequence: int) -> Choice:
+    assert options.machine is not None
+    assert options.ranks is not None, "checked"
+    machine = load_machine(options.machine)
+    local = min(machine.ranks_per_node, options.ranks)
+    if options.ranks % local:
+        raise ConfigError(
+            f"--ranks: got {options.ranks}, expected whole nodes of {local} ranks, e.g. "
+            f"{-(-options.ranks // local) * local}"
+        )
+    transport = fastest_transport(local, options.ranks // local, on_host=machine.shares_memory)
+    base = _base(options, config, sequence, options.ranks, local, transport)
+    media: list[Any] = [medium for medium in ("host", "disk") if all(machine.tier_rates(medium))]
+    folder = options.folder or "FOLDER"
+    runs = candidates(base, Freedom(media=media, folder=folder))
+    return choose(runs, lambda run: run.most <= machine.usable, foretell_on(config, machine))
+
+
+def _say(options: Options, choice: Choice, troubles: list[str]) -> None:
+    if options.json:
+        sys.stdout.write(f"{json.dumps(as_json(choice, troubles), indent=2)}\n")
+        return
+    said = list(troubles)
+    if choice.best is None:
+        least = choice.too_large
+        closest = f"; closest: {describe(least)}" if least else ""
+        said.append(f"nothing fits of {choice.tried} settings{closest}")
+    else:
+        said += [*lines(choice), "", f"the best of {len(choice.fitting)} that fit:"]
+        said += [f"  {describe(found)}" for found in choice.fitting[:SHOWN]]
+    sys.stdout.write("\n".join([*said, ""]))
+
+
+def as_json(choice: Choice, troubles: list[str]) -> dict[str, object]:
+    """The choice for programs: seconds, bytes, options."""
+
+    def one(found: Foretold) -> dict[str, object]:
+        run, step = found.run, found.step
+        return {
+            "stage": run.stage,
+            "micro_batch": run.micro_batch,
+            "accumulation": run.accumulation,
+            "checkpointing": run.checkpointing,
+            "optimizer": run.offload.optimizer,
+            "gradients": run.offload.gradients,
+            "parameters": run.offload.parameters,
+            "step_s": found.step_s,
+            "forward_s": step.forward_s,
+            "backward_s": step.backward_s,
+            "communication_s": step.communication_s,
+            "update_s": step.update_s,
+            "tier_s": step.tier_s,
+            "most_nbytes": run.most,
+            "away_nbytes": run.memory.away,
+            "options": options_of(run),
+        }
+
+    return {
+        "best": one(choice.best) if choice.best else None,
+        "runner_up": one(choice.runner_up) if choice.runner_up else None,
+        "too_large": one(choice.too_large) if choice.too_large else None,
+        "tried": choice.tried,
+        "troubles": troubles,
+        "fitting": [one(found) for found in choice.fitting],
+    }

@@ -1,0 +1,1 @@
+"""The planner: with which settings a model trains fastest within the memory that there is."""

@@ -1,0 +1,96 @@
+"""The settings that a planner tries: stages, memory tiers, checkpointing and micro-batches of one global batch.
+
+Owns: which there are, and in which order of simplicity. Must not know: what fits, how long anything takes, torch, MPI.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from hpczero.plan.offload import NOTHING_AWAY, Medium, Offload
+from hpczero.plan.peak import Run
+
+MOST_MICRO_BATCHES = 12  # of one setting: the largest divisors
+
+
+@dataclass(frozen=True)
+class Freedom:
+    """What a planner may choose; everything else is as in the run that it starts from.
+
+    Attributes:
+        stages: of ZeRO.
+        checkpointing: whether activations are checkpointed.
+        media: where parts of the shards may rest beside the device.
+        folder: for ``disk``.
+        micro_batches: whether the global batch may be cut otherwise. Sums of other cuts differ in their last bits.
+    """
+
+    stages: Sequence[int] = (0, 1, 2, 3)
+    checkpointing: Sequence[bool] = (False, True)
+    media: Sequence[Medium] = ()
+    folder: str | None = None
+    micro_batches: bool = True
+
+
+def candidates(run: Run, freedom: Freedom) -> Iterator[Run]:
+    """Every run that ``freedom`` allows, simpler ones first.
+
+    Simpler are fewer tiers, then a lower stage, no checkpointing, larger forwards.
+
+    Args:
+        run: as it was asked for; its global batch is kept.
+        freedom: what may differ from it.
+    """
+    for offload, stage, checkpointing in product(
+        _offloads(run, freedom), freedom.stages, freedom.checkpointing
+    ):
+        if offload.any and not _goes(offload, stage):
+            continue
+        for micro in _micro_batches(run, freedom):
+            yield dataclasses.replace(
+                run,
+                stage=stage,
+                offload=offload,
+                checkpointing=checkpointing,
+                micro_batch=micro,
+                accumulation=run.micro_batch * run.accumulation // micro,
+            )
+
+
+def tiers(run: Run) -> int:
+    """How many of the parts of ``run`` rest elsewhere."""
+    chosen = run.offload
+    return sum(part != "device" for part in (chosen.optimizer, chosen.gradients, chosen.parameters))
+
+
+def _offloads(run: Run, freedom: Freedom) -> list[Offload]:
+    if run.offload.any:
+        return [run.offload]
+    based = dataclasses.replace(run.offload, folder=freedom.folder)
+    found = [NOTHING_AWAY]
+    for medium in freedom.media:
+        for many in (1, 2, 3):
+            gradients: Medium = medium if many > 1 else "device"
+            parameters: Medium = medium if many > 2 else "device"
+            found.append(
+                dataclasses.replace(
+                    based, optimizer=medium, gradients=gradients, parameters=parameters
+                )
+            )
+    return found
+
+
+def _goes(offload: Offload, stage: int) -> bool:
+    return stage == 3 if offload.parameters != "device" else stage > 0
+
+
+def _micro_batches(run: Run, freedom: Freedom) -> list[int]:
+    if not freedom.micro_batches:
+        return [run.micro_batch]
+    mine = run.micro_batch * run.accumulation
+    small = [size for size in range(1, int(mine**0.5) + 1) if mine % size == 0]
+    sizes = sorted({*small, *(mine // size for size in small)}, reverse=True)
+    return sizes[:MOST_MICRO_BATCHES]

@@ -1,0 +1,63 @@
+"""What is said of a choice: the settings, why they, and the options that pin them.
+
+Owns: the words. Must not know: how anything was chosen, torch, MPI.
+"""
+
+from __future__ import annotations
+
+from hpczero.plan.peak import Run
+from hpczero.planner.choice import Choice, Foretold
+
+
+def options_of(run: Run) -> list[str]:
+    """The settings as options of ``hpczero.train``, each as it is typed."""
+    offload = run.offload
+    typed = [
+        f"--parallel.stage {run.stage}",
+        f"--train.micro_batch {run.micro_batch}",
+        f"--train.accumulation {run.accumulation}",
+        f"--model.checkpoint_activations {str(run.checkpointing).lower()}",
+    ]
+    for name in ("optimizer", "gradients", "parameters"):
+        medium = getattr(offload, name)
+        if medium != "device":
+            typed.append(f"--offload.{name} {medium}")
+    if offload.medium == "disk":
+        typed.append(f"--offload.folder {offload.folder}")
+    return typed
+
+
+def describe(found: Foretold) -> str:
+    """One line: settings, seconds, bytes."""
+    run = found.run
+    words = [f"stage {run.stage}"]
+    words += [run.offload.describe()] if run.offload.any else []
+    words += ["activations checkpointed"] if run.checkpointing else []
+    times = f" x {run.accumulation}" if run.accumulation > 1 else ""
+    words.append(f"micro-batch {run.micro_batch}{times}")
+    return f"{', '.join(words)}: {seconds(found.step_s)} a step, up to {nbytes(run.most)} a rank"
+
+
+def lines(choice: Choice) -> list[str]:
+    """The choice, the runner-up, what binds, and the options that pin the choice; of a choice that has a best."""
+    best, other, large = choice.best, choice.runner_up, choice.too_large
+    assert best is not None, "nothing to describe"
+    part, took = best.longest
+    said = [f"chosen of {choice.tried} settings: {describe(best)}"]
+    if other is not None:
+        said.append(f"runner-up: {describe(other)}")
+    said.append(f"what binds: {part}, {seconds(took)} of it")
+    if large is not None and large.step_s < best.step_s:
+        said[-1] += f"; and memory: {describe(large)} would be faster and does not fit"
+    said.append(f"to pin it: {' '.join(options_of(best.run))}")
+    return said
+
+
+def seconds(value: float) -> str:
+    """As a user reads them."""
+    return f"{value:,.2f} s" if value >= 1 else f"{value * 1e3:,.3g} ms"
+
+
+def nbytes(value: float) -> str:
+    """As a user reads them."""
+    return f"{value / 1e9:,.1f} GB" if value >= 1e9 else f"{value / 1e6:,.0f} MB"

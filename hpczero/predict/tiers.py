@@ -1,0 +1,82 @@
+"""How long a memory tier takes in a step, and how much of that computing hides.
+
+Owns: the formulas of section 5 of ZeRO-Infinity as hpczero moves bytes. Must not know: how a tier works, how long the
+model's own work takes. Assumptions beside those of `hpczero.predict.model`:
+
+- reads and writes share the medium, so their times add up;
+- weights are read ahead, so a pass takes as long as computing or its disk, whichever is longer, and begins with the
+  read of one unit; a step begins with the read of one window;
+- every byte that comes or goes is copied once between staging and where it is used, by the core that computes.
+
+Source: Rajbhandari et al., ZeRO-Infinity, SC21, sec. 4 and 6; issue 18.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpczero.errors import ConfigError
+from hpczero.plan.offloaded import OffloadedPlan
+from hpczero.plan.plan import FP32_BYTES
+from hpczero.predict.job import Job
+
+
+@dataclass(frozen=True)
+class TierTimes:
+    """Seconds of the medium in one step.
+
+    Attributes:
+        exposed: that nothing hides.
+        whole: all of it.
+    """
+
+    exposed: float = 0.0
+    whole: float = 0.0
+
+
+def tier_times(job: Job, forward_s: float, backward_s: float, update_s: float) -> TierTimes:
+    """What a job's tier adds to its step.
+
+    Args:
+        job: with what rests elsewhere.
+        forward_s: of all micro-batches.
+        backward_s: the same, with the communication that nothing hides.
+        update_s: of the optimizer.
+    """
+    if not job.offload.any:
+        return TierTimes()
+    plan = OffloadedPlan(job.plan, job.offload)
+    read, write, copy = _rates(job)
+    units = job.plan.trainable_units
+    weights = FP32_BYTES * sum(unit.layout.shard_numel for unit in units)
+    largest = FP32_BYTES * max((unit.layout.shard_numel for unit in units), default=0)
+    window = min(job.offload.window, plan.nbytes)
+    exposed = whole = 0.0
+    steps = job.accumulation
+    for backward in (False, True):
+        computing = (backward_s if backward else forward_s) / steps
+        for step in range(steps):
+            came = weights * plan.parameters
+            went = weights * plan.gradients * (backward and step == steps - 1)
+            medium = came / read + went / write
+            handled = (came + went) / copy
+            fill = largest / read if came else 0.0
+            exposed += fill + max(medium - computing - handled, 0.0) + handled
+            whole += medium
+    moved = plan.traffic(micro_steps=0, synced=0)
+    medium = moved.read_nbytes / read + moved.written_nbytes / write
+    exposed += (window / read if moved.read_nbytes else 0.0) + max(medium - update_s, 0.0)
+    return TierTimes(exposed, whole + medium)
+
+
+def _rates(job: Job) -> tuple[float, float, float]:
+    """Bytes per second of one rank: read, written, and copied to or from staging."""
+    machine = job.machine
+    copy = machine.memory_rate / 2  # a byte is read and written
+    read, write = machine.tier_rates(job.offload.medium)
+    if not read or not write:
+        raise ConfigError(
+            f"{machine.name}: has no rates of a tier on {job.offload.medium}, expected "
+            f"{job.offload.medium}_read and {job.offload.medium}_write in bytes per second of a rank"
+        )
+    return read, write, copy

@@ -1,0 +1,71 @@
+"""The model of a run in shards, and its optimizer.
+
+Owns: which parameters decay, and the options that an optimizer goes on with. Must not know: data, results, the loop.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+import hpczero
+from hpczero.accelerator import Accelerator
+from hpczero.adapters.base import Adapter
+from hpczero.job.topology import Topology
+from hpczero.options.config import RunConfig, TrainOptions
+from hpczero.run.starting.offloading import offload_of
+
+
+def build(
+    config: RunConfig, adapter: Adapter, topology: Topology, accelerator: Accelerator
+) -> tuple[nn.Module, AdamW]:
+    """Make the model in shards, with its initial weights, and its optimizer. Collective over the topology's world."""
+    # Weights and samples have generators of their own; this is for whatever else a model draws.
+    torch.manual_seed(zlib.crc32(f"{config.run.seed} {topology.data.rank}".encode()))
+    # A model on the meta device holds nothing; zeroify fills the shards of this rank.
+    with torch.device("meta"):
+        model = adapter.build()
+    optimizer = AdamW(
+        decay_groups(model, adapter, config.train.weight_decay),
+        lr=config.train.learning_rate,
+        betas=config.train.betas,
+        fused=True,
+    )
+    hpczero.zeroify(
+        model,
+        optimizer,
+        stage=config.parallel.stage,
+        topology=topology,
+        precision=config.parallel.precision,
+        transport=config.parallel.transport,
+        algorithms=config.parallel.algorithms,
+        overlap=config.parallel.overlap,
+        device=accelerator,
+        initialize=adapter.initializer(model, config.run.seed),
+        offload=offload_of(config.offload),
+    )
+    return model, optimizer
+
+
+def decay_groups(
+    model: nn.Module, adapter: Adapter, weight_decay: float
+) -> list[dict[str, object]]:
+    """Two optimizer groups: parameters that decay, then the others."""
+    parameters = list(model.named_parameters())
+    decaying = [parameter for name, parameter in parameters if adapter.decays(name, parameter)]
+    others = [parameter for name, parameter in parameters if not adapter.decays(name, parameter)]
+    return [
+        {"params": decaying, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+
+
+def set_options(optimizer: AdamW, options: TrainOptions) -> None:
+    """Give the optimizer the current options, whatever a checkpoint has restored."""
+    decays = (options.weight_decay, 0.0)  # as in decay_groups
+    for group, weight_decay in zip(optimizer.param_groups, decays, strict=True):
+        rate = options.learning_rate
+        group.update(lr=rate, initial_lr=rate, betas=options.betas, weight_decay=weight_decay)

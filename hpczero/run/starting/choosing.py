@@ -1,0 +1,248 @@
+"""The settings of a run that was asked to choose them itself (``--parallel.auto``).
+
+Owns: what may be chosen, and how the choice becomes options. Must not know: how settings are compared
+(`hpczero.planner`), what a machine has (`room_check`, `hpczero.probe`). A run chooses once, before anything is
+allocated, and never in between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpczero.accelerator import Accelerator
+from hpczero.errors import ConfigError
+from hpczero.job import log
+from hpczero.job.topology import Topology
+from hpczero.memory.buffers import DTYPES
+from hpczero.models import GPTConfig
+from hpczero.options.config import ParallelOptions, RunConfig
+from hpczero.options.reading import load_toml
+from hpczero.plan.batch import Batch
+from hpczero.plan.offload import Medium
+from hpczero.plan.peak import Run
+from hpczero.plan.precision import Precision
+from hpczero.planner.candidates import Freedom, candidates
+from hpczero.planner.choice import Choice, Foretold, choose
+from hpczero.planner.foretell import foretell_on
+from hpczero.planner.words import lines
+from hpczero.probe.job import probe_job
+from hpczero.probe.machine import machine_of
+from hpczero.run.results.folder import RunFolder
+from hpczero.run.starting.room_check import fitting_on, run_of
+
+PARTS = ("optimizer", "gradients", "parameters")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The settings of a run.
+
+    Attributes:
+        config: with the choice among the options.
+        model: with or without checkpointing.
+        batch: as it is cut now.
+        foretold: what was chosen, and what is expected of it; None for the choice of an earlier start.
+    """
+
+    config: RunConfig
+    model: GPTConfig
+    batch: Batch
+    foretold: Foretold | None
+
+
+def choose_settings(
+    config: RunConfig,
+    model: GPTConfig,
+    batch: Batch,
+    topology: Topology,
+    accelerator: Accelerator,
+) -> Chosen:
+    """Probe the machine with all ranks, and choose. Collective over world; equal on every rank.
+
+    Args:
+        config: options; what they set beside ``parallel.auto`` to another value than the default stays.
+        model: the network, with the tokenizer's vocabulary.
+        batch: whose global batch is kept, and whose cut too if the options give it.
+        topology: the ranks.
+        accelerator: device of this rank.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    with topology.agreed("plan the run"):
+        base = run_of(config, model, batch, topology, is_host=accelerator.is_host)
+        freedom = freedom_of(config, accelerator)
+    choice, troubles = choose_here(base, model, freedom, topology, accelerator)
+    for trouble in troubles:
+        log.info("planner: %s", trouble)
+    best = choice.best
+    with topology.agreed("choose the settings"):
+        if best is None:
+            raise ConfigError(nothing_fits(choice))
+    assert best is not None, "agreed"
+    for line in lines(choice):
+        log.info("planner: %s", line)
+    return applied(config, model, batch, best)
+
+
+def choose_here(
+    base: Run,
+    model: GPTConfig,
+    freedom: Freedom,
+    topology: Topology,
+    accelerator: Accelerator,
+) -> tuple[Choice, list[str]]:
+    """The choice on this machine, and what could not be probed. Collective over world; equal on every rank.
+
+    Args:
+        base: what is to be trained.
+        model: the network of ``base``.
+        freedom: what may be chosen.
+        topology: the ranks.
+        accelerator: device of this rank.
+    """
+    folder = None if freedom.folder is None else Path(freedom.folder)
+    dtype = DTYPES[Precision.of(base.precision).param]
+    measured, troubles = probe_job(topology, accelerator, dtype=dtype, folder=folder)
+    machine = machine_of(
+        measured, ranks_per_node=topology.local_size, memory_nbytes=1.0, title="this machine"
+    )
+    media = [medium for medium in freedom.media if all(machine.tier_rates(medium))]
+    runs = list(candidates(base, dataclasses.replace(freedom, media=media)))
+    fits_here = fitting_on(base, topology, accelerator)
+    # Ranks may have different limits: what does not fit one of them fits none.
+    mine = "".join(str(int(fits_here(run) and has_room(run, topology))) for run in runs)
+    columns = zip(*topology.world.gather_text(mine), strict=True)
+    fits = {id(run): set(column) == {"1"} for run, column in zip(runs, columns, strict=True)}
+    choice = choose(runs, lambda run: fits[id(run)], foretell_on(model, machine, measured))
+    return choice, troubles
+
+
+def freedom_of(config: RunConfig, accelerator: Accelerator) -> Freedom:
+    """What the options leave open."""
+    parallel, model, train = config.parallel, config.model, config.train
+    media: list[Medium] = [] if accelerator.is_host else ["host"]
+    if config.offload.folder is not None:
+        media.append("disk")
+    given = parallel.stage != ParallelOptions.stage
+    return Freedom(
+        stages=(parallel.stage,) if given else (0, 1, 2, 3),
+        checkpointing=(True,) if model.checkpoint_activations else (False, True),
+        media=media,
+        folder=config.offload.folder,
+        micro_batches=train.micro_batch is None and train.accumulation is None,
+    )
+
+
+def has_room(run: Run, topology: Topology) -> bool:
+    """Whether the folder has room for what all ranks of this node would let rest there."""
+    if run.offload.medium != "disk" or run.offload.folder is None:
+        return True
+    try:
+        found = os.statvfs(run.offload.folder)
+    except OSError:
+        return False
+    return run.memory.away * topology.local_size <= found.f_bavail * found.f_frsize
+
+
+def earlier_settings(config: RunConfig, folder: RunFolder) -> str:
+    """What the start that this one goes on with chose for itself, as JSON; empty if it did not. Rank 0 calls it.
+
+    Another cut of the batch gives other last bits, and another stage other peaks, so a run keeps what it chose first.
+    """
+    goes_on = config.resume.from_ == "auto" and not config.run.overwrite and folder.has_checkpoints
+    if not goes_on or not folder.config.exists():
+        return ""
+    with suppress(ConfigError):  # whoever chooses where to begin says what is wrong
+        earlier = load_toml(folder.config, RunConfig)
+        if earlier.parallel.auto:
+            parts = {name: getattr(earlier.offload, name) for name in PARTS}
+            return json.dumps(
+                {
+                    "stage": earlier.parallel.stage,
+                    "micro_batch": earlier.train.micro_batch,
+                    "checkpointing": earlier.model.checkpoint_activations,
+                    "offload": parts,
+                }
+            )
+    return ""
+
+
+def taken_over(
+    text: str, config: RunConfig, model: GPTConfig, batch: Batch, ranks: int
+) -> Chosen | None:
+    """The settings of an earlier start; None where its micro-batch cannot make up the batch of these ranks."""
+    earlier = json.loads(text)
+    train = dataclasses.replace(
+        config.train,
+        global_batch=batch.global_batch,
+        micro_batch=earlier["micro_batch"],
+        accumulation=None,
+    )
+    try:
+        again = Batch.resolve(train, ranks)
+    except ConfigError:
+        return None
+    log.info("planner: goes on with the settings that an earlier start of this run chose")
+    return _chosen(
+        dataclasses.replace(config, train=train),
+        model,
+        again,
+        stage=earlier["stage"],
+        parts=earlier["offload"],
+        checkpointing=earlier["checkpointing"],
+    )
+
+
+def applied(config: RunConfig, model: GPTConfig, batch: Batch, best: Foretold) -> Chosen:
+    """The choice as options."""
+    run = best.run
+    train = dataclasses.replace(config.train, micro_batch=run.micro_batch, accumulation=None)
+    chosen = _chosen(
+        dataclasses.replace(config, train=train),
+        model,
+        Batch(batch.global_batch, run.micro_batch, run.accumulation),
+        stage=run.stage,
+        parts={name: getattr(run.offload, name) for name in PARTS},
+        checkpointing=run.checkpointing,
+    )
+    return dataclasses.replace(chosen, foretold=best)
+
+
+def _chosen(
+    config: RunConfig,
+    model: GPTConfig,
+    batch: Batch,
+    *,
+    stage: Any,  # a Literal of the options
+    parts: Mapping[str, Any],
+    checkpointing: bool,
+) -> Chosen:
+    return Chosen(
+        dataclasses.replace(
+            config,
+            parallel=dataclasses.replace(config.parallel, stage=stage),
+            offload=dataclasses.replace(config.offload, **parts),
+            model=dataclasses.replace(config.model, checkpoint_activations=checkpointing),
+        ),
+        dataclasses.replace(model, checkpoint_activations=checkpointing),
+        batch,
+        None,
+    )
+
+
+def nothing_fits(choice: Choice) -> str:
+    """One paragraph."""
+    least = choice.too_large
+    closest = "" if least is None else f"; the least is {least.run.memory.total:,} bytes"
+    return (
+        f"parallel.auto: none of {choice.tried} settings fits the memory of these ranks{closest}; give offload.folder, "
+        "a folder on a disk of each node, for what does not fit, use more nodes, or choose a smaller model"
+    )
