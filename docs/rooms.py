@@ -135,6 +135,7 @@ SCALING = House(
         "report",
         "gpu",
         "start",
+        "planner",
         "tiers",
         "transports",
         "peers",

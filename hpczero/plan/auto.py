@@ -47,8 +47,8 @@ class Options:
         global_batch: samples of a step over all ranks.
         folder: on a disk of every node, where parts of the shards may rest; left out, nothing rests on disk.
         device: where this machine computes.
-        machine: a description that comes with hpczero, such as dgx-h100, or a path to one like it; left out, all ranks of
-            the job probe the machine that they are on.
+        machine: a description that comes with hpczero, such as dgx-h100, or a path to one like it; left out, the
+            machine that this runs on, which all ranks of the job probe.
         ranks: of --machine.
         json: print one JSON object instead of lines.
     """

@@ -8,6 +8,8 @@ from __future__ import annotations
 from hpczero.plan.peak import Run
 from hpczero.planner.choice import Choice, Foretold
 
+PARTS = ("optimizer", "gradients", "parameters")
+
 
 def options_of(run: Run) -> list[str]:
     """The settings as options of ``hpczero.train``, each as it is typed."""
@@ -18,7 +20,7 @@ def options_of(run: Run) -> list[str]:
         f"--train.accumulation {run.accumulation}",
         f"--model.checkpoint_activations {str(run.checkpointing).lower()}",
     ]
-    for name in ("optimizer", "gradients", "parameters"):
+    for name in PARTS:
         medium = getattr(offload, name)
         if medium != "device":
             typed.append(f"--offload.{name} {medium}")
@@ -31,11 +33,22 @@ def describe(found: Foretold) -> str:
     """One line: settings, seconds, bytes."""
     run = found.run
     words = [f"stage {run.stage}"]
-    words += [run.offload.describe()] if run.offload.any else []
+    words += [away(run)] if run.offload.any else []
     words += ["activations checkpointed"] if run.checkpointing else []
     times = f" x {run.accumulation}" if run.accumulation > 1 else ""
     words.append(f"micro-batch {run.micro_batch}{times}")
     return f"{', '.join(words)}: {seconds(found.step_s)} a step, up to {nbytes(run.most)} a rank"
+
+
+def away(run: Run) -> str:
+    """What rests elsewhere, such as ``optimizer and gradients on disk``."""
+    parts = [name for name in PARTS if getattr(run.offload, name) != "device"]
+    *most, last = parts
+    return (
+        f"{', '.join(most)} and {last} on {run.offload.medium}"
+        if most
+        else f"{last} on {run.offload.medium}"
+    )
 
 
 def lines(choice: Choice) -> list[str]:

@@ -4,8 +4,8 @@ Owns: the formulas of section 5 of ZeRO-Infinity as hpczero moves bytes. Must no
 model's own work takes. Assumptions beside those of `hpczero.predict.model`:
 
 - reads and writes share the medium, so their times add up;
-- weights are read ahead, so a pass takes as long as computing or its disk, whichever is longer, and begins with the
-  read of one unit; a step begins with the read of one window;
+- weights are read ahead, so a pass takes as long as computing or its medium, whichever is longer; nothing is computed
+  while the first unit comes, and nothing of a step while its first window comes;
 - every byte that comes or goes is copied once between staging and where it is used, by the core that computes.
 
 Source: Rajbhandari et al., ZeRO-Infinity, SC21, sec. 4 and 6; issue 18.
@@ -47,26 +47,28 @@ def tier_times(job: Job, forward_s: float, backward_s: float, update_s: float) -
         return TierTimes()
     plan = OffloadedPlan(job.plan, job.offload)
     read, write, copy = _rates(job)
-    units = job.plan.trainable_units
-    weights = FP32_BYTES * sum(unit.layout.shard_numel for unit in units)
-    largest = FP32_BYTES * max((unit.layout.shard_numel for unit in units), default=0)
-    window = min(job.offload.window, plan.nbytes)
+    sizes = [FP32_BYTES * unit.layout.shard_numel for unit in job.plan.trainable_units]
+    weights, steps = sum(sizes), job.accumulation
+    first_unit = max(sizes, default=0) / max(weights, 1)
     exposed = whole = 0.0
-    steps = job.accumulation
     for backward in (False, True):
         computing = (backward_s if backward else forward_s) / steps
         for step in range(steps):
             came = weights * plan.parameters
             went = weights * plan.gradients * (backward and step == steps - 1)
-            medium = came / read + went / write
-            handled = (came + went) / copy
-            fill = largest / read if came else 0.0
-            exposed += fill + max(medium - computing - handled, 0.0) + handled
+            medium, handled = came / read + went / write, (came + went) / copy
+            exposed += handled + _not_hidden(medium, computing + handled, first_unit)
             whole += medium
     moved = plan.traffic(micro_steps=0, synced=0)
     medium = moved.read_nbytes / read + moved.written_nbytes / write
-    exposed += (window / read if moved.read_nbytes else 0.0) + max(medium - update_s, 0.0)
-    return TierTimes(exposed, whole + medium)
+    first_window = min(job.offload.window / max(plan.nbytes, 1), 1.0)
+    return TierTimes(exposed + _not_hidden(medium, update_s, first_window), whole + medium)
+
+
+def _not_hidden(medium_s: float, computing_s: float, first: float) -> float:
+    """Seconds of the medium that computing does not hide; nothing hides the ``first`` share of it."""
+    together = max(medium_s, computing_s) + first * min(medium_s, computing_s)
+    return together - computing_s
 
 
 def _rates(job: Job) -> tuple[float, float, float]:

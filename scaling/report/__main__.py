@@ -19,6 +19,7 @@ from scaling.collectives import report as collectives_report
 from scaling.evidence.record import HOME, Row, commit, of_kind, parse_rows
 from scaling.gpu import goals as gpu_goals
 from scaling.peers import report as peers_report
+from scaling.planner import report as planner_report
 from scaling.predict import report as predict_report
 from scaling.report.page import Report, page
 from scaling.report.rows import is_sound
@@ -49,6 +50,7 @@ TEXT: dict[str, Callable[[list[Row]], str]] = {
     "collectives": collectives_report.text,
     "gpu": gpu_text,
     "peers": peers_report.text,
+    "planner": planner_report.text,
     "predict": predict_report.text,
     "start": start_report.text,
     "sweep": sweep_report.text,
@@ -60,6 +62,7 @@ DRAW: dict[str, Callable[[list[Row], Path], None]] = {
     "collectives": collectives_report.draw,
     "gpu": draw_nothing,
     "peers": peers_report.draw,
+    "planner": planner_report.draw,
     "predict": predict_report.draw,
     "start": draw_nothing,
     "sweep": sweep_plots.draw,

@@ -40,6 +40,7 @@ HELP = {
     "scaling.gpu": ("",),
     "scaling.peers": ("",),
     "scaling.sweep.point": ("",),
+    "scaling.planner": ("",),
     "scaling.predict": ("",),
     "scaling.report": ("",),
     "scaling.start": ("",),

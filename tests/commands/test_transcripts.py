@@ -156,6 +156,9 @@ TABLE = {
     "python -m hpczero.plan": Verdict(
         after="--model gpt2 --ranks 2 --memory 8GB", shows="Use stage"
     ),
+    "python -m hpczero.plan --auto": Verdict(
+        after="--model gpt2 --ranks 8 --machine dgx-h100", shows="to pin it"
+    ),
     "python -m hpczero.plan --machine": Verdict(
         after="dgx-h100 --model gpt2 --ranks 8", shows="predicted step"
     ),
@@ -194,6 +197,9 @@ TABLE = {
     "scontrol requeue": Verdict("no", needs="What the job does"),  # by itself
     # measurements
     "mpirun -n 2 python -m scaling.collectives": Verdict(after="--sizes 65536 --rounds 1"),
+    "mpirun -n 2 python -m scaling.planner": Verdict(
+        after="--only 1 --rounds 1 --steps 1 --candidates 2"
+    ),
     "mpirun -n 2 python -m scaling.tiers": Verdict(after="--workload tiny --rounds 1 --fio_mib 0"),
     "mpirun -n 2 python -m scaling.transports": Verdict(after="--workload tiny --rounds 1"),
     "python -m scaling.peers": Verdict("parse"),

@@ -30,7 +30,7 @@ SECTIONS = {
     "data": "path tokenizer cache",
     "train": "steps global_batch micro_batch accumulation learning_rate min_learning_rate warmup weight_decay "
     "betas clip",
-    "parallel": "stage precision nodes transport algorithms overlap device",
+    "parallel": "stage precision nodes transport algorithms overlap device auto",
     "offload": "optimizer gradients parameters folder window buffers ahead",
     "evaluation": "every batches",
     "checkpoint": "every keep background writer required",

@@ -1,0 +1,188 @@
+"""The planner's choice beside the other settings that fit, trained in turns in one MPI job.
+
+    mpirun -n 2 python -m scaling.planner --folder /local/scratch
+
+Owns: the order of a run. Must not know: how a planner compares, the arithmetic of the report. In each round every rank
+probes, every candidate is built, takes a step that does not count, and some that do; then it is given back. What is
+foretold comes from the probe of the same round, as a run would foretell it at its start.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpczero.errors import ConfigError, run
+from hpczero.options.reading import parse_command_line
+from scaling.contenders.scratch import scratch
+from scaling.evidence.record import Row, circumstances
+
+if TYPE_CHECKING:
+    from hpczero.job.topology import Topology
+    from hpczero.plan.peak import Run
+    from hpczero.planner.choice import Choice
+    from scaling.planner.settings import Setting
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure.
+
+    Attributes:
+        folder: on the disk; left out, runs/scratch.
+        rounds: measured turns of each candidate.
+        steps: of a turn, beside one that does not count.
+        candidates: settings that are trained for each of what is planned: the best by prediction, and some others.
+        only: numbers of what is planned, from 0; left out, all.
+        seed: of the order in the rounds, and of the other candidates.
+        results: folder of all machines' results; left out, scaling/results.
+    """
+
+    folder: str | None = None
+    rounds: int = 2
+    steps: int = 2
+    candidates: int = 8
+    only: tuple[int, ...] = ()
+    seed: int = 0
+    results: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("rounds", 1), ("steps", 1), ("candidates", 2)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"--{name}: got {getattr(self, name)}, expected at least {least}")
+        if self.folder is not None and not Path(self.folder).is_dir():
+            raise ConfigError(f"--folder: got {self.folder!r}, expected a folder on a disk")
+
+
+def main() -> int:
+    """Measure; rank 0 writes the rows, prints the table, draws the plot. Collective over MPI's world."""
+    options = parse_command_line(
+        Options,
+        sys.argv[1:],
+        prog="python -m scaling.planner",
+        description="The planner's choice beside other settings that fit, trained in turns; start it under mpirun.",
+        default=Options(),
+    )
+    # Here and not at the top: this import starts MPI, which --help and bad options must not do.
+    from hpczero.job.launch import start_topology
+    from scaling.evidence.clock import record
+    from scaling.planner.report import draw, text
+
+    topology = start_topology(None)
+    rows = measure(topology, options)
+    record(
+        topology, rows, f"planner-{topology.size}", results=options.results, text=text, draw=draw
+    )
+    topology.free()
+    return 0
+
+
+def measure(topology: Topology, options: Options) -> Iterator[Row]:
+    """All rows, the same on every rank. Collective."""
+    import torch
+
+    from scaling.planner.settings import SETTINGS
+
+    torch.set_num_threads(1)
+    yield {
+        "kind": "run",
+        **circumstances(),
+        "ranks": topology.size,
+        "rounds": options.rounds,
+        "steps": options.steps,
+    }
+    folder = scratch() if options.folder is None else Path(options.folder)
+    order = random.Random(options.seed)
+    chosen = options.only or range(len(SETTINGS))
+    for number in chosen:
+        setting = SETTINGS[number]
+        yield from _one(topology, setting, folder, options, order)
+        if topology.is_root:
+            sys.stderr.write(f"planner: {setting.name} done\n")
+
+
+def _one(
+    topology: Topology, setting: Setting, folder: Path, options: Options, order: random.Random
+) -> Iterator[Row]:
+    from scaling.evidence.clock import seconds
+    from scaling.planner.settings import Training
+
+    asked = setting.asked(topology, folder)
+    picked: list[Run] = []
+    for turn in range(options.rounds):
+        choice = _choice(topology, setting, asked, folder)
+        assert choice.best is not None, "every setting has candidates that fit"
+        foretold = {_key(found.run): found.step_s for found in choice.fitting}
+        if not picked:
+            picked = _pick(choice, options.candidates, order)
+        runs = [*picked]
+        if _key(choice.best.run) not in map(_key, runs):
+            runs.append(choice.best.run)
+        for candidate in order.sample(runs, len(runs)):
+            training = Training(topology, setting, candidate)
+            training.steps(1)
+            took = seconds(topology, lambda training=training: training.steps(options.steps))  # type: ignore[misc]
+            training.close()
+            yield {
+                "kind": "turn",
+                "setting": setting.name,
+                "round": turn,
+                "candidate": _key(candidate),
+                "is_choice": _key(candidate) == _key(choice.best.run),
+                "foretold_s": foretold[_key(candidate)],
+                "seconds": took / options.steps,
+                "fitting": len(choice.fitting),
+            }
+
+
+def _choice(topology: Topology, setting: Setting, asked: Run, folder: Path) -> Choice:
+    """By a probe of now; the same on every rank. Collective."""
+    import torch
+
+    from hpczero.accelerator import HostAccelerator
+    from hpczero.planner.candidates import Freedom, candidates
+    from hpczero.planner.choice import choose
+    from hpczero.planner.foretell import foretell_on
+    from hpczero.probe.job import probe_job
+    from hpczero.probe.machine import machine_of
+
+    measured, troubles = probe_job(topology, HostAccelerator(), dtype=torch.float32, folder=folder)
+    if troubles:
+        raise ConfigError("; ".join(troubles))
+    machine = machine_of(
+        measured, ranks_per_node=topology.local_size, memory_nbytes=1.0, title="this machine"
+    )
+    runs = list(candidates(asked, Freedom(media=["disk"], folder=str(folder))))
+    limit = setting.limit(asked, runs)
+    return choose(
+        runs, lambda run: run.most <= limit, foretell_on(setting.model, machine, measured)
+    )
+
+
+def _pick(choice: Choice, many: int, order: random.Random) -> list[Run]:
+    """The best of each kind by prediction, for most of the places; others by chance for the rest."""
+    kinds: dict[tuple[object, ...], Run] = {}
+    for found in choice.fitting:
+        run = found.run
+        kinds.setdefault((run.stage, run.offload, run.checkpointing), run)
+    best = list(kinds.values())[: max(many - 2, 1)]
+    others = [found.run for found in choice.fitting if found.run not in best]
+    return best + order.sample(others, min(many - len(best), len(others)))
+
+
+def _key(run: Run) -> str:
+    """A candidate in words."""
+    from hpczero.planner.words import away
+
+    words = [f"stage {run.stage}", f"micro-batch {run.micro_batch} x {run.accumulation}"]
+    words += ["checkpointed"] if run.checkpointing else []
+    words += [away(run)] if run.offload.any else []
+    return ", ".join(words)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,143 @@
+"""What is planned and trained: models, batches and limits of memory.
+
+Owns: the settings, and how one of their candidates is trained. Must not know: the order of a run, the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import hpczero
+from hpczero.accelerator import HostAccelerator
+from hpczero.adapters.gpt import GPTAdapter
+from hpczero.job.topology import Topology
+from hpczero.models.config import GPTConfig, parameter_shapes
+from hpczero.plan.offload import MIB, Offload
+from hpczero.plan.peak import Network, Run
+from hpczero.plan.transports import fastest_transport
+from hpczero.run.step import TrainingStep
+
+WINDOW_MIB = 8
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a user would ask for.
+
+    Attributes:
+        layers: of the model.
+        hidden: of the model.
+        context: tokens of a sample.
+        sequences: samples of a rank in one step.
+        room: bytes of a rank: 0 is what the smallest candidate needs, 1 what stage 3 in memory does.
+    """
+
+    layers: int
+    hidden: int
+    context: int
+    sequences: int
+    room: float = 10.0
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        tight = f", room {self.room:g}" if self.room < 1 else ""
+        return f"{self.layers} x {self.hidden}, {self.sequences} x {self.context} tokens{tight}"
+
+    @property
+    def model(self) -> GPTConfig:
+        """Sizes of the network."""
+        return GPTConfig(
+            vocab_size=8192,
+            context=self.context,
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.hidden // 64,
+        )
+
+    def asked(self, topology: Topology, folder: Path) -> Run:
+        """What the planner starts from."""
+        return Run(
+            network=Network(self.model, tuple(parameter_shapes(self.model))),
+            ranks=topology.size,
+            local_size=topology.local_size,
+            transport=fastest_transport(topology.local_size, topology.num_nodes),
+            stage=3,
+            precision="fp32",
+            sequence=self.context,
+            micro_batch=self.sequences,
+            accumulation=1,
+            checkpointing=False,
+            offload=Offload(folder=folder, window=WINDOW_MIB * MIB),
+        )
+
+    def limit(self, asked: Run, candidates: Iterable[Run]) -> float:
+        """Bytes of a rank beside Python, torch and MPI."""
+        least = min(run.most for run in candidates)
+        return least + self.room * (asked.most - least)
+
+
+SETTINGS = (
+    Setting(8, 512, 128, 4),
+    Setting(8, 512, 128, 4, room=0.1),
+    Setting(4, 768, 64, 8),
+    Setting(4, 768, 64, 16, room=0.4),
+    Setting(12, 512, 256, 2),
+    Setting(6, 768, 128, 8, room=0.0),
+)
+
+
+class Training:
+    """One candidate, in memory until it is closed. Collective over the topology."""
+
+    def __init__(self, topology: Topology, setting: Setting, run: Run) -> None:
+        self._topology, self._setting, self._run = topology, setting, run
+        torch.manual_seed(0)
+        config = setting.model
+        adapter = GPTAdapter(config).with_checkpointing(run.checkpointing)
+        with torch.device("meta"):
+            model = adapter.build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        hpczero.zeroify(
+            model,
+            optimizer,
+            stage=run.stage,
+            topology=topology,
+            transport=run.transport,
+            device=HostAccelerator(),
+            initialize=adapter.initializer(model, 0),
+            offload=run.offload,
+        )
+        self._model, self._taken = model, 0
+        self._step = TrainingStep(
+            model,
+            optimizer,
+            loss=adapter.loss,
+            samples=self._samples,
+            accumulation=run.accumulation,
+            accelerator=HostAccelerator(),
+            clip=1.0,
+        )
+
+    def steps(self, count: int) -> list[float]:
+        """Train; the loss of each step."""
+        losses = []
+        for _ in range(count):
+            losses.append(self._step.take(self._taken).loss)
+            self._taken += 1
+        return losses
+
+    def _samples(self, number: int, micro: int) -> tuple[np.ndarray, np.ndarray]:
+        draw = np.random.default_rng((number, micro, self._topology.rank))
+        shape = (self._run.micro_batch, self._setting.context + 1)
+        tokens = draw.integers(0, self._setting.model.vocab_size, shape)
+        return tokens[:, :-1].copy(), tokens[:, 1:].copy()
+
+    def close(self) -> None:
+        """Give everything back."""
+        hpczero.release(self._model)

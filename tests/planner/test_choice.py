@@ -1,0 +1,156 @@
+"""The planner's candidates and its choice, by hand-made seconds and bytes; what a tier adds to a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from hpczero.errors import ConfigError
+from hpczero.models.config import GPTConfig, parameter_shapes
+from hpczero.plan.offload import Offload
+from hpczero.plan.peak import Network, Run
+from hpczero.planner.candidates import Freedom, candidates
+from hpczero.planner.choice import choose
+from hpczero.planner.foretell import foretell_on
+from hpczero.planner.words import describe, lines, options_of
+from hpczero.predict.machine import Machine, load_machine
+from hpczero.predict.model import Prediction
+
+MODEL = GPTConfig(vocab_size=512, context=64, layers=4, hidden=128, heads=2)
+DISK = Freedom(media=["disk"], folder="/scratch")
+
+
+def asked(**changes: object) -> Run:
+    run = Run(
+        network=Network(MODEL, tuple(parameter_shapes(MODEL))),
+        ranks=2,
+        local_size=2,
+        transport="window",
+        stage=3,
+        precision="fp32",
+        sequence=64,
+        micro_batch=6,
+        accumulation=1,
+        checkpointing=False,
+    )
+    return dataclasses.replace(run, **changes)  # type: ignore[arg-type]
+
+
+def machine(**changes: object) -> Machine:
+    sheet = dataclasses.replace(load_machine("dgx-h100"), disk_read=1e9, disk_write=2e9)
+    return dataclasses.replace(sheet, **changes)  # type: ignore[arg-type]
+
+
+def test_every_candidate_keeps_the_global_batch_and_can_be_trained() -> None:
+    found = list(candidates(asked(), DISK))
+    assert {run.global_batch for run in found} == {12}
+    assert {(run.micro_batch, run.accumulation) for run in found} == {
+        (6, 1),
+        (3, 2),
+        (2, 3),
+        (1, 6),
+    }
+    for run in found:
+        run.offload.check(run.plan.stage)
+    assert {run.stage for run in found if not run.offload.any} == {0, 1, 2, 3}
+    assert len({dataclasses.astuple(run)[3:] for run in found}) == len(found)
+
+
+def test_what_is_given_is_kept() -> None:
+    free = Freedom(stages=(2,), checkpointing=(True,), micro_batches=False)
+    (only,) = candidates(asked(micro_batch=3, accumulation=2), free)
+    assert (only.stage, only.checkpointing, only.micro_batch, only.accumulation) == (2, True, 3, 2)
+    given = asked(offload=Offload("disk", folder="/scratch"))
+    assert {run.offload for run in candidates(given, DISK)} == {given.offload}
+
+
+def test_the_fastest_that_fits_is_chosen_and_what_would_be_faster_is_named() -> None:
+    seconds = {0: 1.0, 1: 3.0, 2: 2.0, 3: 4.0}
+
+    def foretell(run: Run) -> Prediction:
+        spent = seconds[run.stage] + run.accumulation / 10 + run.checkpointing / 2
+        base = foretell_on(MODEL, machine())(run)
+        parts = dataclasses.replace(base, forward_s=spent, backward_s=0, communication_s=0)
+        return dataclasses.replace(parts, update_s=0, tier_s=0)
+
+    runs = list(candidates(asked(), Freedom()))
+    choice = choose(runs, lambda run: run.stage > 0, foretell)
+    assert choice.best is not None
+    assert choice.runner_up is not None
+    assert choice.too_large is not None
+    assert (choice.best.run.stage, choice.best.run.micro_batch) == (2, 6)
+    assert (choice.runner_up.run.stage, choice.runner_up.run.checkpointing) == (2, True)
+    assert choice.too_large.run.stage == 0
+    assert choice.tried == len(runs)
+    said = "\n".join(lines(choice))
+    assert "stage 0, micro-batch 6: 1.10 s" in said
+    assert "does not fit" in said
+    nothing = choose(runs, lambda run: False, foretell)
+    assert nothing.best is None
+    assert nothing.runner_up is None
+
+
+def test_settings_alike_within_a_hundredth_go_to_the_simpler_one() -> None:
+    def foretell(run: Run) -> Prediction:
+        base = foretell_on(MODEL, machine())(run)
+        faster = 0.995 if run.offload.any else 1.0  # so little is noise
+        return dataclasses.replace(
+            base, forward_s=faster, backward_s=0, communication_s=0, update_s=0, tier_s=0
+        )
+
+    choice = choose(candidates(asked(), DISK), lambda run: True, foretell)
+    assert choice.best is not None
+    best = choice.best.run
+    assert not best.offload.any
+    assert (best.stage, best.checkpointing, best.accumulation) == (0, False, 1)
+
+
+def test_options_pin_the_choice() -> None:
+    offload = Offload("disk", "disk", folder="/scratch")
+    run = asked(stage=2, micro_batch=3, accumulation=2, checkpointing=True, offload=offload)
+    assert options_of(run) == [
+        "--parallel.stage 2",
+        "--train.micro_batch 3",
+        "--train.accumulation 2",
+        "--model.checkpoint_activations true",
+        "--offload.optimizer disk",
+        "--offload.gradients disk",
+        "--offload.folder /scratch",
+    ]
+    found = choose([run], lambda _: True, foretell_on(MODEL, machine())).best
+    assert found is not None
+    assert "optimizer and gradients on disk" in describe(found)
+
+
+def test_a_disk_that_is_slower_than_computing_sets_the_step() -> None:
+    """Section 5 of ZeRO-Infinity: 40 bytes of everything for each element that a rank owns."""
+    offload = Offload("disk", "disk", "disk", Path("/scratch"))
+    run = asked(offload=offload)
+    slow = machine(disk_read=1e6, disk_write=1e6)
+    step = foretell_on(MODEL, slow)(run)
+    shard = sum(unit.layout.shard_numel for unit in run.plan.units)
+    assert step.tier_s == pytest.approx(40 * shard / 1e6, rel=0.05)
+    assert step.tier_s > 40 * shard / 1e6 - step.forward_s - step.backward_s - step.update_s
+    fast = foretell_on(MODEL, machine(disk_read=1e15, disk_write=1e15))(run)
+    assert fast.tier_s < 0.01 * step.tier_s
+    assert foretell_on(MODEL, slow)(asked()).tier_s == 0
+
+
+def test_a_tier_without_rates_is_refused_by_name() -> None:
+    run = asked(offload=Offload("disk", folder="/scratch"))
+    with pytest.raises(ConfigError, match="disk_read and disk_write"):
+        foretell_on(MODEL, load_machine("dgx-h100"))(run)
+
+
+def test_a_search_takes_less_than_a_second_of_this_process() -> None:
+    import time
+
+    run = asked(micro_batch=64)
+    begin = time.process_time()
+    choice = choose(
+        candidates(run, DISK), lambda run: run.most < 1e12, foretell_on(MODEL, machine())
+    )
+    assert choice.tried > 100
+    assert time.process_time() - begin < 1.0
