@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hpczero.plan.layout import ShardLayout
     from hpczero.plan.offload import Offload
     from hpczero.plan.precision import LossScale, Precision
-    from hpczero.zero.access import full_gradients, gathered
+    from hpczero.zero.access import finish_update, full_gradients, gathered
     from hpczero.zero.accumulation import accumulate
     from hpczero.zero.forward_methods import register_forward
     from hpczero.zero.full_state import full_state_dict
@@ -47,6 +47,7 @@ _HOME = {
     "Topology": "hpczero.job.topology",
     "accumulate": "hpczero.zero.accumulation",
     "clip_grad_norm_": "hpczero.zero.zeroify",
+    "finish_update": "hpczero.zero.access",
     "full_gradients": "hpczero.zero.access",
     "full_state_dict": "hpczero.zero.full_state",
     "gathered": "hpczero.zero.access",
@@ -74,6 +75,7 @@ __all__ = [
     "Topology",
     "accumulate",
     "clip_grad_norm_",
+    "finish_update",
     "full_gradients",
     "full_state_dict",
     "gathered",

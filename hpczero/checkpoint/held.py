@@ -16,7 +16,7 @@ places take turns, so the one opened first is needed next.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -128,8 +128,8 @@ class ValuesHome:
         """As of any home; ``unit.publish`` follows once all are there."""
         rest = piece.unit.rest
         if isinstance(rest, AwayRest):
-            self._windows.write(rest.shard, piece.unit.owned_numel, begin, values)
             rest.updated(range(begin, begin + len(values)), values)
+            self._windows.write(rest.shard, piece.unit.owned_numel, begin, values)
             return
         with piece.unit.owned_values(changes=True) as here, torch.no_grad():
             here[begin : begin + len(values)].copy_(values)
@@ -138,7 +138,7 @@ class ValuesHome:
 class StateHome:
     """One state of the optimizer that is there for every element; zero where there is none yet."""
 
-    def __init__(self, key: str, state_of: Callable[[Piece], Mapping[Any, Any]]) -> None:
+    def __init__(self, key: str, state_of: Callable[[Piece], MutableMapping[Any, Any]]) -> None:
         """``state_of``: what of the state of a piece is in memory."""
         self._key, self._state_of = key, state_of
         self._windows = OpenWindows(key)
@@ -158,10 +158,16 @@ class StateHome:
         into.copy_(value.detach().reshape(-1)[first : first + len(into)])
 
     def write(self, piece: Piece, begin: int, values: Tensor) -> None:
-        """As of any home; of units on a tier alone."""
-        shard = piece.unit.away
-        assert shard is not None, "state in memory is given whole"
-        self._windows.write(shard, piece.unit.owned_numel, begin, values)
+        """As of any home; in memory the state is made, zero at first."""
+        if piece.unit.away is not None:
+            self._windows.write(piece.unit.away, piece.unit.owned_numel, begin, values)
+            return
+        state = self._state_of(piece)
+        if self._key not in state:
+            device = piece.unit.optimized.master.device
+            state[self._key] = torch.zeros(piece.numel, device=device)
+        first = begin - piece.begin
+        state[self._key][first : first + len(values)].copy_(values)
 
 
 class OpenWindows:

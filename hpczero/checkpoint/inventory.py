@@ -58,13 +58,13 @@ class Inventory:
         return HeldPieces(self._pieces, ValuesHome())
 
     def sink(self, key: str | None, order: Sequence[int]) -> HeldPieces:
-        """Where values, or the state ``key`` of units on a tier, are put slice by slice.
+        """Where values, or the state ``key``, are put slice by slice, on a tier or in memory.
 
         Args:
             key: of the state; None for values.
             order: of ``held``, or ``held_trainable``, in the file that they come from.
         """
-        home = ValuesHome() if key is None else StateHome(key, lambda piece: {})
+        home = ValuesHome() if key is None else StateHome(key, self._states_by_piece(new=True))
         return HeldPieces([self._pieces[index] for index in order], home)
 
     @property
@@ -163,6 +163,10 @@ class Inventory:
 
     def elements(self, key: str) -> Held:
         """(elements of ``held_trainable``,) fp32 of one elementwise state, read slice by slice; zero where none is."""
+        return HeldPieces(self._trainable_pieces, StateHome(key, self._states_by_piece()))
+
+    def _states_by_piece(self, *, new: bool = False) -> Callable[[Piece], MutableMapping[Any, Any]]:
+        """What is in memory of the state of a piece; with ``new`` it is made if there is none."""
         shards = {
             (unit, position): shard
             for unit in self._sharding.units
@@ -170,12 +174,15 @@ class Inventory:
             for position, shard in unit.owned_shards()
         }
 
-        def state_of(piece: Piece) -> Mapping[Any, Any]:
+        def state_of(piece: Piece) -> MutableMapping[Any, Any]:
             shard = shards[piece.unit, piece.position]
-            state: Mapping[Any, Any] = self._state_of(piece.unit, piece.position).get(shard, {})
+            states = self._state_of(piece.unit, piece.position)
+            if new:
+                states.setdefault(shard, {})
+            state: MutableMapping[Any, Any] = states.get(shard, {})
             return state
 
-        return HeldPieces(self._trainable_pieces, StateHome(key, state_of))
+        return state_of
 
     @property
     def _trainable_pieces(self) -> list[Piece]:
@@ -247,10 +254,16 @@ class Inventory:
                     held[key] = value.to(shard.device, copy=True)
 
     def note_away(self, key: str, present: Mapping[str, Scalar | None]) -> None:
-        """One elementwise state was put on the tier; the parameters in ``present`` have it. Not collective."""
+        """One elementwise state was put where it rests; the parameters in ``present`` have it. Not collective."""
         for unit, position, shard in self._trained():
-            if self._is_in(unit, position, present):
-                state_of(self._state_of(unit, position), shard).elementwise[key] = None
+            states = self._state_of(unit, position)
+            if unit.away is None:
+                if not self._is_in(unit, position, present) and shard in states:
+                    states[shard].pop(key, None)
+                    if not states[shard]:
+                        del states[shard]
+            elif self._is_in(unit, position, present):
+                state_of(states, shard).elementwise[key] = None
 
     def _trained(self) -> Iterator[tuple[Unit, int, nn.Parameter]]:
         """Unit, slot and shard of all that the optimizers of this rank step on."""

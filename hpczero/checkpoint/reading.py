@@ -11,6 +11,7 @@ import json
 import logging
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.places import folder_at, is_imported
 from hpczero.checkpoint.slab_reader import SlabReader
 from hpczero.checkpoint.snapshot import expand
-from hpczero.errors import CorruptCheckpoint
+from hpczero.errors import CorruptCheckpoint, StepError, TierError
 from hpczero.job.topology import Topology
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.module_buffers import set_bytes
@@ -168,6 +169,8 @@ def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
     elements.read()
     buffers, rng = reader.read_whole(BUFFERS), reader.read_whole(RNG)
     elements.check()
+    with suppress(StepError, TierError):  # on all ranks; what is loaded takes its place
+        sharding.step.finish_updates()
     try:
         elements.give_values()
         if len(sharding.optimizers) and manifest.meta["optimizer"] is not None:

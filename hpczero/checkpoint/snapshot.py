@@ -105,6 +105,7 @@ def take(
     """
     topology = sharding.topology
     _check_step(sharding, step)
+    sharding.step.finish_updates()
     with topology.agreed("look at the values"):
         sharding.check_values()
     sharding.step.agreement.replicas.check()

@@ -252,6 +252,10 @@ class OffloadOptions:
         window: MiB of one block of memory through which everything passes.
         buffers: blocks of each rank.
         ahead: units whose parameters are read before they are used.
+        fraction: of all elements, at least so many rest there, in whole blocks of the model, the last ones first; 0 to
+            1.
+        step: who updates what rests in memory of the host: device, to which it is copied; or host, where it rests.
+        delayed: take the host's step while the next batch is computed; this changes the result, by one step's delay.
     """
 
     optimizer: Medium = "device"
@@ -261,6 +265,9 @@ class OffloadOptions:
     window: int = 32
     buffers: int = 6
     ahead: int = 2
+    fraction: float = 1.0
+    step: Literal["device", "host"] = "device"
+    delayed: bool = False
 
     def __post_init__(self) -> None:
         _require_path("offload.folder", self.folder)
@@ -268,6 +275,7 @@ class OffloadOptions:
         _require_positive("offload", self, "buffers", most=2**16)
         require(self.buffers >= 3, "offload.buffers", self.buffers, "at least 3")
         _require_amount("offload", self, "ahead")
+        require(0 <= self.fraction <= 1, "offload.fraction", self.fraction, "0 to 1")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,9 @@ from hpczero.plan.plan import Stage
 Medium = Literal["device", "host", "disk"]
 MEDIA: tuple[str, ...] = get_args(Medium)
 
+Side = Literal["device", "host"]
+SIDES: tuple[str, ...] = get_args(Side)
+
 MIB = 2**20
 LEAST_WINDOW = 2**14  # bytes
 
@@ -33,6 +36,13 @@ class Offload:
         window: bytes of one block of staging: what passes through memory at a time, all parts of some elements.
         buffers: blocks of staging of each rank; two are being used, the others read ahead and write behind.
         ahead: units whose parameters are read before they are used.
+        fraction: of all trained elements, at least so many rest there, in whole units, those that forward uses last
+            first; the other units stay on the device with all they have.
+        step: who updates what rests elsewhere: the device, to which state is copied and from which it returns; or the
+            host, where it rests in its memory and does not move: gradients come down during backward, and values go up
+            in their own dtype.
+        delayed: whether the host's step of a batch is taken while the next batch is computed. Parameters are then one
+            step late, which changes the result: w[k] = w[k-1] + update(gradient at w[k-2]).
     """
 
     optimizer: Medium = "device"
@@ -42,11 +52,19 @@ class Offload:
     window: int = 32 * MIB
     buffers: int = 6
     ahead: int = 2
+    fraction: float = 1.0
+    step: Side = "device"
+    delayed: bool = False
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host updates what rests in its memory."""
+        return self.step == "host" and self.any
 
     @property
     def any(self) -> bool:
         """Whether anything rests elsewhere than where it is computed with."""
-        return self.medium != "device"
+        return self.medium != "device" and self.fraction > 0
 
     @property
     def medium(self) -> Medium:
@@ -101,6 +119,43 @@ class Offload:
                 f"offload: got window {self.window:,} bytes, {self.buffers} buffers, {self.ahead} units ahead; "
                 f"expected at least {LEAST_WINDOW:,}, 3 and 0"
             )
+        if self.step not in SIDES:
+            raise PlanError(f"offload.step: got {self.step!r}, expected one of {', '.join(SIDES)}")
+        if self.step == "host" and self.optimizer != "host":
+            raise PlanError(
+                f"offload: got step on the host with the optimizer on {self.optimizer}, expected optimizer on host: "
+                "the host steps on what rests in its memory"
+            )
+        if self.delayed:
+            self._check_delayed()
+        if not 0 <= self.fraction <= 1:
+            raise PlanError(
+                f"offload.fraction: got {self.fraction!r}, expected a number from 0 (all stays on the device) to 1"
+            )
+        if self.fraction < 1 and not away:
+            raise PlanError(
+                f"offload: got fraction {self.fraction:g} and nothing that rests elsewhere, expected a medium for the "
+                "optimizer at least: host or disk"
+            )
+
+    def _check_delayed(self) -> None:
+        """Refuse a delay beside what it would make wrong."""
+        wanted = "step host, gradients host, parameters device and fraction 1"
+        wrong = ""
+        if self.step != "host":
+            wrong = f"step {self.step}: only the host can step while the device computes"
+        elif self.gradients != "host":
+            wrong = (
+                f"gradients on {self.gradients}: they are dropped while the host still needs them"
+            )
+        elif self.parameters != "device":
+            wrong = (
+                f"parameters on {self.parameters}: the next batch would read them while they change"
+            )
+        elif self.fraction != 1:
+            wrong = f"fraction {self.fraction:g}: a part of the model would be one step late, and the rest not"
+        if wrong:
+            raise PlanError(f"offload: got delayed with {wrong}; expected {wanted}")
 
     def describe(self) -> str:
         """One line for a run header; empty where nothing rests elsewhere."""
@@ -111,7 +166,10 @@ class Offload:
             "gradients": self.gradients,
             "parameters": self.parameters,
         }
-        return ", ".join(f"{name} on {medium}" for name, medium in parts.items())
+        said = ", ".join(f"{name} on {medium}" for name, medium in parts.items())
+        said += ", stepped on by the host" if self.step == "host" else ""
+        said += ", one step late (this changes the result)" if self.delayed else ""
+        return said if self.fraction == 1 else f"{said}, at least {self.fraction:.1%} of them"
 
 
 NOTHING_AWAY = Offload()

@@ -9,12 +9,15 @@ Source: Rajbhandari et al., ZeRO-Infinity, SC21, sec. 3 and 5; the table is in d
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from hpczero.plan.footprint import Footprint
 from hpczero.plan.memory import MemoryPlan
 from hpczero.plan.offload import Offload
 from hpczero.plan.plan import FP32_BYTES, Plan, UnitSpec
+from hpczero.plan.splitting import units_away
 from hpczero.plan.windows import windows_of
 
 ADAM_STATES = 2
@@ -52,37 +55,59 @@ class OffloadedPlan:
     offload: Offload
     states: int = ADAM_STATES
 
+    @cached_property
+    def away(self) -> tuple[UnitSpec, ...]:
+        """Units that have parts elsewhere, in unit order: a fraction of them, those that forward uses last."""
+        units = self.plan.trainable_units
+        if not self.offload.any:
+            return ()
+        count = units_away([unit.layout.numel for unit in units], self.offload.fraction)
+        return units[len(units) - count :]
+
     @property
     def values(self) -> bool:
         """Whether fp32 values rest elsewhere: masters, or parameters that are their own."""
         if not self.offload.any:
             return False
-        return self.plan.precision.has_masters or self.parameters
+        return self.plan.precision.has_masters or self.parameters or self.offload.on_host
+
+    @property
+    def mirror(self) -> int:
+        """Bytes of an element of the copy in half precision from which the host sends values up; 0 for none."""
+        half = self.plan.precision.has_masters
+        sent = self.offload.on_host and not self.parameters
+        return self.plan.precision.param_itemsize if sent and half else 0
 
     @property
     def gradients(self) -> bool:
         """Whether mean gradients do."""
-        return self.offload.gradients != "device"
+        return self.offload.any and self.offload.gradients != "device"
 
     @property
     def parameters(self) -> bool:
-        """Whether a rank keeps nothing of its parameters in memory."""
-        return self.offload.parameters != "device"
+        """Whether a rank keeps nothing of those units' parameters in memory."""
+        return self.offload.any and self.offload.parameters != "device"
 
     @property
     def parts(self) -> int:
-        """fp32 numbers of every trainable element that rest elsewhere."""
+        """fp32 numbers of every element of those units that rest elsewhere."""
         return (self.values + self.gradients + self.states) if self.offload.any else 0
 
     @property
     def _shard(self) -> int:
-        """Trainable elements of a rank, padding included."""
-        return sum(unit.layout.shard_numel for unit in self.plan.trainable_units)
+        """Elements of a rank that have parts elsewhere, padding included."""
+        return sum(unit.layout.shard_numel for unit in self.away)
+
+    @property
+    def share(self) -> float:
+        """Of all trained elements, how many have parts elsewhere; 0 to 1."""
+        trained = sum(unit.layout.numel for unit in self.plan.trainable_units)
+        return sum(unit.layout.numel for unit in self.away) / trained if trained else 0.0
 
     @property
     def nbytes(self) -> int:
         """Bytes of a rank on the medium, without the ends of pages."""
-        return self.parts * FP32_BYTES * self._shard
+        return (self.parts * FP32_BYTES + self.mirror) * self._shard
 
     @property
     def staging_nbytes(self) -> int:
@@ -93,37 +118,59 @@ class OffloadedPlan:
         return self.offload.buffers * (window + MOST_PARTS * PAGE)
 
     def footprint(self, footprint: Footprint) -> Footprint:
-        """That of the transport, where parameters leave memory between uses."""
+        """That of the transport for units whose parameters leave memory between uses."""
         return dataclasses.replace(footprint, lasting=False) if self.parameters else footprint
 
     def memory(self, footprint: Footprint | None = None) -> MemoryPlan:
-        """Bytes that a rank holds in the memory that it computes in; what rests elsewhere is in ``away``."""
-        held = self.plan.memory(
-            optimizer_bytes=FP32_BYTES * self.states,
-            footprint=self.footprint(footprint or Footprint()),
-        )
+        """Bytes that a rank holds in the memory that it computes in; what rests elsewhere is in ``away``.
+
+        Args:
+            footprint: of the transport, as it is without offload.
+        """
+        footprint = footprint or Footprint()
+        states = FP32_BYTES * self.states
+        everything = self.plan.memory(optimizer_bytes=states, footprint=footprint)
         if not self.offload.any:
-            return held
+            return everything
+        gone = {id(unit) for unit in self.away}
+        stay = [unit for unit in self.plan.units if id(unit) not in gone]
+        here = self._of(stay).memory(optimizer_bytes=states, footprint=footprint)
+        away = self._of(self.away).memory(footprint=self.footprint(footprint))
         item = self.plan.precision.param_itemsize
         if self.parameters:
-            frozen = sum(u.layout.shard_numel for u in self.plan.units if not u.trainable)
-            held = dataclasses.replace(held, parameters=item * frozen)
+            parameters = 0
         elif self.values and self.plan.stage.shards_parameters:
             # The masters are elsewhere; a copy in the parameters' own dtype stays, from which they are gathered.
-            everything = sum(unit.layout.shard_numel for unit in self.plan.units)
-            held = dataclasses.replace(held, parameters=max(held.parameters, item * everything))
+            parameters = max(away.parameters, item * self._shard)
+        else:
+            parameters = away.parameters
+        gradients = here.gradients + away.gradients
         if self.gradients:
-            sizes = sorted((u.layout.shard_numel for u in self.plan.trainable_units), reverse=True)
-            landing = FP32_BYTES * sum(sizes[:LANDING])
-            whole = FP32_BYTES * self._shard if self.plan.stage.shards_optimizer else 0
-            held = dataclasses.replace(held, gradients=held.gradients - whole + landing)
-        return dataclasses.replace(
-            held,
-            master=0 if self.values else held.master,
-            optimizer=0,
+            gradients += FP32_BYTES * (self._landing(stay) - self._shard)
+        lasting = footprint.lasting and self.parameters  # here alone: what is away is given back
+        return MemoryPlan(
+            parameters=here.parameters + parameters,
+            master=here.master + (0 if self.values else away.master),
+            gradients=gradients,
+            optimizer=here.optimizer,
+            unsharded=away.unsharded if lasting else everything.unsharded,
+            exchange=everything.exchange,
             staging=self.staging_nbytes,
             away=self.nbytes,
         )
+
+    def _landing(self, stay: Sequence[UnitSpec]) -> int:
+        """Elements of gradients that are in memory at a time beyond all of those that stay, which come last."""
+        gone = [unit.layout.shard_numel for unit in self.away]
+        kept = [unit.layout.shard_numel for unit in stay if unit.trainable]
+        at_once = [sum(sorted(gone, reverse=True)[:LANDING])]
+        if kept and gone:
+            at_once.append(gone[0] + kept[-1])  # backward goes from the one to the other
+        return max(0, max(at_once) - sum(kept))
+
+    def _of(self, units: Sequence[UnitSpec]) -> Plan:
+        """The plan of some of the units."""
+        return dataclasses.replace(self.plan, units=tuple(units))
 
     def traffic(
         self, *, rank: int = 0, micro_steps: int = 1, synced: int = 1, first: bool = False
@@ -138,12 +185,16 @@ class OffloadedPlan:
         """
         if not self.offload.any:
             return TierTraffic()
-        stepped = sum(self._stepped(unit, rank) for unit in self.plan.trainable_units)
+        stepped = sum(self._stepped(unit, rank) for unit in self.away)
         states = 0 if first else self.states
         again = max(synced - 1, 0) * self.gradients  # a gradient that is added to comes back first
         reads = self._shard * (2 * micro_steps * self.parameters + again)
+        writes = self._shard * synced * self.gradients
+        if self.offload.on_host:  # nothing of what is stepped on moves; new values go up
+            sent = 0 if self.parameters else self.plan.precision.param_itemsize * stepped
+            return TierTraffic(FP32_BYTES * reads + sent, FP32_BYTES * writes)
         reads += stepped * (self.values + self.gradients + states)
-        writes = self._shard * synced * self.gradients + stepped * (self.values + self.states)
+        writes += stepped * (self.values + self.states)
         return TierTraffic(FP32_BYTES * reads, FP32_BYTES * writes)
 
     def _stepped(self, unit: UnitSpec, rank: int) -> int:
@@ -158,8 +209,12 @@ class OffloadedPlan:
             return ""
         mib = 2**20
         moved = self.traffic()
+        part = ""
+        if self.offload.fraction < 1:
+            units = len(self.plan.trainable_units)
+            part = f"; {self.share:.1%} of the elements, the last {len(self.away)} of {units} units"
         return (
-            f"offload: {self.offload.describe()}; {self.nbytes / mib:,.1f} MiB per rank, through "
+            f"offload: {self.offload.describe()}{part}; {self.nbytes / mib:,.1f} MiB per rank, through "
             f"{self.staging_nbytes / mib:,.1f} MiB of staging; a step of one micro-batch reads "
             f"{moved.read_nbytes / mib:,.1f} MiB and writes {moved.written_nbytes / mib:,.1f}"
         )

@@ -115,13 +115,16 @@ class Run:
     @property
     def footprint(self) -> Footprint:
         """Footprint of the transport, with these parameters."""
-        found = footprint_of(self.transport, ranks=self.ranks, local_size=self.local_size)
-        return self.offloaded.footprint(found)
+        return self.offloaded.footprint(self._of_transport)
+
+    @property
+    def _of_transport(self) -> Footprint:
+        return footprint_of(self.transport, ranks=self.ranks, local_size=self.local_size)
 
     @cached_property
     def memory(self) -> MemoryPlan:
         """Bytes of states and buffers of a rank."""
-        return self.offloaded.memory(self.footprint)
+        return self.offloaded.memory(self._of_transport)
 
     @property
     def _tiered(self) -> int:

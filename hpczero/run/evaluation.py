@@ -12,6 +12,8 @@ from hpczero.accelerator import Accelerator
 from hpczero.data import HeldOut
 from hpczero.job.topology import Topology
 from hpczero.run.step import Loss
+from hpczero.zero.access import finish_update
+from hpczero.zero.sharding import KEY
 
 
 class Evaluation:
@@ -54,6 +56,8 @@ class Evaluation:
     @torch.no_grad()
     def mean_loss(self, held_out: HeldOut) -> float:
         """Mean loss over the held-out set in nats per token, equal on every rank. Collective over topology.data."""
+        if KEY in self._model.__dict__:
+            finish_update(self._model)  # what is measured is what would be saved now
         self._model.eval()
         total = 0.0
         rank, size = self._topology.data.rank, self._topology.data.size

@@ -4,6 +4,7 @@ from hpczero.tier.base import Fetch, Staged, Tier
 from hpczero.tier.device import DeviceTier
 from hpczero.tier.disk import DiskTier
 from hpczero.tier.host import HostTier
+from hpczero.tier.in_place import InPlaceTier
 from hpczero.tier.lanes import Transfer
 from hpczero.tier.record import Place, Record
 from hpczero.tier.staged import StagedTier
@@ -16,6 +17,7 @@ __all__ = [
     "Fetch",
     "Flow",
     "HostTier",
+    "InPlaceTier",
     "Place",
     "Record",
     "Staged",

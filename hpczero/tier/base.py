@@ -33,7 +33,10 @@ class Staged(Mapping[str, Tensor]):
 
     Attributes:
         place: where the record rests.
+        in_place: whether they are the resting memory itself, so that nothing moves.
     """
+
+    in_place = False
 
     def __init__(self, place: Place, parts: Mapping[str, Tensor]) -> None:
         self.place = place
@@ -173,7 +176,7 @@ class Tier(ABC):
             )
         transfer = self._evict(staged, written)
         place.known |= written.keys()
-        self.traffic.written({} if self.resident else written)
+        self.traffic.written({} if self.resident or staged.in_place else written)
         return transfer
 
     def forget(self, place: Place, parts: Iterable[str]) -> None:

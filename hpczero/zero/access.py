@@ -45,6 +45,9 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
         raise ConfigError(
             f"modifier_rank: got {modifier_rank!r}, expected a rank of 0 to {state.topology.size - 1}"
         )
+    if any(unit.whole.state in (UnitState.GATHERING, UnitState.WHOLE) for unit in units):
+        _check_no_update(state)
+    state.step.finish_updates()
     doubtful = any(unit.whole.doubtful for unit in units)
     # By a call that this block stands in, a forward hook's say; the same on all ranks.
     in_use = {u for u in units if u.whole.state in (UnitState.GATHERING, UnitState.WHOLE)}
@@ -86,6 +89,32 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
                 unit.whole.doubt()
         if not fine:  # what is in the parameters now is not what such a graph was made of
             schedule.residence.kept.clear()
+
+
+def finish_update(model: nn.Module) -> None:
+    """Bring a delayed update, which is on its way, to the model now. Collective over world.
+
+    With ``Offload(delayed=True)`` the parameters lack the update of the last ``optimizer.step()`` until the next one.
+    Saving, loading, ``gathered``, ``full_state_dict`` and ``release`` call this first; an evaluation should. What
+    follows is late again from the next step on. Without a delayed update it does nothing.
+
+    Args:
+        model: zeroified, outside of its forward and backward.
+
+    Raises:
+        StepError, TierError: on every rank; the update has failed, and a checkpoint has to be loaded.
+    """
+    sharding(model).step.finish_updates()
+
+
+def _check_no_update(state: Sharding) -> None:
+    """Refuse to make parameters whole that a delayed update would change in the middle of a call. Collective."""
+    if any(stepper.pending for stepper in state.step.steppers):
+        with state.topology.agreed("make the parameters whole"):
+            raise StepError(
+                "gathered(model) inside a call of the model, while a delayed update (offload) is on its way, expected "
+                "it outside; or call hpczero.finish_update(model) before the forward"
+            )
 
 
 def _hold(units: Sequence[Unit]) -> None:

@@ -161,12 +161,11 @@ class BackwardSchedule:
         backward.next += 1
         self._residence.give_back(unit)
         unit.gradients.reduce(self._gradient_factor())
-        if (
-            not unit.gradients.rest.resident
-        ):  # what lies elsewhere leaves memory as soon as it is whole
+        resident = unit.gradients.rest.resident
+        if not resident:  # what lies elsewhere leaves memory as soon as it is whole
             backward.reducing.append(unit)
-            while len(backward.reducing) > IN_FLIGHT:
-                backward.reducing.popleft().gradients.finish()
+        while len(backward.reducing) > IN_FLIGHT - resident:
+            backward.reducing.popleft().gradients.finish()
 
     def _end(self) -> None:
         backward = self._pass

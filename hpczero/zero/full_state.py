@@ -89,6 +89,7 @@ class StateByUnit:
 def _checked(model: nn.Module) -> Sharding:
     """The model's sharding, once its values can be collected. Collective over world."""
     state = sharding(model)
+    state.step.finish_updates()
     with state.topology.agreed("collect the weights"):
         state.attachment.check()
         state.check_values()

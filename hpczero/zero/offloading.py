@@ -5,6 +5,7 @@ Owns: which parts of which units go there, and the choice of the medium. Must no
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,12 +14,17 @@ from hpczero.errors import PlanError
 from hpczero.memory.buffers import CPU
 from hpczero.plan import Plan
 from hpczero.plan.offload import Offload
+from hpczero.plan.offloaded import OffloadedPlan
 from hpczero.plan.windows import windows_of
-from hpczero.tier import DiskTier, HostTier, Tier
+from hpczero.tier import DiskTier, HostTier, InPlaceTier, Tier
 from hpczero.zero.units.away_shard import GRADIENT, VALUES, Away, AwayShard, Store
+from hpczero.zero.units.near import Ascent
 from hpczero.zero.update.away_states import state_names
+from hpczero.zero.update.host_update import leaves_choice
 from hpczero.zero.update.optimizer_set import OptimizerSet
 from hpczero.zero.update.parts import method_behind
+
+logger = logging.getLogger("hpczero.offload")
 
 
 def parts_of(offload: Offload, plan: Plan, optimizers: OptimizerSet) -> list[str]:
@@ -34,6 +40,11 @@ def parts_of(offload: Offload, plan: Plan, optimizers: OptimizerSet) -> list[str
         raise PlanError(
             "offload: got a model without an optimizer, expected one: what is offloaded is what training keeps"
         )
+    if offload.delayed and len(optimizers) > 1:
+        raise PlanError(
+            f"offload: got delayed=True and {len(optimizers)} optimizers, expected one: their updates would be of "
+            "different batches"
+        )
     for index, optimizer in enumerate(optimizers):
         if method_behind(optimizer) is None:
             raise PlanError(
@@ -45,11 +56,17 @@ def parts_of(offload: Offload, plan: Plan, optimizers: OptimizerSet) -> list[str
                 f"offload: {optimizers.name(index)} has differentiable=True, expected False: state that rests "
                 "elsewhere has no graph"
             )
-    values = plan.precision.has_masters or offload.parameters != "device"
-    gradient = offload.gradients != "device"
+        if offload.on_host and any(group.get("capturable") for group in optimizer.param_groups):
+            raise PlanError(
+                f"offload: {optimizers.name(index)} has capturable=True, expected False: the host takes its step, "
+                "which no graph of a device can hold; or let the device step"
+            )
+    planned = OffloadedPlan(plan, offload)
+    values, gradient = planned.values, planned.gradients
     names = dict.fromkeys(name for optimizer in optimizers for name in state_names(optimizer))
     parts = [*([VALUES] if values else []), *([GRADIENT] if gradient else []), *names]
-    if not parts:
+    leaves = plan.precision.has_masters or planned.parameters or gradient or names
+    if not leaves:
         raise PlanError(
             f"offload: optimizer on {offload.optimizer} saves nothing: {', '.join(optimizers.classes)} keeps no "
             "state of every element, and in fp32 the parameters are their own masters; leave it on the device"
@@ -57,10 +74,27 @@ def parts_of(offload: Offload, plan: Plan, optimizers: OptimizerSet) -> list[str
     return parts
 
 
+def tell(offload: Offload, optimizers: OptimizerSet) -> None:
+    """Say what an offload does that a program does not ask for in so many words; on one rank."""
+    if offload.delayed:
+        logger.warning(
+            "offload: the update of each step is taken while the next batch is computed, so parameters are one step "
+            "late; this changes the result (delayed=True)"
+        )
+    unchosen = [i for i, optimizer in enumerate(optimizers) if leaves_choice(optimizer)]
+    if offload.on_host and unchosen:
+        names = ", ".join(optimizers.name(i) for i in unchosen)
+        logger.info(
+            "offload: the host steps with the fused implementation of %s, which names none; fused=False or "
+            "foreach=True names another",
+            names,
+        )
+
+
 def open_away(
     offload: Offload, plan: Plan, parts: Sequence[str], accelerator: Accelerator, rank: int
 ) -> Away:
-    """The tier of this rank, with room for its shard of every trainable unit; not collective.
+    """The tier of this rank, with room for its shard of every unit that rests there; not collective.
 
     Args:
         offload: checked.
@@ -74,16 +108,27 @@ def open_away(
     """
     blocks, nbytes = offload.buffers, offload.window
     tier: Tier
+    planned = OffloadedPlan(plan, offload)
+    ascent = None
     if offload.medium == "host":
-        tier = HostTier(blocks=blocks, block_nbytes=nbytes, accelerator=accelerator)
+        kind = InPlaceTier if offload.on_host else HostTier
+        tier = kind(blocks=blocks, block_nbytes=nbytes, accelerator=accelerator)
         device = accelerator.device
+        ascent = Ascent(accelerator, tier.traffic) if offload.on_host else None
     else:
         assert offload.folder is not None, "checked"
         tier = DiskTier(
             Path(offload.folder), blocks=blocks, block_nbytes=nbytes, accelerator=accelerator
         )
         device = CPU
-    store = Store(tier, blocks=blocks, window_nbytes=nbytes, device=device)
+    store = Store(
+        tier,
+        blocks=blocks,
+        window_nbytes=nbytes,
+        device=device,
+        ascent=ascent,
+        delayed=offload.delayed,
+    )
     near = offload.parameters == "device"
     try:
         shards = {
@@ -93,8 +138,9 @@ def open_away(
                 store=store,
                 parts=parts,
                 near=near,
+                mirror=planned.mirror,
             )
-            for spec in plan.trainable_units
+            for spec in planned.away
         }
     except BaseException:
         tier.close()

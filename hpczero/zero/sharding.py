@@ -304,6 +304,7 @@ class Sharding:
                     f"rank {self.topology.rank}: hpczero.release(model) inside of `with hpczero.gathered(model):`; "
                     "leave the block first (release(model, whole=True) keeps the parameters whole)"
                 )
+        self.step.finish_updates()
         for unit in self.units if whole else ():
             unit.unshard()
             unit.whole.wait_for_unshard()  # before anything is taken away: a memory tier may fail

@@ -6,6 +6,7 @@ workings, MPI.
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from hpczero.plan.plan import UnitRule
 from hpczero.plan.precision import Precision
 from hpczero.plan.rules import default_rule
 from hpczero.zero.filling import Initializer, filler
-from hpczero.zero.offloading import open_away, parts_of
+from hpczero.zero.offloading import open_away, parts_of, tell
 from hpczero.zero.refusals import check_gradients, check_modules
 from hpczero.zero.sharding import KEY, Sharding
 from hpczero.zero.units.away_shard import NOTHING_AWAY
@@ -129,7 +130,8 @@ def zeroify(
         )
         offload = offload or Offload()
         parts = parts_of(offload, plan, optimizers)
-    _check_equal_plans(plan, model, optimizers, topology, [*parts, offload.parameters])
+    chosen = [*parts, repr(dataclasses.replace(offload, folder=None))]
+    _check_equal_plans(plan, model, optimizers, topology, chosen)
     explain_exhaustion(_need(OffloadedPlan(plan, offload, ADAM_STATES if trains else 0), topology))
     collectives = given or choose(
         topology,
@@ -147,6 +149,8 @@ def zeroify(
     if parts:
         with topology.agreed("open the memory tier"):
             away = open_away(offload, plan, parts, accelerator, topology.shard_index)
+        if topology.is_root:
+            tell(offload, optimizers)
     sharding = Sharding(
         model, optimizers, plan, topology, collectives, owns_topology=owns_topology, away=away
     )

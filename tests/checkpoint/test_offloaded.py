@@ -71,6 +71,23 @@ def test_nor_which_parts_did(comm: MPI.Intracomm, folder: Path, stage: int, prec
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_nor_which_units_did(
+    comm: MPI.Intracomm, folder: Path, parts: int, precision: str, cramped: None
+) -> None:
+    """A part of the units in memory: saved and loaded with others there, or with none."""
+    where: Any = "host" if parts == 3 else "device"
+    kinds: list[dict[str, Any]] = []
+    for fraction in (0.3, 0.8):
+        offload = Offload("host", where, where, None, WINDOW, 4, fraction=fraction)
+        kinds.append({"stage": 3, "precision": precision, "offload": offload})
+    plain = {"stage": 2, "precision": precision}
+    pairs = [(kinds[0], kinds[1]), (kinds[1], plain), (plain, kinds[0])]
+    for place, (one, other) in enumerate(pairs):
+        save_and_load(comm, folder / str(place), (comm.size, one), (comm.size, other))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("options", [{"stage": 3}, {"stage": 1}, {"stage": 3, "transport": "flat"}])
 def test_the_file_has_the_bytes_of_one_saved_from_memory(
     comm: MPI.Intracomm, topology: Topology, folder: Path, options: dict[str, Any], precision: str

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 AWAY = [
     (3, Offload("host", "host", "host", window=2**14, buffers=4)),
     (3, Offload("host", window=2**15, buffers=3)),
+    (3, Offload("host", "host", "host", window=2**14, buffers=4, fraction=0.5)),
     (2, Offload("host", "host", window=2**14, buffers=3)),
     (1, Offload("host", window=2**14, buffers=6)),
 ]

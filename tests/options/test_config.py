@@ -31,7 +31,7 @@ SECTIONS = {
     "train": "steps global_batch micro_batch accumulation learning_rate min_learning_rate warmup weight_decay "
     "betas clip",
     "parallel": "stage precision nodes transport algorithms overlap device auto",
-    "offload": "optimizer gradients parameters folder window buffers ahead",
+    "offload": "optimizer gradients parameters folder window buffers ahead fraction step delayed",
     "evaluation": "every batches",
     "checkpoint": "every keep background writer required",
     "resume": "from",

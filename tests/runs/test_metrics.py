@@ -336,7 +336,10 @@ def test_run_folder_of_another_run_is_kept(tmp_path: Path) -> None:
     folder = RunFolder.of(config.run)
     folder.create(config)
     before = folder.config.read_text()
-    with pytest.raises(ConfigError, match=r"mine: holds an earlier run and no checkpoint to go on from; .*--run.overwrite true"):
+    with pytest.raises(
+        ConfigError,
+        match=r"mine: holds an earlier run and no checkpoint to go on from; .*--run.overwrite true",
+    ):
         folder.create(dataclasses.replace(config, train=TrainOptions(steps=7)))
     assert folder.config.read_text() == before
 

@@ -99,6 +99,55 @@ def test_window_and_horizon_do_not_matter(
         assert all(torch.equal(value, found[name]) for name, value in kept.items())
 
 
+@pytest.mark.parametrize("fraction", [0.0, 0.15, 0.5, 0.9])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("medium", ["host", "disk"])
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_any_fraction_gives_the_bits_of_memory(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    folder: Path,
+    parts: int,
+    medium: Any,
+    precision: str,
+    fraction: float,
+) -> None:
+    options = {"stage": 3 if parts == 3 else 1 + comm.size % 3, "precision": precision}
+    make = MAKERS["AdamW fused"]
+    kept = trained(topology, make, **options)
+    where: list[Any] = [medium if parts > place else "device" for place in range(3)]
+    offload = Offload(where[0], where[1], where[2], folder, WINDOW, 4, fraction=fraction)
+    found = trained(topology, make, offload=offload, **options)
+    if kept is not None and found is not None:
+        assert all(torch.equal(value, found[name]) for name, value in kept.items())
+
+
+def test_the_units_that_backward_reduces_last_stay_in_memory(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model = MLP((7, 31, 33, 3))
+    offload = Offload("host", "host", "host", window=WINDOW, buffers=4, fraction=0.5)
+    with zeroified(model, adamw(model), stage=3, topology=topology, offload=offload) as sharding:
+        away = [unit.away is not None for unit in sharding.units]
+        assert away == sorted(away)
+        sizes = [unit.spec.layout.numel for unit in sharding.units]
+        gone = sum(size for size, there in zip(sizes, away, strict=True) if there)
+        assert 0.5 <= gone / sum(sizes) < 1.0
+        mlp_backward(model, comm.rank)
+        (optimizer,) = sharding.optimizers
+        optimizer.step()
+        for unit in sharding.units:
+            for piece in unit.shards:
+                if unit.away is None:
+                    assert optimizer.state[piece]["exp_avg"].shape == piece.shape
+                elif piece.numel():
+                    with pytest.raises(StepError, match="rests on a memory tier"):
+                        optimizer.state[piece]["exp_avg"]
+        optimizer.param_groups[0]["params"].append(optimizer.param_groups[0]["params"][0])
+        mlp_backward(model, comm.rank)
+        raises_on_all(comm, StepError, "every piece once", optimizer.step)
+
+
 def test_nothing_of_a_shard_stays_in_memory_between_steps(
     comm: MPI.Intracomm, topology: Topology, folder: Path
 ) -> None:
@@ -200,12 +249,16 @@ def test_what_does_not_go_together_is_refused(
     raises_on_all(comm, PlanError, text, start)
 
 
-def test_an_offload_that_saves_nothing_is_refused(comm: MPI.Intracomm, topology: Topology) -> None:
+@pytest.mark.parametrize("step", ["device", "host"])
+def test_an_offload_that_saves_nothing_is_refused(
+    comm: MPI.Intracomm, topology: Topology, step: Any
+) -> None:
     model = MLP()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    offload = Offload("host", step=step)
 
     def start() -> nn.Module:
-        return hpczero.zeroify(model, optimizer, topology=topology, offload=Offload("host"))
+        return hpczero.zeroify(model, optimizer, topology=topology, offload=offload)
 
     raises_on_all(comm, PlanError, "saves nothing", start)
 

@@ -33,19 +33,21 @@ STAGES_AND_PARTS = [
 
 
 @pytest.mark.parametrize(("stage", "gradients", "parameters", "precision"), STAGES_AND_PARTS)
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("synced", [1, 2])
 def test_bytes_of_a_step_are_those_of_the_plan(
     comm: MPI.Intracomm,
     topology: Topology,
     folder: Path,
     synced: int,
+    fraction: float,
     stage: int,
     gradients: Any,
     parameters: Any,
     precision: str,
 ) -> None:
     model = MLP()
-    offload = Offload("disk", gradients, parameters, folder, WINDOW, buffers=4)
+    offload = Offload("disk", gradients, parameters, folder, WINDOW, 4, fraction=fraction)
     with zeroified(
         model, adamw(model), stage=stage, topology=topology, precision=precision, offload=offload
     ) as sharding:
@@ -90,11 +92,13 @@ def test_everything_on_disk_moves_forty_bytes_for_an_element_and_the_optimizer_t
 
 @pytest.mark.parametrize(("stage", "gradients", "parameters", "precision"), STAGES_AND_PARTS)
 @pytest.mark.parametrize("transport", ["flat", "window"])
+@pytest.mark.parametrize("fraction", [1.0, 0.7, 0.2])
 def test_bytes_held_equal_the_plan(
     comm: MPI.Intracomm,
     topology: Topology,
     folder: Path,
     transport: str,
+    fraction: float,
     stage: int,
     gradients: Any,
     parameters: Any,
@@ -102,7 +106,7 @@ def test_bytes_held_equal_the_plan(
 ) -> None:
     model = tiny_gpt(layers=4, hidden=64, heads=2, context=8, vocab_size=96)
     optimizer = adamw(model)
-    offload = Offload("disk", gradients, parameters, folder, WINDOW, buffers=4)
+    offload = Offload("disk", gradients, parameters, folder, WINDOW, 4, fraction=fraction)
     options: dict[str, Any] = {"stage": stage, "precision": precision, "topology": topology}
     with zeroified(model, optimizer, transport=transport, offload=offload, **options) as sharding:
         batch = torch.randint(96, (1, 8), generator=torch.Generator().manual_seed(comm.rank))

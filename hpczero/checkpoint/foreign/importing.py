@@ -46,6 +46,7 @@ def import_weights(path: str | Path, model: nn.Module, *, layout: str = "hpczero
     """
     state = sharding_of(model)
     topology = state.topology
+    state.step.finish_updates()
     with topology.agreed("compare the weights with the model"):
         inventory = Inventory(state)
         weights = WeightFiles(Path(path), layout=layout)

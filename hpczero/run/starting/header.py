@@ -42,8 +42,9 @@ def tell_header(
 def describe_plan(sharding: Sharding, config: RunConfig) -> list[str]:
     """Lines about what is sharded, and where it rests, for the run header."""
     offloaded = OffloadedPlan(sharding.plan, offload_of(config.offload))
-    footprint = offloaded.footprint(sharding.collectives.footprint)
-    lines = [sharding.plan.describe(footprint, memory=offloaded.memory(footprint))]
+    footprint = sharding.collectives.footprint
+    held = offloaded.memory(footprint)
+    lines = [sharding.plan.describe(offloaded.footprint(footprint), memory=held)]
     store = sharding.away.store
     if store is not None:
         lines += [offloaded.describe(), f"  tier: {store.tier.describe()}"]

@@ -19,4 +19,7 @@ def offload_of(options: OffloadOptions) -> Offload:
         window=options.window * MIB,
         buffers=options.buffers,
         ahead=options.ahead,
+        fraction=options.fraction,
+        step=options.step,
+        delayed=options.delayed,
     )

@@ -17,6 +17,7 @@ from hpczero.kernels.norm import squares
 from hpczero.memory.buffers import Memory
 from hpczero.plan.windows import ITEM
 from hpczero.zero.units.away_shard import GRADIENT, VALUES, AwayShard
+from hpczero.zero.units.near import Near
 from hpczero.zero.units.rest import same_place
 
 
@@ -31,10 +32,11 @@ class AwayRest:
     Attributes:
         tensor: (numel,) fp32, without memory between uses.
         shard: on the tier.
+        near: a copy in the parameter dtype that stays where the model computes; None: there is none.
     """
 
     def __init__(
-        self, tensor: Tensor, shard: AwayShard, *, memory: Memory, near: Tensor | None = None
+        self, tensor: Tensor, shard: AwayShard, *, memory: Memory, near: Near | None = None
     ) -> None:
         """Not collective; ``tensor`` is emptied.
 
@@ -42,39 +44,41 @@ class AwayRest:
             tensor: (numel,) fp32, a whole storage, of which views may have been made.
             shard: with a part for values.
             memory: ledger of what is held for a while.
-            near: (numel,) in the parameter dtype: a copy that stays in memory, from which gathers read.
+            near: (numel,), see the attribute.
         """
-        self.tensor, self.shard, self._near = tensor, shard, near
+        self.tensor, self.shard, self.near = tensor, shard, near
         self._memory = memory
         self._numel, self._depth = tensor.numel(), 0
         empty(tensor)
 
     def start(self) -> None:
         """As of any Rest."""
-        if self._near is None:
+        if self.near is None:
             self.shard.start(VALUES)
 
     def read(self, into: Tensor) -> None:
         """From the copy in memory, where there is one and ``into`` has its dtype."""
-        if self._near is not None and into.dtype is self._near.dtype:
-            if not same_place(self._near, into):
+        near = self.near
+        if near is not None and into.dtype is near.tensor.dtype:
+            near.settle()
+            if not same_place(near.tensor, into):
                 with torch.no_grad():
-                    into.copy_(self._near)
+                    into.copy_(near.tensor)
         else:
             self.shard.read(VALUES, into)
 
     def write(self, values: Tensor) -> None:
         """As of any Rest."""
+        if self.near is not None:
+            self.near.settle()  # it may be sent from where they rest
         self.shard.write(VALUES, values)
-        if self._near is not None:
-            with torch.no_grad():
-                self._near.copy_(values)
+        if self.near is not None:
+            self.near.updated(range(self._numel), values)
 
     def updated(self, window: range, values: Tensor) -> None:
-        """The optimizer has made ``values`` of a window, which its caller writes to the tier."""
-        if self._near is not None:
-            with torch.no_grad():
-                self._near[window.start : window.stop].copy_(values)
+        """There are new ``values`` of a window, which its caller writes to the tier; not before this returns."""
+        if self.near is not None:
+            self.near.updated(window, values)
 
     @contextmanager
     def at_hand(self, *, changes: bool = False, anew: bool = False) -> Iterator[Tensor]:

@@ -26,8 +26,10 @@ from typing_extensions import override
 from hpczero.errors import TierError
 from hpczero.plan.windows import ITEM
 from hpczero.tier import Fetch, Place, Record, Staged, Tier
+from hpczero.zero.units.near import Ascent
 
 VALUES, GRADIENT = "values", "gradient"
+MIRROR = "mirror"  # values in the dtype of the parameters, from where the host sends them
 SPARE = 2  # blocks that reading ahead leaves alone: one to work in, one that is being written
 
 
@@ -39,14 +41,23 @@ class Store:
         blocks: of its staging.
         window_nbytes: of one of them.
         device: where they lie.
+        ascent: the way of values up to the device, where the host steps on what rests there; None: the device steps.
+        delayed: whether the host does so while the next batch is computed.
     """
 
     def __init__(
-        self, tier: Tier, *, blocks: int, window_nbytes: int, device: torch.device
+        self,
+        tier: Tier,
+        *,
+        blocks: int,
+        window_nbytes: int,
+        device: torch.device,
+        ascent: Ascent | None = None,
+        delayed: bool = False,
     ) -> None:
         """For the arguments see the attributes."""
         self.tier, self.blocks, self.window_nbytes = tier, blocks, window_nbytes
-        self.device = device
+        self.device, self.ascent, self.delayed = device, ascent, delayed
         self._ahead: dict[tuple[Place, str], Fetch] = {}
 
     def start(self, place: Place, part: str) -> bool:
@@ -107,6 +118,7 @@ class AwayShard:
         parts: what each record keeps.
         near: whether the parameters stay in memory besides, in their own dtype.
         store: of the rank.
+        mirror: bytes of an element of ``MIRROR``; 0: there is none.
     """
 
     def __init__(
@@ -117,6 +129,7 @@ class AwayShard:
         store: Store,
         parts: Sequence[str],
         near: bool,
+        mirror: int = 0,
     ) -> None:
         """Reserves room.
 
@@ -126,16 +139,20 @@ class AwayShard:
             store: of the rank.
             parts: what is kept of every element, fp32 each.
             near: see the attribute.
+            mirror: see the attribute.
 
         Raises:
             TierError: there is no such room.
         """
         self.store, self.parts, self.near = store, tuple(parts), near
+        self.mirror = mirror
         self.windows = list(windows)
-        self.places = [
-            store.tier.reserve(Record(f"{name} window {i}", {p: ITEM * len(w) for p in parts}))
-            for i, w in enumerate(self.windows)
-        ]
+        self.places = []
+        for index, window in enumerate(self.windows):
+            sizes = {part: ITEM * len(window) for part in parts}
+            if mirror:
+                sizes[MIRROR] = mirror * len(window)
+            self.places.append(store.tier.reserve(Record(f"{name} window {index}", sizes)))
 
     def has(self, part: str) -> bool:
         """Whether ``part`` of any window was written."""

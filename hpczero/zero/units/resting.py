@@ -15,6 +15,7 @@ from hpczero.plan.layout import ShardLayout
 from hpczero.plan.precision import Precision
 from hpczero.zero.units.away import AwayGradient, AwayRest
 from hpczero.zero.units.away_shard import GRADIENT, VALUES, AwayShard
+from hpczero.zero.units.near import Near, SentNear
 from hpczero.zero.units.rest import GradientRest, ResidentGradient, ResidentRest, Rest
 from hpczero.zero.units.whole import WholeParameters
 
@@ -52,12 +53,16 @@ def rest_of_values(
     """Where ``master`` rests; it is emptied where that is not in memory."""
     if away is None or not keeps_values(away):
         return ResidentRest(master)
-    near = None
+    copy = None
     if whole.lasts:
-        near = whole.flat[whole.mine]
+        copy = whole.flat[whole.mine]
     elif away.near:
         dtype = DTYPES[precision.param]
-        near = comm.allocate(master.numel(), dtype, category="parameters").tensor
+        copy = comm.allocate(master.numel(), dtype, category="parameters").tensor
+    near = None
+    if copy is not None:
+        ascent = away.store.ascent
+        near = Near(copy) if ascent is None else SentNear(copy, ascent)
     return AwayRest(master, away, memory=comm.memory, near=near)
 
 

@@ -16,11 +16,14 @@ from torch.optim import Optimizer
 from hpczero.zero.units.shard_gradient import guard_shards, open_shards
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.usage import Flags
+from hpczero.zero.update.delayed import DelayedUpdate
+from hpczero.zero.update.host_update import HostUpdate
 from hpczero.zero.update.optimizer_set import OptimizerSet
 from hpczero.zero.update.optimizers import repoint
 from hpczero.zero.update.parts import PartedUpdate
 from hpczero.zero.update.step_hooks import StepHooks
 from hpczero.zero.update.streamed import StreamedUpdate
+from hpczero.zero.update.twin import TwinUpdate
 
 
 class Stepper:
@@ -33,7 +36,7 @@ class Stepper:
         slots: trainable units with a parameter of its, in unit order, each with the positions of those.
         shards: what its groups hold.
         parted: its update over long tensors.
-        streams: what it works on rests on a memory tier.
+        streams: some of what it works on rests on a memory tier.
     """
 
     def __init__(
@@ -73,13 +76,10 @@ class Stepper:
             if slot in set(own)
         ]
         self._hooks = StepHooks(optimizer, before, after)
-        stores = {unit.away.store for unit in self.slots if unit.away is not None}
-        self.streams = bool(stores)
-        self.parted: PartedUpdate | StreamedUpdate
-        if stores:
-            self.parted = StreamedUpdate(list(self.slots), optimizer, stores.pop())
-        else:
-            self.parted = PartedUpdate(list(self.slots), optimizer)
+        away = [unit for unit in self.slots if unit.away is not None]
+        here = [unit for unit in self.slots if unit.away is None]
+        self.streams = bool(away)
+        self.parted = _update_of(optimizer, here, away)
         self.parted.adopt()  # Adagrad has state from the start
         self._open = False  # shards are, for the time of a step
         guard_shards(self.shards)
@@ -96,7 +96,7 @@ class Stepper:
         Raises:
             StepError: on ranks whose optimizer is not as it was at zeroify.
         """
-        if isinstance(self.parted, StreamedUpdate):
+        if not isinstance(self.parted, PartedUpdate):
             self.parted.check(last=self._hooks.are_last)
 
     def begin(self) -> None:
@@ -104,6 +104,21 @@ class Stepper:
         self._open = True
         open_shards(self.shards)
         self.parted.take(last=self._hooks.are_last)
+
+    @property
+    def pending(self) -> bool:
+        """Whether an update is on its way that the model does not have yet; equal on all ranks."""
+        return isinstance(self.parted, DelayedUpdate) and self.parted.pending
+
+    def finish(self) -> None:
+        """Take what a delayed update has made, if one is on its way."""
+        if isinstance(self.parted, DelayedUpdate):
+            self.parted.finish()
+
+    def abandon(self) -> None:
+        """What a delayed update has made is of no use any more."""
+        if isinstance(self.parted, DelayedUpdate):
+            self.parted.abandon()
 
     def end(self) -> None:
         """After a step; also after one that has raised."""
@@ -122,6 +137,19 @@ class Stepper:
         """Those of its parameters are gone, or zero; the others of the same units stay."""
         for unit, own in self.slots.items():
             unit.gradients.drop_slots(own, set_to_none=set_to_none)
+
+
+def _update_of(
+    optimizer: Optimizer, here: Sequence[Unit], away: Sequence[Unit]
+) -> PartedUpdate | StreamedUpdate | TwinUpdate:
+    """Its update over units of which some rest on a tier."""
+    stores = [unit.away.store for unit in away if unit.away is not None]
+    if not stores:
+        return PartedUpdate(here, optimizer)
+    kind = StreamedUpdate if stores[0].ascent is None else HostUpdate
+    kind = DelayedUpdate if stores[0].delayed else kind
+    streamed = kind(away, optimizer, stores[0])
+    return TwinUpdate(PartedUpdate(here, optimizer), streamed) if here else streamed
 
 
 def point_at_shards(optimizers: OptimizerSet, units: Sequence[Unit]) -> None:

@@ -61,12 +61,37 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Window:
-    """One window of a unit that has to be stepped on: its elements, the pieces in it, and its reading."""
+    """One window of a unit that has to be stepped on.
+
+    Attributes:
+        unit, elements: whose, and which of its shard.
+        runs: the pieces in it.
+        fetch: its reading.
+        factors: of its gradient.
+        known: parts with content before the step.
+    """
 
     unit: Unit
     elements: range
     runs: list[Pieces]
     fetch: Fetch
+    factors: tuple[float, ...]
+    known: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What a step has made of a window.
+
+    Attributes:
+        made: numbers in the state of each run.
+        kept: parts that have content now and are to be kept.
+        changed: whether its gradient is not what it was.
+    """
+
+    made: list[tuple[Pieces, dict[str, Any]]]
+    kept: list[str]
+    changed: bool
 
 
 class StreamedUpdate:
@@ -81,6 +106,7 @@ class StreamedUpdate:
         self._capturable = [group.get("capturable") for group in optimizer.param_groups]
         self._put_away: list[list[nn.Parameter]] | None = None
         self._begun: list[Fetch] = []  # blocks of staging that this step has
+        self._coming: Iterator[Window] | None = None  # of a step that has begun
 
     @property
     def taken(self) -> bool:
@@ -95,24 +121,24 @@ class StreamedUpdate:
             TierError: bytes could not be moved; values and state are then of two steps, and a checkpoint has to be
                 loaded.
         """
+        self.begin()
         groups = self._optimizer.param_groups
-        self.adopt()  # a program may have put some there
-        group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
         self._put_away = [group["params"] for group in groups]
         made: list[tuple[Pieces, dict[str, Any]]] = []
         try:
-            self._store.make_room(self._store.blocks)
-            for window in self._windows(group_of):
+            assert self._coming is not None, "it has begun"
+            for window in self._coming:
                 staged = window.fetch.wait()
                 made += self._step(window, staged)
                 self._begun.remove(window.fetch)
             self._store.tier.drain()  # what cannot be written is told now, where all ranks hear of it
         except BaseException:
-            self._give_up()
+            self.give_up()
             self.restore()
             raise
+        self._coming = None
         for run, after in made:  # a piece of two windows begins both with what it had before
-            _give_counters(run, after)
+            give_counters(run, after)
         for group in groups:
             group["params"] = []
 
@@ -123,8 +149,30 @@ class StreamedUpdate:
                 group["params"] = pieces
             self._put_away = None
 
-    def _give_up(self) -> None:
+    def begin(self) -> None:
+        """The first windows of the step that follows are on their way from here on; ``check`` has passed.
+
+        Raises:
+            StepError: a program has put state there that the tier has no room for.
+            TierError: there is no staging.
+        """
+        if self._coming is not None:
+            return
+        self.adopt()  # a program may have put some there
+        groups = self._optimizer.param_groups
+        group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+        self._store.make_room(self._store.blocks)
+        try:
+            windows = self._windows(group_of)
+            first = list(itertools.islice(windows, 1))
+            self._coming = itertools.chain(first, windows)
+        except BaseException:
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
         """The step is cut off: its blocks go back, and nothing is written."""
+        self._coming = None
         for fetch in self._begun:
             with suppress(TierError):  # its block went back when it failed
                 self._store.tier.evict(fetch.wait(), ())
@@ -174,12 +222,20 @@ class StreamedUpdate:
         todo = self._wanted(group_of)
         on_its_way: deque[Window] = deque()
         for unit, index, runs in todo:
-            shard = unit.away
-            assert shard is not None, "it rests on the tier"
-            on_its_way.append(Window(unit, shard.windows[index], runs, self._start(shard, index)))
+            on_its_way.append(self._window(unit, index, runs))
             if len(on_its_way) > max(self._store.blocks - 2, 1):
                 yield on_its_way.popleft()
         yield from on_its_way
+
+    def _window(self, unit: Unit, index: int, runs: list[Pieces]) -> Window:
+        """Its reading starts."""
+        shard, rest = unit.away, unit.gradients.rest
+        assert shard is not None, "it rests on the tier"
+        elements = shard.windows[index]
+        factors = tuple(rest.factors(elements)) if isinstance(rest, AwayGradient) else ()
+        fetch = self._start(shard, index)
+        known = frozenset(shard.places[index].known)
+        return Window(unit, elements, runs, fetch, factors, known)
 
     def _wanted(self, group_of: dict[int, int]) -> Iterator[tuple[Unit, int, list[Pieces]]]:
         for unit in self._units:
@@ -226,7 +282,7 @@ class StreamedUpdate:
                     members[0][1].start,
                     members[-1][1].stop,
                     tuple(state for _, _, state in members),
-                    first.numbers,
+                    {name: self._number(value) for name, value in first.numbers.items()},
                     tuple(elementwise),
                 )
             )
@@ -235,14 +291,23 @@ class StreamedUpdate:
     def _step(self, window: Window, staged: Staged) -> list[tuple[Pieces, dict[str, Any]]]:
         """One call of torch's method; the window goes back to the tier. Returns the state of each run."""
         unit, elements = window.unit, window.elements
-        shard = unit.away
-        assert shard is not None, "it rests on the tier"
-        known = set(staged.place.known)
-        values, gradient = self._operands(unit, elements, staged)
-        states: dict[Any, Any] = self._optimizer.state
-        groups = self._optimizer.param_groups
+        stepped = self._compute(window, staged, self._optimizer)
+        if isinstance(unit.rest, AwayRest):
+            self._bring_up(unit.rest, elements, staged)
+        if stepped.changed and isinstance(unit.gradients.rest, AwayGradient):
+            unit.gradients.rest.changed(elements)  # torch's own step of some works in place
+        self._store.tier.evict(staged, stepped.kept)
+        return stepped.made
+
+    def _compute(self, window: Window, staged: Staged, optimizer: Optimizer) -> Stepped:
+        """One call of torch's method with the options of ``optimizer``, whose own state is not used."""
+        known = set(window.known)
+        values, gradient = self._operands(window, staged)
+        states: dict[Any, Any] = optimizer.state
+        groups = optimizer.param_groups
         for group in groups:
             group["params"] = []
+        elements = window.elements
         taken: list[tuple[Pieces, nn.Parameter, slice]] = []
         for run in window.runs:
             part = slice(
@@ -252,71 +317,76 @@ class StreamedUpdate:
             long = nn.Parameter(values[part])
             # With a count of changes that is not that of everything in the block.
             long.grad = gradient[part].data if GRADIENT in staged else gradient[part]
-            state = {
-                name: value.clone() if isinstance(value, Tensor) else value
-                for name, value in run.counters.items()
-            }
+            state = {name: self._number(value) for name, value in run.counters.items()}
             state.update({name: floats(staged, name)[part] for name in run.elementwise})
             if state:
                 dict.__setitem__(states, long, state)
             groups[run.group]["params"].append(long)
             taken.append((run, long, part))
         try:
-            self._method(self._optimizer)
+            self._call(optimizer)
         finally:
             made = [(run, dict.pop(states, long, {}), part) for run, long, part in taken]
         changed = GRADIENT in staged and any(
             long.grad is not None and long.grad._version for _, long, _ in taken
         )
+        changed = changed or (staged.in_place and bool(window.factors))
         for _, after, part in made:
             for name in [name for name, value in after.items() if is_elementwise(value)]:
-                self._keep(name, after.pop(name), part, staged, fresh=name not in known)
+                _keep(name, after.pop(name), part, staged, fresh=name not in known)
                 known.add(name)
                 after.setdefault(_ELEMENTWISE, []).append(name)
-        if isinstance(unit.rest, AwayRest):
-            unit.rest.updated(elements, values)
-        if changed and isinstance(unit.gradients.rest, AwayGradient):
-            unit.gradients.rest.changed(elements)  # torch's own step of some works in place
-        kept = [part for part in shard.parts if part in known and (part != GRADIENT or changed)]
-        self._store.tier.evict(staged, kept)
-        return [(run, after) for run, after, _ in made]
+        kept = [part for part in staged if part in known and (part != GRADIENT or changed)]
+        return Stepped([(run, after) for run, after, _ in made], kept, changed)
 
-    def _operands(self, unit: Unit, elements: range, staged: Staged) -> tuple[Tensor, Tensor]:
-        """Values and gradient of a window, wherever they are."""
-        begin, end = elements.start, elements.stop
-        here = unit.optimized.master
-        values = floats(staged, VALUES) if VALUES in staged else here[begin:end]
-        rest = unit.gradients.rest
-        if not isinstance(rest, AwayGradient):
-            return values, unit.gradients.reduced[begin:end].to(values.device)
-        gradient = floats(staged, GRADIENT)
-        for factor in rest.factors(elements):
-            gradient.mul_(factor)
-        return values, gradient
+    def _call(self, optimizer: Optimizer) -> None:
+        """Torch's method, over what the groups hold now."""
+        self._method(optimizer)
+
+    def _number(self, value: Any) -> Any:
+        """A counter of pieces, for a long tensor."""
+        return value.clone() if isinstance(value, Tensor) else value
+
+    def _bring_up(self, rest: AwayRest, elements: range, staged: Staged) -> None:
+        """The values of a window are new: so must be the copy that stays where the model computes."""
+        rest.updated(elements, floats(staged, VALUES))
 
     @staticmethod
-    def _keep(name: str, value: Tensor, part: slice, staged: Staged, *, fresh: bool) -> None:
-        """State that torch has made for a long tensor, in its place in staging."""
-        if name not in staged:
-            raise StepError(
-                f"the optimizer has made state {name!r}, which it did not make at zeroify, so the tier has no room for "
-                "it; set the options that ask for it before zeroify (SGD's momentum, Adam's amsgrad), or leave the "
-                "optimizer on the device"
-            )
-        into = floats(staged, name)
-        if fresh:
-            into.zero_()  # also of pieces that have none yet
-        if value.data_ptr() != into[part].data_ptr():
-            into[part].copy_(value)
+    def _operands(window: Window, staged: Staged) -> tuple[Tensor, Tensor]:
+        """Values and gradient of a window, wherever they are."""
+        begin, end = window.elements.start, window.elements.stop
+        unit = window.unit
+        values = floats(staged, VALUES) if VALUES in staged else unit.optimized.master[begin:end]
+        if GRADIENT not in staged:
+            return values, unit.gradients.reduced[begin:end].to(values.device)
+        gradient = floats(staged, GRADIENT)
+        for factor in window.factors:
+            gradient.mul_(factor)
+        return values, gradient
 
 
 _ELEMENTWISE = "\0elementwise"  # no optimizer's name
 
 
-def _give_counters(run: Pieces, after: dict[str, Any]) -> None:
+def give_counters(run: Pieces, after: dict[str, Any]) -> None:
     """What is one number in the state of a long tensor is that of each of its pieces."""
     names = after.pop(_ELEMENTWISE, [])
     for state in run.states:
         state.elementwise.update(dict.fromkeys(names))
         for name, value in after.items():
             state[name] = value.clone() if isinstance(value, Tensor) else value
+
+
+def _keep(name: str, value: Tensor, part: slice, staged: Staged, *, fresh: bool) -> None:
+    """State that torch has made for a long tensor, in its place in staging."""
+    if name not in staged:
+        raise StepError(
+            f"the optimizer has made state {name!r}, which it did not make at zeroify, so the tier has no room for "
+            "it; set the options that ask for it before zeroify (SGD's momentum, Adam's amsgrad), or leave the "
+            "optimizer on the device"
+        )
+    into = floats(staged, name)
+    if fresh:
+        into.zero_()  # also of pieces that have none yet
+    if value.data_ptr() != into[part].data_ptr():
+        into[part].copy_(value)

@@ -220,6 +220,8 @@ class Step:
             flags[unit] = unit.gradients.usage.step(fresh, emptied)
             if unit.gradients.present:
                 unit.gradients.skip_unused(flags[unit])
+        if stepper.pending:  # late by one step, also where this one is skipped; of its own, so that all begin or none
+            self._stream(stepper, stepper.finish)
         if now.skipped:
             stepper.drop_gradients()
             self.rounds.gradients_go(stepper.index)
@@ -227,16 +229,37 @@ class Step:
         if not stepper.has_gradients(flags):
             self.skips.tell_nothing_to_do()
         if stepper.streams:
-            self._stream(stepper)
+            self._stream(stepper, stepper.begin)
         else:
             stepper.begin()
 
-    def _stream(self, stepper: Stepper) -> None:
+    def finish_updates(self) -> None:
+        """Bring what delayed updates have made to the model; nothing where none is on its way.
+
+        Raises:
+            StepError: on every rank; a backward runs, or the update has failed.
+            TierError: on every rank; a gradient could not be brought to where it is stepped on.
+        """
+        for stepper in self.steppers:
+            if not stepper.pending:
+                continue
+            with self._comm.group.agreed("finish the update"):
+                if self._model.in_backward():
+                    raise StepError(
+                        "a delayed update (offload) would be finished while a backward runs, or after one that did not "
+                        "finish; call this before forward or after backward"
+                    )
+            ended = self._model.before_update(self._all_units)
+            self._stream(stepper, stepper.finish)
+            self._refresh(stepper, ended)
+
+    def _stream(self, stepper: Stepper, take: Callable[[], None]) -> None:
         """What fails on the tier of one rank fails on all, and leaves values of two steps that nobody may use."""
         try:
             with self._comm.group.agreed("take the step"):
-                stepper.begin()
+                take()
         except BaseException:
+            stepper.abandon()  # what ranks have begun where others have failed
             for unit in stepper.slots:
                 unit.whole.doubt()
             raise
@@ -290,12 +313,7 @@ class Step:
                 unit.whole.check_values()  # an optimizer with a list of its own changes the model past the masters
         self._guard()
         # Also after a step that was skipped: what a loop has done to the optimizer's parameters before it stands.
-        for unit in stepper.slots:
-            unit.refresh()
-        for unit, own in stepper.slots.items():
-            unit.whole.wait_for_update()
-            # A graph may need parameters of other optimizers. Where the unit was kept whole for it, they are gone.
-            unit.note_step(range(len(unit.parameters)) if unit in now.ended else own)
+        self._refresh(stepper, now.ended)
         torch.clear_autocast_cache()  # casts of the old weights, in a block around several steps
         if not now.skipped:
             self._model.after_update()
@@ -306,3 +324,12 @@ class Step:
             self.rounds.told = True
         if self.rounds.end_step(stepper.index):
             self._comm.step += 1
+
+    def _refresh(self, stepper: Stepper, ended: Collection[Unit]) -> None:
+        """The model gets the values of its optimizer; ``ended`` were kept whole for a backward."""
+        for unit in stepper.slots:
+            unit.refresh()
+        for unit, own in stepper.slots.items():
+            unit.whole.wait_for_update()
+            # A graph may need parameters of other optimizers. Where the unit was kept whole for it, they are gone.
+            unit.note_step(range(len(unit.parameters)) if unit in ended else own)

@@ -1,0 +1,165 @@
+"""The host tier whose records the host computes on where they rest.
+
+Owns: memory in which a record lies in one piece, and the order of such work and of copies. Must not know: what is
+computed, dtypes.
+
+    opening = tier.open(place, ["values"], fresh=["state"])   # behind what was started before; nothing moves
+    parts = opening.wait()                                    # the resting memory itself
+    tier.evict(parts, ["values", "state"])                    # ends the work; copies that were started since go on
+
+[Note: Work in place]
+From ``open`` on, copies of that place wait until the work has ended, as if it were a write: a gradient that comes down
+meanwhile does not overwrite the one that is being read. Work begins when all copies that were started before it have
+ended. It waits for no copy that comes later, so nobody waits in a circle.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import Tensor
+from typing_extensions import override
+
+from hpczero.accelerator import Accelerator
+from hpczero.errors import TierError
+from hpczero.files.direct import PAGE
+from hpczero.memory.pages import host_pages, padded
+from hpczero.tier.base import Fetch, Staged
+from hpczero.tier.host import SLAB_NBYTES, HostTier
+from hpczero.tier.lanes import Transfer
+from hpczero.tier.record import Place, Record
+
+RECORDS = 8  # of a slab at least, so that its end, where none fits any more, is little
+
+
+class InPlace(Staged):
+    """Parts of a record where they rest; see [Note: Work in place]."""
+
+    in_place = True
+
+    def __init__(self, place: Place, parts: dict[str, Tensor], work: Transfer) -> None:
+        """``work``: ends with ``end``."""
+        super().__init__(place, parts)
+        self._work, self._ended = work, False
+
+    def end(self) -> Transfer:
+        """The work has ended, and copies of this place go on; any thread, twice is harmless."""
+        if not self._ended:
+            self._ended = True
+            self._work.run(_nothing, _nothing)
+        return self._work
+
+
+def _nothing() -> None:
+    return
+
+
+class Opening(Fetch):
+    """Work on a record that begins when earlier copies have ended."""
+
+    def __init__(
+        self, name: str, staged: InPlace, earlier: set[Transfer], reads: set[Transfer]
+    ) -> None:
+        """``earlier``: copies to it that must have succeeded; ``reads``: copies from it."""
+        self.name = name
+        self._staged, self._earlier, self._reads = staged, earlier, reads
+
+    @override
+    def wait(self) -> InPlace:
+        for copy in self._earlier | self._reads:
+            copy.settle()
+        try:
+            for copy in self._earlier:
+                copy.check()
+        except TierError:
+            self._staged.end()
+            raise
+        return self._staged
+
+    def end(self) -> None:
+        """As of ``InPlace``; also where it was never waited for."""
+        self._staged.end()
+
+
+class InPlaceTier(HostTier):
+    """As of any host tier; besides, records can be opened."""
+
+    def __init__(
+        self, *, blocks: int, block_nbytes: int, accelerator: Accelerator | None = None
+    ) -> None:
+        """As of ``HostTier``."""
+        super().__init__(blocks=blocks, block_nbytes=block_nbytes, accelerator=accelerator)
+        self._begins: list[int] = []  # of each slab
+        self._capacity = 0
+
+    @override
+    def describe(self) -> str:
+        return f"{super().describe()}; the host steps on it there"
+
+    def open(self, place: Place, parts: Iterable[str], *, fresh: Iterable[str] = ()) -> Opening:
+        """Work on ``parts`` where they rest, once it is waited for; what is waited for is evicted.
+
+        Args:
+            place: of this tier.
+            parts: with content.
+            fresh: parts beside them whose content is undefined.
+
+        Raises:
+            TierError: a part was never evicted, or was taken fresh since.
+        """
+        what = f"opening of {place.record.name!r}"
+        self._check_place(place, what)
+        known, new = place.sizes(parts), place.sizes(fresh)
+        if lost := [part for part in known if part not in place.known]:
+            raise TierError(
+                f"{what}: {lost} have no content: they were never evicted, or were taken fresh and not evicted since"
+            )
+        place.known -= new.keys()
+        sizes = place.sizes([*known, *new])
+        earlier = {place.writes[part] for part in sizes if part in place.writes}
+        work = Transfer(what, 1)
+        place.writes.update(dict.fromkeys(sizes, work))
+        memory = {part: self._at(place.offsets[part], nbytes) for part, nbytes in sizes.items()}
+        return Opening(what, InPlace(place, memory, work), earlier, set(place.reads))
+
+    @override
+    def _reserve(self, record: Record) -> Place:
+        nbytes = sum(padded(part, PAGE) for part in record.parts.values())
+        if self._end + nbytes > self._capacity:
+            self._end = self._capacity  # where the next slab begins
+        return super()._reserve(record)
+
+    @override
+    def _make_room(self, begin: int, end: int) -> None:
+        if end <= self._capacity:
+            return
+        # Torch rounds each piece of pinned memory up to a power of two: with the page of alignment, this is one.
+        nbytes = max(SLAB_NBYTES, (1 << (RECORDS * (end - begin)).bit_length()) - PAGE)
+        try:
+            slab = host_pages(nbytes, PAGE, self._accelerator)
+        except MemoryError as error:
+            raise TierError(
+                f"host tier: got a request for {nbytes:,} bytes beyond {begin:,}, and the host has no more ({error}); "
+                "let less rest there, use fewer ranks on this node, or let it rest on disk"
+            ) from error
+        self._begins.append(begin)
+        self._slabs.append(slab)
+        self._capacity = begin + nbytes
+
+    @override
+    def _evict(self, staged: Staged, written: Mapping[str, int]) -> Transfer:
+        if not isinstance(staged, InPlace):
+            return super()._evict(staged, written)
+        staged.surrender()
+        return staged.end()
+
+    @override
+    def _cut(self, memory: Tensor, offset: int) -> Iterator[tuple[Tensor, Tensor]]:
+        yield self._at(offset, memory.numel()), memory
+
+    def _at(self, offset: int, nbytes: int) -> Tensor:
+        """(nbytes,) uint8 of one record; a record lies in one slab."""
+        slab = bisect_right(self._begins, offset) - 1
+        begin = offset - self._begins[slab]
+        return self._slabs[slab][begin : begin + nbytes]

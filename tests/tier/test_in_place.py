@@ -1,0 +1,141 @@
+"""The host tier that is worked on in place: what any tier must do, and the order of work and copies."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from hpczero.errors import TierError
+from hpczero.tier import InPlaceTier, Record
+from hpczero.tier import in_place as module
+from tests.helpers import late
+from tests.helpers.late import LateAccelerator
+from tests.tier.suite import PART, TierSuite, content, get, put
+
+
+class TestInPlace(TierSuite):
+    @staticmethod
+    def make(folder, blocks, block_nbytes):
+        return InPlaceTier(blocks=blocks, block_nbytes=block_nbytes)
+
+
+class TestInPlaceOfALateDevice(TierSuite):
+    @staticmethod
+    def make(folder, blocks, block_nbytes):
+        return InPlaceTier(blocks=blocks, block_nbytes=block_nbytes, accelerator=LateAccelerator())
+
+
+@pytest.fixture
+def tier():
+    with InPlaceTier(blocks=3, block_nbytes=20_000, accelerator=LateAccelerator()) as made:
+        yield made
+
+
+def test_what_is_opened_is_what_rests_and_nothing_moves(tier: InPlaceTier) -> None:
+    place = tier.reserve(Record("r", {PART: 100, "state": 50}))
+    put(tier, place, {PART: content(100, 0)})
+    tier.drain()
+    before = tier.traffic.total
+    parts = tier.open(place, [PART], fresh=["state"]).wait()
+    parts[PART].add_(1)
+    parts["state"].fill_(7)
+    tier.evict(parts, [PART, "state"])
+    assert tier.traffic.total == before
+    found = get(tier, place, PART, "state")
+    assert torch.equal(found[PART], content(100, 0) + 1)
+    assert found["state"].eq(7).all()
+
+
+def test_work_begins_behind_the_copies_before_it(
+    tier: InPlaceTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late, "LATE_S", 50e-3)
+    place = tier.reserve(Record("r", {PART: 9000}))
+    for seed in range(4):
+        put(tier, place, {PART: content(9000, seed)})
+        parts = tier.open(place, [PART]).wait()
+        assert torch.equal(parts[PART], content(9000, seed))
+        tier.evict(parts, [PART])
+
+
+def test_a_copy_waits_until_the_work_has_ended(tier: InPlaceTier) -> None:
+    place = tier.reserve(Record("r", {PART: 9000}))
+    put(tier, place, {PART: content(9000, 0)})
+    opening = tier.open(place, [PART])
+    put(tier, place, {PART: content(9000, 1)})  # the next gradient comes down
+    ended = threading.Event()
+
+    def work() -> None:
+        parts = opening.wait()
+        time.sleep(30e-3)
+        assert torch.equal(parts[PART], content(9000, 0)), "overwritten under the work"
+        ended.set()
+        parts.end()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert torch.equal(get(tier, place, PART)[PART], content(9000, 1))
+    assert ended.is_set()
+    thread.join()
+
+
+def test_a_read_sees_what_the_work_has_made(tier: InPlaceTier) -> None:
+    place = tier.reserve(Record("r", {PART: 9000}))
+    put(tier, place, {PART: content(9000, 0)})
+    opening = tier.open(place, [PART])
+    fetch = tier.fetch(place, [PART])
+    parts = opening.wait()
+    time.sleep(10e-3)
+    parts[PART].fill_(3)
+    tier.evict(parts, [PART])
+    staged = fetch.wait()
+    assert staged[PART].eq(3).all()
+    tier.evict(staged, ())
+
+
+def test_a_copy_that_failed_is_told_by_the_work_and_stops_nobody(
+    tier: InPlaceTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tier.reserve(Record("r", {PART: 9000}))
+
+    def broken(source: torch.Tensor, offset: int) -> None:
+        raise TierError(f"offset {offset}: the link is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "_write", broken)
+        put(tier, place, {PART: content(9000, 0)})
+        with pytest.raises(TierError, match="the link is down"):
+            tier.open(place, [PART]).wait()
+    put(tier, place, {PART: content(9000, 1)})
+    assert torch.equal(get(tier, place, PART)[PART], content(9000, 1))
+
+
+def test_content_that_is_not_there_is_refused(tier: InPlaceTier) -> None:
+    place = tier.reserve(Record("r", {PART: 10, "state": 10}))
+    with pytest.raises(TierError, match=r"\['master'\] have no content"):
+        tier.open(place, [PART])
+    parts = tier.open(place, (), fresh=[PART, "state"]).wait()
+    parts[PART].zero_()
+    tier.evict(parts, [PART])
+    with pytest.raises(TierError, match=r"\['state'\] have no content"):
+        tier.open(place, [PART, "state"])
+    with pytest.raises(TierError, match="another tier"):
+        InPlaceTier(blocks=1, block_nbytes=10).open(place, [PART])
+
+
+def test_records_lie_in_one_piece_in_few_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SLAB_NBYTES", 2**16 - 4096)
+    with InPlaceTier(blocks=2, block_nbytes=100_000) as tier:
+        places = [tier.reserve(Record(str(i), {PART: 900 * i, "b": 7})) for i in range(1, 60)]
+        for i, place in enumerate(places):
+            put(tier, place, {PART: content(900 * (i + 1), i), "b": content(7, i)})
+        for i, place in enumerate(places):
+            parts = tier.open(place, [PART, "b"]).wait()
+            assert torch.equal(parts[PART], content(900 * (i + 1), i))
+            assert torch.equal(parts["b"], content(7, i))
+            tier.evict(parts, ())
+        needed = sum(place.end - place.begin for place in places)
+        assert needed <= tier._capacity <= 1.3 * needed + 2**20
