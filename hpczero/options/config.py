@@ -244,18 +244,15 @@ class OffloadOptions:
     """Where what training keeps rests between uses.
 
     Attributes:
-        optimizer: its state, and the fp32 masters of bf16 and fp16: device, where it computes; host, memory of the
-            host; or disk. Not at stage 0.
+        optimizer: its state, and fp32 masters: device, where it computes; host, memory of the host; or disk.
         gradients: mean gradients, from their reduction to the step; device, or where the optimizer is.
         parameters: this rank's shard of them, stage 3 only; device, or where the optimizer is.
         folder: for disk: one on a disk of every node, such as $TMPDIR there; what lies in it is gone when the run ends.
-        window: MiB of one block of memory through which everything passes.
-        buffers: blocks of each rank.
+        window, buffers: MiB of one block of memory through which everything passes; blocks of each rank.
         ahead: units whose parameters are read before they are used.
-        fraction: of all elements, at least so many rest there, in whole blocks of the model, the last ones first; 0 to
-            1.
-        step: who updates what rests in memory of the host: device, to which it is copied; or host, where it rests.
-        delayed: take the host's step while the next batch is computed; this changes the result, by one step's delay.
+        fraction: of all elements, at least so many rest there, in whole units, the last ones first; 0 to 1.
+        step: who updates what rests on the host: device, to which it is copied; or host, where it rests.
+        delayed: take the host's step while the next batch is computed, one step late: it changes the result.
     """
 
     optimizer: Medium = "device"

@@ -45,8 +45,6 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
         raise ConfigError(
             f"modifier_rank: got {modifier_rank!r}, expected a rank of 0 to {state.topology.size - 1}"
         )
-    if any(unit.whole.state in (UnitState.GATHERING, UnitState.WHOLE) for unit in units):
-        _check_no_update(state)
     state.step.finish_updates()
     doubtful = any(unit.whole.doubtful for unit in units)
     # By a call that this block stands in, a forward hook's say; the same on all ranks.
@@ -105,16 +103,6 @@ def finish_update(model: nn.Module) -> None:
         StepError, TierError: on every rank; the update has failed, and a checkpoint has to be loaded.
     """
     sharding(model).step.finish_updates()
-
-
-def _check_no_update(state: Sharding) -> None:
-    """Refuse to make parameters whole that a delayed update would change in the middle of a call. Collective."""
-    if any(stepper.pending for stepper in state.step.steppers):
-        with state.topology.agreed("make the parameters whole"):
-            raise StepError(
-                "gathered(model) inside a call of the model, while a delayed update (offload) is on its way, expected "
-                "it outside; or call hpczero.finish_update(model) before the forward"
-            )
 
 
 def _hold(units: Sequence[Unit]) -> None:

@@ -135,6 +135,11 @@ class Schedule:
         """The model and the modules that units are made of."""
         return self._around.keys()
 
+    @property
+    def in_call(self) -> bool:
+        """Whether a forward is under way."""
+        return any(self._running.values())
+
     @contextmanager
     def call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -209,7 +214,7 @@ class Schedule:
                     self.residence.give_back(unit)
                 self._uncalled.clear()
                 self.residence.end_pass()
-            if self._sharded and not any(self._running.values()):
+            if self._sharded and not self.in_call:
                 self.residence.calls_are_through()
 
         return hook

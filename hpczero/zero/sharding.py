@@ -110,6 +110,7 @@ class Sharding:
         self.lineage: dict[Path, int] = {}
         side = ModelSide(
             in_backward=lambda: self.schedule is not None and self.schedule.backward.runs,
+            in_call=lambda: self.schedule is not None and self.schedule.in_call,
             check_attachment=self.attachment.check,
             before_update=self._before_update,
             after_update=self.shared_buffers.share,

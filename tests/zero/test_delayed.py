@@ -6,7 +6,6 @@ them, and each gradient is stepped on one batch later than it was made.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +16,25 @@ import torch
 from torch import Tensor, nn
 
 import hpczero
-from hpczero import Offload
-from hpczero.errors import PlanError, StepError, TierError
 from hpczero.zero.update.delayed import DelayedUpdate
 from tests.helpers import late
 from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, adamw, mlp_input, raises_on_all, zeroified
+from tests.helpers.small_models import MLP, adamw, mlp_input, zeroified
+from tests.zero.late_steps import (
+    MAKERS,
+    OFFLOAD,
+    SIZES,
+    Late,
+    Maker,
+    backward,
+    expect_steps,
+    gradients_of,
+    options_of,
+    same,
+    take_steps,
+    weights_now,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -31,95 +42,6 @@ if TYPE_CHECKING:
     from hpczero import Topology
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
-
-SIZES = (
-    7,
-    128,
-    64,
-    64,
-)  # whole vectors, however they are cut: fused kernels round what fills none in another way
-OFFLOAD = Offload("host", "host", window=2**14, buffers=4, step="host", delayed=True)
-
-Maker = Callable[[Any], torch.optim.Optimizer]
-MAKERS: dict[str, Maker] = {
-    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "SGD foreach nesterov": lambda p: torch.optim.SGD(
-        p, lr=1e-2, momentum=0.9, nesterov=True, foreach=True
-    ),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
-}
-
-
-def backward(model: nn.Module, rank: int, step: int, *, scale: float = 1.0) -> None:
-    """Of a batch of its own for every step and rank."""
-    x = mlp_input(rank + 7 * step)
-    (model(x).square().mean() * scale).backward()
-
-
-class Late:
-    """Plain torch on one process that steps with the gradients of the step before, and with that step's options."""
-
-    def __init__(self, make: Maker) -> None:
-        self.model = MLP(SIZES)
-        self.optimizer = make(self.model.parameters())
-        self._late: tuple[dict[str, Tensor], float] | None = None
-
-    def step(self, gradients: dict[str, Tensor] | None, lr: float = 0.0) -> None:
-        """Gradients of this step, and its learning rate; None: it is skipped."""
-        self.finish()
-        if gradients is not None:
-            self._late = gradients, lr
-
-    def finish(self) -> None:
-        """Take the step that is late."""
-        if self._late is not None:
-            gradients, self.optimizer.param_groups[0]["lr"] = self._late
-            for name, parameter in self.model.named_parameters():
-                parameter.grad = gradients[name]
-            self.optimizer.step()
-            self._late = None
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        return {name: value.detach().clone() for name, value in self.model.named_parameters()}
-
-
-def gradients_of(
-    topology: Topology,
-    weights: dict[str, Tensor],
-    step: int,
-    clip: float | None = None,
-    parts: int = 1,
-    precision: str = "fp32",
-) -> dict[str, Tensor]:
-    """Mean over ranks at ``weights``, reduced by a model that is sharded and does not step."""
-    model = MLP(SIZES)
-    model.load_state_dict(weights)
-    options: dict[str, Any] = {"stage": 2, "topology": topology, "transport": "flat"}
-    with zeroified(model, adamw(model), precision=precision, **options):
-        for part in range(parts):
-            with hpczero.accumulate(model, part, parts):
-                backward(model, topology.rank, step + 100 * part)
-        if clip is not None:
-            hpczero.clip_grad_norm_(model, clip)
-        return hpczero.full_gradients(model)
-
-
-def weights_now(model: nn.Module) -> dict[str, Tensor]:
-    """What the model computes with; an update on its way stays there."""
-    held = {}
-    for unit in hpczero.sharding(model).units:
-        unit.unshard()
-        unit.whole.wait_for_unshard()
-        for parameter, slot in zip(unit.parameters, unit.spec.layout.slots, strict=True):
-            with torch._C.DisableTorchFunctionSubclass():
-                held[slot.name] = parameter.detach().clone().float()
-        unit.reshard()
-    return held
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
@@ -168,23 +90,6 @@ def test_each_step_shows_the_update_of_the_one_before(
         parallel_assert(comm, right(), "other weights at the end")
         hpczero.finish_update(model)  # there is nothing more
         parallel_assert(comm, right(), "an update was taken twice")
-
-
-def options_of(topology: Topology, **more: Any) -> dict[str, Any]:
-    options = {"stage": 3, "topology": topology, "device": LateAccelerator(), "transport": "flat"}
-    return {"offload": OFFLOAD, **options, **more}
-
-
-def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
-    for step in steps:
-        backward(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def expect_steps(expected: Late, topology: Topology, steps: range) -> None:
-    for step in steps:
-        expected.step(gradients_of(topology, expected.weights, step), 1e-2)
 
 
 READS: dict[str, Callable[[nn.Module], dict[str, Tensor] | None]] = {
@@ -371,140 +276,3 @@ def test_the_late_twin_sees_a_wait_that_is_missing(
             expect_steps(expected, topology, range(3))
             differ.append(not same(expected.weights, weights_now(model)))
     parallel_assert(comm, differ == [False, True], str(differ))
-
-
-@pytest.mark.parametrize("kind", [TierError, ValueError])
-def test_what_fails_on_the_thread_is_one_error_of_the_next_step(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: type[Exception],
-) -> None:
-    model = MLP(SIZES)
-    optimizer = adamw(model, fused=True)
-    with zeroified(model, optimizer, **options_of(topology)) as sharding:
-        take_steps(model, optimizer, comm.rank, range(2))
-        saved = hpczero.checkpoint.Checkpoints(folder, model)
-        saved.save(2)
-        take_steps(model, optimizer, comm.rank, range(2, 5))
-        expected = hpczero.full_state_dict(model)
-        saved.load()
-        update: Any = sharding.step.steppers[0].parted
-        do = update._do
-        done: list[int] = []
-
-        def failing(task: Any, twin: Any) -> None:
-            done.append(1)
-            if len(done) == 2:
-                raise kind("no more")
-            do(task, twin)
-
-        with monkeypatch.context() as patch:
-            if comm.rank == comm.size - 1:
-                patch.setattr(update, "_do", failing)
-            take_steps(model, optimizer, comm.rank, range(2, 3))
-            backward(model, comm.rank, 3)
-            wanted: Any = TierError if kind is TierError else StepError
-            raises_on_all(comm, wanted, "delayed update.*no more", optimizer.step)
-        raises_on_all(comm, StepError, "load a checkpoint", lambda: hpczero.full_state_dict(model))
-        optimizer.zero_grad()
-        saved.load()
-        take_steps(model, optimizer, comm.rank, range(2, 5))
-        found = hpczero.full_state_dict(model)
-        same_end = found is None or expected is None or same(expected, found)
-        parallel_assert(comm, same_end, "another end after the checkpoint")
-
-
-def clear_each(optimizer: torch.optim.Optimizer) -> None:
-    for state in dict.values(optimizer.state):
-        state.clear()
-
-
-def count_on(optimizer: torch.optim.Optimizer) -> None:
-    for state in dict.values(optimizer.state):
-        state["step"] = state["step"] + 1
-
-
-CHANGES: dict[str, Callable[[torch.optim.Optimizer], None]] = {
-    "clear": lambda optimizer: optimizer.state.clear(),
-    "clear each": clear_each,
-    "count": count_on,
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_state_that_changes_under_an_update_is_refused_and_may_change_after_it(
-    comm: MPI.Intracomm,
-    topology: Topology,
-    folder: Path,
-    change: Callable[[torch.optim.Optimizer], None],
-) -> None:
-    model = MLP(SIZES)
-    optimizer = adamw(model, fused=True)
-    with zeroified(model, optimizer, **options_of(topology)):
-        take_steps(model, optimizer, comm.rank, range(2))
-        saved = hpczero.checkpoint.Checkpoints(folder, model)
-        saved.save(2)
-        change(optimizer)
-        take_steps(model, optimizer, comm.rank, range(2, 4))
-        change(optimizer)
-        backward(model, comm.rank, 4)
-        raises_on_all(comm, StepError, "finish_update", optimizer.step)
-        optimizer.zero_grad()
-        saved.load()
-        take_steps(model, optimizer, comm.rank, range(2, 4))
-
-
-def test_whole_parameters_inside_a_call_are_refused_while_an_update_is_on_its_way(
-    comm: MPI.Intracomm, topology: Topology
-) -> None:
-    model = MLP(SIZES)
-    optimizer = adamw(model, fused=True)
-    with zeroified(model, optimizer, **options_of(topology)):
-        take_steps(model, optimizer, comm.rank, range(2))
-
-        def look(*_: Any) -> None:
-            with hpczero.gathered(model):
-                pytest.fail("it is not whole")
-
-        handle = model.layers[1].register_forward_hook(look)
-        raises_on_all(comm, StepError, "finish_update", lambda: model(mlp_input(comm.rank)))
-        handle.remove()
-        take_steps(model, optimizer, comm.rank, range(2, 4))
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"step": "device"}, "delayed with step device"),
-        ({"gradients": "device"}, "delayed with gradients on device"),
-        ({"parameters": "host"}, "delayed with parameters on host"),
-        ({"fraction": 0.5}, "delayed with fraction 0.5"),
-        (
-            {"optimizer": "disk", "gradients": "disk", "step": "device", "folder": "x"},
-            "step device",
-        ),
-    ],
-)
-def test_a_delay_that_cannot_be_right_is_refused(
-    comm: MPI.Intracomm, topology: Topology, changes: dict[str, Any], text: str
-) -> None:
-    offload = dataclasses.replace(OFFLOAD, **changes)
-    model = MLP()
-
-    def start() -> nn.Module:
-        return hpczero.zeroify(model, adamw(model), topology=topology, offload=offload)
-
-    raises_on_all(comm, PlanError, text, start)
-
-
-def test_several_optimizers_are_refused(comm: MPI.Intracomm, topology: Topology) -> None:
-    model = MLP()
-    first, *others = model.parameters()
-    both = (torch.optim.AdamW([first]), torch.optim.AdamW(others))
-
-    def start() -> nn.Module:
-        return hpczero.zeroify(model, both, topology=topology, offload=OFFLOAD)
-
-    raises_on_all(comm, PlanError, "2 optimizers, expected one", start)

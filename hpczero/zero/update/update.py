@@ -36,6 +36,7 @@ class ModelSide:
 
     Attributes:
         in_backward: whether a backward runs, or was interrupted.
+        in_call: whether a forward runs.
         check_attachment: raises StepError if model or optimizer hold parameters that no unit knows.
         before_update: called before values of units change; returns those that were kept whole for a later backward.
         after_update: called once the parameters are up to date.
@@ -43,6 +44,7 @@ class ModelSide:
     """
 
     in_backward: Callable[[], bool]
+    in_call: Callable[[], bool]
     check_attachment: Callable[[], None]
     before_update: Callable[[Collection[Unit]], list[Unit]]
     after_update: Callable[[], None]
@@ -244,10 +246,11 @@ class Step:
             if not stepper.pending:
                 continue
             with self._comm.group.agreed("finish the update"):
-                if self._model.in_backward():
+                if self._model.in_call() or self._model.in_backward():
                     raise StepError(
-                        "a delayed update (offload) would be finished while a backward runs, or after one that did not "
-                        "finish; call this before forward or after backward"
+                        "a delayed update (offload) would change parameters while a forward or a backward runs, or "
+                        "after a backward that was cut off, expected none; call hpczero.finish_update(model) before "
+                        "forward, and optimizer.zero_grad() after a backward that did not finish"
                     )
             ended = self._model.before_update(self._all_units)
             self._stream(stepper, stepper.finish)

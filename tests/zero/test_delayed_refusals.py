@@ -1,0 +1,169 @@
+"""What goes wrong with a delayed update: one error on all ranks; and what cannot be right, refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import hpczero
+from hpczero.errors import PlanError, StepError, TierError
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import MLP, adamw, mlp_input, raises_on_all, zeroified
+from tests.zero.late_steps import (
+    OFFLOAD,
+    SIZES,
+    backward,
+    options_of,
+    same,
+    take_steps,
+)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
+
+
+@pytest.mark.parametrize("kind", [TierError, ValueError])
+def test_what_fails_on_the_thread_is_one_error_of_the_next_step(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Exception],
+) -> None:
+    model = MLP(SIZES)
+    optimizer = adamw(model, fused=True)
+    with zeroified(model, optimizer, **options_of(topology)) as sharding:
+        take_steps(model, optimizer, comm.rank, range(2))
+        saved = hpczero.checkpoint.Checkpoints(folder, model)
+        saved.save(2)
+        take_steps(model, optimizer, comm.rank, range(2, 5))
+        expected = hpczero.full_state_dict(model)
+        saved.load()
+        update: Any = sharding.step.steppers[0].parted
+        do = update._do
+        done: list[int] = []
+
+        def failing(task: Any, twin: Any) -> None:
+            done.append(1)
+            if len(done) == 2:
+                raise kind("no more")
+            do(task, twin)
+
+        with monkeypatch.context() as patch:
+            if comm.rank == comm.size - 1:
+                patch.setattr(update, "_do", failing)
+            take_steps(model, optimizer, comm.rank, range(2, 3))
+            backward(model, comm.rank, 3)
+            wanted: Any = TierError if kind is TierError else StepError
+            raises_on_all(comm, wanted, "delayed update.*no more", optimizer.step)
+        raises_on_all(comm, StepError, "load a checkpoint", lambda: hpczero.full_state_dict(model))
+        optimizer.zero_grad()
+        saved.load()
+        take_steps(model, optimizer, comm.rank, range(2, 5))
+        found = hpczero.full_state_dict(model)
+        same_end = found is None or expected is None or same(expected, found)
+        parallel_assert(comm, same_end, "another end after the checkpoint")
+
+
+def clear_each(optimizer: torch.optim.Optimizer) -> None:
+    for state in dict.values(optimizer.state):
+        state.clear()
+
+
+def count_on(optimizer: torch.optim.Optimizer) -> None:
+    for state in dict.values(optimizer.state):
+        state["step"] = state["step"] + 1
+
+
+CHANGES: dict[str, Callable[[torch.optim.Optimizer], None]] = {
+    "clear": lambda optimizer: optimizer.state.clear(),
+    "clear each": clear_each,
+    "count": count_on,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_state_that_changes_under_an_update_is_refused_and_may_change_after_it(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    folder: Path,
+    change: Callable[[torch.optim.Optimizer], None],
+) -> None:
+    model = MLP(SIZES)
+    optimizer = adamw(model, fused=True)
+    with zeroified(model, optimizer, **options_of(topology)):
+        take_steps(model, optimizer, comm.rank, range(2))
+        saved = hpczero.checkpoint.Checkpoints(folder, model)
+        saved.save(2)
+        change(optimizer)
+        take_steps(model, optimizer, comm.rank, range(2, 4))
+        change(optimizer)
+        backward(model, comm.rank, 4)
+        raises_on_all(comm, StepError, "finish_update", optimizer.step)
+        optimizer.zero_grad()
+        saved.load()
+        take_steps(model, optimizer, comm.rank, range(2, 4))
+
+
+def test_whole_parameters_inside_a_call_are_refused_while_an_update_is_on_its_way(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model = MLP(SIZES)
+    optimizer = adamw(model, fused=True)
+    with zeroified(model, optimizer, **options_of(topology)):
+        take_steps(model, optimizer, comm.rank, range(2))
+
+        def look(*_: Any) -> None:
+            with hpczero.gathered(model):
+                pytest.fail("it is not whole")
+
+        handle = model.layers[1].register_forward_hook(look)
+        raises_on_all(comm, StepError, "finish_update", lambda: model(mlp_input(comm.rank)))
+        handle.remove()
+        take_steps(model, optimizer, comm.rank, range(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"step": "device"}, "delayed with step device"),
+        ({"gradients": "device"}, "delayed with gradients on device"),
+        ({"parameters": "host"}, "delayed with parameters on host"),
+        ({"fraction": 0.5}, "delayed with fraction 0.5"),
+        (
+            {"optimizer": "disk", "gradients": "disk", "step": "device", "folder": "x"},
+            "step device",
+        ),
+    ],
+)
+def test_a_delay_that_cannot_be_right_is_refused(
+    comm: MPI.Intracomm, topology: Topology, changes: dict[str, Any], text: str
+) -> None:
+    offload = dataclasses.replace(OFFLOAD, **changes)
+    model = MLP()
+
+    def start() -> nn.Module:
+        return hpczero.zeroify(model, adamw(model), topology=topology, offload=offload)
+
+    raises_on_all(comm, PlanError, text, start)
+
+
+def test_several_optimizers_are_refused(comm: MPI.Intracomm, topology: Topology) -> None:
+    model = MLP()
+    first, *others = model.parameters()
+    both = (torch.optim.AdamW([first]), torch.optim.AdamW(others))
+
+    def start() -> nn.Module:
+        return hpczero.zeroify(model, both, topology=topology, offload=OFFLOAD)
+
+    raises_on_all(comm, PlanError, "2 optimizers, expected one", start)
