@@ -96,6 +96,9 @@ def predict(job: Job) -> Prediction:
     owned = sum(_owned(job, unit) for unit in job.plan.units)
     forward_s = steps * (layers * block_f + head_f)
     backward_s = steps * (layers * block_b + head_b)
+    # After the first forward of a step, gradients are added to those that wait instead of being copied.
+    copied, added = (job.work.element_s(kind, backward=False) for kind in ("copy", "add"))
+    backward_s += (steps - 1) * job.plan.numel * max(added - copied, 0.0)
     update_s = job.work.update_s(owned)
     tier = tier_times(job, forward_s, backward_s + exposed, update_s)
     return Prediction(

@@ -6,7 +6,8 @@ model's own work takes. Assumptions beside those of `hpczero.predict.model`:
 - reads and writes share the medium, so their times add up;
 - weights are read ahead, so a pass takes as long as computing or its medium, whichever is longer; nothing is computed
   while the first unit comes, and nothing of a step while its first window comes;
-- every byte that comes or goes is copied once between staging and where it is used, by the core that computes.
+- every byte that comes or goes is copied once between staging and where it is used, by the core that computes;
+- what comes lies in memory that the kernel hands out anew, since what was used before was given back.
 
 Source: Rajbhandari et al., ZeRO-Infinity, SC21, sec. 4 and 6; issue 18.
 """
@@ -57,6 +58,8 @@ def tier_times(job: Job, forward_s: float, backward_s: float, update_s: float) -
             came = weights * plan.parameters
             went = weights * plan.gradients * (backward and step == steps - 1)
             medium, handled = came / read + went / write, (came + went) / copy
+            if job.machine.fresh_rate:
+                handled += came / job.machine.fresh_rate
             exposed += handled + _not_hidden(medium, computing + handled, first_unit)
             whole += medium
     moved = plan.traffic(micro_steps=0, synced=0)

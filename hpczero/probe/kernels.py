@@ -7,6 +7,7 @@ at once, as they will compute at once: cores share memory, caches and clock.
 from __future__ import annotations
 
 import itertools
+import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
     from hpczero.job.topology import Topology
 
 SIDES = (64, 256, 512, 1024)  # of square products
+FEW = (16, 64, 256)  # tokens in products with square weights
 ROWS, WIDTH, VOCAB = 512, 1024, 8192  # of memory-bound work: 2 MiB and 16 MiB in fp32
 HEADS, HEAD, SEQUENCE, SAMPLES = 8, 64, 128, 4
 UPDATED = 2**22  # elements of the update and of sums: 16 MiB each
 TURN_S = 0.12  # for each piece of work
 LEAST, MOST = 3, 10_000  # repetitions of each
 EXCHANGES = 5
+FRESH_NBYTES = 2**25
 POOL_NBYTES = 2**26  # of operands: twice a large cache
 
 
@@ -96,6 +99,20 @@ def _kernels(topology: Topology, accelerator: Accelerator, dtype: torch.dtype) -
 
         products[str(side)] = 2 * side**3 / seconds(product)
 
+    few, inner = {}, {}
+    for rows in FEW:
+        many = max(POOL_NBYTES // (dtype.itemsize * WIDTH * WIDTH), 2)
+        weights = itertools.cycle([torch.ones(WIDTH, WIDTH, dtype=dtype) for _ in range(many)])
+        tokens = torch.ones(rows, WIDTH, dtype=dtype)
+        made = torch.empty(rows, WIDTH, dtype=dtype)
+        flops = 2 * rows * WIDTH * WIDTH
+        few[str(rows)] = flops / seconds(
+            lambda t=tokens, o=made, w=weights: torch.matmul(t, next(w), out=o)  # type: ignore[misc]
+        )
+        inner[str(rows)] = flops / seconds(
+            lambda t=tokens, w=weights: torch.matmul(t.t(), t, out=next(w))  # type: ignore[misc]
+        )
+
     x, wide = fresh(ROWS, WIDTH), fresh(ROWS, 4 * WIDTH)
     plain, other = x.detach(), torch.randn(ROWS, WIDTH, dtype=dtype)
     scale, shift = fresh(WIDTH), fresh(WIDTH)
@@ -139,17 +156,26 @@ def _kernels(topology: Topology, accelerator: Accelerator, dtype: torch.dtype) -
     small, one = torch.ones(8, requires_grad=True), torch.ones(8)
     found: dict[str, Any] = {
         "products": products,
+        "few": few,
+        "inner": inner,
         "elements": dict(sorted(elements.items())),
         "attention": attention,
         "update": update,
         "sums": [sums[0], max((sums[1] - sums[0]) / 2, 0.0)],
         "memory_rate": 2 * 4 * UPDATED / seconds(lambda: there.copy_(here)),
+        "fresh": FRESH_NBYTES / seconds(_touch_new_pages),
         "dispatch": seconds(lambda: small * one),
         "exchange": None,
         "between": None,
         "wait": None,
     }
     return found
+
+
+def _touch_new_pages() -> None:
+    """Memory of the host that the kernel hands out anew."""
+    with mmap.mmap(-1, FRESH_NBYTES) as pages:
+        np.frombuffer(pages, dtype=np.uint8)[:: mmap.PAGESIZE] = 1
 
 
 def _between_ranks(topology: Topology) -> dict[str, float | None]:

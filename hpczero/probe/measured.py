@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -18,6 +18,9 @@ class Measured:
 
     Attributes:
         products: FLOP/s of square products, by side.
+        fresh: bytes per second of host memory that the kernel hands out anew; None: not measured.
+        few: FLOP/s of products of so many tokens with square weights; empty where it was not measured.
+        inner: FLOP/s of gradients of such weights, whose inner side is the tokens.
         elements: of one element, by kind and pass, as in ``norm/forward``.
         attention: FLOP/s of both products, whole square counted: forward, backward.
         update: of one element.
@@ -45,21 +48,18 @@ class Measured:
     disk_write: float | None = None
     host_read: float | None = None
     host_write: float | None = None
+    fresh: float | None = None
+    few: Mapping[str, float] = field(default_factory=dict)
+    inner: Mapping[str, float] = field(default_factory=dict)
 
     def matmul_s(self, m: int, k: int, n: int) -> float:
-        """By the rate at the same number of FLOPs, interpolated."""
-        side = math.log((m * k * n) ** (1 / 3))
-        known = sorted((math.log(int(s)), math.log(rate)) for s, rate in self.products.items())
-        low, high = known[0], known[-1]
-        for left, right in itertools.pairwise(known):
-            if left[0] <= side <= right[0]:
-                low, high = left, right
-        if side <= low[0] or low[0] == high[0]:
-            rate = math.exp(low[1])
-        else:
-            share = min((side - low[0]) / (high[0] - low[0]), 1.0)
-            rate = math.exp(low[1] + share * (high[1] - low[1]))
-        return 2 * m * k * n / rate
+        """By the rate of a square product of the same FLOPs, or of one as thin where that is slower."""
+        flops, least = 2 * m * k * n, min(m, k, n)
+        rates = [_at(self.products, (m * k * n) ** (1 / 3))]
+        thin = self.inner if least == k else self.few
+        if thin and least <= max(map(int, thin)):
+            rates.append(_at(thin, least))
+        return flops / min(rates)
 
     def attention_s(self, tokens: int, sequence: int, width: int, *, backward: bool) -> float:
         """By the rate of both products."""
@@ -102,9 +102,15 @@ class Measured:
             values = [rank[name] for rank in found if rank.get(name)]
             return mean(values) if values else None
 
+        def table(name: str) -> dict[str, float]:
+            return {key: rate(each(name, key)) for key in found[0].get(name, {})}
+
         first = found[0]
         return cls(
-            products={side: rate(each("products", side)) for side in first["products"]},
+            products=table("products"),
+            fresh=if_any("fresh", rate),
+            few=table("few"),
+            inner=table("inner"),
             elements={kind: seconds(each("elements", kind)) for kind in first["elements"]},
             attention=[rate(each("attention", way)) for way in (0, 1)],
             update=seconds(all_of("update")),
@@ -119,3 +125,17 @@ class Measured:
             host_read=if_any("host_read", min),
             host_write=if_any("host_write", min),
         )
+
+
+def _at(rates: Mapping[str, float], size: float) -> float:
+    """The rate at ``size``, interpolated between those measured."""
+    place = math.log(size)
+    known = sorted((math.log(int(s)), math.log(rate)) for s, rate in rates.items())
+    low, high = known[0], known[-1]
+    for left, right in itertools.pairwise(known):
+        if left[0] <= place <= right[0]:
+            low, high = left, right
+    if place <= low[0] or low[0] == high[0]:
+        return math.exp(low[1])
+    share = min((place - low[0]) / (high[0] - low[0]), 1.0)
+    return math.exp(low[1] + share * (high[1] - low[1]))

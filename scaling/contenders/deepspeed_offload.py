@@ -10,6 +10,9 @@ from __future__ import annotations
 from math import prod
 
 import deepspeed  # type: ignore[import-not-found, unused-ignore]  # in the environment of install/peers.sh
+from deepspeed.accelerator import (  # type: ignore[import-not-found, unused-ignore]
+    get_accelerator,
+)
 from deepspeed.ops.adam import (  # type: ignore[import-not-found, unused-ignore]
     DeepSpeedCPUAdam,
 )
@@ -61,6 +64,9 @@ class Contender(deepspeed_stage.Contender):
         optimizer = DeepSpeedCPUAdam(
             model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, adamw_mode=True
         )
+        # DeepSpeed 0.19.8 takes bf16 for parameters that it swaps wherever the accelerator has no fp16, whatever dtype
+        # they have (zero/partition_parameters.py, _set_dtype: ``or`` binds before ``if``). Its CPU has none by default.
+        get_accelerator().is_fp16_supported = lambda: True
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config
         )

@@ -60,8 +60,21 @@ def test_rates_of_products_are_interpolated_by_their_flops() -> None:
     assert rate(512) == pytest.approx(4e9)
     assert rate(16) == pytest.approx(1e9)
     assert rate(4096) == pytest.approx(4e9)
-    # only the number of FLOPs counts
+    # only the number of FLOPs counts, where thin products were not measured
     assert 2 * 64**4 / measured.matmul_s(64, 64, 64 * 64) == pytest.approx(4e9)
+
+
+def test_products_of_few_tokens_are_as_slow_as_measured() -> None:
+    thin = {"few": {"16": 1e8, "64": 2e8}, "inner": {"16": 5e7, "64": 1e8}}
+    measured = Measured.of_ranks([{**rank(), **thin}])
+
+    def rate(m: int, k: int, n: int) -> float:
+        return 2 * m * k * n / measured.matmul_s(m, k, n)
+
+    assert rate(64, 512, 512) == pytest.approx(2e8)
+    assert rate(16, 512, 512) == rate(8, 512, 512) == pytest.approx(1e8)
+    assert rate(512, 64, 512) == pytest.approx(1e8)  # the gradient of a weight
+    assert rate(512, 512, 512) == pytest.approx(4e9)  # not thin: as square ones
 
 
 def test_ranks_are_averaged_in_seconds() -> None:
