@@ -145,7 +145,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         "rounds": options.rounds,
         "description": pair.describe(),
         "tokens": pair.sequences * pair.context,
-        "tier": pair.tier.describe(),
+        "tier": pair.tier.describe().replace(str(folder), "FOLDER"),  # a reader's is another one
         "staging": f"{options.buffers} blocks of {options.window} MiB, {options.ahead} units ahead",
     }
     engine, fio = Engine(topology, folder), None
