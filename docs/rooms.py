@@ -92,6 +92,7 @@ HPCZERO = House(
         "checkpoint",
         "adapters",
         "checkpoint.disk",
+        "activations",
         "zero",
         "zero.update",
         "zero.calls",

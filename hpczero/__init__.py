@@ -58,7 +58,11 @@ _HOME = {
     "zeroify": "hpczero.zero.zeroify",
 }
 
-_ROOMS = ("checkpoint", "plan")  # hpczero.checkpoint.save, hpczero.plan.rules.by_class
+_ROOMS = (
+    "activations",
+    "checkpoint",
+    "plan",
+)  # hpczero.checkpoint.save, hpczero.plan.rules.by_class
 
 __all__ = [
     "Collectives",

@@ -44,6 +44,10 @@ class Adapter(Protocol):
         """The plain torch model, on the device that torch makes tensors on."""
         ...
 
+    def call_blocks_by(self, model: nn.Module, call: Callable[..., Tensor]) -> None:
+        """Have ``call(block, *inputs)`` call each block of ``model`` where gradients are wanted, from now on."""
+        ...
+
     def initializer(self, model: nn.Module, seed: int) -> Callable[[str, Tensor], None]:
         """What ``zeroify`` fills parameters with: f(name, whole fp32 tensor). Values depend on seed, name and shape."""
         ...

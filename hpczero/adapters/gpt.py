@@ -47,6 +47,13 @@ class GPTAdapter:
 
         return GPT(self.config)
 
+    def call_blocks_by(self, model: nn.Module, call: Callable[..., Tensor]) -> None:
+        """Each of ``model.blocks``, on the residual stream."""
+        from hpczero.models.gpt import GPT
+
+        assert isinstance(model, GPT), "built by this adapter"
+        model.call_block = call
+
     def initializer(self, model: nn.Module, seed: int) -> Callable[[str, Tensor], None]:
         """GPT-2's initial weights for ``seed``."""
         from hpczero.models.gpt import GPT

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +100,10 @@ class GPT(nn.Module):
 
     The constructor leaves torch's default weights in place (none on the meta device); ``initialize`` or
     ``initialize_all`` sets the ones to train from.
+
+    Attributes:
+        config: sizes and switches.
+        call_block: calls a block where gradients are wanted: (block, x) -> y. Another one may keep less for backward.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -114,6 +119,9 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.hidden, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
+        self.call_block: Callable[[nn.Module, Tensor], Tensor] = (
+            checkpointed if config.checkpoint_activations else call
+        )
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Logits, or the loss if targets are given.
@@ -139,11 +147,7 @@ class GPT(nn.Module):
             x_BTC = x_BTC + self.wpe(torch.arange(seq_len, device=tokens_BT.device))
         x_BTC = self.dropout(x_BTC)
         for block in self.blocks:
-            if self.config.checkpoint_activations and torch.is_grad_enabled():
-                # The module itself is called, not its forward: hooks on the block must run again in the recomputation.
-                x_BTC = checkpoint(block, x_BTC, use_reentrant=False)
-            else:
-                x_BTC = block(x_BTC)
+            x_BTC = (self.call_block if torch.is_grad_enabled() else call)(block, x_BTC)
         logits_BTV: Tensor = self.lm_head(self.final_norm(x_BTC))
         return logits_BTV if targets_BT is None else mean_cross_entropy(logits_BTV, targets_BT)
 
@@ -187,6 +191,19 @@ class GPT(nn.Module):
         """Fill every parameter of a model that lies whole on the CPU in fp32."""
         for name, parameter in self.named_parameters():
             self.initialize(name, parameter, seed=seed)
+
+
+def call(block: nn.Module, x_BTC: Tensor) -> Tensor:
+    """The block as it is; autograd keeps what its backward needs."""
+    y_BTC: Tensor = block(x_BTC)
+    return y_BTC
+
+
+def checkpointed(block: nn.Module, x_BTC: Tensor) -> Tensor:
+    """The same, with its input alone kept, and everything else computed again in backward."""
+    # The module itself is called, not its forward: hooks on the block must run again in the recomputation.
+    y_BTC: Tensor = checkpoint(block, x_BTC, use_reentrant=False)
+    return y_BTC
 
 
 def rotate(x_BHTD: Tensor) -> Tensor:

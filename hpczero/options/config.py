@@ -9,48 +9,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from hpczero.errors import ConfigError
-from hpczero.options.types import MOST, checked_path
+from hpczero.options.requirements import require_amount, require_path, require_positive
+from hpczero.options.tiers import ActivationOptions, OffloadOptions
+from hpczero.options.types import MOST
 from hpczero.options.values import Transport, node_shape, require
 
 DEFAULT_RUN = "default"
 MOST_STEPS = 10**15
 MOST_SAMPLES = 2**31 - 1
 DEFAULT_GLOBAL_BATCH = 12  # 1, 2, 3, 4, 6 and 12 ranks divide it
-
-
-def _require_positive(section: str, options: object, *names: str, most: int = MOST) -> None:
-    """Refuse options that are set and below 1."""
-    for name in names:
-        value = getattr(options, name)
-        expected = "at least 1" if value is None or value < 1 else f"at most {most}"
-        require(value is None or 1 <= value <= most, f"{section}.{name}", value, expected)
-
-
-def _require_path(option: str, value: str | None) -> None:
-    """Refuse what cannot be the name of a file, or cannot be written into config.toml."""
-    try:
-        if value is not None:
-            checked_path(value).encode()
-    except UnicodeEncodeError:
-        require(False, option, value, "a path in UTF-8")
-    except ValueError as error:
-        raise ConfigError(f"{option}: {error}") from error
-
-
-def _require_amount(section: str, options: object, *names: str) -> None:
-    """Refuse options that are below 0 or not finite."""
-    for name in names:
-        value = getattr(options, name)
-        most = MOST if isinstance(value, int) else sys.float_info.max
-        require(0 <= value <= most, f"{section}.{name}", value, "a finite number, 0 or above")
 
 
 @dataclass(frozen=True)
@@ -77,8 +50,8 @@ class RunOptions:
             self.name,
             "letters, digits and . _ + - only, because it names a folder",
         )
-        _require_path("run.name", self.name)
-        _require_path("run.folder", self.folder)
+        require_path("run.name", self.name)
+        require_path("run.folder", self.folder)
         require(0 <= self.seed <= MOST, "run.seed", self.seed, f"0 to {MOST}")
 
     @property
@@ -98,7 +71,8 @@ class ModelOptions:
         heads: attention heads, must divide hidden; None: of the preset.
         context: tokens in a sequence; None: of the preset.
         positions: learned or rotary position embeddings; None: of the preset.
-        checkpoint_activations: keep only the input of each block and compute the block again in backward.
+        checkpoint_activations: keep only the input of each block and compute the block again in backward; the same
+            as activations.checkpointing block.
     """
 
     preset: str = "gpt-nano"
@@ -110,7 +84,7 @@ class ModelOptions:
     checkpoint_activations: bool = False
 
     def __post_init__(self) -> None:
-        _require_positive("model", self, "layers", "hidden", "heads", "context")
+        require_positive("model", self, "layers", "hidden", "heads", "context")
 
     def overrides(self) -> dict[str, Any]:  # Any: each has the type of its field
         """Fields of the preset to replace, by name."""
@@ -136,8 +110,8 @@ class DataOptions:
     cache: str = "runs/tokens"
 
     def __post_init__(self) -> None:
-        _require_path("data.path", self.path)
-        _require_path("data.cache", self.cache)
+        require_path("data.path", self.path)
+        require_path("data.cache", self.cache)
 
 
 @dataclass(frozen=True)
@@ -170,10 +144,10 @@ class TrainOptions:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
-        _require_positive("train", self, "steps", most=MOST_STEPS)
+        require_positive("train", self, "steps", most=MOST_STEPS)
         batch = ("global_batch", "micro_batch", "accumulation")
-        _require_positive("train", self, *batch, most=MOST_SAMPLES)
-        _require_amount("train", self, "learning_rate", "warmup", "weight_decay", "clip")
+        require_positive("train", self, *batch, most=MOST_SAMPLES)
+        require_amount("train", self, "learning_rate", "warmup", "weight_decay", "clip")
         peak = self.learning_rate
         require(0 < peak < math.inf, "train.learning_rate", peak, "a finite number above 0")
         low = self.min_learning_rate
@@ -236,45 +210,6 @@ class ParallelOptions:
         require(algorithms.isascii(), "parallel.algorithms", algorithms, "names of algorithms")
 
 
-Medium = Literal["device", "host", "disk"]
-
-
-@dataclass(frozen=True)
-class OffloadOptions:
-    """Where what training keeps rests between uses.
-
-    Attributes:
-        optimizer: its state, and fp32 masters: device, where it computes; host, memory of the host; or disk.
-        gradients: mean gradients, from their reduction to the step; device, or where the optimizer is.
-        parameters: this rank's shard of them, stage 3 only; device, or where the optimizer is.
-        folder: for disk: one on a disk of every node, such as $TMPDIR there; what lies in it is gone when the run ends.
-        window, buffers: MiB of one block of memory through which everything passes; blocks of each rank.
-        ahead: units whose parameters are read before they are used.
-        fraction: of all elements, at least so many rest there, in whole units, the last ones first; 0 to 1.
-        step: who updates what rests on the host: device, to which it is copied; or host, where it rests.
-        delayed: take the host's step while the next batch is computed, one step late: it changes the result.
-    """
-
-    optimizer: Medium = "device"
-    gradients: Medium = "device"
-    parameters: Medium = "device"
-    folder: str | None = None
-    window: int = 32
-    buffers: int = 6
-    ahead: int = 2
-    fraction: float = 1.0
-    step: Literal["device", "host"] = "device"
-    delayed: bool = False
-
-    def __post_init__(self) -> None:
-        _require_path("offload.folder", self.folder)
-        _require_positive("offload", self, "window", most=2**20)
-        _require_positive("offload", self, "buffers", most=2**16)
-        require(self.buffers >= 3, "offload.buffers", self.buffers, "at least 3")
-        _require_amount("offload", self, "ahead")
-        require(0 <= self.fraction <= 1, "offload.fraction", self.fraction, "0 to 1")
-
-
 @dataclass(frozen=True)
 class EvaluationOptions:
     """Loss on the held-out part of the data.
@@ -288,7 +223,7 @@ class EvaluationOptions:
     batches: int = 8
 
     def __post_init__(self) -> None:
-        _require_amount("evaluation", self, "every", "batches")
+        require_amount("evaluation", self, "every", "batches")
 
 
 @dataclass(frozen=True)
@@ -310,8 +245,8 @@ class CheckpointOptions:
     required: bool = False
 
     def __post_init__(self) -> None:
-        _require_amount("checkpoint", self, "every")
-        _require_positive("checkpoint", self, "keep")
+        require_amount("checkpoint", self, "every")
+        require_positive("checkpoint", self, "keep")
 
 
 @dataclass(frozen=True)
@@ -326,7 +261,7 @@ class ResumeOptions:
     from_: Annotated[str, tyro.conf.arg(name="from")] = "auto"
 
     def __post_init__(self) -> None:
-        _require_path("resume.from", self.from_)
+        require_path("resume.from", self.from_)
 
 
 @dataclass(frozen=True)
@@ -352,8 +287,8 @@ class LogOptions:
     stragglers_every: int = 100
 
     def __post_init__(self) -> None:
-        _require_positive("log", self, "every")
-        _require_amount("log", self, "stragglers_every")
+        require_positive("log", self, "every")
+        require_amount("log", self, "stragglers_every")
         peak = self.peak_tflops
         require(
             peak is None or 0 < peak < math.inf, "log.peak_tflops", peak, "a finite number above 0"
@@ -371,6 +306,7 @@ class RunConfig:
         train: batch, optimizer, learning rate.
         parallel: ZeRO stage, precision, nodes.
         offload: what rests in memory of the host or on disk.
+        activations: what backward computes again, and where inputs of blocks rest.
         evaluation: held-out loss.
         checkpoint: when, and how many stay.
         resume: where to begin.
@@ -383,6 +319,7 @@ class RunConfig:
     train: TrainOptions = field(default_factory=TrainOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     offload: OffloadOptions = field(default_factory=OffloadOptions)
+    activations: ActivationOptions = field(default_factory=ActivationOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     resume: ResumeOptions = field(default_factory=ResumeOptions)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from hpczero.plan.activations import EVERYTHING_KEPT, Activations
 from hpczero.plan.footprint import Footprint, footprint_of
 from hpczero.plan.memory import MemoryPlan
 from hpczero.plan.offload import NOTHING_AWAY, Offload
@@ -81,6 +82,7 @@ class Run:
         copies: whether a checkpoint is written from a copy of the shards, in the background.
         laid_out: whether the number of nodes was given, not found.
         offload: what rests on a memory tier. The host's memory is one with that of the ranks' processes.
+        kept: with checkpointing: what is kept of blocks, and where their inputs rest.
     """
 
     network: Network
@@ -96,6 +98,7 @@ class Run:
     copies: bool = False
     laid_out: bool = False
     offload: Offload = NOTHING_AWAY
+    kept: Activations = EVERYTHING_KEPT
 
     @property
     def global_batch(self) -> int:
@@ -140,7 +143,14 @@ class Run:
             batch=self.micro_batch,
             itemsize=self.plan.precision.param_itemsize,
             checkpointing=self.checkpointing,
-        )
+            kept=self.kept,
+        ) + (self.kept.staging_nbytes(self.input_nbytes) if self.checkpointing else 0)
+
+    @property
+    def input_nbytes(self) -> int:
+        """Bytes of the input of a block."""
+        item = self.plan.precision.param_itemsize
+        return self.sequence * self.micro_batch * self.network.model.hidden * item
 
     @cached_property
     def accumulated(self) -> int:

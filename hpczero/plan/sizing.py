@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
+from hpczero.plan.activations import EVERYTHING_KEPT, Activations
 from hpczero.plan.footprint import Footprint, footprint_of
 from hpczero.plan.layout import ShardLayout
 from hpczero.plan.memory import MemoryPlan
@@ -33,6 +34,10 @@ BLOCK_FACTOR, BLOCK_FFN_FACTOR = 8, 2
 ROTARY_FACTOR = 3
 # What a block's backward holds beside what its forward kept: the gradients of the residual and of the hidden layer.
 BACKWARD_FACTOR, BACKWARD_FFN_FACTOR = 1, 1
+# What selective recomputation keeps beside the input: q, k, v, the outputs of attention and of both projections, and
+# the hidden layer before its GELU. The projections' outputs are those that backward does not need.
+PRODUCTS_FACTOR, PRODUCTS_FFN_FACTOR = 6, 1
+NEEDED_PRODUCTS_FACTOR = 4
 # fp32 logits, their log-softmax and one gradient of a piece of the loss.
 LOSS_PIECE_BYTES = 12
 LOSS_PIECE_NUMEL = 2**24
@@ -160,7 +165,13 @@ def blockwise_plan(
 
 
 def activation_nbytes(
-    model: Transformer, *, sequence: int, batch: int, itemsize: int, checkpointing: bool
+    model: Transformer,
+    *,
+    sequence: int,
+    batch: int,
+    itemsize: int,
+    checkpointing: bool,
+    kept: Activations = EVERYTHING_KEPT,
 ) -> int:
     """Bytes of activations at the peak of one forward and backward of hpczero's GPT without dropout.
 
@@ -173,19 +184,28 @@ def activation_nbytes(
         batch: samples, b.
         itemsize: bytes of one activation.
         checkpointing: whether only block inputs are kept, h·b·s·L, and one block at a time is recomputed.
+        kept: with checkpointing: whether products are kept too, and whether inputs rest elsewhere; then staging comes
+            on top.
 
     Source: counted from ``hpczero.models.gpt``; tests/plan compares with the memory profiler of torch.
     """
     tokens = sequence * batch
     block = BLOCK_FACTOR + BLOCK_FFN_FACTOR * model.ffn_multiple
     block += ROTARY_FACTOR if model.positions == "rotary" else 0
-    kept = (1 if checkpointing else block) * model.layers * model.hidden * tokens * itemsize
+    each, inputs = block, 0
+    products = needed = 0
+    if checkpointing:
+        if kept.checkpointing == "selective":
+            products = PRODUCTS_FACTOR + PRODUCTS_FFN_FACTOR * model.ffn_multiple
+            needed = NEEDED_PRODUCTS_FACTOR + PRODUCTS_FFN_FACTOR * model.ffn_multiple
+        each, inputs = products, kept.kept(model.layers)
+    held = (each * model.layers + inputs) * model.hidden * tokens * itemsize
     logits = tokens * model.vocab_size
     piece = min(logits, max(LOSS_PIECE_NUMEL // model.vocab_size, 1) * model.vocab_size)
     loss = (2 * model.hidden * tokens + 2 * logits - piece) * itemsize + LOSS_PIECE_BYTES * piece
     live = BACKWARD_FACTOR + BACKWARD_FFN_FACTOR * model.ffn_multiple
-    live += block - 1 if checkpointing else 0  # its input is one of those kept
-    return kept + max(loss, live * model.hidden * tokens * itemsize)
+    live += block - 1 - needed if checkpointing else 0  # its input is one of those kept
+    return held + max(loss, live * model.hidden * tokens * itemsize)
 
 
 def accumulated_nbytes(plan: Plan, accumulation: int) -> int:

@@ -94,6 +94,8 @@ def _write_weights(run: Run) -> None:
 
 def _give_back(run: Run) -> None:
     hpczero.release(run.model)
+    if run.checkpointing is not None:
+        run.checkpointing.close()
     run.tokens.close()
 
 

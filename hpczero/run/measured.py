@@ -58,14 +58,14 @@ def after_save(run: Run, taken: Taken, measured: StepMetrics) -> StepMetrics:
 
 
 def tier_fields(taken: Taken) -> dict[str, Any]:
-    """The fields of ``StepMetrics`` that are of a memory tier; none without offload."""
-    if taken.tier is None:
-        return {}
-    return {
-        "tier_read_nbytes": taken.tier.read_nbytes,
-        "tier_written_nbytes": taken.tier.written_nbytes,
-        "tier_waited_ms": taken.tier.waited_s * 1e3,
-    }
+    """The fields of ``StepMetrics`` that are of memory tiers; none where nothing rests there."""
+    fields: dict[str, Any] = {}
+    for name, flow in (("tier", taken.tier), ("activations", taken.activations)):
+        if flow is not None:
+            fields[f"{name}_read_nbytes"] = flow.read_nbytes
+            fields[f"{name}_written_nbytes"] = flow.written_nbytes
+            fields[f"{name}_waited_ms"] = flow.waited_s * 1e3
+    return fields
 
 
 def peaks(run: Run, exposed_s: float) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import hpczero
 from hpczero.accelerator import Accelerator
+from hpczero.activations import Checkpointing
 from hpczero.adapters.base import Adapter
 from hpczero.data import Batches, HeldOut, TokenFile
 from hpczero.errors import EXIT_REQUEUE, ConfigError, StoppedEarly
@@ -37,6 +38,7 @@ from hpczero.run.starting.building import build, set_options
 from hpczero.run.starting.choosing import choose_settings, earlier_settings, taken_over
 from hpczero.run.starting.header import tell_header
 from hpczero.run.starting.own_text import open_tokens
+from hpczero.run.starting.recomputing import recompute_blocks
 from hpczero.run.starting.room_check import RoomCheck, run_of
 from hpczero.run.step import TrainingStep
 from hpczero.run.stopping.attempts import Attempts
@@ -75,6 +77,7 @@ class Run:
         folder: folder of the run.
         lock: lock of the folder.
         model: the zeroified model.
+        checkpointing: calls its blocks; None where backward computes nothing again.
         step: takes the training steps.
         evaluation: measures the loss over held-out text.
         checkpoints: when the run saves; not entered yet.
@@ -94,6 +97,7 @@ class Run:
     folder: RunFolder
     lock: RunLock
     model: nn.Module
+    checkpointing: Checkpointing | None
     step: TrainingStep
     evaluation: Evaluation
     checkpoints: RunCheckpoints
@@ -130,6 +134,7 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
         asked = _choose(asked)
     samples = _lay_out_samples(asked, room)
     model, optimizer = build(asked.config, asked.adapter, given.topology, given.accelerator)
+    checkpointing = recompute_blocks(asked.config, asked.adapter, model, given.accelerator, room)
     asked = asked.pinned()
     identity = resume.identity(asked.config, asked.tokens, asked.adapter.config)
     folder, deadline = RunFolder.of(asked.config.run), Deadline(asked.environment)
@@ -149,6 +154,7 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
         asked.config,
         asked.batch,
         asked.adapter.context,
+        checkpointing,
     )
     return Run(
         given=asked.given,
@@ -158,7 +164,8 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
         folder=folder,
         lock=lock,
         model=model,
-        step=_training_step(asked, samples, model, optimizer, scheduler),
+        checkpointing=checkpointing,
+        step=_training_step(asked, samples, model, optimizer, scheduler, checkpointing),
         evaluation=_evaluation(asked, samples, model),
         checkpoints=checkpoints,
         identity=identity,
@@ -311,7 +318,12 @@ def _start_records(asked: _Asked, folder: RunFolder, lock: RunLock, begin: Start
 
 
 def _training_step(
-    asked: _Asked, samples: _Samples, model: nn.Module, optimizer: AdamW, scheduler: LambdaLR
+    asked: _Asked,
+    samples: _Samples,
+    model: nn.Module,
+    optimizer: AdamW,
+    scheduler: LambdaLR,
+    checkpointing: Checkpointing | None,
 ) -> TrainingStep:
     rank, size = asked.given.topology.data.rank, asked.given.topology.data.size
     batches, accumulation = samples.batches, asked.batch.accumulation
@@ -324,6 +336,7 @@ def _training_step(
         accelerator=asked.given.accelerator,
         clip=asked.config.train.clip or None,
         scheduler=scheduler,
+        checkpointing=checkpointing,
     )
 
 

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import hpczero
 from hpczero.accelerator import Accelerator
+from hpczero.activations import Checkpointing
 from hpczero.run.results.metrics import Stopwatch
 from hpczero.tier import Flow
 
@@ -39,6 +40,7 @@ class Taken:
         exposed_s: seconds the device's computation stood still for collectives; 0 on the host.
         watch: phases ``data``, ``forward``, ``backward``, ``optimizer``, ``communication``. It goes on running.
         tier: what went through this rank's memory tier; None without offload.
+        activations: the same of inputs of blocks; None where they rest on the device.
     """
 
     losses: list[float]
@@ -48,6 +50,7 @@ class Taken:
     exposed_s: float
     watch: Stopwatch
     tier: Flow | None = None
+    activations: Flow | None = None
 
     @property
     def loss(self) -> float:
@@ -80,6 +83,7 @@ class TrainingStep:
         clip: float | None = None,
         scheduler: LRScheduler | None = None,
         exact: bool = False,
+        checkpointing: Checkpointing | None = None,
     ) -> None:
         """Not collective.
 
@@ -94,6 +98,7 @@ class TrainingStep:
             scheduler: scheduler of the learning rate; it steps after each update.
             exact: whether to wait for the device before each clock is read. Phases are then those of the device, and a
                 step takes a little longer. It has no effect on the host.
+            checkpointing: what calls the model's blocks; None where that is nobody's business.
         """
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._loss, self._samples, self._accumulation = loss, samples, accumulation
@@ -102,6 +107,8 @@ class TrainingStep:
         sharding = hpczero.sharding(model)
         self._topology, self._collectives = sharding.topology, sharding.collectives
         self._store = sharding.away.store
+        away = checkpointing is not None and checkpointing.staging_nbytes > 0
+        self._checkpointing = checkpointing if away else None
         self._known_exposed_s = 0.0
 
     def take(self, number: int) -> Taken:
@@ -110,7 +117,7 @@ class TrainingStep:
         Raises:
             StepError: as ``optimizer.step`` of a zeroified model.
         """
-        exposed_s, moved = self._exposed_s(), self._moved()
+        exposed_s, moved, rested = self._exposed_s(), self._moved(), self._moved_inputs()
         watch = Stopwatch(self._waited_s)
         micro_losses: list[Tensor] = []
         for micro_step in range(self._accumulation):
@@ -143,11 +150,16 @@ class TrainingStep:
             exposed_s=self._exposed_s() - exposed_s,
             watch=watch,
             tier=None if self._store is None else self._moved() - moved,
+            activations=None if self._checkpointing is None else self._moved_inputs() - rested,
         )
 
     def _moved(self) -> Flow:
         """What has gone through the memory tier so far."""
         return Flow() if self._store is None else self._store.tier.traffic.total
+
+    def _moved_inputs(self) -> Flow:
+        """What of inputs of blocks has gone through their tier so far."""
+        return Flow() if self._checkpointing is None else self._checkpointing.traffic
 
     def _finish(self) -> None:
         if self._exact:

@@ -8,6 +8,7 @@ dtypes. Nothing here is collective: a tier fails on one rank alone, and its call
     staged = fetch.wait()                                 # staged["master"], staged["new"]: flat uint8 tensors
     tier.evict(staged, ["master", "new"])                 # starts to write; the tensors are the tier's again
     tier.drain()                                          # everything is written
+    tier.release(place)                                   # its room is for what is reserved next
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Tier(ABC):
         """Bytes of memory that the tier holds for what passes through; the same however much rests in it."""
 
     def reserve(self, record: Record) -> Place:
-        """Room for ``record``, kept until ``close``. Its parts have no content yet.
+        """Room for ``record``, kept until ``release`` or ``close``. Its parts have no content yet.
 
         Raises:
             TierError: there is not so much room; says how much is asked for, and where.
@@ -192,6 +193,19 @@ class Tier(ABC):
             if write is not None and write.has_failed:
                 del place.writes[part]
 
+    def release(self, place: Place) -> None:
+        """The room of ``place`` is for what is reserved next; what rests there is lost. Does not wait.
+
+        Nothing of it may be staged: whatever was fetched is waited for and evicted. Writes may be in progress, and what
+        went wrong with them does not matter any more.
+
+        Raises:
+            TierError: ``place`` is not of this tier, or was released.
+        """
+        self._check_place(place, f"release {place.record.name!r}")
+        self._places.discard(place)
+        self._release_room(place)
+
     def drain(self) -> None:
         """Return when every write has ended.
 
@@ -234,6 +248,10 @@ class Tier(ABC):
     def _reserve(self, record: Record) -> Place: ...
 
     @abstractmethod
+    def _release_room(self, place: Place) -> None:
+        """Nobody uses ``place`` from now on."""
+
+    @abstractmethod
     def _fetch(self, place: Place, read: Mapping[str, int], fresh: Mapping[str, int]) -> Fetch:
         """Both by name and bytes, checked."""
 
@@ -254,5 +272,5 @@ class Tier(ABC):
         self._check_open(what)
         if place not in self._places:
             raise TierError(
-                f"{what}: its place was reserved in another tier; each tier takes its own"
+                f"{what}: its place was reserved in another tier, or was released; each tier takes its own"
             )

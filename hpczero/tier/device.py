@@ -63,6 +63,10 @@ class DeviceTier(Tier):
         return place
 
     @override
+    def _release_room(self, place: Place) -> None:
+        del self._memory[place]
+
+    @override
     def _fetch(self, place: Place, read: Mapping[str, int], fresh: Mapping[str, int]) -> Fetch:
         memory = self._memory[place]
         parts = {

@@ -60,6 +60,11 @@ class Transfer:
         self._ended.wait()
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it has, well or not."""
+        return self._ended.is_set()
+
+    @property
     def has_failed(self) -> bool:
         """Whether some of it has, up to now."""
         return self._error is not None

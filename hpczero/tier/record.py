@@ -58,9 +58,12 @@ class Place:
         known: parts that have been evicted and can be fetched.
         writes: the last write of each part, which may have failed.
         reads: reads that nobody has waited for yet.
+        before: reads and writes of what had this room before, which a write comes after.
     """
 
-    def __init__(self, record: Record, begin: int, alignment: int) -> None:
+    def __init__(
+        self, record: Record, begin: int, alignment: int, before: Iterable[Transfer] = ()
+    ) -> None:
         self.record = record
         self.begin = begin
         self.offsets: dict[str, int] = {}
@@ -71,6 +74,7 @@ class Place:
         self.known: set[str] = set()
         self.writes: dict[str, Transfer] = {}
         self.reads: set[Transfer] = set()
+        self.before = frozenset(before)
 
     def sizes(self, parts: Iterable[str]) -> dict[str, int]:
         """Bytes of these parts, in the order of the record.

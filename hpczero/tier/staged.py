@@ -20,6 +20,7 @@ from hpczero.memory.pages import padded
 from hpczero.tier.base import Fetch, Staged, Tier
 from hpczero.tier.lanes import Lanes, Transfer
 from hpczero.tier.record import Place, Record
+from hpczero.tier.room import FreeRoom
 from hpczero.tier.staging import Block, Staging
 
 CALL_NBYTES = 4 * 2**20  # of one call to the medium
@@ -97,6 +98,7 @@ class StagedTier(Tier):
         self._accelerator = accelerator
         self._call_nbytes = padded(call_nbytes, staging.alignment)
         self._end = 0
+        self._room = FreeRoom()
         if lanes < 1 or call_nbytes < 1:
             raise ConfigError(
                 f"tier: got {lanes} lanes with calls of {call_nbytes:,} bytes, expected at least 1"
@@ -138,10 +140,22 @@ class StagedTier(Tier):
 
     @override
     def _reserve(self, record: Record) -> Place:
-        place = Place(record, self._end, self._staging.alignment)
-        self._make_room(place.begin, place.end)
-        self._end = place.end
+        alignment = self._staging.alignment
+        nbytes = sum(padded(part, alignment) for part in record.parts.values())
+        begin, before = self._room.find(nbytes, self._end)
+        place = Place(record, begin, alignment, before)
+        if place.end > self._end:
+            self._make_room(self._end, place.end)
+            self._end = place.end
+        self._room.take(place.begin, place.end)
         return place
+
+    @override
+    def _release_room(self, place: Place) -> None:
+        # Waits for nothing: whoever gets the room writes behind what is still under way there.
+        self._room.put(
+            place.begin, place.end, {*place.before, *place.reads, *place.writes.values()}
+        )
 
     @override
     def _fetch(self, place: Place, read: Mapping[str, int], fresh: Mapping[str, int]) -> Fetch:
@@ -178,7 +192,8 @@ class StagedTier(Tier):
             transfer = Transfer(name)
             place.writes.update(dict.fromkeys(written, transfer))
             return transfer
-        earlier = {place.writes[part] for part in written if part in place.writes} | place.reads
+        earlier = {place.writes[part] for part in written if part in place.writes}
+        earlier |= place.reads | place.before
 
         def before() -> None:
             mark.wait()

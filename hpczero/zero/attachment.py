@@ -8,7 +8,7 @@ It is checked at every step. To walk through modules by torch's own iterators co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -40,16 +40,22 @@ class Attachment:
         # Ids stay theirs: units keep the tensors.
         self._parameters = {id(p) for unit in units for p in unit.parameters}
         self._watched: list[tuple[Stepper, OptimizerState, set[int]]] = []
+        self._others: list[Callable[[], None]] = []
 
     def watch(self, stepper: Stepper, state: OptimizerState) -> None:
         """Check this optimizer too from now on."""
         self._watched.append((stepper, state, {id(shard) for shard in stepper.shards}))
+
+    def also(self, check: Callable[[], None]) -> None:
+        """Call ``check`` too from now on; it may raise StepError or TierError, which all ranks then do."""
+        self._others.append(check)
 
     def check(self) -> None:
         """Refuse parameters that came after ``zeroify``. No unit would reduce their gradients, and ranks would differ.
 
         Raises:
             StepError: the message names the first such parameter of the model, or the optimizer's group.
+            StepError, TierError: of what was added by ``also``.
         """
         known = self._parameters
         self.modules = modules_of(self._model)
@@ -67,6 +73,8 @@ class Attachment:
                         "zeroify"
                     )
             state.check(shards)
+        for check in self._others:
+            check()
 
     def _refuse_parameter(self) -> None:
         for name, parameter in self._model.named_parameters():

@@ -31,7 +31,7 @@ from hpczero.zero.calls.backward import (
 )
 from hpczero.zero.calls.surroundings import refuse_mutation
 from hpczero.zero.calls.tensors import Attributes, TooMany
-from hpczero.zero.calls.untraced import untraced
+from hpczero.zero.calls.untraced import unseen
 from hpczero.zero.calls.ways import Ways, inside
 from hpczero.zero.residence import Residence
 from hpczero.zero.units.unit import Unit
@@ -158,7 +158,7 @@ class Schedule:
     def _pre_forward(
         self, units: Sequence[Unit], inner: Sequence[nn.Module], *, is_root: bool
     ) -> Callable[..., None]:
-        @untraced
+        @unseen
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if current_task() is not None:  # recomputation: the call is open, or will be
                 self.backward.current()
@@ -184,7 +184,7 @@ class Schedule:
     def _post_forward(
         self, units: Sequence[Unit], attributes: Attributes, *, is_root: bool
     ) -> Callable[..., None]:
-        @untraced
+        @unseen
         def hook(
             module: nn.Module,
             args: tuple[Any, ...],

@@ -32,6 +32,7 @@ SECTIONS = {
     "betas clip",
     "parallel": "stage precision nodes transport algorithms overlap device auto",
     "offload": "optimizer gradients parameters folder window buffers ahead fraction step delayed",
+    "activations": "checkpointing rest folder buffers",
     "evaluation": "every batches",
     "checkpoint": "every keep background writer required",
     "resume": "from",

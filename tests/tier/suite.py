@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hpczero.errors import TierError
-from hpczero.tier import Place, Record, Tier
+from hpczero.tier import Place, Record, StagedTier, Tier
 
 BLOCKS, BLOCK_NBYTES = 3, 3 * 2**20
 PART = "master"
@@ -167,6 +167,48 @@ class TierSuite:
                     assert all(torch.equal(found[name], value) for name, value in rest.items())
 
         any_order()
+
+    # --- room that is given back
+
+    def test_room_that_was_given_back_is_taken_again(self, tier: Tier) -> None:
+        places: list[Place] = []
+        for turn in range(30):
+            if len(places) == 4:
+                tier.release(places.pop(turn % 4))
+            place = tier.reserve(Record(f"r{turn}", {PART: 2**20 + 5, "b": turn}))
+            put(tier, place, {PART: content(2**20 + 5, turn), "b": content(turn, turn)})
+            places.append(place)
+        for place in places:
+            turn = place.record.parts["b"]
+            found = get(tier, place, PART, "b")
+            assert torch.equal(found[PART], content(2**20 + 5, turn)), turn
+            assert torch.equal(found["b"], content(turn, turn)), turn
+        if isinstance(tier, StagedTier):
+            assert tier._end <= 6 * 2**20  # and not 30 times as much
+
+    def test_what_is_written_anew_comes_after_what_was_under_way_there(self, tier: Tier) -> None:
+        first = tier.reserve(Record("r", {PART: 2**20}))
+        put(tier, first, {PART: content(2**20, 0)})
+        for turn in range(20):
+            read = tier.fetch(first, [PART])
+            staged = read.wait()
+            assert torch.equal(staged[PART], content(2**20, turn))
+            tier.evict(staged, ())
+            put(tier, first, {PART: content(2**20, 1000)})  # still being written when it goes
+            tier.release(first)
+            first = tier.reserve(Record("r", {PART: 2**20}))
+            with pytest.raises(TierError, match="no content"):
+                tier.fetch(first, [PART])
+            put(tier, first, {PART: content(2**20, turn + 1)})
+
+    def test_a_place_that_was_released_is_refused(self, tier: Tier) -> None:
+        place = tier.reserve(Record("r", {PART: 7}))
+        put(tier, place, {PART: content(7, 0)})
+        tier.release(place)
+        for call in (lambda: tier.fetch(place, [PART]), lambda: tier.release(place)):
+            with pytest.raises(TierError, match="released"):
+                call()
+        tier.drain()
 
     # --- accounts
 

@@ -23,6 +23,7 @@ from hpczero.errors import DataError
 from hpczero.files.regular import read_bytes
 
 LIMIT_NBYTES = 2**36  # of a metrics file
+OPTIONAL = ("device_", "tier_", "activations_")  # fields that only some runs have
 NAMED_SPANS = 5  # of many in a message
 
 logger = logging.getLogger("hpczero.metrics")
@@ -60,6 +61,8 @@ class StepMetrics:
         tier_read_nbytes, tier_written_nbytes: what this rank's memory tier moved in the step. These and the next are
             None without offload.
         tier_waited_ms: how long a computation stood still for it.
+        activations_read_nbytes, activations_written_nbytes, activations_waited_ms: the same of inputs of checkpointed
+            blocks; None where they rest on the device.
     """
 
     step: int
@@ -90,6 +93,9 @@ class StepMetrics:
     tier_read_nbytes: int | None = None
     tier_written_nbytes: int | None = None
     tier_waited_ms: float | None = None
+    activations_read_nbytes: int | None = None
+    activations_written_nbytes: int | None = None
+    activations_waited_ms: float | None = None
 
     def to_json(self) -> str:
         """One line of JSON. NaN and infinity, which JSON does not have, become null.
@@ -121,7 +127,7 @@ class StepMetrics:
                 raise ValueError("not what was written")
             del values["crc32"]
         for name, value in values.items():
-            optional = name in ("held_out_loss", "mfu") or name.startswith(("device_", "tier_"))
+            optional = name in ("held_out_loss", "mfu") or name.startswith(OPTIONAL)
             if value is None and not optional:
                 values[name] = math.nan
             elif value is not None and (type(value) not in (int, float) or abs(value) >= 2**63):

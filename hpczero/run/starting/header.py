@@ -6,6 +6,7 @@ Owns: the first lines of its log. Must not know: the loop.
 from __future__ import annotations
 
 from hpczero.accelerator import Accelerator
+from hpczero.activations import Checkpointing
 from hpczero.data import TokenFile
 from hpczero.job import log
 from hpczero.job.launch import warn_of_shared_devices
@@ -13,7 +14,7 @@ from hpczero.options.config import RunConfig
 from hpczero.plan.batch import Batch
 from hpczero.plan.offloaded import OffloadedPlan
 from hpczero.run.results.folder import RunFolder
-from hpczero.run.starting.offloading import offload_of
+from hpczero.run.starting.offloading import activations_of, offload_of
 from hpczero.zero.sharding import Sharding
 
 
@@ -24,6 +25,7 @@ def tell_header(
     config: RunConfig,
     batch: Batch,
     seq_len: int,
+    checkpointing: Checkpointing | None = None,
 ) -> None:
     """Log who takes part, what is sharded, what is read and what will be done. Collective over world."""
     topology = sharding.topology
@@ -35,6 +37,8 @@ def tell_header(
         log.info("  %s", line)
     for line in describe_plan(sharding, config):
         log.info("%s", line)
+    if checkpointing is not None:
+        log.info("%s", describe_activations(checkpointing, config))
     log.info("%s", describe_data(tokens))
     log.info("%s", describe_run(config, batch, seq_len, topology.size))
 
@@ -49,6 +53,15 @@ def describe_plan(sharding: Sharding, config: RunConfig) -> list[str]:
     if store is not None:
         lines += [offloaded.describe(), f"  tier: {store.tier.describe()}"]
     return lines
+
+
+def describe_activations(checkpointing: Checkpointing, config: RunConfig) -> str:
+    """What backward computes again, and where inputs of blocks rest, for the run header."""
+    asked = activations_of(config)
+    if not asked.away:
+        return asked.describe()
+    staging = checkpointing.staging_nbytes / 2**20
+    return f"{asked.describe()}: {checkpointing.describe()}, {staging:,.1f} MiB of staging"
 
 
 def describe_data(tokens: TokenFile) -> str:

@@ -5,7 +5,10 @@ Owns: the translation. Must not know: tiers, torch, MPI.
 
 from __future__ import annotations
 
-from hpczero.options.config import OffloadOptions
+from hpczero.errors import ConfigError
+from hpczero.options.config import RunConfig
+from hpczero.options.tiers import OffloadOptions
+from hpczero.plan.activations import Activations
 from hpczero.plan.offload import MIB, Offload
 
 
@@ -23,3 +26,21 @@ def offload_of(options: OffloadOptions) -> Offload:
         step=options.step,
         delayed=options.delayed,
     )
+
+
+def activations_of(config: RunConfig) -> Activations:
+    """What is computed again, and where inputs of blocks rest; not checked against a device.
+
+    Raises:
+        ConfigError: two options ask for different things.
+    """
+    asked, kind = config.activations, config.activations.checkpointing
+    if config.model.checkpoint_activations:
+        if kind == "selective":
+            raise ConfigError(
+                "activations.checkpointing: got selective beside model.checkpoint_activations true, which is block; "
+                "leave model.checkpoint_activations out"
+            )
+        kind = "block"
+    folder = asked.folder or config.offload.folder
+    return Activations(kind, asked.rest, folder, buffers=asked.buffers)

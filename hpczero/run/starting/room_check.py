@@ -29,7 +29,7 @@ from hpczero.plan.command_line import command_line
 from hpczero.plan.peak import Network, Run
 from hpczero.plan.plan import Stage
 from hpczero.plan.transports import fastest_transport
-from hpczero.run.starting.offloading import offload_of
+from hpczero.run.starting.offloading import activations_of, offload_of
 
 logger = logging.getLogger("hpczero.room")
 
@@ -112,10 +112,12 @@ def run_of(
     """What is about to be trained, as the plan counts it. Not collective.
 
     Raises:
-        ConfigError: HPCZERO_TRANSPORT is not a transport, or what is offloaded does not fit the stage.
+        ConfigError: HPCZERO_TRANSPORT is not a transport.
+        PlanError: what is offloaded does not fit the stage; inputs of blocks elsewhere would save nothing.
     """
-    offload = offload_of(config.offload)
+    offload, kept = offload_of(config.offload), activations_of(config)
     offload.check(Stage.of(config.parallel.stage))
+    kept.check(on_host=is_host)
     transport = config.parallel.transport
     if transport == "auto":
         transport = Environment.read().transport
@@ -126,7 +128,7 @@ def run_of(
             on_host=is_host,
             rectangular=topology.is_rectangular,
         )
-    return Run(
+    run = Run(
         network=Network(model, tuple(parameter_shapes(model))),
         ranks=topology.size,
         local_size=topology.local_size,
@@ -136,11 +138,14 @@ def run_of(
         sequence=model.context,
         micro_batch=batch.micro_batch,
         accumulation=batch.accumulation,
-        checkpointing=model.checkpoint_activations,
+        checkpointing=model.checkpoint_activations or kept.checkpointing != "none",
         copies=config.checkpoint.background,
         laid_out=config.parallel.nodes is not None or Environment.read().fake_nodes is not None,
         offload=offload,
+        kept=kept,
     )
+    kept.check_saves(inputs=model.layers, input_nbytes=run.input_nbytes)
+    return run
 
 
 class RoomCheck:

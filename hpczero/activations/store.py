@@ -1,0 +1,240 @@
+"""Store: inputs of blocks on a memory tier, written behind forward and read ahead of backward.
+
+Owns: which bytes are under way. Must not know: blocks, autograd, media, MPI. Nothing here is collective.
+
+    forward    keep(1)  keep(2)  keep(3)            1 is written when 2 comes, 2 when 3 comes; 3 stays
+    backward   bring(3) bring(2) bring(1)           3 was never away; 2 and 1 are read before they are asked for
+
+[Note: The newest]
+Backward begins with the block that forward ended with. Its input would be read as soon as it is written, so the newest
+input is only written when another comes. Meanwhile it is the program's own tensor. If that is changed in place, this is
+torch's own error.
+
+[Note: Ahead]
+Reads that nobody waits for yet hold blocks of staging: two fewer than there are, so that whoever writes, or needs
+something that was not foreseen, finds one. Calls are needed in the reverse of the order in which they came, and the
+inputs of each in the order in which they came.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hpczero.activations.form import Form
+from hpczero.activations.rests import INPUTS, Kept, Rest, changed, version_of
+from hpczero.errors import TierError
+from hpczero.plan.activations import SPARE
+from hpczero.tier import Fetch, Place, Record, Tier
+
+PART = "block input"
+
+
+@dataclass(eq=False)
+class _Input:
+    """One input.
+
+    Attributes:
+        number: in the order in which they came.
+        call: of which block.
+        tensor: the program's own, with its version, until it is written.
+        places: of its bytes, block of staging by block of staging.
+        failure: why it could not be written.
+    """
+
+    number: int
+    call: int
+    form: Form
+    tensor: Tensor | None
+    version: int
+    places: list[Place] = field(default_factory=list)
+    failure: Exception | None = None
+
+
+class Store(Rest):
+    """On a tier."""
+
+    def __init__(self, tier: Tier, *, blocks: int, block_nbytes: int, device: torch.device) -> None:
+        """Not collective.
+
+        Args:
+            tier: closed by ``close``.
+            blocks: of its staging.
+            block_nbytes: bytes that fit into one.
+            device: that computes.
+        """
+        super().__init__()
+        self.tier = tier
+        self._horizon, self._block_nbytes, self._device = blocks - SPARE, block_nbytes, device
+        self._lock = threading.Lock()  # a device's backward runs on a thread of its own
+        self._inputs: list[_Input] = []  # that somebody refers to, by number
+        self._newest: _Input | None = None
+        self._ahead: dict[Place, Fetch] = {}
+        self._dropped: deque[_Input] = deque()
+        self._count, self._closed = 0, False
+
+    @override
+    def keep(self, tensor: Tensor, call: int) -> Kept:
+        with self._lock:
+            if self._closed:
+                raise TierError("the tier of block inputs is closed; open another one")
+            self._collect()
+            self._write_newest()
+            form = Form.of(tensor)
+            new = _Input(self._count, call, form, tensor.detach(), version_of(tensor))
+            self._count += 1
+            self._inputs.append(new)
+            self._newest = new
+            self.memory.add(INPUTS, form.nbytes)
+            return Kept(form, new, self._dropped)
+
+    @override
+    def bring(self, kept: Kept) -> Tensor:
+        wanted: _Input = kept.what
+        with self._lock:
+            self._collect()
+            if wanted.failure is not None:
+                raise _again(wanted.failure)
+            if wanted.tensor is not None:
+                if (error := changed(wanted.tensor, wanted.version)) is not None:
+                    raise error
+                self._read_ahead(wanted, 0)
+                return wanted.tensor
+            memory = wanted.form.memory(self._device)
+            for index, place in enumerate(wanted.places):
+                begin = index * self._block_nbytes
+                self._read(wanted, index, memory[begin : begin + place.record.nbytes])
+            return wanted.form.tensor(memory)
+
+    @override
+    def collect(self) -> None:
+        with self._lock:
+            self._collect()
+
+    @override
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._give_up(list(self._ahead))
+            self._inputs.clear()
+            self._newest, self._closed = None, True
+            self.tier.close()
+
+    # --- out
+
+    def _write_newest(self) -> None:
+        newest, self._newest = self._newest, None
+        if newest is None or newest.tensor is None:
+            return
+        tensor, newest.tensor = newest.tensor, None
+        self.memory.add(INPUTS, -newest.form.nbytes)
+        newest.failure = changed(tensor, newest.version)
+        if newest.failure is None:
+            try:
+                self._write(newest, newest.form.raw(tensor))
+            except TierError as error:  # told where the input is asked for
+                newest.failure = error
+                self._release(newest)
+
+    def _write(self, newest: _Input, raw: Tensor) -> None:
+        for begin in range(0, raw.numel(), self._block_nbytes):
+            piece = raw[begin : begin + self._block_nbytes]
+            record = Record(f"block input {newest.number}", {PART: piece.numel()})
+            place = self.tier.reserve(record)
+            newest.places.append(place)
+            staged = self.tier.fetch(place, [], fresh=[PART]).wait()
+            with torch.no_grad():
+                staged[PART].copy_(piece, non_blocking=True)
+            self.tier.evict(staged, [PART])
+
+    # --- back
+
+    def _read(self, wanted: _Input, index: int, into: Tensor) -> None:
+        place = wanted.places[index]
+        begun = self._ahead.pop(place, None)
+        fetch = begun or self.tier.fetch(place, [PART])
+        self._read_ahead(wanted, index + 1)
+        try:
+            staged = fetch.wait()
+        except TierError:
+            if begun is None:
+                raise
+            # It may have failed long ago, so whoever wants it now is told of a new one.
+            staged = self.tier.fetch(place, [PART]).wait()
+        with torch.no_grad():
+            into.copy_(staged[PART], non_blocking=True)
+        self.tier.evict(staged, [])
+
+    def _read_ahead(self, wanted: _Input, index: int) -> None:
+        """Begin to read what comes after place ``index`` of ``wanted``; see [Note: Ahead]."""
+        coming = list(islice(self._coming(wanted, index), self._horizon))
+        if len(self._ahead) + len(coming) > self._horizon:
+            self._give_up([place for place in self._ahead if place not in coming])
+        for place in coming:
+            if place not in self._ahead:
+                try:
+                    self._ahead[place] = self.tier.fetch(place, [PART])
+                except TierError:  # told to whoever wants it
+                    return
+
+    def _coming(self, wanted: _Input, index: int) -> Iterator[Place]:
+        yield from wanted.places[index:]
+        at = first = self._at(wanted)
+        while at + 1 < len(self._inputs) and self._inputs[at + 1].call == wanted.call:
+            at += 1
+            yield from self._inputs[at].places
+        while first and self._inputs[first - 1].call == wanted.call:
+            first -= 1
+        while first:
+            end = first
+            while first and self._inputs[first - 1].call == self._inputs[end - 1].call:
+                first -= 1
+            for each in self._inputs[first:end]:
+                yield from each.places
+
+    def _at(self, wanted: _Input) -> int:
+        return bisect_left(self._inputs, wanted.number, key=lambda each: each.number)
+
+    # --- ends
+
+    def _collect(self) -> None:
+        while self._dropped:
+            gone = self._dropped.popleft()
+            at = self._at(gone)
+            if at < len(self._inputs) and self._inputs[at] is gone:  # else closed
+                del self._inputs[at]
+                self._release(gone)
+            if gone.tensor is not None:
+                gone.tensor = None
+                self.memory.add(INPUTS, -gone.form.nbytes)
+            if gone is self._newest:
+                self._newest = None
+
+    def _release(self, gone: _Input) -> None:
+        self._give_up([place for place in gone.places if place in self._ahead])
+        for place in gone.places:
+            self.tier.release(place)
+        gone.places.clear()
+
+    def _give_up(self, places: list[Place]) -> None:
+        """The blocks of these reads go back."""
+        for place in places:
+            with suppress(TierError):
+                self.tier.evict(self._ahead.pop(place).wait(), [])
+
+
+def _again(failure: Exception) -> Exception:
+    """The same error once more, for whoever asks again."""
+    error = type(failure)(str(failure))
+    error.__cause__ = failure
+    return error

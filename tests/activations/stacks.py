@@ -1,0 +1,131 @@
+"""What the tests of activations share: a stack of blocks with dropout, and what a few calls of it give.
+
+Must not know: what any test looks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hpczero.activations import Checkpointing
+from tests.helpers.late import LateAccelerator
+from tests.tier.twins import LateTier, PageTier, SlowTier
+
+Call = Callable[..., Any]
+BATCH, WIDTH = 88, 48  # an input of four pages and a bit; of two and a bit in half precision
+INPUT_NBYTES = BATCH * WIDTH * 4
+PAGES = 5
+
+
+class Block(nn.Module):
+    """A residual block with dropout, whose backward needs its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(any, WIDTH) in and out."""
+        self.calls += 1
+        y: Tensor = x + nn.functional.dropout(self.outer(torch.tanh(self.inner(x))), 0.2)
+        return y
+
+
+class Stack(nn.Module):
+    """Blocks that ``call`` calls, behind a layer and before a sum."""
+
+    def __init__(self, layers: int = 6, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.call: Call = plain
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(any, WIDTH) in, a number out."""
+        x = self.stem(x)
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x.square().mean()
+
+
+def plain(block: Call, *args: Any) -> Any:
+    """No checkpointing."""
+    return block(*args)
+
+
+def torchs(block: Call, *args: Any) -> Any:
+    """torch's own."""
+    return checkpoint(block, *args, use_reentrant=False)
+
+
+def batch(seed: int = 1, rows: int = BATCH) -> Tensor:
+    """(rows, WIDTH) fp32."""
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(call: Call, steps: int = 3, layers: int = 6) -> list[Tensor]:
+    """Losses and gradients of some steps, with SGD's own changes in between."""
+    model = Stack(layers)
+    model.call = call
+    found = []
+    torch.manual_seed(7)
+    for step in range(steps):
+        loss = model(batch(step))
+        loss.backward()
+        found.append(loss.detach())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                found.append(parameter.grad.clone())
+                parameter.sub_(0.1 * parameter.grad)
+                parameter.grad = None
+    found.append(torch.rand(3))  # the random stream goes on as ever
+    return found
+
+
+def grads(model: nn.Module) -> list[Tensor]:
+    """Of all parameters."""
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    """In every bit."""
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def on_disk(folder: Path, **options: Any) -> Checkpointing:
+    """Small blocks of staging, so that an input takes several."""
+    return Checkpointing.create("disk", folder=folder, **{"window": 4096, "buffers": 4, **options})
+
+
+def on_host(folder: Path, **options: Any) -> Checkpointing:
+    """Of a device whose copies come late."""
+    device = LateAccelerator()
+    return Checkpointing.create("host", device=device, **{"window": 2**14, "buffers": 3, **options})
+
+
+def twin(kind: type[PageTier], folder: Path, **options: Any) -> Checkpointing:
+    """A disk that is a twin."""
+    tier = kind(blocks=4, block_nbytes=4096)
+    return Checkpointing.create("disk", folder=folder, tier=tier, window=4096, buffers=4, **options)
+
+
+def slow(folder: Path, **options: Any) -> Checkpointing:
+    """A tier that takes its time."""
+    return twin(SlowTier, folder, **options)
+
+
+def late(folder: Path, **options: Any) -> Checkpointing:
+    """A tier that moves at the last moment, and spoils what nobody may look at."""
+    return twin(LateTier, folder, **options)
+
+
+PLACES = [on_disk, on_host, slow, late]
