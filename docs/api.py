@@ -16,6 +16,7 @@ import pdoc.render
 
 MODULES = (
     "hpczero",
+    "hpczero.activations",
     "hpczero.checkpoint",
     "hpczero.plan",
     "hpczero.plan.rules",

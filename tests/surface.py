@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FILE = Path(__file__).with_name("surface.json")
 MODULES = (
     "hpczero",
+    "hpczero.activations",
     "hpczero.checkpoint",
     "hpczero.comm",
     "hpczero.data",

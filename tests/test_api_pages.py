@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import hpczero
+import hpczero.activations
 import hpczero.checkpoint
 import hpczero.plan
 from tests.helpers.mpirun import ROOT, Finished, run_command
@@ -16,6 +17,7 @@ from tests.helpers.mpirun import ROOT, Finished, run_command
 PROGRAM = ROOT / "docs" / "api.py"
 PUBLIC = {
     "hpczero": hpczero.__all__,
+    "hpczero/activations": hpczero.activations.__all__,
     "hpczero/checkpoint": hpczero.checkpoint.__all__,
     "hpczero/plan": hpczero.plan.__all__,
 }

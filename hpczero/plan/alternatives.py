@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 
+from hpczero.errors import PlanError
+from hpczero.plan.activations import Activations
 from hpczero.plan.offload import Offload
 from hpczero.plan.peak import Run
 from hpczero.plan.sizing import largest
@@ -48,6 +51,7 @@ def alternatives(run: Run, fits: Fits, *, cores: int) -> list[Alternative]:
         _other_stage(run),
         _smaller_micro_batches(run),
         _checkpointed(run),
+        _inputs_on_disk(run),
         _other_transport(run),
         _offloaded(run),
     ]
@@ -89,7 +93,11 @@ def describe(run: Run, other: Run) -> str:
             options.append(f"--train.global_batch {other.global_batch}")
     if run.laid_out and other.ranks != run.ranks:
         options.append(f"--parallel.nodes {other.ranks // other.local_size}x{other.local_size}")
-    if other.checkpointing and not run.checkpointing:
+    if other.kept != run.kept:
+        words.append("activation checkpointing with inputs of blocks on disk")
+        options += ["--activations.checkpointing block", "--activations.rest disk"]
+        options.append(f"--activations.folder {other.kept.folder}")
+    elif other.checkpointing and not run.checkpointing:
         words.append("activation checkpointing")
         options.append("--model.checkpoint_activations true")
     if other.transport not in (run.transport, "window") and run.transport != "flat":
@@ -119,6 +127,15 @@ def _smaller_micro_batches(run: Run) -> Iterator[Run]:
 def _checkpointed(run: Run) -> Iterator[Run]:
     if not run.checkpointing:
         yield dataclasses.replace(run, checkpointing=True)
+
+
+def _inputs_on_disk(run: Run) -> Iterator[Run]:
+    if run.kept.away:
+        return
+    kept = Activations("block", "disk", run.offload.folder or FOLDER)
+    with suppress(PlanError):  # it may save nothing
+        kept.check_saves(inputs=run.network.model.layers, input_nbytes=run.input_nbytes)
+        yield dataclasses.replace(run, checkpointing=True, kept=kept)
 
 
 def _other_transport(run: Run) -> Iterator[Run]:

@@ -280,3 +280,23 @@ def test_backward_on_another_thread(tmp_path: Path) -> None:
         found = grads(model)
     expected = gradients(plain, steps=1)[1:-1]
     assert same(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("compiled", ["model", "blocks"])
+def test_compiled_models_run_it_as_it_is(tmp_path: Path, compiled: str) -> None:
+    found = []
+    with on_disk(tmp_path) as checkpointing:
+        for call in (checkpointing, plain):
+            model = Stack(layers=3)
+            model.call = call
+            if call is checkpointing and compiled == "blocks":
+                for block in model.blocks:
+                    block.compile(backend="eager")
+            run = torch.compile(model, backend="eager") if compiled == "model" else model
+            torch.manual_seed(4)
+            (run if call is checkpointing else model)(batch()).backward()
+            found.append(grads(model))
+        assert checkpointing.traffic.read_nbytes == 2 * INPUT_NBYTES
+    assert same(*found)

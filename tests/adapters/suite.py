@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hpczero
 from hpczero.accelerator import HostAccelerator
 from hpczero.adapters.base import Adapter
+from hpczero.errors import PlanError
 from hpczero.run.step import TrainingStep
 from tests.helpers.parallel import parallel_assert
 
@@ -82,6 +84,31 @@ class AdapterSuite:
         halves = [adapter.loss(model, inputs[i::2], targets[i::2]) for i in (0, 1)]
         assert whole.dim() == 0
         torch.testing.assert_close(whole, sum(halves) / torch.tensor(2.0))
+
+    def test_blocks_are_called_as_they_are_told_or_that_is_refused(self, adapter: Adapter) -> None:
+        model, _ = filled(adapter, seed=1)
+        called: list[nn.Module] = []
+
+        def call(block: nn.Module, *inputs: Tensor) -> Any:
+            called.append(block)
+            return checkpoint(block, *inputs, use_reentrant=False)
+
+        def gradients() -> list[Tensor]:
+            model.zero_grad()
+            adapter.loss(model, *samples(adapter.context)).backward()
+            return [p.grad for p in model.parameters() if p.grad is not None]
+
+        before = gradients()
+        if not hasattr(model, "blocks"):
+            with pytest.raises(PlanError, match="no blocks"):
+                adapter.call_blocks_by(model, call)
+            return
+        adapter.call_blocks_by(model, call)
+        assert all(map(torch.equal, before, gradients()))
+        assert len({*map(id, called)}) == len(called) == adapter.config.layers
+        with torch.no_grad():
+            adapter.loss(model, *samples(adapter.context))
+        assert len(called) == adapter.config.layers
 
     def test_something_decays(self, adapter: Adapter) -> None:
         model = adapter.build()

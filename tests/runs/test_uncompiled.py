@@ -25,11 +25,14 @@ finally:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_training_does_not_import_the_compiler(tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize("recomputed", ["block", "selective"])
+def test_training_does_not_import_the_compiler(
+    tmp_path: Path, precision: str, recomputed: str
+) -> None:
     changes = {
         "train__steps": 2,
         "parallel__precision": precision,
-        "model__checkpoint_activations": "true",
+        "activations__checkpointing": recomputed,
         "checkpoint__every": 1,
         "evaluation__batches": 1,
     }

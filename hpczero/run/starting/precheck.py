@@ -21,6 +21,7 @@ from hpczero.options.values import check_algorithms, parse_nodes
 from hpczero.plan.batch import Batch
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting import resume
+from hpczero.run.starting.offloading import activations_of
 from hpczero.run.stopping.attempts import Attempts
 
 
@@ -68,6 +69,8 @@ def _check(config: RunConfig, model: GPTConfig, environment: Environment) -> Non
         resume.check_ranks(config, folder, size)
     batch = Batch.resolve(config.train, size)
     _check_data(config, model, batch)
+    # Which device there is, is not known yet: only what is asked for by name counts.
+    activations_of(config).check(on_host=config.parallel.device == "cpu")
     for algorithms in (config.parallel.algorithms, environment.algorithms):
         check_algorithms(algorithms)
     if at_rest or config.resume.from_ not in ("auto", "never"):
