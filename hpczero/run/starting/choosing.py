@@ -132,9 +132,10 @@ def freedom_of(config: RunConfig, accelerator: Accelerator) -> Freedom:
     if config.offload.folder is not None:
         media.append("disk")
     given = parallel.stage != ParallelOptions.stage
+    recomputed = model.checkpoint_activations or config.activations.checkpointing != "none"
     return Freedom(
         stages=(parallel.stage,) if given else (0, 1, 2, 3),
-        checkpointing=(True,) if model.checkpoint_activations else (False, True),
+        checkpointing=(True,) if recomputed else (False, True),
         media=media,
         folder=config.offload.folder,
         micro_batches=train.micro_batch is None and train.accumulation is None,
@@ -225,6 +226,8 @@ def _chosen(
     parts: Mapping[str, Any],
     checkpointing: bool,
 ) -> Chosen:
+    if config.activations.checkpointing != "none":  # asked for there, and how
+        checkpointing = config.model.checkpoint_activations
     return Chosen(
         dataclasses.replace(
             config,
