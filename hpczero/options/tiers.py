@@ -46,8 +46,7 @@ class OffloadOptions:
     def __post_init__(self) -> None:
         require_path("offload.folder", self.folder)
         require_positive("offload", self, "window", most=2**20)
-        require_positive("offload", self, "buffers", most=2**16)
-        require(self.buffers >= 3, "offload.buffers", self.buffers, "at least 3")
+        require(3 <= self.buffers <= 2**16, "offload.buffers", self.buffers, "3 to 65,536")
         require_amount("offload", self, "ahead")
         require(0 <= self.fraction <= 1, "offload.fraction", self.fraction, "0 to 1")
 
