@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from hpczero.errors import PlanError
 from hpczero.plan.offload import NOTHING_AWAY, Medium, Offload
 from hpczero.plan.peak import Run
+from hpczero.plan.plan import Stage
 
 MOST_MICRO_BATCHES = 12  # of one setting: the largest divisors
 
@@ -84,7 +86,12 @@ def _offloads(run: Run, freedom: Freedom) -> list[Offload]:
 
 
 def _goes(offload: Offload, stage: int) -> bool:
-    return stage == 3 if offload.parameters != "device" else stage > 0
+    """Whether the parts go together: beside those that are tried here, options may ask for more."""
+    try:
+        offload.check(Stage.of(stage))
+    except PlanError:
+        return False
+    return True
 
 
 def _micro_batches(run: Run, freedom: Freedom) -> list[int]:

@@ -48,7 +48,7 @@ def tier_times(job: Job, forward_s: float, backward_s: float, update_s: float) -
         return TierTimes()
     plan = OffloadedPlan(job.plan, job.offload)
     read, write, copy = _rates(job)
-    sizes = [FP32_BYTES * unit.layout.shard_numel for unit in job.plan.trainable_units]
+    sizes = [FP32_BYTES * unit.layout.shard_numel for unit in plan.away]
     weights, steps = sum(sizes), job.accumulation
     first_unit = max(sizes, default=0) / max(weights, 1)
     exposed = whole = 0.0

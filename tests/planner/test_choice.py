@@ -138,6 +138,28 @@ def test_a_disk_that_is_slower_than_computing_sets_the_step() -> None:
     assert foretell_on(MODEL, slow)(asked()).tier_s == 0
 
 
+def test_a_part_of_the_units_elsewhere_takes_a_part_of_the_time() -> None:
+    slow = machine(disk_read=1e6, disk_write=1e6)
+    offload = Offload("disk", "disk", "disk", Path("/scratch"))
+    everything, half, nothing = (
+        foretell_on(MODEL, slow)(
+            asked(offload=dataclasses.replace(offload, fraction=fraction))
+        ).tier_s
+        for fraction in (1.0, 0.5, 0.0)
+    )
+    assert 0.4 * everything < half < 0.8 * everything
+    assert nothing == 0
+
+
+def test_options_that_only_go_with_some_media_leave_out_the_others() -> None:
+    given = asked(offload=Offload(step="host", folder="/scratch"))
+    free = Freedom(media=["host", "disk"], folder="/scratch")
+    found = list(candidates(given, free))
+    assert {run.offload.medium for run in found} == {"device", "host"}
+    for run in found:
+        run.offload.check(run.plan.stage)
+
+
 def test_a_tier_without_rates_is_refused_by_name() -> None:
     run = asked(offload=Offload("disk", folder="/scratch"))
     with pytest.raises(ConfigError, match="disk_read and disk_write"):
