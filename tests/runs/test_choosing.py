@@ -1,0 +1,78 @@
+"""Ranks that see different limits choose together; what fits one of them alone is no choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpczero.accelerator import HostAccelerator
+from hpczero.errors import ConfigError
+from hpczero.job.topology import Topology
+from hpczero.models.config import GPTConfig
+from hpczero.options.config import OffloadOptions, RunConfig, TrainOptions
+from hpczero.plan.batch import Batch
+from hpczero.plan.peak import Run
+from hpczero.probe import kernels, tiers
+from hpczero.run.starting import choosing
+from tests.helpers.small_models import raises_on_all
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
+
+MODEL = GPTConfig(vocab_size=64, context=16, layers=2, hidden=32, heads=2)
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here depends on how exact a probe is."""
+    monkeypatch.setattr(kernels, "TURN_S", 0.001)
+    monkeypatch.setattr(tiers, "SECONDS", 0.01)
+
+
+def chosen(topology: Topology, folder: Path | None) -> choosing.Chosen:
+    config = RunConfig(
+        train=TrainOptions(global_batch=4 * topology.size),
+        offload=OffloadOptions(folder=None if folder is None else str(folder)),
+    )
+    batch = Batch(4 * topology.size, 4, 1)
+    return choosing.choose_settings(config, MODEL, batch, topology, HostAccelerator())
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, fits: Callable[[Run], bool]) -> None:
+    monkeypatch.setattr(choosing, "fitting_on", lambda run, topology, accelerator: fits)
+
+
+def test_a_limit_of_one_rank_binds_all(
+    topology: Topology, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = topology.rank == topology.size - 1
+    limited(monkeypatch, lambda run: run.offload.parameters == "disk" or not last)
+    found = chosen(topology, folder)
+    assert found.config.offload.parameters == "disk"
+    assert found.config.parallel.stage == 3
+    assert found.batch.global_batch == 4 * topology.size
+    assert found.config.train.micro_batch == found.batch.micro_batch
+    said = topology.world.gather_text(str((found.config, found.batch, found.foretold)))
+    assert len(set(said)) == 1
+
+
+def test_nothing_that_fits_is_one_error_on_all_ranks(
+    topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = topology.rank == topology.size - 1
+    limited(monkeypatch, lambda run: not last)
+    raises_on_all(
+        topology.world.comm,
+        ConfigError,
+        "parallel.auto: none of",
+        lambda: chosen(topology, None),
+    )
+
+
+def test_a_folder_of_one_rank_that_cannot_be_used_leaves_the_disk_out(
+    topology: Topology, folder: Path
+) -> None:
+    last = topology.rank == topology.size - 1
+    found = chosen(topology, folder / "none" if last else folder)
+    assert found.config.offload.optimizer == "device"
