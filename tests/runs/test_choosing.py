@@ -11,7 +11,8 @@ from hpczero.accelerator import HostAccelerator
 from hpczero.errors import ConfigError
 from hpczero.job.topology import Topology
 from hpczero.models.config import GPTConfig
-from hpczero.options.config import OffloadOptions, RunConfig, TrainOptions
+from hpczero.options.config import RunConfig, TrainOptions
+from hpczero.options.tiers import OffloadOptions
 from hpczero.plan.batch import Batch
 from hpczero.plan.peak import Run
 from hpczero.probe import kernels, tiers
