@@ -91,6 +91,8 @@ def test_nothing_fits_is_exit_code_one_with_the_closest() -> None:
 
 
 def test_ranks_without_a_machine_are_those_of_the_job() -> None:
-    done = run_alone(["-m", "hpczero.plan", "--auto", "--model", "gpt-nano", "--ranks", "2"], timeout=60)
+    done = run_alone(
+        ["-m", "hpczero.plan", "--auto", "--model", "gpt-nano", "--ranks", "2"], timeout=60
+    )
     assert done.returncode == 78, done
     assert "mpirun -n 2 python -m hpczero.plan --auto" in done.stderr

@@ -1,4 +1,4 @@
-"""``runs/NAME`` is what sampling takes: a run, its checkpoints or one of them, with the tokenizer that belongs to it."""
+"""``runs/NAME`` is what sampling takes: a run, its checkpoints or one of them, and the tokenizer that belongs to it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,25 +14,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import hpczero
-from hpczero.checkpoint import __main__ as command
-from hpczero.checkpoint.disk.folder import Folder, read_manifest
-from hpczero.checkpoint.disk.format import MANIFEST_FILE, MASTER
+from hpczero.checkpoint.disk.folder import read_manifest
+from hpczero.checkpoint.disk.format import MANIFEST_FILE
 from hpczero.checkpoint.foreign.exporting import export
-from hpczero.data import Corpus, TokenFile, Tokenizer, prepare
-from hpczero.errors import ConfigError
+from hpczero.data import Tokenizer
 from hpczero.models import GPT, GPTConfig, generate
-from tests.checkpoint.damage import flip_in, resigned, shorten
-from tests.checkpoint.programs import Program
+from tests.checkpoint.damage import resigned, shorten
 from tests.helpers.mpirun import run_ranks, run_typed
-from tests.helpers.parallel import parallel_assert
 from tests.helpers.processes import end_family
 from tests.helpers.runs import steps, train
+from tests.runs.test_resume import rank_pids, start
 from tests.runs.two_runs import (
     CHOICES,
     NUM_TOKENS,
     PROMPT,
-    SAMPLE,
     call,
     damage,
     hollow_out,
@@ -41,10 +35,9 @@ from tests.runs.two_runs import (
     step_path,
     tokenizer_of,
 )
-from tests.runs.test_resume import rank_pids, start
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    pass
 
 pytestmark = pytest.mark.limit(300)  # many starts of jobs each
 
