@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
 def pages_of(memory: Segment) -> int:
     """Bytes behind the segment, by the file system's count."""
-    return os.fstat(memory._file).st_blocks * 512
+    return os.fstat(memory.file).st_blocks * 512
 
 
 def test_what_one_rank_writes_all_read(comm: MPI.Intracomm) -> None:

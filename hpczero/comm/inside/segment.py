@@ -40,17 +40,18 @@ class Segment:
 
     Attributes:
         bytes: (nbytes,) uint8, zero at first.
+        file: descriptor, for who maps parts of it elsewhere.
     """
 
     def __init__(self, file: int, memory: mmap.mmap) -> None:
         """Take over ``file``. Use ``create`` to make a segment."""
-        self._file = file
+        self.file = file
         self._map = memory
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def __del__(self) -> None:
         # The map itself is closed when the last tensor on it dies.
-        os.close(self._file)
+        os.close(self.file)
 
     @classmethod
     def create(cls, node: MPI.Intracomm, nbytes: int, what: str) -> Segment:
@@ -92,7 +93,7 @@ class Segment:
         """
         if stop > start:
             try:
-                os.posix_fallocate(self._file, start, stop - start)
+                os.posix_fallocate(self.file, start, stop - start)
             except OSError as error:
                 raise CommError(
                     f"{stop - start:,} more bytes of {FOLDER}: {error.strerror}; free some of it, enlarge it "

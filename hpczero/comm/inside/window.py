@@ -5,8 +5,9 @@ Owns: the segments and who may touch what when. Must not know: other nodes, the 
 [Note: Who may touch what]
 Whole parameters (``Use.GATHER``): a rank writes its own part only, and only when no rank reads it. The order of a
 training step sees to that: an update comes after an agreement of all ranks that their backward is over. ``spread`` only
-waits for all ranks. If the memory is given back, each rank drops its own part once every rank of the node has released
-the buffer.
+waits for all ranks.
+
+Buffers that are given back between uses: passing.py.
 
 Gradients (``Use.REDUCE``): gradients.py, [Note: Who may touch a gradient].
 """
@@ -23,12 +24,13 @@ from typing_extensions import override
 from hpczero.accelerator import HostAccelerator
 from hpczero.comm.inside import gradients
 from hpczero.comm.inside.level import Messages, NodeLevel, Parts
+from hpczero.comm.inside.passing import Passing
 from hpczero.comm.inside.places import Ground
 from hpczero.comm.inside.segment import Counters, Segment
 from hpczero.job.group import Group
 from hpczero.memory.buffers import Buffer, Memory, Use
 
-# Columns of the counters: arrivals at spread, those of gradients, then releases.
+# Columns of the counters: arrivals at spread, those of gradients, then those of whole parameters that pass.
 ARRIVED, FIRST_GRADIENT = range(2)
 FIRST_WHOLE = FIRST_GRADIENT + gradients.COLUMNS
 
@@ -52,67 +54,39 @@ class SegmentGround(Ground):
 
 
 class WholeBuffer(Buffer):
-    """Whole parameters of a unit, one copy for the node. The ledger counts this rank's part of it."""
+    """Whole parameters of a unit that last, one copy for the node. The ledger counts this rank's part of it."""
 
-    shared = True
+    shared = lasts = True
 
     def __init__(
         self,
-        window: Window,
-        number: int,
         segment: Segment,
+        rank: int,
+        size: int,
         numel: int,
         dtype: torch.dtype,
         *,
         memory: Memory,
         category: str,
-        lasts: bool,
     ) -> None:
-        """Not collective. Nothing is held yet, so that not all units are held at once."""
+        """Not collective. Gets the pages of this rank's part, as one of ``size``.
+
+        Raises:
+            CommError: there are none left.
+        """
         self.tensor = segment.bytes[: numel * dtype.itemsize].view(dtype)
-        self.lasts = lasts
-        self.number = number
-        self.generation = 0
-        self.segment = segment
-        self._window = window
-        self._memory = memory
-        self._category = category
-        self._nbytes = numel * dtype.itemsize // window.comm.size
-        self._held = False
-
-    def claim(self) -> None:
-        """Get the pages of this rank's part; nothing if they are there."""
-        if not self._held:
-            self.segment.claim(*self.part)
-            self._memory.add(self._category, self._nbytes)
-            self._held = True
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """First byte of this rank's part, and the one after the last."""
-        start = self._window.comm.rank * self._nbytes
-        return start, start + self._nbytes
+        self._nbytes = numel * dtype.itemsize // size
+        segment.claim(rank * self._nbytes, (rank + 1) * self._nbytes)
+        memory.add(category, self._nbytes)
+        self._held = True
 
     @override
     def take(self) -> None:
-        if self.lasts:
-            return
-        self.generation += 1
-        if not self._held:
-            self._window.drop_released()  # a peer that was late may have come since: one unit less beside this one
-            self.claim()
+        """It is there."""
 
+    @override
     def release(self) -> None:
-        """Say that this rank reads it no more. The pages go when no rank of the node reads them."""
-        if not self.lasts:
-            self._window.released(self)
-
-    def drop(self) -> None:
-        """Give the pages of this rank's part back."""
-        if self._held:
-            self.segment.give_back(*self.part)
-            self._memory.add(self._category, -self._nbytes)
-            self._held = False
+        """It stays."""
 
 
 class Window(NodeLevel):
@@ -158,9 +132,10 @@ class Window(NodeLevel):
             waiting=waiting,
             first_column=FIRST_GRADIENT,
         )
-        self._wholes: list[WholeBuffer] = []
-        self._places: dict[int, WholeBuffer] = {}
-        self._to_drop: dict[int, WholeBuffer] = {}
+        self._passing = Passing(
+            group, memory, drain=drain, waiting=waiting, first_column=FIRST_WHOLE
+        )
+        self._shared: set[int] = set()  # addresses of whole parameters that the node sees
         self._counters: Counters | None = None
         self._spreads = 0
 
@@ -174,32 +149,27 @@ class Window(NodeLevel):
             return self._gradients.allocate(numel, dtype, category=category, keep=keep)
         return super().allocate(numel, dtype, category=category, use=use, keep=keep)
 
-    def _allocate_whole(
-        self, numel: int, dtype: torch.dtype, category: str, keep: bool
-    ) -> WholeBuffer:
-        nbytes = numel * dtype.itemsize
-        with self._group.agreed("share memory for parameters"):
-            segment = Segment.create(self.comm, nbytes, f"{nbytes:,} bytes of parameters")
-        whole = WholeBuffer(
-            self,
-            len(self._wholes),
-            segment,
-            numel,
-            dtype,
-            memory=self.memory,
-            category=category,
-            lasts=keep,
-        )
+    def _allocate_whole(self, numel: int, dtype: torch.dtype, category: str, keep: bool) -> Buffer:
+        whole: Buffer
         if keep:
+            nbytes = numel * dtype.itemsize
+            with self._group.agreed("share memory for parameters"):
+                segment = Segment.create(self.comm, nbytes, f"{nbytes:,} bytes of parameters")
+            rank, size = self.comm.rank, self.comm.size
             with self._group.agreed("claim shared memory for parameters"):
-                whole.claim()
-        self._wholes.append(whole)
-        self._places[whole.tensor.data_ptr()] = whole
+                whole = WholeBuffer(
+                    segment, rank, size, numel, dtype, memory=self.memory, category=category
+                )
+        else:
+            whole = self._passing.allocate(numel, dtype, category=category)
+        self._shared.add(whole.tensor.data_ptr())
         return whole
 
     def settle(self) -> None:
         """Lay the gradients out in shared memory. Collective over the group."""
-        self._counters = Counters(self.comm, FIRST_WHOLE + len(self._wholes), naps=self._overlap)
+        columns = FIRST_WHOLE + self._passing.columns
+        self._counters = Counters(self.comm, columns, naps=self._overlap)
+        self._passing.open(self._counters)
         each = self._gradients.lay_out()
         nbytes = each * self.comm.size
         with self._group.agreed("share memory for gradients"):
@@ -211,7 +181,7 @@ class Window(NodeLevel):
         if self._counters is None:
             return False
         if use is Use.GATHER:
-            return full.data_ptr() in self._places
+            return full.data_ptr() in self._shared
         return self._gradients.fits(full)
 
     # --- gather --------------------------------------------------------------------------------------------------
@@ -225,22 +195,6 @@ class Window(NodeLevel):
         counters.publish(ARRIVED, arrival)
         return lambda: counters.wait(ARRIVED, arrival)
 
-    def released(self, whole: WholeBuffer) -> None:
-        """Say that this rank has no more use for the content of ``whole``."""
-        if self._counters is not None and whole.held:
-            self._counters.publish(FIRST_WHOLE + whole.number, whole.generation)
-            self._to_drop[whole.number] = whole
-            self.drop_released()
-
-    def drop_released(self) -> None:
-        """Give back what every rank of the node has released by now. Not collective."""
-        if self._counters is None:
-            return
-        for other in list(self._to_drop.values()):
-            if self._counters.reached(FIRST_WHOLE + other.number, other.generation):
-                other.drop()
-                del self._to_drop[other.number]
-
     @override
     def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
         if not self.shares(full, Use.REDUCE):
@@ -251,6 +205,7 @@ class Window(NodeLevel):
     def close(self) -> None:
         if self._counters is not None:
             self._gradients.close()
+            self._passing.close()
             self._counters.free()
             self._counters = None
         self._messages.close()
