@@ -3,8 +3,8 @@
 Owns: the cut of the shard into records of the tier, and what is brought ahead of its use. Must not know: units' verbs,
 optimizers, media, MPI. Nothing here is collective.
 
-    window 0 of the unit   [ values | gradient | state a | state b ... ]   each part fp32, in a place of its own
-    window 1               [ values | gradient | ...                   ]
+    window 0 of the unit   [ values | gradient | state a | state b ... ]   each part in a place of its own, fp32
+    window 1               [ values | gradient | ...                   ]   but for a mirror of values, if there is one
 
 [Note: Ahead]
 Reads that nobody waits for yet hold blocks of staging. A read that is needed now takes those back before it could find
@@ -29,9 +29,7 @@ from hpczero.tier import Fetch, Place, Record, Staged, Tier
 from hpczero.zero.units.near import Ascent
 
 VALUES, GRADIENT = "values", "gradient"
-MIRROR = (
-    "mirror"  # values in the dtype of the parameters, for passes, or from where the host sends them
-)
+MIRROR = "mirror"  # values in the dtype of the parameters: passes read it, or the host sends it
 SPARE = 2  # blocks that reading ahead leaves alone: one to work in, one that is being written
 
 
