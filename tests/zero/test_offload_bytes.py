@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import hpczero
-from hpczero import Offload
+from hpczero import Offload, Precision
 from hpczero.plan.offloaded import OffloadedPlan
+from hpczero.plan.precision import LossScale
 from hpczero.zero.units.away_shard import GRADIENT, MIRROR, VALUES
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import MLP, adamw, mlp_backward, tiny_gpt, zeroified
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
 WINDOW = 2**14
+FP16 = Precision(param="fp16", loss_scale=LossScale(initial=8.0))  # no step is skipped
 STAGES_AND_PARTS = [
     (1, "device", "device", "bf16"),
     (2, "disk", "device", "fp32"),
@@ -30,7 +32,7 @@ STAGES_AND_PARTS = [
     (3, "disk", "device", "bf16"),
     (3, "disk", "disk", "fp32"),
     (3, "disk", "disk", "bf16"),
-    (3, "device", "disk", "fp16"),
+    (3, "device", "disk", FP16),
 ]
 
 
@@ -46,7 +48,7 @@ def test_bytes_of_a_step_are_those_of_the_plan(
     stage: int,
     gradients: Any,
     parameters: Any,
-    precision: str,
+    precision: Any,
 ) -> None:
     model = MLP()
     offload = Offload("disk", gradients, parameters, folder, WINDOW, 4, fraction=fraction)
@@ -92,10 +94,10 @@ def test_everything_on_disk_moves_forty_bytes_for_an_element_and_the_optimizer_t
     assert everything.nbytes == 16 * 1024**2
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", FP16, "fp32"], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_passes_read_two_bytes_of_an_element_and_steps_write_two_more(
-    comm: MPI.Intracomm, topology: Topology, precision: str, micro_steps: int
+    comm: MPI.Intracomm, topology: Topology, precision: Any, micro_steps: int
 ) -> None:
     model = MLP((7, 131, 97, 3))  # shards of several windows
     half = precision != "fp32"
@@ -168,7 +170,7 @@ def test_bytes_held_equal_the_plan(
     stage: int,
     gradients: Any,
     parameters: Any,
-    precision: str,
+    precision: Any,
 ) -> None:
     model = tiny_gpt(layers=4, hidden=64, heads=2, context=8, vocab_size=96)
     optimizer = adamw(model)
