@@ -73,10 +73,13 @@ class OffloadedPlan:
 
     @property
     def mirror(self) -> int:
-        """Bytes of an element of the copy in half precision from which the host sends values up; 0 for none."""
+        """Bytes of an element of the copy of values in half precision that rests beside them; 0 for none.
+
+        Passes read it, or the host sends values up from it.
+        """
         half = self.plan.precision.has_masters
-        sent = self.offload.on_host and not self.parameters
-        return self.plan.precision.param_itemsize if sent and half else 0
+        used = self.parameters or self.offload.on_host
+        return self.plan.precision.param_itemsize if half and used else 0
 
     @property
     def gradients(self) -> bool:
@@ -94,6 +97,16 @@ class OffloadedPlan:
         return (self.values + self.gradients + self.states) if self.offload.any else 0
 
     @property
+    def element_nbytes(self) -> int:
+        """Bytes of all parts of an element of those units that rest elsewhere."""
+        return self.parts * FP32_BYTES + self.mirror
+
+    @property
+    def pass_nbytes(self) -> int:
+        """Bytes of an element that a forward or a backward reads."""
+        return (self.mirror or FP32_BYTES) if self.parameters else 0
+
+    @property
     def _shard(self) -> int:
         """Elements of a rank that have parts elsewhere, padding included."""
         return sum(unit.layout.shard_numel for unit in self.away)
@@ -107,7 +120,7 @@ class OffloadedPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of a rank on the medium, without the ends of pages."""
-        return (self.parts * FP32_BYTES + self.mirror) * self._shard
+        return self.element_nbytes * self._shard
 
     @property
     def staging_nbytes(self) -> int:
@@ -188,18 +201,20 @@ class OffloadedPlan:
         stepped = sum(self._stepped(unit, rank) for unit in self.away)
         states = 0 if first else self.states
         again = max(synced - 1, 0) * self.gradients  # a gradient that is added to comes back first
-        reads = self._shard * (2 * micro_steps * self.parameters + again)
-        writes = self._shard * synced * self.gradients
+        reads = self._shard * (2 * micro_steps * self.pass_nbytes + FP32_BYTES * again)
+        writes = self._shard * FP32_BYTES * synced * self.gradients
         if self.offload.on_host:  # nothing of what is stepped on moves; new values go up
             sent = 0 if self.parameters else self.plan.precision.param_itemsize * stepped
-            return TierTraffic(FP32_BYTES * reads + sent, FP32_BYTES * writes)
-        reads += stepped * (self.values + self.gradients + states)
-        writes += stepped * (self.values + self.states)
-        return TierTraffic(FP32_BYTES * reads, FP32_BYTES * writes)
+            return TierTraffic(reads + sent, writes)
+        reads += stepped * FP32_BYTES * (self.values + self.gradients + states)
+        writes += stepped * (FP32_BYTES * (self.values + self.states) + self.mirror)
+        return TierTraffic(reads, writes)
 
     def _stepped(self, unit: UnitSpec, rank: int) -> int:
         """Elements of the windows of ``rank`` that hold a parameter."""
-        windows = windows_of(unit.layout, unit.groups, rank, self.offload.window, self.parts)
+        windows = windows_of(
+            unit.layout, unit.groups, rank, self.offload.window, self.element_nbytes
+        )
         owned = len(unit.layout.shard_range(rank))
         return sum(len(window) for window in windows if window.start < owned)
 

@@ -67,19 +67,19 @@ def cut(numel: int, runs: Sequence[range], most: int) -> list[range]:
 
 
 def windows_of(
-    layout: ShardLayout, groups: Sequence[int], rank: int, window_nbytes: int, parts: int
+    layout: ShardLayout, groups: Sequence[int], rank: int, window_nbytes: int, element_nbytes: int
 ) -> list[range]:
-    """The windows of ``rank``'s shard of a unit, if ``parts`` fp32 numbers of each element pass together.
+    """The windows of ``rank``'s shard of a unit, if all parts of an element pass together.
 
     Args:
         layout: of the unit.
         groups: (slots,) optimizer group of each.
         rank: whose shard.
         window_nbytes: of all parts of one window at most.
-        parts: at least 1.
+        element_nbytes: of all parts of one element.
 
     Raises:
         ValueError: ``window_nbytes`` is too small.
     """
-    most = window_nbytes // (ITEM * parts) // ALIGN * ALIGN
+    most = window_nbytes // element_nbytes // ALIGN * ALIGN
     return cut(layout.shard_numel, runs_of_groups(layout, groups, rank), most)

@@ -48,15 +48,15 @@ def tier_times(job: Job, forward_s: float, backward_s: float, update_s: float) -
         return TierTimes()
     plan = OffloadedPlan(job.plan, job.offload)
     read, write, copy = _rates(job)
-    sizes = [FP32_BYTES * unit.layout.shard_numel for unit in plan.away]
-    weights, steps = sum(sizes), job.accumulation
-    first_unit = max(sizes, default=0) / max(weights, 1)
+    sizes = [unit.layout.shard_numel for unit in plan.away]
+    numel, steps = sum(sizes), job.accumulation
+    first_unit = max(sizes, default=0) / max(numel, 1)
     exposed = whole = 0.0
     for backward in (False, True):
         computing = (backward_s if backward else forward_s) / steps
         for step in range(steps):
-            came = weights * plan.parameters
-            went = weights * plan.gradients * (backward and step == steps - 1)
+            came = numel * plan.pass_nbytes
+            went = numel * FP32_BYTES * plan.gradients * (backward and step == steps - 1)
             medium, handled = came / read + went / write, (came + went) / copy
             if job.machine.fresh_rate:
                 handled += came / job.machine.fresh_rate

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from hpczero.accelerator import Accelerator
 from hpczero.errors import PlanError
-from hpczero.memory.buffers import CPU
+from hpczero.memory.buffers import CPU, DTYPES
 from hpczero.plan import Plan
 from hpczero.plan.offload import Offload
 from hpczero.plan.offloaded import OffloadedPlan
-from hpczero.plan.windows import windows_of
+from hpczero.plan.windows import ITEM, windows_of
 from hpczero.tier import DiskTier, HostTier, InPlaceTier, Tier
 from hpczero.zero.units.away_shard import GRADIENT, VALUES, Away, AwayShard, Store
+from hpczero.zero.units.mirrored import MirroredShard
 from hpczero.zero.units.near import Ascent
 from hpczero.zero.update.away_states import state_names
 from hpczero.zero.update.host_update import leaves_choice
@@ -130,15 +131,17 @@ def open_away(
         delayed=offload.delayed,
     )
     near = offload.parameters == "device"
+    shard_of = MirroredShard if planned.mirror and not near else AwayShard
+    element_nbytes = ITEM * len(parts) + planned.mirror
     try:
         shards = {
-            spec.name: AwayShard(
+            spec.name: shard_of(
                 spec.name,
-                windows_of(spec.layout, spec.groups, rank, nbytes, len(parts)),
+                windows_of(spec.layout, spec.groups, rank, nbytes, element_nbytes),
                 store=store,
                 parts=parts,
                 near=near,
-                mirror=planned.mirror,
+                mirror=DTYPES[plan.precision.param] if planned.mirror else None,
             )
             for spec in planned.away
         }

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpczero.plan.layout import ShardLayout
-from hpczero.plan.windows import ALIGN, cut, runs_of_groups
+from hpczero.plan.windows import ALIGN, cut, runs_of_groups, windows_of
 
 sizes = st.lists(st.integers(0, 700), min_size=1, max_size=6)
 
@@ -43,3 +43,12 @@ def test_a_window_smaller_than_two_vectors_is_refused() -> None:
     """Else a cut might not get on."""
     with pytest.raises(ValueError, match="at least 128"):
         cut(1000, [], 100)
+
+
+@pytest.mark.parametrize("element_nbytes", [4, 16, 18, 22])
+def test_all_parts_of_a_window_fit_into_a_block(element_nbytes: int) -> None:
+    """Of fp32 numbers, and of a copy in half precision beside them."""
+    layout = ShardLayout.pack([("a", (9000,)), ("b", (77,))], 2)
+    windows = windows_of(layout, [0, 0], 0, 2**14, element_nbytes)
+    assert max(map(len, windows)) * element_nbytes <= 2**14
+    assert (max(map(len, windows)) + ALIGN) * element_nbytes > 2**14

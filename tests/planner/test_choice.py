@@ -138,6 +138,18 @@ def test_a_disk_that_is_slower_than_computing_sets_the_step() -> None:
     assert foretell_on(MODEL, slow)(asked()).tier_s == 0
 
 
+def test_passes_in_half_precision_read_half_of_the_bytes() -> None:
+    """38 bytes of everything, and 4 of them again with each further micro-batch."""
+    offload = Offload("disk", "disk", "disk", Path("/scratch"))
+    slow = machine(disk_read=1e6, disk_write=1e6)
+    run = asked(offload=offload, precision="bf16")
+    shard = sum(unit.layout.shard_numel for unit in run.plan.units)
+    once = foretell_on(MODEL, slow)(run).tier_s
+    assert once == pytest.approx(38 * shard / 1e6, rel=0.05)
+    again = foretell_on(MODEL, slow)(dataclasses.replace(run, micro_batch=2, accumulation=3)).tier_s
+    assert again - once == pytest.approx(8 * shard / 1e6, rel=0.05)
+
+
 def test_a_part_of_the_units_elsewhere_takes_a_part_of_the_time() -> None:
     slow = machine(disk_read=1e6, disk_write=1e6)
     offload = Offload("disk", "disk", "disk", Path("/scratch"))

@@ -16,7 +16,8 @@ from hpczero.errors import StepError, TierError
 from hpczero.kernels.norm import squares
 from hpczero.memory.buffers import Memory
 from hpczero.plan.windows import ITEM
-from hpczero.zero.units.away_shard import GRADIENT, VALUES, AwayShard
+from hpczero.tier import Staged
+from hpczero.zero.units.away_shard import GRADIENT, VALUES, AwayShard, floats
 from hpczero.zero.units.near import Near
 from hpczero.zero.units.rest import same_place
 
@@ -79,6 +80,11 @@ class AwayRest:
         """There are new ``values`` of a window, which its caller writes to the tier; not before this returns."""
         if self.near is not None:
             self.near.updated(window, values)
+
+    def stepped(self, window: range, staged: Staged) -> list[str]:
+        """A step has left new values of a window in staging; returns parts that were made from them there."""
+        self.updated(window, floats(staged, VALUES))
+        return []
 
     @contextmanager
     def at_hand(self, *, changes: bool = False, anew: bool = False) -> Iterator[Tensor]:

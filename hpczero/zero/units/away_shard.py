@@ -3,8 +3,8 @@
 Owns: the cut of the shard into records of the tier, and what is brought ahead of its use. Must not know: units' verbs,
 optimizers, media, MPI. Nothing here is collective.
 
-    window 0 of the unit   [ values | gradient | state a | state b ... ]   each part fp32, in a place of its own
-    window 1               [ values | gradient | ...                   ]
+    window 0 of the unit   [ values | gradient | state a | state b ... ]   each part in a place of its own, fp32
+    window 1               [ values | gradient | ...                   ]   but for a mirror of values, if there is one
 
 [Note: Ahead]
 Reads that nobody waits for yet hold blocks of staging. A read that is needed now takes those back before it could find
@@ -29,7 +29,7 @@ from hpczero.tier import Fetch, Place, Record, Staged, Tier
 from hpczero.zero.units.near import Ascent
 
 VALUES, GRADIENT = "values", "gradient"
-MIRROR = "mirror"  # values in the dtype of the parameters, from where the host sends them
+MIRROR = "mirror"  # values in the dtype of the parameters: passes read it, or the host sends it
 SPARE = 2  # blocks that reading ahead leaves alone: one to work in, one that is being written
 
 
@@ -118,7 +118,7 @@ class AwayShard:
         parts: what each record keeps.
         near: whether the parameters stay in memory besides, in their own dtype.
         store: of the rank.
-        mirror: bytes of an element of ``MIRROR``; 0: there is none.
+        mirror: dtype of ``MIRROR``; None: there is none.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class AwayShard:
         store: Store,
         parts: Sequence[str],
         near: bool,
-        mirror: int = 0,
+        mirror: torch.dtype | None = None,
     ) -> None:
         """Reserves room.
 
@@ -150,13 +150,24 @@ class AwayShard:
         self.places = []
         for index, window in enumerate(self.windows):
             sizes = {part: ITEM * len(window) for part in parts}
-            if mirror:
-                sizes[MIRROR] = mirror * len(window)
+            if mirror is not None:
+                sizes[MIRROR] = mirror.itemsize * len(window)
             self.places.append(store.tier.reserve(Record(f"{name} window {index}", sizes)))
 
     def has(self, part: str) -> bool:
         """Whether ``part`` of any window was written."""
         return any(part in place.known for place in self.places)
+
+    def dtype_of(self, part: str) -> torch.dtype:
+        """Of its numbers on the tier."""
+        return self.mirror if part == MIRROR and self.mirror is not None else torch.float32
+
+    def of_step(self, index: int) -> tuple[list[str], list[str]]:
+        """Parts of a window that a step reads, and those that it makes, of which one is the mirror."""
+        known = self.places[index].known
+        fresh = [part for part in self.parts if part not in known]
+        made = [] if self.mirror is None else [MIRROR]
+        return [part for part in self.parts if part in known], fresh + made
 
     def start(self, part: str) -> None:
         """Begin to read ``part`` of all windows, as far as there is room; not where it was never written."""
@@ -172,7 +183,7 @@ class AwayShard:
                 into[window.start : window.stop].zero_()
         for window, staged in self._staged(part, known):
             with torch.no_grad():
-                into[window.start : window.stop].copy_(floats(staged, part))
+                into[window.start : window.stop].copy_(staged[part].view(self.dtype_of(part)))
             self.store.tier.evict(staged, [])
 
     def window_of(self, element: int) -> int:

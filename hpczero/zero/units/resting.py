@@ -15,6 +15,7 @@ from hpczero.plan.layout import ShardLayout
 from hpczero.plan.precision import Precision
 from hpczero.zero.units.away import AwayGradient, AwayRest
 from hpczero.zero.units.away_shard import GRADIENT, VALUES, AwayShard
+from hpczero.zero.units.mirrored import MirroredRest, MirroredShard
 from hpczero.zero.units.near import Near, SentNear
 from hpczero.zero.units.rest import GradientRest, ResidentGradient, ResidentRest, Rest
 from hpczero.zero.units.whole import WholeParameters
@@ -53,6 +54,8 @@ def rest_of_values(
     """Where ``master`` rests; it is emptied where that is not in memory."""
     if away is None or not keeps_values(away):
         return ResidentRest(master)
+    if isinstance(away, MirroredShard):
+        return MirroredRest(master, away, memory=comm.memory)
     copy = None
     if whole.lasts:
         copy = whole.flat[whole.mine]

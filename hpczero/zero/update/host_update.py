@@ -24,6 +24,7 @@ from typing_extensions import override
 from hpczero.tier import Fetch, InPlaceTier, Staged
 from hpczero.zero.units.away import AwayRest
 from hpczero.zero.units.away_shard import MIRROR, VALUES, AwayShard, Store, floats
+from hpczero.zero.units.mirrored import mirrored
 from hpczero.zero.units.near import SentNear
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.streamed import StreamedUpdate
@@ -50,11 +51,8 @@ class HostUpdate(StreamedUpdate):
 
     @override
     def _start(self, shard: AwayShard, index: int) -> Fetch:
-        place = shard.places[index]
-        parts = [*shard.parts, *([MIRROR] if shard.mirror else [])]
-        wanted = [part for part in parts if part in place.known and part != MIRROR]
-        fresh = [part for part in parts if part not in wanted]
-        self._begun.append(self._tier.open(place, wanted, fresh=fresh))
+        wanted, fresh = shard.of_step(index)
+        self._begun.append(self._tier.open(shard.places[index], wanted, fresh=fresh))
         return self._begun[-1]
 
     @override
@@ -67,20 +65,16 @@ class HostUpdate(StreamedUpdate):
         return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
 
     @override
-    def _bring_up(self, rest: AwayRest, elements: range, staged: Staged) -> None:
-        if isinstance(rest.near, SentNear):
-            rest.near.send(elements, ready(staged, rest.near.tensor.dtype))
+    def _bring_up(self, rest: AwayRest, elements: range, staged: Staged) -> list[str]:
+        if not isinstance(rest.near, SentNear):
+            return super()._bring_up(rest, elements, staged)
+        rest.near.send(elements, ready(staged, rest.near.tensor.dtype))
+        return []
 
 
 def ready(staged: Staged, dtype: torch.dtype) -> Tensor:
     """(elements,) values of a window in ``dtype``, where they rest, so that they can be sent from there."""
-    values = floats(staged, VALUES)
-    if MIRROR not in staged:
-        return values
-    mirror = staged[MIRROR].view(dtype)
-    with torch.no_grad():
-        mirror.copy_(values)
-    return mirror
+    return mirrored(staged, dtype) if MIRROR in staged else floats(staged, VALUES)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ hooks see one step (issue 18).
 
     read ahead   [values | gradient | state]     the next windows
     step         long tensors are views of the staging block, as ``spans`` makes them of memory
-    write        [values | state]                the window before
+    write        [values | state | mirror]       the window before; in half precision a copy of values in it
 
 [Note: The same bits]
 A run of pieces is one long tensor in memory. Windows cut it at whole vectors, so torch's kernels round every element as
@@ -249,10 +249,8 @@ class StreamedUpdate:
                     yield unit, index, inside
 
     def _start(self, shard: AwayShard, index: int) -> Fetch:
-        place = shard.places[index]
-        wanted = [part for part in shard.parts if part in place.known]
-        fresh = [part for part in shard.parts if part not in place.known]
-        self._begun.append(self._store.fetch(place, wanted, fresh=fresh))
+        wanted, fresh = shard.of_step(index)
+        self._begun.append(self._store.fetch(shard.places[index], wanted, fresh=fresh))
         return self._begun[-1]
 
     def _runs(self, unit: Unit, group_of: dict[int, int]) -> list[Pieces]:
@@ -292,11 +290,12 @@ class StreamedUpdate:
         """One call of torch's method; the window goes back to the tier. Returns the state of each run."""
         unit, elements = window.unit, window.elements
         stepped = self._compute(window, staged, self._optimizer)
+        made = []
         if isinstance(unit.rest, AwayRest):
-            self._bring_up(unit.rest, elements, staged)
+            made = self._bring_up(unit.rest, elements, staged)
         if stepped.changed and isinstance(unit.gradients.rest, AwayGradient):
             unit.gradients.rest.changed(elements)  # torch's own step of some works in place
-        self._store.tier.evict(staged, stepped.kept)
+        self._store.tier.evict(staged, [*stepped.kept, *made])
         return stepped.made
 
     def _compute(self, window: Window, staged: Staged, optimizer: Optimizer) -> Stepped:
@@ -347,9 +346,9 @@ class StreamedUpdate:
         """A counter of pieces, for a long tensor."""
         return value.clone() if isinstance(value, Tensor) else value
 
-    def _bring_up(self, rest: AwayRest, elements: range, staged: Staged) -> None:
-        """The values of a window are new: so must be the copy that stays where the model computes."""
-        rest.updated(elements, floats(staged, VALUES))
+    def _bring_up(self, rest: AwayRest, elements: range, staged: Staged) -> list[str]:
+        """The values of a window are new: so must be copies of them. Returns those that go to the tier."""
+        return rest.stepped(elements, staged)
 
     @staticmethod
     def _operands(window: Window, staged: Staged) -> tuple[Tensor, Tensor]:

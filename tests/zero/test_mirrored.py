@@ -1,0 +1,353 @@
+"""Values in half precision beside the masters on a tier: the bits of a cast, never stale, half of a pass's bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hpczero
+from hpczero import Offload, Precision
+from hpczero.checkpoint import Checkpoints, exchange, held
+from hpczero.errors import StepError, TierError
+from hpczero.plan.precision import LossScale
+from hpczero.tier import StagedTier
+from hpczero.zero.sharding import Sharding
+from hpczero.zero.units.away_shard import MIRROR, SPARE, VALUES
+from hpczero.zero.units.mirrored import MirroredRest
+from tests.helpers.late import LateAccelerator
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import (
+    MLP,
+    adamw,
+    mlp_backward,
+    mlp_input,
+    raises_on_all,
+    same,
+    values,
+    zeroified,
+)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
+
+WINDOW = 2**14
+SIZES = (7, 131, 97, 3)  # shards of several windows
+FP16 = Precision(param="fp16", loss_scale=LossScale(initial=8.0, growth_interval=3))
+PRECISIONS: dict[str, Any] = {"bf16": Precision(param="bf16", nonfinite="skip"), "fp16": FP16}
+
+
+def everything(medium: Any, folder: Path | None = None, **options: Any) -> Offload:
+    return Offload(medium, medium, medium, folder, WINDOW, buffers=4, **options)
+
+
+HOST = everything("host")
+
+
+def check_mirrors(comm: MPI.Intracomm, sharding: Sharding, when: object = "") -> None:
+    """Every window has a mirror, which is what a cast of its values gives. Collective."""
+    wrong, found = [], 0
+    for unit in sharding.units:
+        if unit.away is None:
+            continue
+        assert isinstance(unit.rest, MirroredRest)
+        store = unit.away.store
+        store.make_room(SPARE)
+        for place in unit.away.places:
+            staged = store.tier.fetch(place, [VALUES, MIRROR]).wait()
+            mirror = staged[MIRROR].view(unit.away.dtype_of(MIRROR))
+            cast = staged[VALUES].view(torch.float32).to(mirror.dtype)
+            if not torch.equal(mirror.view(torch.int16), cast.view(torch.int16)):
+                wrong.append(place.record.name)
+            store.tier.evict(staged, [])
+            found += 1
+    parallel_assert(comm, found and not wrong, f"{when}: of {found} windows: {wrong}")
+
+
+def poison(model: nn.Module, rank: int) -> None:
+    """A backward whose gradient overflows."""
+    (model(mlp_input(rank)).sum() * math.inf).backward()
+
+
+def backward(model: nn.Module, rank: int) -> Tensor:
+    loss: Tensor = model(mlp_input(rank)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def trained(comm: MPI.Intracomm, topology: Topology, precision: Any, **options: Any) -> list[Any]:
+    """Losses, and values after steps with all that a loop may do between them."""
+    model = MLP(SIZES)
+    options = {"stage": 3, "topology": topology, "precision": precision, **options}
+    if options["transport"] != "window":  # whose memory is the host's
+        options["device"] = LateAccelerator()
+    found: list[Any] = []
+    with zeroified(model, adamw(model, fused=True), **options) as sharding:
+        (optimizer,) = sharding.optimizers
+        for step in range(8):
+            if step % 3 == 1:
+                with hpczero.no_sync(model):
+                    backward(model, topology.rank)
+            elif step % 3 == 2:
+                backward(model, topology.rank)
+            found.append(backward(model, topology.rank))
+            if step == 4:
+                poison(model, topology.rank)
+            hpczero.clip_grad_norm_(model, 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 5:
+                with hpczero.gathered(model, modifier_rank=0), torch.no_grad():
+                    next(model.parameters())[:3].mul_(1.7)
+            if sharding.away.store is not None:
+                check_mirrors(comm, sharding, f"step {step}")
+        assert sharding.skipped_steps == 1
+        with torch.no_grad():
+            found.append(model(mlp_input(topology.rank)))
+        found += values(sharding)
+    return found
+
+
+@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS.keys())
+@pytest.mark.parametrize("medium", ["host", "disk", "host's step"])
+@pytest.mark.parametrize("transport", ["auto", "flat", "window"])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_the_bits_are_those_of_memory_whatever_a_loop_does(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    folder: Path,
+    fraction: float,
+    transport: str,
+    medium: str,
+    precision: Any,
+) -> None:
+    """Accumulation, clipping, a skipped step, values changed inside of gathered; beside a device that is late."""
+    kept = trained(comm, topology, precision, transport=transport)
+    step: Any = "host" if medium == "host's step" else "device"
+    where = "disk" if medium == "disk" else "host"
+    offload = everything(where, folder, fraction=fraction, step=step)
+    found = trained(comm, topology, precision, transport=transport, offload=offload)
+    parallel_assert(comm, same(kept, found), "other bits")
+
+
+class Partly(nn.Module):
+    """A frozen block, a block of which one parameter is frozen, and one that only some steps use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList(nn.Linear(61, 61) for _ in range(4))
+        self.layers[0].requires_grad_(False)
+        self.layers[1].bias.requires_grad_(False)
+
+    def forward(self, x: Tensor, most: int) -> Tensor:
+        for layer in self.layers[:most]:
+            x = layer(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS.keys())
+def test_frozen_and_unused_parameters_keep_what_they_are(
+    comm: MPI.Intracomm, topology: Topology, precision: Any
+) -> None:
+    ended = []
+    for offload in (None, HOST):
+        model = Partly()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        options = {"stage": 3, "topology": topology, "precision": precision}
+        with zeroified(model, optimizer, offload=offload, **options) as sharding:
+            for step in range(5):
+                torch.manual_seed(10 * step + comm.rank)
+                model(torch.randn(3, 61), 3 + step % 2).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if offload is not None:
+                    check_mirrors(comm, sharding, step)
+            ended.append(values(sharding))
+    parallel_assert(comm, same(*ended), "other bits")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("step", ["device", "host"])
+def test_what_is_loaded_or_imported_is_mirrored_too(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: Any,
+    precision: str,
+) -> None:
+    """Many rounds, and windows that are closed before all of their elements have passed."""
+    monkeypatch.setattr(exchange, "ROUND_NBYTES", 3000)
+    monkeypatch.setattr(held, "OPEN_NBYTES", WINDOW // 2)
+    options: dict[str, Any] = {"stage": 3, "precision": precision, "topology": topology}
+    model = MLP(SIZES)
+    with zeroified(model, adamw(model), **options) as sharding:
+        mlp_backward(model, comm.rank)
+        next(iter(sharding.optimizers)).step()
+        Checkpoints(folder / "saved", model).save(1)
+        expected = values(sharding)
+        state = hpczero.full_state_dict(model)
+    if comm.rank == 0:
+        torch.save(state, folder / "weights.pt")
+    comm.Barrier()
+    offload = everything("host", step=step)
+    for imports in (False, True):
+        model = MLP(SIZES, seed=8)
+        with zeroified(model, adamw(model), offload=offload, **options) as sharding:
+            mlp_backward(model, comm.rank)
+            (optimizer,) = sharding.optimizers
+            optimizer.step()
+            if imports:
+                hpczero.checkpoint.import_weights(folder / "weights.pt", model)
+            else:
+                hpczero.checkpoint.load(folder / "saved", model)
+            check_mirrors(comm, sharding)
+            parallel_assert(comm, same(values(sharding), expected))
+            with hpczero.gathered(model):
+                whole = [p.detach().reshape(-1).clone() for p in model.parameters()]
+            cast = [v.to(whole[0].dtype) for v in expected]
+            parallel_assert(comm, torch.equal(torch.cat(whole), torch.cat(cast)), "in a pass")
+
+
+def test_values_that_are_no_number_are_those_of_a_cast_and_no_mark(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    """The first elements of shards are where a failed tier leaves its mark."""
+    for precision in ("bf16", "fp16"):
+        model = MLP(SIZES)
+        options: dict[str, Any] = {"stage": 3, "precision": precision, "topology": topology}
+        with zeroified(model, adamw(model), offload=HOST, **options) as sharding:
+            for unit in sharding.units:
+                with unit.owned_values(changes=True) as here:
+                    bits = here.view(torch.int32)
+                    for place, pattern in enumerate((0x7FC12345, -1, 0x7F800001, 0x7FFFFFFF)):
+                        bits[place :: max(len(bits) // 5, 1)] = pattern
+                unit.publish()
+            check_mirrors(comm, sharding, precision)
+            with hpczero.gathered(model):
+                lost = sum(int(p.detach().isnan().sum()) for p in model.parameters())
+            parallel_assert(comm, lost, "no NaN was left")
+
+
+def in_mirror(sharding: Sharding, offset: int) -> bool:
+    """Whether the tier keeps a mirror at ``offset``."""
+    places = [
+        place for unit in sharding.units if unit.away is not None for place in unit.away.places
+    ]
+    begins = {place.offsets[MIRROR] for place in places}
+    return offset in begins
+
+
+@contextmanager
+def mirrors_fail(sharding: Sharding, *, here: bool) -> Iterator[None]:
+    """Writes of mirrors, and of nothing else, fail inside, where ``here``."""
+    store = sharding.away.store
+    assert store is not None
+    tier = store.tier
+    assert isinstance(tier, StagedTier)
+    write: Callable[[Tensor, int], None] = tier._write
+
+    def broken(source: Tensor, offset: int) -> None:
+        if in_mirror(sharding, offset):
+            raise TierError(f"offset {offset}: no space left on device")
+        write(source, offset)
+
+    if here:
+        tier._write = broken  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if here:
+            del tier._write
+
+
+@pytest.mark.parametrize("medium", ["host", "disk"])
+def test_a_mirror_that_cannot_be_written_is_one_error_and_a_checkpoint_goes_on(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, medium: Any
+) -> None:
+    """In a step, in a change of values, and in a load."""
+    model = MLP(SIZES)
+    options: dict[str, Any] = {"stage": 3, "precision": "bf16", "topology": topology}
+    (folder / "scratch").mkdir(exist_ok=True)
+    offload = everything(medium, folder / "scratch")
+    here = comm.rank == comm.size - 1
+    with zeroified(model, adamw(model), offload=offload, **options) as sharding:
+        (optimizer,) = sharding.optimizers
+        mlp_backward(model, comm.rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        saved = Checkpoints(folder, model)
+        saved.save(1)
+        before = values(sharding)
+
+        mlp_backward(model, comm.rank)
+        with mirrors_fail(sharding, here=here):
+            raises_on_all(comm, TierError, "no space left", optimizer.step)
+        raises_on_all(comm, StepError, "load a checkpoint", lambda: hpczero.full_state_dict(model))
+        with mirrors_fail(sharding, here=here):
+            raises_on_all(comm, TierError, "no space left", saved.load)
+        raises_on_all(comm, StepError, "load a checkpoint", lambda: hpczero.full_state_dict(model))
+        saved.load()
+        check_mirrors(comm, sharding)
+        parallel_assert(comm, same(values(sharding), before), "not what was saved")
+
+        with (
+            mirrors_fail(sharding, here=here),
+            hpczero.gathered(model, modifier_rank=0),
+            torch.no_grad(),
+        ):
+            next(model.parameters()).add_(1)  # is written after this, and told when it is read
+        raises_on_all(comm, TierError, "", lambda: mlp_backward(model, comm.rank))
+        optimizer.zero_grad()
+        saved.load()
+        check_mirrors(comm, sharding)
+        mlp_backward(model, comm.rank)
+        optimizer.step()
+        check_mirrors(comm, sharding)
+
+
+def test_what_was_begun_ahead_or_is_forgotten_is_never_read(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model = MLP(SIZES)
+    options: dict[str, Any] = {"stage": 3, "precision": "bf16", "topology": topology}
+    with zeroified(model, adamw(model), offload=HOST, **options) as sharding:
+        for unit in sharding.units:
+            assert unit.away is not None
+            found = torch.empty(unit.spec.layout.shard_numel, dtype=torch.bfloat16)
+            unit.rest.start()
+            unit.rest.write(torch.full(found.shape, 0.7))
+            unit.rest.read(found)
+            parallel_assert(comm, torch.equal(found, torch.full_like(found, 0.7)), "of before")
+            unit.away.drop([VALUES])
+            left = [part for part in (VALUES, MIRROR) if unit.away.has(part)]
+            parallel_assert(comm, not left, f"{left}")
+
+
+def test_values_are_read_where_a_step_that_was_cut_off_left_no_mirror(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model = MLP(SIZES)
+    options: dict[str, Any] = {"stage": 3, "precision": "bf16", "topology": topology}
+    with zeroified(model, adamw(model), offload=HOST, **options) as sharding:
+        for unit in sharding.units:
+            assert unit.away is not None
+            found = torch.empty(unit.spec.layout.shard_numel, dtype=torch.bfloat16)
+            unit.rest.read(found)
+            tier, place = unit.away.store.tier, unit.away.places[0]
+            tier.evict(tier.fetch(place, [VALUES], fresh=[MIRROR]).wait(), [])
+            again = torch.zeros_like(found)
+            unit.rest.start()
+            unit.rest.read(again)
+            parallel_assert(comm, torch.equal(found, again), unit.spec.name)
