@@ -58,6 +58,8 @@ WORKLOADS = {
         # the same model with so little to compute that the network shows where ranks outnumber cores
         Workload("gpt-8x512-short", layers=8, hidden=512, heads=8, sequences=1, context=32),
         Workload("gpt-12x768", layers=12, hidden=768, heads=12, sequences=2),
+        # the same model with so little to compute that a disk shows
+        Workload("gpt-12x768-short", layers=12, hidden=768, heads=12, sequences=1, context=32),
         Workload("tiny", layers=2, hidden=64, heads=2, sequences=2, vocab_size=256, context=32),
     )
 }
