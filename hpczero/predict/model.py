@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 from hpczero.models.config import flops_per_token
 from hpczero.plan.plan import UnitSpec
+from hpczero.predict.host_step import update_s as seconds_of_update
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Kernels
 from hpczero.predict.network import Network
@@ -99,7 +100,7 @@ def predict(job: Job) -> Prediction:
     # After the first forward of a step, gradients are added to those that wait instead of being copied.
     copied, added = (job.work.element_s(kind, backward=False) for kind in ("copy", "add"))
     backward_s += (steps - 1) * job.plan.numel * max(added - copied, 0.0)
-    update_s = job.work.update_s(owned)
+    update_s = seconds_of_update(job, owned)
     tier = tier_times(job, forward_s, backward_s + exposed, update_s)
     return Prediction(
         job=job,

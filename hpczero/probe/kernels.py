@@ -172,6 +172,19 @@ def _kernels(topology: Topology, accelerator: Accelerator, dtype: torch.dtype) -
     return found
 
 
+def host_update_s(topology: Topology) -> float:
+    """Seconds of one element of an update by the host, beside a device. Collective: the ranks begin together."""
+    weight = torch.zeros(UPDATED, requires_grad=True)
+    weight.grad = torch.ones(UPDATED)
+    optimizer = torch.optim.AdamW([weight], lr=1e-3, fused=True)
+    optimizer.step()  # makes its state
+    topology.barrier()
+    begin = time.perf_counter()
+    for _ in range(LEAST):
+        optimizer.step()
+    return (time.perf_counter() - begin) / LEAST / UPDATED
+
+
 def _touch_new_pages() -> None:
     """Memory of the host that the kernel hands out anew."""
     with mmap.mmap(-1, FRESH_NBYTES) as pages:
