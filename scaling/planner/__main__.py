@@ -9,9 +9,10 @@ foretold comes from the probe of the same round, as a run would foretell it at i
 
 from __future__ import annotations
 
+import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,15 @@ from typing import TYPE_CHECKING
 from hpczero.errors import ConfigError, run
 from hpczero.options.reading import parse_command_line
 from scaling.contenders.scratch import scratch
-from scaling.evidence.record import Row, circumstances
+from scaling.evidence.record import (
+    Row,
+    circumstances,
+    commit,
+    names_code,
+    parse_rows,
+    path_of,
+    unfinished,
+)
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology
@@ -40,6 +49,7 @@ class Options:
             kinds, and one by chance.
         only: numbers of what is planned, from 0; left out, all.
         seed: of the order in the rounds, and of the other candidates.
+        goes_on: keep the settings that a cut run of this commit has measured whole.
         results: folder of all machines' results; left out, scaling/results.
     """
 
@@ -49,6 +59,7 @@ class Options:
     candidates: int = 6
     only: tuple[int, ...] = ()
     seed: int = 0
+    goes_on: bool = False
     results: str | None = None
 
     def __post_init__(self) -> None:
@@ -74,16 +85,38 @@ def main() -> int:
     from scaling.planner.report import draw, text
 
     topology = start_topology(None)
-    rows = measure(topology, options)
-    record(
-        topology, rows, f"planner-{topology.size}", results=options.results, text=text, draw=draw
-    )
+    name = f"planner-{topology.size}"
+    earlier: list[Row] = []
+    if options.goes_on:  # read before the recorder begins the file anew
+        found = earlier_turns(path_of(name, options.results)) if topology.is_root else []
+        earlier = json.loads(topology.world.gather_text(json.dumps(found))[0])
+    rows = measure(topology, options, earlier)
+    record(topology, rows, name, results=options.results, text=text, draw=draw)
     topology.free()
     return 0
 
 
-def measure(topology: Topology, options: Options) -> Iterator[Row]:
-    """All rows, the same on every rank. Collective."""
+def earlier_turns(path: Path) -> list[Row]:
+    """Turns of the settings that a cut run of this commit has measured whole; none if there was no such run."""
+    cut = unfinished(path)
+    if not cut.exists():
+        return []
+    rows, _ = parse_rows(cut)
+    heads = [row for row in rows if row["kind"] == "run"]
+    if not heads or heads[0]["commit"] != commit() or not names_code(commit()):
+        return []
+    whole = {row["setting"] for row in rows if row["kind"] == "done"}
+    return [row for row in rows if row.get("setting") in whole]
+
+
+def measure(topology: Topology, options: Options, earlier: Sequence[Row] = ()) -> Iterator[Row]:
+    """All rows, the same on every rank. Collective.
+
+    Args:
+        topology: the ranks.
+        options: what to measure.
+        earlier: rows of settings that need not be measured again.
+    """
     import torch
 
     from scaling.planner.settings import SETTINGS
@@ -99,9 +132,14 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
     folder = scratch() if options.folder is None else Path(options.folder)
     order = random.Random(options.seed)
     chosen = options.only or range(len(SETTINGS))
+    yield from (dict(row) for row in earlier)
+    done = {row["setting"] for row in earlier}
     for number in chosen:
         setting = SETTINGS[number]
+        if setting.name in done:
+            continue
         yield from _one(topology, setting, folder, options, order)
+        yield {"kind": "done", "setting": setting.name}
         if topology.is_root:
             sys.stderr.write(f"planner: {setting.name} done\n")
 
