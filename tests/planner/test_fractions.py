@@ -10,6 +10,7 @@ import pytest
 
 from hpczero.models import PRESETS
 from hpczero.models.config import GPTConfig, parameter_shapes
+from hpczero.options.reading import read_run_config
 from hpczero.plan.footprint import footprint_of
 from hpczero.plan.offload import MIB, Offload
 from hpczero.plan.offloaded import OffloadedPlan
@@ -22,6 +23,7 @@ from hpczero.planner.fractions import least_units, sizes_of
 from hpczero.planner.search import search
 from hpczero.planner.words import describe, lines, options_of
 from hpczero.predict.machine import Machine, load_machine
+from hpczero.run.starting.offloading import activations_of, offload_of
 
 MODEL = GPTConfig(vocab_size=4096, context=256, layers=12, hidden=512, heads=8)
 SMALL = Offload(window=MIB)  # blocks of staging that a small model can save by
@@ -175,6 +177,23 @@ def test_options_pin_a_part_the_step_and_where_inputs_rest() -> None:
         assert typed.get("offload.step", "device") == run.offload.step
         assert typed.get("activations.rest", "device") == run.kept.rest
         assert ("activations.folder" in typed) == (run.kept.rest == "disk")
+
+
+def test_a_training_command_with_the_pinned_options_has_the_very_settings() -> None:
+    choice = found(asked(), EVERYWHERE, tight(asked(), 0.3))
+    some = {kind_of(one.run): one.run for one in choice.fitting}  # one of each kind
+    for run in list(some.values())[:12]:
+        words = [word for option in options_of(run) for word in option.split(" ")]
+        config = read_run_config([*words, "--offload.window", "1"])
+        pinned, kept = offload_of(config.offload), activations_of(config)
+        if run.offload.any:
+            assert dataclasses.replace(pinned, folder=run.offload.folder) == run.offload
+            assert pinned.folder == "/scratch" or pinned.medium != "disk"
+        assert pinned.any == run.offload.any
+        assert (kept.checkpointing != "none", kept.rest) == (run.checkpointing, run.kept.rest)
+        assert kept.folder == "/scratch" or kept.rest != "disk"
+        assert config.parallel.stage == run.stage
+        assert config.train.micro_batch == run.micro_batch
 
 
 def test_words_say_which_part_who_steps_and_how_much_rests_where() -> None:
