@@ -20,7 +20,7 @@ from scaling.evidence.record import Row, unfinished
 from scaling.planner import __main__ as planner
 from scaling.planner.__main__ import earlier_turns
 from scaling.planner.picking import key, picked
-from scaling.planner.report import draw, text, verdicts
+from scaling.planner.report import draw, summary, text, verdicts
 from scaling.planner.settings import Setting
 from tests.helpers.mpirun import run_ranks
 
@@ -60,6 +60,16 @@ def test_choice_is_held_against_the_fastest_and_its_times_against_those_seen() -
     assert (found.choice, found.best, found.tried, found.fitting) == ("stage 3", "stage 0", 2, 9)
     assert found.slower == pytest.approx(1.3 / 1.1)
     assert found.foretold == pytest.approx((1 / 1.1 + 1 / 1.5) / 2)
+
+
+def test_summary_counts_choices_near_the_fastest_and_times_near_those_seen() -> None:
+    said = summary(
+        rows()
+    )  # 1.3 / 1.1 slower; foretold 0.91 and 0.67 of what was seen, at the median 0.79
+    assert said.startswith("0 of 1 choices within 15% of the fastest")
+    assert "1 of 1 foretold within 25% of what was seen" in said
+    assert "of all 4 turns: median 0.87, 0.67 to 1.00" in said
+    assert said in text(rows())
 
 
 def test_text_and_plot_have_every_setting(tmp_path: Path) -> None:
