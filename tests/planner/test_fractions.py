@@ -15,7 +15,7 @@ from hpczero.plan.footprint import footprint_of
 from hpczero.plan.offload import MIB, Offload
 from hpczero.plan.offloaded import OffloadedPlan
 from hpczero.plan.peak import Network, Run
-from hpczero.plan.splitting import units_away
+from hpczero.plan.splitting import cuts, units_away
 from hpczero.planner.candidates import Freedom, candidates
 from hpczero.planner.choice import Choice, Foretold, kind_of
 from hpczero.planner.foretell import balance_on, foretell_on
@@ -92,6 +92,31 @@ def test_the_least_part_that_fits_is_tried_and_one_unit_less_would_not_fit(share
         ]
         for other in fewer:
             assert len(other.offloaded.away) >= count or other.most > limit
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+@pytest.mark.parametrize("vocab_size", [256, 50257])
+@pytest.mark.parametrize("transport", ["window", "flat", "hierarchical"])
+def test_halving_finds_the_part_that_counting_units_finds(
+    ranks: int, vocab_size: int, transport: str
+) -> None:
+    model = dataclasses.replace(MODEL, vocab_size=vocab_size)
+    shared = {"ranks": ranks, "local_size": ranks, "transport": transport}
+    whole = Offload("disk", folder="/scratch", window=MIB)
+    all_of_it = dataclasses.replace(whole, gradients="disk", parameters="disk")
+    for stage, offload in ((1, whole), (3, whole), (3, all_of_it)):
+        run = asked(model, stage=stage, offload=offload, **shared)
+        sizes = sizes_of(run)
+
+        def held(count: int, run: Run = run, sizes: list[int] = sizes) -> int:
+            fraction = cuts(sizes)[count]
+            away = dataclasses.replace(run.offload, fraction=fraction) if count else Offload()
+            return dataclasses.replace(run, offload=away).most
+
+        most = [held(count) for count in range(len(sizes) + 1)]
+        for limit in sorted({*most, min(most) - 1, (most[1] + most[-1]) // 2}):
+            counted = next((n for n, nbytes in enumerate(most) if nbytes <= limit), len(most))
+            assert least_units(run, lambda one, limit=limit: one.most <= limit) == counted
 
 
 def test_bytes_of_a_part_are_those_that_the_plan_counts() -> None:
