@@ -122,7 +122,7 @@ def choose_here(
 
     free = dataclasses.replace(freedom, media=known(freedom.media), rests=known(freedom.rests))
     fits_here = fitting_on(base, topology, accelerator)
-    room = Room.of(free, accelerator)
+    room = TierRoom.of(free, accelerator)
 
     def agree(mine: Sequence[int]) -> list[int]:
         """Ranks may have different limits: what does not fit one of them fits none."""
@@ -164,7 +164,7 @@ def freedom_of(config: RunConfig, accelerator: Accelerator) -> Freedom:
 
 
 @dataclass(frozen=True)
-class Room:
+class TierRoom:
     """Where tiers may rest.
 
     Attributes:
@@ -174,7 +174,7 @@ class Room:
     free: Mapping[Medium, float]
 
     @classmethod
-    def of(cls, freedom: Freedom, accelerator: Accelerator) -> Room:
+    def of(cls, freedom: Freedom, accelerator: Accelerator) -> TierRoom:
         """What this node has now. Not collective."""
         free: dict[Medium, float] = {}
         if freedom.folder is not None:
