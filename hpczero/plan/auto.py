@@ -22,9 +22,10 @@ from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.options.reading import parse_command_line
 from hpczero.plan.peak import Network, Run
 from hpczero.plan.transports import fastest_transport
-from hpczero.planner.candidates import Freedom, candidates
-from hpczero.planner.choice import Choice, Foretold, choose
-from hpczero.planner.foretell import foretell_on
+from hpczero.planner.candidates import Freedom
+from hpczero.planner.choice import Choice, Foretold
+from hpczero.planner.foretell import balance_on, foretell_on
+from hpczero.planner.search import search
 from hpczero.planner.words import describe, lines, options_of
 from hpczero.predict.machine import load_machine
 
@@ -123,7 +124,7 @@ def main(arguments: list[str], choose_config: Callable[[Any], GPTConfig]) -> int
             rectangular=topology.is_rectangular,
         )
         base = _base(options, config, sequence, topology.size, topology.local_size, transport)
-    freedom = Freedom(media=media, folder=options.folder)
+    freedom = Freedom(media=media, rests=media, folder=options.folder)
     choice, troubles = choose_here(base, config, freedom, topology, accelerator)
     if topology.is_root:
         _say(options, choice, troubles)
@@ -166,9 +167,17 @@ def _on_sheet(options: Options, config: GPTConfig, sequence: int) -> Choice:
     transport = fastest_transport(local, options.ranks // local, on_host=machine.shares_memory)
     base = _base(options, config, sequence, options.ranks, local, transport)
     media: list[Any] = [medium for medium in ("host", "disk") if all(machine.tier_rates(medium))]
-    folder = options.folder or "FOLDER"
-    runs = candidates(base, Freedom(media=media, folder=folder))
-    return choose(runs, lambda run: run.most <= machine.usable, foretell_on(config, machine))
+    if (
+        machine.shares_memory or not machine.host_memory
+    ):  # ranks compute there, or nobody knows what fits
+        media = [medium for medium in media if medium != "host"]
+    freedom = Freedom(media=media, rests=media, folder=options.folder or "FOLDER")
+
+    def fits(run: Run) -> bool:
+        return run.most - run.tiered <= machine.usable and run.tiered <= machine.host_memory
+
+    foretell = foretell_on(config, machine)
+    return search(base, freedom, foretell, fits=fits, balance=balance_on(base, machine))
 
 
 def _say(options: Options, choice: Choice, troubles: list[str]) -> None:
@@ -199,6 +208,9 @@ def as_json(choice: Choice, troubles: list[str]) -> dict[str, object]:
             "optimizer": run.offload.optimizer,
             "gradients": run.offload.gradients,
             "parameters": run.offload.parameters,
+            "fraction": run.offload.fraction,
+            "step": run.offload.step,
+            "inputs": run.kept.rest,
             "step_s": found.step_s,
             "forward_s": step.forward_s,
             "backward_s": step.backward_s,
@@ -207,6 +219,7 @@ def as_json(choice: Choice, troubles: list[str]) -> dict[str, object]:
             "tier_s": step.tier_s,
             "most_nbytes": run.most,
             "away_nbytes": run.memory.away,
+            "inputs_away_nbytes": run.inputs_away,
             "options": options_of(run),
         }
 

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from hpczero.plan.activations import EVERYTHING_KEPT, Activations
 from hpczero.plan.footprint import Footprint, footprint_of
 from hpczero.plan.memory import MemoryPlan
-from hpczero.plan.offload import NOTHING_AWAY, Offload
+from hpczero.plan.offload import NOTHING_AWAY, Medium, Offload
 from hpczero.plan.offloaded import ADAM_STATES, OffloadedPlan
 from hpczero.plan.plan import FP32_BYTES, Plan
 from hpczero.plan.sizing import (
@@ -62,6 +62,20 @@ class Network:
 @lru_cache(maxsize=8)  # the stages, on these ranks and on more
 def _plan(network: Network, ranks: int, stage: int, precision: str) -> Plan:
     return blockwise_plan(network.shapes, num_shards=ranks, stage=stage, precision=precision)
+
+
+@lru_cache(maxsize=4096)  # of many runs that differ in their batch alone
+def _memory(
+    network: Network,
+    ranks: int,
+    local_size: int,
+    transport: Named,
+    stage: int,
+    precision: str,
+    offload: Offload,
+) -> MemoryPlan:
+    plan = OffloadedPlan(network.plan(ranks, stage, precision), offload)
+    return plan.memory(footprint_of(transport, ranks=ranks, local_size=local_size))
 
 
 @dataclass(frozen=True)
@@ -127,12 +141,33 @@ class Run:
     @cached_property
     def memory(self) -> MemoryPlan:
         """Bytes of states and buffers of a rank."""
-        return self.offloaded.memory(self._of_transport)
+        return _memory(
+            self.network,
+            self.ranks,
+            self.local_size,
+            self.transport,
+            self.stage,
+            self.precision,
+            self.offload,
+        )
 
     @property
-    def _tiered(self) -> int:
-        """Bytes of a memory tier that is memory of the host."""
-        return self.memory.away if self.offload.medium == "host" else 0
+    def inputs_away(self) -> int:
+        """Bytes of inputs of blocks that rest elsewhere at the end of a forward."""
+        if not self.checkpointing or not self.kept.away:
+            return 0
+        layers = self.network.model.layers
+        return (layers - self.kept.kept(layers)) * self.input_nbytes
+
+    def resting(self, medium: Medium) -> int:
+        """Bytes of a rank that rest on ``medium``: host or disk."""
+        shards = self.memory.away if self.offload.medium == medium else 0
+        return shards + (self.inputs_away if self.kept.rest == medium else 0)
+
+    @property
+    def tiered(self) -> int:
+        """Bytes of memory tiers that are memory of the host; beside a device they are not in its memory."""
+        return self.resting("host")
 
     @cached_property
     def activations(self) -> int:
@@ -160,7 +195,7 @@ class Run:
     @property
     def _lasting(self) -> int:
         held = self.memory
-        return held.parameters + held.master + held.optimizer + held.staging + self._tiered
+        return held.parameters + held.master + held.optimizer + held.staging + self.tiered
 
     @property
     def _kept_gradients(self) -> int:
@@ -183,7 +218,7 @@ class Run:
     def most(self) -> int:
         """High estimate: everything that a step ever holds, as if at the same time."""
         held = self.memory.total + self.accumulated + self.activations
-        return held + self._copied + self._tiered
+        return held + self._copied + self.tiered
 
     @property
     def _copied(self) -> int:

@@ -12,9 +12,10 @@ arXiv 2509.21271, for keeping on the device what is reduced last.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 HALF_AN_ELEMENT = 0.5  # a fraction in floating point times a count of elements is never nearer than this to the next
 
@@ -44,6 +45,9 @@ def cuts(sizes: Sequence[int]) -> list[float]:
 def least_fraction(sizes: Sequence[int], held: Callable[[float], int], budget: int) -> float | None:
     """What does not fit, and no more: the least fraction with which a rank holds at most ``budget`` bytes.
 
+    Bytes may grow only where a unit leaves that is larger than all before it, as whole units pass through memory; in
+    between they fall, so that halving finds the least.
+
     Args:
         sizes: (units,) elements of each.
         held: bytes that a rank holds on the device, of a fraction.
@@ -52,7 +56,45 @@ def least_fraction(sizes: Sequence[int], held: Callable[[float], int], budget: i
     Returns:
         One of ``cuts``; None where not even everything elsewhere is enough.
     """
-    return next((fraction for fraction in cuts(sizes) if held(fraction) <= budget), None)
+    places = cuts(sizes)
+
+    def fits(count: int) -> bool:
+        return held(places[count]) <= budget
+
+    if fits(0):
+        return places[0]
+    for begin, end in pairwise(_larger_than_before(sizes)):
+        if not fits(end - 1):
+            continue
+        below, above = begin - 1, end - 1
+        while above - below > 1:
+            middle = (below + above) // 2
+            below, above = (below, middle) if fits(middle) else (middle, above)
+        return places[above]
+    return None
+
+
+def _larger_than_before(sizes: Sequence[int]) -> list[int]:
+    """How many units are away when one larger than all others away has left; and one more than all units."""
+    found, most = [], -1
+    for count, size in enumerate(reversed(sizes), start=1):
+        if size > most:
+            found.append(count)
+            most = size
+    return [*found, len(sizes) + 1]
+
+
+def short_fraction(sizes: Sequence[int], count: int) -> float:
+    """The fraction of fewest decimals that means the last ``count`` units, so that it can be typed."""
+    if count >= len(sizes):
+        return 1.0
+    exact = cuts(sizes)[count]
+    for digits in range(1, 16):
+        scale = 10.0**digits
+        fraction = math.floor(exact * scale) / scale
+        if units_away(sizes, fraction) == count:
+            return fraction
+    return exact
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
 """The settings that a planner tries: stages, memory tiers, checkpointing and micro-batches of one global batch.
 
 Owns: which there are, and in which order of simplicity. Must not know: what fits, how long anything takes, torch, MPI.
+Here all units of a model rest on a tier or none; `hpczero.planner.fractions` adds those with a part of them. No setting
+changes what is computed, so the delayed update is never tried: it is another algorithm, whose parameters are one step
+late.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from hpczero.errors import PlanError
+from hpczero.plan.activations import Activations
 from hpczero.plan.offload import NOTHING_AWAY, Medium, Offload
 from hpczero.plan.peak import Run
 from hpczero.plan.plan import Stage
@@ -26,6 +30,10 @@ class Freedom:
         stages: of ZeRO.
         checkpointing: whether activations are checkpointed.
         media: where parts of the shards may rest beside the device.
+        host_step: whether the host may step on what rests in its memory.
+        fractions: whether only some units may rest elsewhere.
+        rests: where inputs of blocks may rest beside the device, with checkpointing; where blocks compute on the host,
+            that is not ``host``.
         folder: for ``disk``.
         micro_batches: whether the global batch may be cut otherwise. Sums of other cuts differ in their last bits.
     """
@@ -33,12 +41,15 @@ class Freedom:
     stages: Sequence[int] = (0, 1, 2, 3)
     checkpointing: Sequence[bool] = (False, True)
     media: Sequence[Medium] = ()
+    host_step: bool = True
+    fractions: bool = True
+    rests: Sequence[Medium] = ()
     folder: str | None = None
     micro_batches: bool = True
 
 
 def candidates(run: Run, freedom: Freedom) -> Iterator[Run]:
-    """Every run that ``freedom`` allows, simpler ones first.
+    """Every run that ``freedom`` allows with all units on a tier or none, simpler ones first.
 
     Simpler are fewer tiers, then a lower stage, no checkpointing, larger forwards.
 
@@ -46,26 +57,51 @@ def candidates(run: Run, freedom: Freedom) -> Iterator[Run]:
         run: as it was asked for; its global batch is kept.
         freedom: what may differ from it.
     """
-    for offload, stage, checkpointing in product(
-        _offloads(run, freedom), freedom.stages, freedom.checkpointing
+    for offload, stage, (checkpointing, kept) in product(
+        _offloads(run, freedom), freedom.stages, _checkpointings(run, freedom)
     ):
         if offload.any and not _goes(offload, stage):
             continue
         for micro in _micro_batches(run, freedom):
-            yield dataclasses.replace(
+            found = dataclasses.replace(
                 run,
                 stage=stage,
                 offload=offload,
                 checkpointing=checkpointing,
+                kept=kept,
                 micro_batch=micro,
                 accumulation=run.micro_batch * run.accumulation // micro,
             )
+            if not checkpointing or _saves(found):
+                yield found
 
 
 def tiers(run: Run) -> int:
-    """How many of the parts of ``run`` rest elsewhere."""
+    """How many of the parts of ``run`` rest elsewhere, inputs of blocks among them."""
     chosen = run.offload
-    return sum(part != "device" for part in (chosen.optimizer, chosen.gradients, chosen.parameters))
+    parts = [chosen.optimizer, chosen.gradients, chosen.parameters]
+    inputs = run.checkpointing and run.kept.away
+    return sum(part != "device" for part in parts) + inputs
+
+
+def _checkpointings(run: Run, freedom: Freedom) -> list[tuple[bool, Activations]]:
+    """Whether activations are checkpointed, and what is kept of blocks."""
+    found = [(checkpointing, run.kept) for checkpointing in freedom.checkpointing]
+    if True in freedom.checkpointing:
+        block = dataclasses.replace(
+            run.kept, checkpointing="block", folder=run.kept.folder or freedom.folder
+        )
+        found += [(True, dataclasses.replace(block, rest=rest)) for rest in freedom.rests]
+    return found
+
+
+def _saves(run: Run) -> bool:
+    """Whether less memory is held with inputs of blocks elsewhere than without."""
+    try:
+        run.kept.check_saves(inputs=run.network.model.layers, input_nbytes=run.input_nbytes)
+    except PlanError:
+        return False
+    return True
 
 
 def _offloads(run: Run, freedom: Freedom) -> list[Offload]:
@@ -77,11 +113,13 @@ def _offloads(run: Run, freedom: Freedom) -> list[Offload]:
         for many in (1, 2, 3):
             gradients: Medium = medium if many > 1 else "device"
             parameters: Medium = medium if many > 2 else "device"
-            found.append(
-                dataclasses.replace(
-                    based, optimizer=medium, gradients=gradients, parameters=parameters
-                )
+            away = dataclasses.replace(
+                based, optimizer=medium, gradients=gradients, parameters=parameters
             )
+            found.append(away)
+            # Without its gradients there, the host would wait for them in its step.
+            if medium == "host" and many > 1 and freedom.host_step and based.step == "device":
+                found.append(dataclasses.replace(away, step="host"))
     return found
 
 

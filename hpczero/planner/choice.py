@@ -6,6 +6,7 @@ The same inputs give the same answer on every rank; who measures must hand every
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -68,11 +69,11 @@ class Choice:
 
     @property
     def runner_up(self) -> Foretold | None:
-        """The next best that differs in more than its micro-batch; None if there is none."""
+        """The next best that differs in more than its micro-batch and its fraction; None if there is none."""
         if not self.fitting:
             return None
-        kind = _kind(self.fitting[0].run)
-        return next((other for other in self.fitting if _kind(other.run) != kind), None)
+        kind = kind_of(self.fitting[0].run)
+        return next((other for other in self.fitting if kind_of(other.run) != kind), None)
 
 
 def choose(
@@ -103,9 +104,13 @@ def choose(
     )
 
 
-def _simplicity(run: Run) -> tuple[int, bool, int, int]:
-    return tiers(run), run.checkpointing, run.accumulation, run.stage
+def _simplicity(run: Run) -> tuple[float, ...]:
+    host = run.offload.on_host
+    away = run.offload.fraction if run.offload.any else 0.0
+    return tiers(run), host, run.checkpointing, run.accumulation, run.stage, away
 
 
-def _kind(run: Run) -> tuple[object, ...]:
-    return run.stage, run.offload, run.checkpointing
+def kind_of(run: Run) -> tuple[object, ...]:
+    """What tells settings apart beside their micro-batch, and the part of the model that this leaves room for."""
+    whole = dataclasses.replace(run.offload, fraction=float(run.offload.fraction > 0))
+    return run.stage, whole, run.checkpointing, run.kept

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from hpczero.models.config import GPTConfig
 from hpczero.plan.peak import Run
+from hpczero.predict.host_step import balance_of
 from hpczero.predict.job import Job
-from hpczero.predict.machine import Kernels, Machine
+from hpczero.predict.machine import Kernels, Machine, Roofline
 from hpczero.predict.model import Prediction, predict
 
 
@@ -40,7 +41,21 @@ def foretell_on(
             kernels=kernels,
             ranks_per_node=run.local_size,
             offload=run.offload,
+            kept=run.kept,
         )
         return predict(job)
 
     return foretell
+
+
+def balance_on(run: Run, machine: Machine, kernels: Kernels | None = None) -> float | None:
+    """The fraction with which host and device end their updates of ``run`` together; None: no such host is known.
+
+    Args:
+        run: with its precision; what else it chooses does not matter.
+        machine: each node is one like it.
+        kernels: of one rank; None: by the machine's data sheet.
+    """
+    itemsize = run.plan.precision.param_itemsize
+    work = kernels or Roofline(machine, run.precision, itemsize)
+    return balance_of(machine, work, up=itemsize)

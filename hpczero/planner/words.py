@@ -24,8 +24,16 @@ def options_of(run: Run) -> list[str]:
         medium = getattr(offload, name)
         if medium != "device":
             typed.append(f"--offload.{name} {medium}")
+    if offload.any and offload.fraction < 1:
+        typed.append(f"--offload.fraction {offload.fraction!r}")
+    if offload.on_host:
+        typed.append("--offload.step host")
     if offload.medium == "disk":
         typed.append(f"--offload.folder {offload.folder}")
+    if run.checkpointing and run.kept.away:
+        typed.append(f"--activations.rest {run.kept.rest}")
+        if run.kept.rest == "disk":
+            typed.append(f"--activations.folder {run.kept.folder}")
     return typed
 
 
@@ -34,21 +42,34 @@ def describe(found: Foretold) -> str:
     run = found.run
     words = [f"stage {run.stage}"]
     words += [away(run)] if run.offload.any else []
-    words += ["activations checkpointed"] if run.checkpointing else []
+    words += [recomputed(run)] if run.checkpointing else []
     times = f" x {run.accumulation}" if run.accumulation > 1 else ""
     words.append(f"micro-batch {run.micro_batch}{times}")
-    return f"{', '.join(words)}: {seconds(found.step_s)} a step, up to {nbytes(run.most)} a rank"
+    resting = [
+        f"{nbytes(run.resting(medium))} on {medium}"
+        for medium in ("host", "disk")
+        if run.resting(medium)
+    ]
+    held = " and ".join([f"up to {nbytes(run.most - run.tiered)} a rank", *resting])
+    return f"{', '.join(words)}: {seconds(found.step_s)} a step, {held}"
 
 
 def away(run: Run) -> str:
-    """What rests elsewhere, such as ``optimizer and gradients on disk``."""
+    """What rests elsewhere, such as ``optimizer and gradients of 3 of 9 units on disk``."""
     parts = [name for name in PARTS if getattr(run.offload, name) != "device"]
     *most, last = parts
-    return (
-        f"{', '.join(most)} and {last} on {run.offload.medium}"
-        if most
-        else f"{last} on {run.offload.medium}"
-    )
+    said = f"{', '.join(most)} and {last}" if most else last
+    some = ""
+    if run.offload.fraction < 1:
+        some = f" of {len(run.offloaded.away)} of {len(run.plan.trainable_units)} units"
+    stepped = ", stepped on by the host" if run.offload.on_host else ""
+    return f"{said}{some} on {run.offload.medium}{stepped}"
+
+
+def recomputed(run: Run) -> str:
+    """That activations are checkpointed, and where inputs of blocks rest."""
+    where = f" with inputs on {run.kept.rest}" if run.kept.away else ""
+    return f"activations checkpointed{where}"
 
 
 def lines(choice: Choice) -> list[str]:

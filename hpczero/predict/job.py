@@ -6,11 +6,12 @@ Owns: the arithmetic of ranks, nodes and slices. Must not know: how long anythin
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import lru_cache
 from typing import Literal
 
 from hpczero.errors import ConfigError
 from hpczero.models.config import GPTConfig, parameter_shapes
+from hpczero.plan.activations import EVERYTHING_KEPT, Activations
 from hpczero.plan.footprint import Footprint
 from hpczero.plan.offload import NOTHING_AWAY, Offload
 from hpczero.plan.offloaded import OffloadedPlan
@@ -18,6 +19,21 @@ from hpczero.plan.plan import Plan
 from hpczero.plan.sizing import Fit, activation_nbytes, blockwise_plan, fit
 from hpczero.plan.sizing import Machine as Room
 from hpczero.predict.machine import Kernels, Machine, Roofline
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Forwards or backwards of a step that are alike.
+
+    Attributes:
+        backward: whether they are backwards.
+        reduces: whether gradients are reduced.
+        times: how many there are.
+    """
+
+    backward: bool
+    reduces: bool
+    times: int
 
 
 @dataclass(frozen=True)
@@ -39,6 +55,7 @@ class Job:
         kernels: kernels of one rank; None takes a roofline of the machine.
         ranks_per_node: of the job; None takes that of the machine.
         offload: what rests on a memory tier.
+        kept: with checkpointing: where inputs of blocks rest.
     """
 
     model: GPTConfig
@@ -55,6 +72,7 @@ class Job:
     kernels: Kernels | None = field(default=None, repr=False)
     ranks_per_node: int | None = None
     offload: Offload = NOTHING_AWAY
+    kept: Activations = EVERYTHING_KEPT
 
     def __post_init__(self) -> None:
         per_node = self.ranks_per_node or self.machine.ranks_per_node
@@ -89,13 +107,36 @@ class Job:
         """Tokens of one forward."""
         return self.micro_batch * self.model.context
 
-    @cached_property
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """Of one step: gradients are reduced in its last backward."""
+        before = self.accumulation - 1
+        return (
+            Pass(False, False, before + 1),
+            Pass(True, False, before),
+            Pass(True, True, 1),
+        )
+
+    @property
     def plan(self) -> Plan:
         """Plan of one slice of the model."""
-        shapes = [(name, self._sliced(shape)) for name, shape in parameter_shapes(self.model)]
-        return blockwise_plan(
-            shapes, num_shards=self.data_parallel, stage=self.stage, precision=self.precision
+        return plan_of(
+            self.model, self.model_parallel, self.data_parallel, self.stage, self.precision
         )
+
+    @property
+    def offloaded(self) -> OffloadedPlan:
+        """The plan with what rests elsewhere."""
+        return OffloadedPlan(self.plan, self.offload)
+
+    @property
+    def inputs_nbytes(self) -> int:
+        """Bytes of inputs of blocks that rest elsewhere in one forward: all but the newest."""
+        if not self.checkpointing or not self.kept.away:
+            return 0
+        item = self.plan.precision.param_itemsize
+        layers = self.model.layers
+        return (layers - self.kept.kept(layers)) * self.tokens * self.model.hidden * item
 
     @property
     def room(self) -> Room:
@@ -110,7 +151,7 @@ class Job:
     @property
     def footprint(self) -> Footprint:
         """Footprint of the transport, with these parameters."""
-        return OffloadedPlan(self.plan, self.offload).footprint(self.room.footprint)
+        return self.offloaded.footprint(self.room.footprint)
 
     @property
     def work(self) -> Kernels:
@@ -153,12 +194,17 @@ class Job:
             checkpointing=self.checkpointing,
         )
 
-    def _sliced(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Matrices are cut along their longer side; vectors are whole on every rank."""
-        if len(shape) < 2:
-            return shape
-        longest = max(range(len(shape)), key=lambda axis: shape[axis])
-        return tuple(
-            -(-size // self.model_parallel) if axis == longest else size
-            for axis, size in enumerate(shape)
-        )
+
+@lru_cache(maxsize=16)  # many jobs are tried with one model
+def plan_of(model: GPTConfig, cut: int, ranks: int, stage: int, precision: str) -> Plan:
+    """Plan of one of ``cut`` slices of a model over so many ranks."""
+    shapes = [(name, _sliced(shape, cut)) for name, shape in parameter_shapes(model)]
+    return blockwise_plan(shapes, num_shards=ranks, stage=stage, precision=precision)
+
+
+def _sliced(shape: tuple[int, ...], cut: int) -> tuple[int, ...]:
+    """Matrices are cut along their longer side; vectors are whole on every rank."""
+    if len(shape) < 2:
+        return shape
+    longest = max(range(len(shape)), key=lambda axis: shape[axis])
+    return tuple(-(-size // cut) if axis == longest else size for axis, size in enumerate(shape))

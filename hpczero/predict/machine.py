@@ -56,6 +56,8 @@ class Machine:
         nics, nic_rate, nic_latency: between nodes; all ranks of a node share its ``nics``.
         disk_read, disk_write: rates of one rank's disk tier, while all ranks of its node use theirs; 0: no disk known.
         host_read, host_write: the same of a tier in memory of the host; 0: not known.
+        host_update: elements per second that the host updates for one rank, while a device computes; 0: not known.
+        host_memory: bytes of memory of the host for one rank's tier; 0: not known.
         fresh_rate: bytes per second of memory that the kernel hands out anew; 0: no time is counted for that.
         shares_memory: whether ranks of a node read each other's memory: transport ``window``.
         sources: source of every number, by its name.
@@ -79,6 +81,8 @@ class Machine:
     disk_write: float = 0.0
     host_read: float = 0.0
     host_write: float = 0.0
+    host_update: float = 0.0
+    host_memory: float = 0.0
     fresh_rate: float = 0.0
     shares_memory: bool = False
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 from hpczero.models.config import flops_per_token
 from hpczero.plan.plan import UnitSpec
+from hpczero.predict.host_step import update_s as seconds_of_update
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Kernels
 from hpczero.predict.network import Network
@@ -99,7 +100,7 @@ def predict(job: Job) -> Prediction:
     # After the first forward of a step, gradients are added to those that wait instead of being copied.
     copied, added = (job.work.element_s(kind, backward=False) for kind in ("copy", "add"))
     backward_s += (steps - 1) * job.plan.numel * max(added - copied, 0.0)
-    update_s = job.work.update_s(owned)
+    update_s = seconds_of_update(job, owned)
     tier = tier_times(job, forward_s, backward_s + exposed, update_s)
     return Prediction(
         job=job,
@@ -140,7 +141,7 @@ def _block_s(job: Job, backward: bool) -> float:
         seconds += tokens * per_token * work.element_s(kind, backward=backward)
     if backward:  # gradients go into the flat buffer
         unit = next(unit for unit in job.plan.units if not unit.is_root)
-        seconds += unit.layout.numel * work.element_s("copy", backward=False)
+        seconds += unit.layout.numel * _flat_copy_s(job)
     return seconds + (BACKWARD_CALLS if backward else FORWARD_CALLS) * work.dispatch_s
 
 
@@ -154,8 +155,14 @@ def _head_s(job: Job, backward: bool) -> float:
     if backward:  # the embedding's gradient is as large as its table, and is added to the head's
         table = vocab * model.hidden
         seconds += 2 * table * work.element_s("copy", backward=False)
-        seconds += job.plan.units[0].layout.numel * work.element_s("copy", backward=False)
+        seconds += job.plan.units[0].layout.numel * _flat_copy_s(job)
     return seconds
+
+
+def _flat_copy_s(job: Job) -> float:
+    """Seconds of one element of a gradient on its way into the flat buffer, which no cache holds."""
+    in_memory = 2 * job.plan.precision.param_itemsize / job.machine.memory_rate
+    return max(job.work.element_s("copy", backward=False), in_memory)
 
 
 def _products_s(work: Kernels, products: list[tuple[int, int, int]], backward: bool) -> float:

@@ -74,26 +74,26 @@ class Network:
     def exposed(self, block_f: float, block_b: float, head_b: float) -> tuple[float, float]:
         """(seconds of communication that nothing hides, seconds of all communication) in one step."""
         job, stage = self.job, self.job.plan.stage
-        steps, footprint = job.accumulation, job.footprint
+        footprint = job.footprint
         root, *blocks = job.plan.units
         # Flat has no queue: every call of it is over when it returns.
         hides = job.overlap and footprint.overlap and job.transport != "flat"
         gathers = stage.shards_parameters and not footprint.lasting
         exposed = whole = AGREEMENTS * self._agreement_s()
-        for step in range(steps):
-            last = step == steps - 1
-            for backward in (False, True):
-                compute = block_b if backward else block_f
-                costs = [
-                    (
-                        self._gather_of(unit) if gathers else 0.0,
-                        self._reduce_of(unit) if backward and last else 0.0,
-                    )
-                    for unit in (root, *blocks)
-                ]
-                total = sum(map(sum, costs))
-                whole += total
-                exposed += _not_hidden(costs, compute, head_b * backward) if hides else total
+        units = (root, *blocks)
+        gathered = [self._gather_of(unit) if gathers else 0.0 for unit in units]
+        reduced = [self._reduce_of(unit) for unit in units]
+        for one in job.passes:
+            compute = block_b if one.backward else block_f
+            costs = [
+                (gather, reduce * one.reduces)
+                for gather, reduce in zip(gathered, reduced, strict=True)
+            ]
+            total = sum(map(sum, costs))
+            whole += one.times * total
+            exposed += one.times * (
+                _not_hidden(costs, compute, head_b * one.backward) if hides else total
+            )
         if stage.shards_optimizer and not gathers:  # the updated parameters
             after = sum(self._gather_of(unit) for unit in (root, *blocks))
             exposed, whole = exposed + after, whole + after

@@ -34,7 +34,7 @@ def probe_job(
         dtype: of parameters and activations.
         folder: on a disk of each node, for the disk tier; None: none. One that cannot be used is no error.
     """
-    from hpczero.probe.kernels import measure_kernels
+    from hpczero.probe.kernels import host_update_s, measure_kernels
 
     with topology.agreed("probe what this host computes"):
         mine = measure_kernels(topology, accelerator=accelerator, dtype=dtype)
@@ -51,5 +51,6 @@ def probe_job(
         note("disk", measure_disk(topology.world, folder))
     if not accelerator.is_host:
         note("host", measure_host(topology.world, accelerator))
+        mine["host_update"] = host_update_s(topology)
     found = [json.loads(text) for text in topology.world.gather_text(json.dumps(mine))]
     return Measured.of_ranks(found), troubles

@@ -143,9 +143,7 @@ def _kernels(topology: Topology, accelerator: Accelerator, dtype: torch.dtype) -
         2 * flops / attended["attention/backward"],
     ]
 
-    weight = torch.zeros(UPDATED, requires_grad=True)
-    weight.grad = torch.ones(UPDATED)
-    update = seconds(torch.optim.AdamW([weight], lr=1e-3, fused=True).step) / UPDATED
+    update = seconds(_update(accelerator.device)) / UPDATED
 
     blocks, out = [torch.ones(UPDATED, dtype=dtype) for _ in range(3)], torch.empty(UPDATED)
     here, there = torch.ones(UPDATED), torch.empty(UPDATED)
@@ -170,6 +168,32 @@ def _kernels(topology: Topology, accelerator: Accelerator, dtype: torch.dtype) -
         "wait": None,
     }
     return found
+
+
+def host_update_s(topology: Topology) -> float:
+    """Seconds of one element of an update by the host, beside a device. Collective: the ranks begin together."""
+    update = _update(torch.device("cpu"))
+    update()  # makes its state
+    topology.barrier()
+    begin = time.perf_counter()
+    for _ in range(LEAST):
+        update()
+    return (time.perf_counter() - begin) / LEAST / UPDATED
+
+
+def _update(device: torch.device) -> Callable[[], object]:
+    """The norm of a gradient, clipping by it, and AdamW's step, as a training step takes them."""
+    weight = torch.zeros(UPDATED, device=device, requires_grad=True)
+    gradient = torch.ones(UPDATED, device=device)
+    weight.grad = gradient
+    optimizer = torch.optim.AdamW([weight], lr=1e-3, fused=True)
+
+    def take() -> None:
+        torch.dot(gradient, gradient)
+        gradient.mul_(1.0)
+        optimizer.step()
+
+    return take
 
 
 def _touch_new_pages() -> None:

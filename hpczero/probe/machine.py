@@ -42,6 +42,7 @@ def machine_of(
         disk_write=measured.disk_write or 0.0,
         host_read=measured.host_read or 0.0,
         host_write=measured.host_write or 0.0,
+        host_update=1 / measured.host_update if measured.host_update else 0.0,
         fresh_rate=measured.fresh or 0.0,
         shares_memory=True,
         sources={"all": "measured by hpczero.probe"},

@@ -32,6 +32,7 @@ class Measured:
         between: bytes per second from a rank to one on another node, while all ranks send; None for one node.
         disk_read, disk_write: bytes per second of one rank's disk tier, while all ranks do the same; None: no folder.
         host_read, host_write: the same of a tier in memory of the host; None where that is the device.
+        host_update: of one element on the host beside a device; None where that is the device.
     """
 
     products: Mapping[str, float]
@@ -48,6 +49,7 @@ class Measured:
     disk_write: float | None = None
     host_read: float | None = None
     host_write: float | None = None
+    host_update: float | None = None
     fresh: float | None = None
     few: Mapping[str, float] = field(default_factory=dict)
     inner: Mapping[str, float] = field(default_factory=dict)
@@ -124,6 +126,7 @@ class Measured:
             disk_write=if_any("disk_write", min),
             host_read=if_any("host_read", min),
             host_write=if_any("host_write", min),
+            host_update=if_any("host_update", max),
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hpczero.job.topology import Topology
-from scaling.evidence.record import HOME, Recorder, Row, machine_name
+from scaling.evidence.record import Recorder, Row, path_of
 
 
 def seconds(topology: Topology, call: Callable[[], object]) -> float:
@@ -60,7 +60,7 @@ def record(
         for _ in rows:
             pass
         return
-    path = HOME / (results or "scaling/results") / machine_name() / f"{name}.jsonl"
+    path = path_of(name, results)
     with Recorder(path) as recorder:
         for row in rows:
             recorder.write(row.pop("kind"), row)

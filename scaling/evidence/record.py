@@ -30,13 +30,28 @@ Row = dict[str, Any]  # Any: JSON; each kind of row has its own names
 LEFT: Row = {"left": True}  # the last of a job that has said all and ends without MPI's consent
 
 
+def path_of(name: str, results: str | None) -> Path:
+    """Where rows of this machine go.
+
+    Args:
+        name: of the files, without suffix.
+        results: folder of all machines' results; None: scaling/results.
+    """
+    return HOME / (results or "scaling/results") / machine_name() / f"{name}.jsonl"
+
+
+def unfinished(path: Path) -> Path:
+    """Where rows lie until all are measured."""
+    return path.with_name(f"{path.name}.unfinished")
+
+
 class Recorder:
     """Writes rows to ``path`` when the measurement is complete; until then they lie beside it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows: list[Row] = []
-        self._unfinished = path.with_name(f"{path.name}.unfinished")
+        self._unfinished = unfinished(path)
 
     def __enter__(self) -> Recorder:
         self.path.parent.mkdir(parents=True, exist_ok=True)

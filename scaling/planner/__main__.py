@@ -4,14 +4,16 @@
 
 Owns: the order of a run. Must not know: how a planner compares, the arithmetic of the report. In each round every rank
 probes, every candidate is built, takes a step that does not count, and some that do; then it is given back. What is
-foretold comes from the probe of the same round, as a run would foretell it at its start.
+foretold comes from the probe of the same round, as a run would foretell it at its start. All settings take some twenty
+minutes on two cores that nothing else uses. Rows of a cut run lie beside the results; ``--goes_on true`` keeps them.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,12 +21,20 @@ from typing import TYPE_CHECKING
 from hpczero.errors import ConfigError, run
 from hpczero.options.reading import parse_command_line
 from scaling.contenders.scratch import scratch
-from scaling.evidence.record import Row, circumstances
+from scaling.evidence.record import (
+    Row,
+    circumstances,
+    commit,
+    names_code,
+    parse_rows,
+    path_of,
+    unfinished,
+)
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology
     from hpczero.plan.peak import Run
-    from hpczero.planner.choice import Choice
+    from hpczero.planner.choice import Choice, Foretold
     from scaling.planner.settings import Setting
 
 
@@ -36,18 +46,21 @@ class Options:
         folder: on the disk; left out, runs/scratch.
         rounds: measured turns of each candidate.
         steps: of a turn, beside one that does not count.
-        candidates: settings that are trained for each of what is planned: the best by prediction, and some others.
+        candidates: settings that are trained for each of what is planned: the choice, its runner-up, others of distinct
+            kinds, and one by chance.
         only: numbers of what is planned, from 0; left out, all.
         seed: of the order in the rounds, and of the other candidates.
+        goes_on: keep the settings that a cut run of this commit has measured whole.
         results: folder of all machines' results; left out, scaling/results.
     """
 
     folder: str | None = None
-    rounds: int = 2
+    rounds: int = 3
     steps: int = 2
-    candidates: int = 8
+    candidates: int = 6
     only: tuple[int, ...] = ()
     seed: int = 0
+    goes_on: bool = False
     results: str | None = None
 
     def __post_init__(self) -> None:
@@ -73,16 +86,38 @@ def main() -> int:
     from scaling.planner.report import draw, text
 
     topology = start_topology(None)
-    rows = measure(topology, options)
-    record(
-        topology, rows, f"planner-{topology.size}", results=options.results, text=text, draw=draw
-    )
+    name = f"planner-{topology.size}"
+    earlier: list[Row] = []
+    if options.goes_on:  # read before the recorder begins the file anew
+        found = earlier_turns(path_of(name, options.results)) if topology.is_root else []
+        earlier = json.loads(topology.world.gather_text(json.dumps(found))[0])
+    rows = measure(topology, options, earlier)
+    record(topology, rows, name, results=options.results, text=text, draw=draw)
     topology.free()
     return 0
 
 
-def measure(topology: Topology, options: Options) -> Iterator[Row]:
-    """All rows, the same on every rank. Collective."""
+def earlier_turns(path: Path) -> list[Row]:
+    """Turns of the settings that a cut run of this commit has measured whole; none if there was no such run."""
+    cut = unfinished(path)
+    if not cut.exists():
+        return []
+    rows, _ = parse_rows(cut)
+    heads = [row for row in rows if row["kind"] == "run"]
+    if not heads or heads[0]["commit"] != commit() or not names_code(commit()):
+        return []
+    whole = {row["setting"] for row in rows if row["kind"] == "done"}
+    return [row for row in rows if row.get("setting") in whole]
+
+
+def measure(topology: Topology, options: Options, earlier: Sequence[Row] = ()) -> Iterator[Row]:
+    """All rows, the same on every rank. Collective.
+
+    Args:
+        topology: the ranks.
+        options: what to measure.
+        earlier: rows of settings that need not be measured again.
+    """
     import torch
 
     from scaling.planner.settings import SETTINGS
@@ -98,9 +133,14 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
     folder = scratch() if options.folder is None else Path(options.folder)
     order = random.Random(options.seed)
     chosen = options.only or range(len(SETTINGS))
+    yield from (dict(row) for row in earlier)
+    done = {row["setting"] for row in earlier}
     for number in chosen:
         setting = SETTINGS[number]
+        if setting.name in done:
+            continue
         yield from _one(topology, setting, folder, options, order)
+        yield {"kind": "done", "setting": setting.name}
         if topology.is_root:
             sys.stderr.write(f"planner: {setting.name} done\n")
 
@@ -109,34 +149,52 @@ def _one(
     topology: Topology, setting: Setting, folder: Path, options: Options, order: random.Random
 ) -> Iterator[Row]:
     from scaling.evidence.clock import seconds
+    from scaling.planner.picking import key, picked
     from scaling.planner.settings import Training
 
     asked = setting.asked(topology, folder)
-    picked: list[Run] = []
+    runs: list[Run] = []
     for turn in range(options.rounds):
         choice = _choice(topology, setting, asked, folder)
         assert choice.best is not None, "every setting has candidates that fit"
-        foretold = {_key(found.run): found.step_s for found in choice.fitting}
-        if not picked:
-            picked = _pick(choice, options.candidates, order)
-        runs = [*picked]
-        if _key(choice.best.run) not in map(_key, runs):
-            runs.append(choice.best.run)
-        for candidate in order.sample(runs, len(runs)):
+        foretold = {key(found.run): found for found in choice.fitting}
+        if not runs:
+            runs = picked(choice, options.candidates, order)
+        second = key(choice.runner_up.run) if choice.runner_up else ""
+        now = [*runs]
+        if key(choice.best.run) not in map(key, now):
+            now.append(choice.best.run)
+        for candidate in order.sample(now, len(now)):
             training = Training(topology, setting, candidate)
             training.steps(1)
             took = seconds(topology, lambda training=training: training.steps(options.steps))  # type: ignore[misc]
             training.close()
+            name = key(candidate)
             yield {
                 "kind": "turn",
                 "setting": setting.name,
                 "round": turn,
-                "candidate": _key(candidate),
-                "is_choice": _key(candidate) == _key(choice.best.run),
-                "foretold_s": foretold[_key(candidate)],
+                "candidate": name,
+                "is_choice": name == key(choice.best.run),
+                "is_runner_up": name == second,
+                "foretold_s": foretold[name].step_s,
+                "parts": parts_of(foretold[name]),
                 "seconds": took / options.steps,
                 "fitting": len(choice.fitting),
+                "tried": choice.tried,
             }
+
+
+def parts_of(found: Foretold) -> dict[str, float]:
+    """Foretold seconds of the parts of a step."""
+    step = found.step
+    return {
+        "forward": step.forward_s,
+        "backward": step.backward_s,
+        "communication": step.communication_s,
+        "update": step.update_s,
+        "tier": step.tier_s,
+    }
 
 
 def _choice(topology: Topology, setting: Setting, asked: Run, folder: Path) -> Choice:
@@ -145,8 +203,8 @@ def _choice(topology: Topology, setting: Setting, asked: Run, folder: Path) -> C
 
     from hpczero.accelerator import HostAccelerator
     from hpczero.planner.candidates import Freedom, candidates
-    from hpczero.planner.choice import choose
     from hpczero.planner.foretell import foretell_on
+    from hpczero.planner.search import search
     from hpczero.probe.job import probe_job
     from hpczero.probe.machine import machine_of
 
@@ -156,32 +214,14 @@ def _choice(topology: Topology, setting: Setting, asked: Run, folder: Path) -> C
     machine = machine_of(
         measured, ranks_per_node=topology.local_size, memory_nbytes=1.0, title="this machine"
     )
-    runs = list(candidates(asked, Freedom(media=["disk"], folder=str(folder))))
-    limit = setting.limit(asked, runs)
-    return choose(
-        runs, lambda run: run.most <= limit, foretell_on(setting.model, machine, measured)
+    freedom = Freedom(media=["disk"], rests=["disk"], folder=str(folder))
+    limit = setting.limit(asked, candidates(asked, freedom))
+    return search(
+        asked,
+        freedom,
+        foretell_on(setting.model, machine, measured),
+        fits=lambda run: run.most <= limit,
     )
-
-
-def _pick(choice: Choice, many: int, order: random.Random) -> list[Run]:
-    """The best of each kind by prediction, for most of the places; others by chance for the rest."""
-    kinds: dict[tuple[object, ...], Run] = {}
-    for found in choice.fitting:
-        run = found.run
-        kinds.setdefault((run.stage, run.offload, run.checkpointing), run)
-    best = list(kinds.values())[: max(many - 2, 1)]
-    others = [found.run for found in choice.fitting if found.run not in best]
-    return best + order.sample(others, min(many - len(best), len(others)))
-
-
-def _key(run: Run) -> str:
-    """A candidate in words."""
-    from hpczero.planner.words import away
-
-    words = [f"stage {run.stage}", f"micro-batch {run.micro_batch} x {run.accumulation}"]
-    words += ["checkpointed"] if run.checkpointing else []
-    words += [away(run)] if run.offload.any else []
-    return ", ".join(words)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from scaling.evidence.plot import Bar, draw_bars
 from scaling.evidence.record import Row, of_kind, where_and_when
 from scaling.evidence.table import table
 
+NEAR_FASTEST, NEAR_SEEN = 0.15, 0.25  # what is asked of a planner
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -64,8 +66,21 @@ def verdicts(rows: list[Row]) -> list[Verdict]:
     return found
 
 
+def summary(rows: list[Row]) -> str:
+    """How many choices are near the fastest, how many times near those seen; of the choices, and of all."""
+    found = verdicts(rows)
+    fast = sum(one.slower <= 1 + NEAR_FASTEST for one in found)
+    right = sum(abs(one.foretold - 1) <= NEAR_SEEN for one in found)
+    ratios = sorted(row["foretold_s"] / row["seconds"] for row in of_kind(rows, "turn"))
+    return (
+        f"{fast} of {len(found)} choices within {NEAR_FASTEST:.0%} of the fastest that was trained; {right} of "
+        f"{len(found)} foretold within {NEAR_SEEN:.0%} of what was seen. Foretold / seen of all {len(ratios)} turns: "
+        f"median {median(ratios):.2f}, {ratios[0]:.2f} to {ratios[-1]:.2f}."
+    )
+
+
 def text(rows: list[Row]) -> str:
-    """Heading and table; markdown."""
+    """Heading, table and summary; markdown."""
     head = next(of_kind(rows, "run"))
     cells = [
         [
@@ -85,6 +100,8 @@ def text(rows: list[Row]) -> str:
             f"AdamW. {where_and_when(head)}",
             "",
             table(titles, cells),
+            "",
+            summary(rows),
         ]
     )
 

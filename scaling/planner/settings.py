@@ -14,6 +14,7 @@ import torch
 
 import hpczero
 from hpczero.accelerator import HostAccelerator
+from hpczero.activations import Checkpointing
 from hpczero.adapters.gpt import GPTAdapter
 from hpczero.job.topology import Topology
 from hpczero.models.config import GPTConfig, parameter_shapes
@@ -83,12 +84,18 @@ class Setting:
 
 
 SETTINGS = (
-    Setting(8, 512, 128, 4),
-    Setting(8, 512, 128, 4, room=0.1),
-    Setting(4, 768, 64, 8),
-    Setting(4, 768, 64, 16, room=0.4),
-    Setting(12, 512, 256, 2),
-    Setting(6, 768, 128, 8, room=0.0),
+    Setting(8, 512, 128, 2),
+    Setting(8, 512, 128, 2, room=0.5),
+    Setting(8, 512, 64, 8, room=0.25),
+    Setting(4, 768, 64, 4),
+    Setting(4, 768, 64, 8, room=0.4),
+    Setting(12, 512, 128, 2),
+    Setting(12, 512, 128, 2, room=0.3),
+    Setting(6, 768, 128, 2, room=0.1),
+    Setting(16, 256, 256, 4, room=0.3),
+    Setting(24, 256, 256, 2, room=0.15),
+    Setting(2, 1024, 64, 4),
+    Setting(12, 384, 128, 4, room=0.6),
 )
 
 
@@ -99,7 +106,7 @@ class Training:
         self._topology, self._setting, self._run = topology, setting, run
         torch.manual_seed(0)
         config = setting.model
-        adapter = GPTAdapter(config).with_checkpointing(run.checkpointing)
+        adapter = GPTAdapter(config).with_checkpointing(run.checkpointing and not run.kept.away)
         with torch.device("meta"):
             model = adapter.build()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
@@ -114,6 +121,18 @@ class Training:
             offload=run.offload,
         )
         self._model, self._taken = model, 0
+        self._checkpointing: Checkpointing | None = None
+        if run.checkpointing and run.kept.away:
+            with topology.agreed("open the memory tier of block inputs"):
+                self._checkpointing = Checkpointing.create(
+                    run.kept.rest,
+                    folder=run.kept.folder,
+                    device=HostAccelerator(),
+                    window=run.kept.block_nbytes(run.input_nbytes),
+                    buffers=run.kept.buffers,
+                )
+                adapter.call_blocks_by(model, self._checkpointing)
+            self._checkpointing.join(model)
         self._step = TrainingStep(
             model,
             optimizer,
@@ -140,4 +159,6 @@ class Training:
 
     def close(self) -> None:
         """Give everything back."""
+        if self._checkpointing is not None:
+            self._checkpointing.close()
         hpczero.release(self._model)

@@ -20,6 +20,7 @@ from hpczero.plan.splitting import (
     cuts,
     hidden_split,
     least_fraction,
+    short_fraction,
     units_away,
 )
 
@@ -130,3 +131,15 @@ def test_a_fraction_must_be_one_and_needs_something_elsewhere() -> None:
         Offload(fraction=0.5).check(Stage.of(3))
     for fraction, parameters in itertools.product((0.0, 0.5, 1.0), ("device", "host")):
         Offload("host", "host", parameters, fraction=fraction).check(Stage.of(3))  # type: ignore[arg-type]
+
+
+def test_a_short_fraction_means_the_same_units() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        sizes = [draw.randint(1, 10**6) for _ in range(draw.randint(1, 60))]
+        for count in range(1, len(sizes) + 1):
+            fraction = short_fraction(sizes, count)
+            assert 0 < fraction <= 1
+            assert units_away(sizes, fraction) == count
+    assert short_fraction([1] * 10, 3) == 0.3
+    assert short_fraction([5, 1, 1], 3) == 1.0

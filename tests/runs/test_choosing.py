@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +12,13 @@ from hpczero.accelerator import HostAccelerator
 from hpczero.errors import ConfigError
 from hpczero.job.topology import Topology
 from hpczero.models.config import GPTConfig
-from hpczero.options.config import RunConfig, TrainOptions
+from hpczero.options.config import RunConfig, RunOptions, TrainOptions
 from hpczero.options.tiers import OffloadOptions
 from hpczero.plan.batch import Batch
 from hpczero.plan.peak import Run
+from hpczero.planner import candidates
 from hpczero.probe import kernels, tiers
+from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting import choosing
 from tests.helpers.small_models import raises_on_all
 
@@ -56,6 +59,39 @@ def test_a_limit_of_one_rank_binds_all(
     assert found.config.train.micro_batch == found.batch.micro_batch
     said = topology.world.gather_text(str((found.config, found.batch, found.foretold)))
     assert len(set(said)) == 1
+
+
+def test_a_part_of_the_units_and_inputs_elsewhere_are_applied_and_taken_over(
+    topology: Topology, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = topology.rank == topology.size - 1
+    most = 2 if last else 1  # units away that are enough for this rank
+
+    def fits(run: Run) -> bool:
+        away = len(run.offloaded.away)
+        return run.checkpointing and run.kept.away and away >= most
+
+    limited(monkeypatch, fits)
+    monkeypatch.setattr(candidates, "_saves", lambda run: True)  # whose inputs are a page
+    found = chosen(topology, folder)
+    offload = found.config.offload
+    assert (offload.fraction < 1, found.config.activations.rest) == (True, "disk")
+    assert found.foretold is not None
+    assert len(found.foretold.run.offloaded.away) == 2
+    config = dataclasses.replace(
+        found.config, parallel=dataclasses.replace(found.config.parallel, auto=True)
+    )
+    run = RunFolder.of(RunOptions(name=str(topology.rank), folder=str(folder)))
+    run.create(config)
+    (run.checkpoints / "step-000000005").mkdir(parents=True)
+    text = choosing.earlier_settings(RunConfig(), run)
+    asked = RunConfig(
+        train=TrainOptions(global_batch=4 * topology.size),
+        offload=OffloadOptions(folder=str(folder)),
+    )
+    again = choosing.taken_over(text, asked, MODEL, Batch(4 * topology.size, 4, 1), topology.size)
+    assert again is not None
+    assert (again.config.offload, again.config.activations) == (offload, found.config.activations)
 
 
 def test_nothing_that_fits_is_one_error_on_all_ranks(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 from hpczero.accelerator import Accelerator
 from hpczero.errors import ConfigError
 from hpczero.job import log
+from hpczero.job.limits import rooms
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import DTYPES
 from hpczero.models import GPTConfig
@@ -28,16 +29,17 @@ from hpczero.plan.batch import Batch
 from hpczero.plan.offload import Medium
 from hpczero.plan.peak import Run
 from hpczero.plan.precision import Precision
-from hpczero.planner.candidates import Freedom, candidates
-from hpczero.planner.choice import Choice, Foretold, choose
-from hpczero.planner.foretell import foretell_on
+from hpczero.planner.candidates import Freedom
+from hpczero.planner.choice import Choice, Foretold
+from hpczero.planner.foretell import balance_on, foretell_on
+from hpczero.planner.search import search
 from hpczero.planner.words import lines
 from hpczero.probe.job import probe_job
 from hpczero.probe.machine import machine_of
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting.room_check import fitting_on, run_of
 
-PARTS = ("optimizer", "gradients", "parameters")
+CHOSEN = ("optimizer", "gradients", "parameters", "fraction", "step")  # of offload
 
 
 @dataclass(frozen=True)
@@ -114,43 +116,80 @@ def choose_here(
     machine = machine_of(
         measured, ranks_per_node=topology.local_size, memory_nbytes=1.0, title="this machine"
     )
-    media = [medium for medium in freedom.media if all(machine.tier_rates(medium))]
-    runs = list(candidates(base, dataclasses.replace(freedom, media=media)))
+
+    def known(media: Sequence[Medium]) -> list[Medium]:
+        return [medium for medium in media if all(machine.tier_rates(medium))]
+
+    free = dataclasses.replace(freedom, media=known(freedom.media), rests=known(freedom.rests))
     fits_here = fitting_on(base, topology, accelerator)
-    # Ranks may have different limits: what does not fit one of them fits none.
-    mine = "".join(str(int(fits_here(run) and has_room(run, topology))) for run in runs)
-    columns = zip(*topology.world.gather_text(mine), strict=True)
-    fits = {id(run): set(column) == {"1"} for run, column in zip(runs, columns, strict=True)}
-    choice = choose(runs, lambda run: fits[id(run)], foretell_on(model, machine, measured))
+    room = TierRoom.of(free, accelerator)
+
+    def agree(mine: Sequence[int]) -> list[int]:
+        """Ranks may have different limits: what does not fit one of them fits none."""
+        told = topology.world.gather_text(json.dumps(list(mine)))
+        return [max(column) for column in zip(*map(json.loads, told), strict=True)]
+
+    choice = search(
+        base,
+        free,
+        foretell_on(model, machine, measured),
+        fits=lambda run: room.holds(run, topology.local_size) and fits_here(run),
+        balance=balance_on(base, machine, measured),
+        agree=agree,
+    )
     return choice, troubles
 
 
 def freedom_of(config: RunConfig, accelerator: Accelerator) -> Freedom:
     """What the options leave open."""
     parallel, model, train = config.parallel, config.model, config.train
+    offload, asked = config.offload, config.activations
     media: list[Medium] = [] if accelerator.is_host else ["host"]
-    if config.offload.folder is not None:
+    folder = offload.folder or asked.folder
+    rests: list[Medium] = [*media, "disk"] if folder is not None else [*media]
+    if offload.folder is not None:
         media.append("disk")
     given = parallel.stage != ParallelOptions.stage
-    recomputed = model.checkpoint_activations or config.activations.checkpointing != "none"
+    recomputed = model.checkpoint_activations or asked.checkpointing != "none"
     return Freedom(
         stages=(parallel.stage,) if given else (0, 1, 2, 3),
         checkpointing=(True,) if recomputed else (False, True),
         media=media,
-        folder=config.offload.folder,
+        host_step=not offload.delayed,
+        fractions=offload.optimizer == "device" and not offload.delayed,
+        rests=[] if recomputed else rests,
+        folder=folder,
         micro_batches=train.micro_batch is None and train.accumulation is None,
     )
 
 
-def has_room(run: Run, topology: Topology) -> bool:
-    """Whether the folder has room for what all ranks of this node would let rest there."""
-    if run.offload.medium != "disk" or run.offload.folder is None:
-        return True
-    try:
-        found = os.statvfs(run.offload.folder)
-    except OSError:
-        return False
-    return run.memory.away * topology.local_size <= found.f_bavail * found.f_frsize
+@dataclass(frozen=True)
+class TierRoom:
+    """Where tiers may rest.
+
+    Attributes:
+        free: bytes by medium, of all ranks of this node; a medium that is not there is not asked about.
+    """
+
+    free: Mapping[Medium, float]
+
+    @classmethod
+    def of(cls, freedom: Freedom, accelerator: Accelerator) -> TierRoom:
+        """What this node has now. Not collective."""
+        free: dict[Medium, float] = {}
+        if freedom.folder is not None:
+            with suppress(OSError):
+                found = os.statvfs(freedom.folder)
+                free["disk"] = found.f_bavail * found.f_frsize
+        if not accelerator.is_host:
+            of_host = [room for room in rooms() if room.kind == "resident"]
+            free["host"] = min((room.nbytes - room.used for room in of_host), default=0)
+        return cls(free)
+
+    def holds(self, run: Run, ranks: int) -> bool:
+        """Whether it takes what so many ranks of this node would let rest there."""
+        asked = {medium: run.resting(medium) * ranks for medium in self.free}
+        return all(nbytes <= self.free[medium] for medium, nbytes in asked.items())
 
 
 def earlier_settings(config: RunConfig, folder: RunFolder) -> str:
@@ -164,13 +203,14 @@ def earlier_settings(config: RunConfig, folder: RunFolder) -> str:
     with suppress(ConfigError):  # whoever chooses where to begin says what is wrong
         earlier = load_toml(folder.config, RunConfig)
         if earlier.parallel.auto:
-            parts = {name: getattr(earlier.offload, name) for name in PARTS}
+            parts = {name: getattr(earlier.offload, name) for name in CHOSEN}
             return json.dumps(
                 {
                     "stage": earlier.parallel.stage,
                     "micro_batch": earlier.train.micro_batch,
                     "checkpointing": earlier.model.checkpoint_activations,
                     "offload": parts,
+                    "rest": earlier.activations.rest,
                 }
             )
     return ""
@@ -199,6 +239,7 @@ def taken_over(
         stage=earlier["stage"],
         parts=earlier["offload"],
         checkpointing=earlier["checkpointing"],
+        rest=earlier["rest"],
     )
 
 
@@ -211,8 +252,9 @@ def applied(config: RunConfig, model: GPTConfig, batch: Batch, best: Foretold) -
         model,
         Batch(batch.global_batch, run.micro_batch, run.accumulation),
         stage=run.stage,
-        parts={name: getattr(run.offload, name) for name in PARTS},
+        parts={name: getattr(run.offload, name) for name in CHOSEN},
         checkpointing=run.checkpointing,
+        rest=run.kept.rest if run.checkpointing else "device",
     )
     return dataclasses.replace(chosen, foretold=best)
 
@@ -225,14 +267,17 @@ def _chosen(
     stage: Any,  # a Literal of the options
     parts: Mapping[str, Any],
     checkpointing: bool,
+    rest: Any,
 ) -> Chosen:
     if config.activations.checkpointing != "none":  # asked for there, and how
         checkpointing = config.model.checkpoint_activations
+        rest = config.activations.rest
     return Chosen(
         dataclasses.replace(
             config,
             parallel=dataclasses.replace(config.parallel, stage=stage),
             offload=dataclasses.replace(config.offload, **parts),
+            activations=dataclasses.replace(config.activations, rest=rest),
             model=dataclasses.replace(config.model, checkpoint_activations=checkpointing),
         ),
         dataclasses.replace(model, checkpoint_activations=checkpointing),

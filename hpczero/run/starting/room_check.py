@@ -84,7 +84,7 @@ class Bound:
         if kind == "private":
             return max(at.loss, at.step, at.end) - run.shared
         if kind == "device":
-            return many * max(at.loss, at.step)
+            return many * (max(at.loss, at.step) - run.tiered)
         return many * max(at.loss, at.step, at.end)
 
     def _most_of_run(self, run: Run, many: int) -> float:
@@ -97,7 +97,7 @@ class Bound:
         if kind == "private":
             return max(run.most, ends) - run.shared
         if kind == "device":
-            return many * run.most
+            return many * (run.most - run.tiered)
         return many * max(run.most, ends)
 
 
