@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,12 @@ def test_run_whose_tier_has_no_room_ends_with_one_line_and_leaves_nothing(tmp_pa
             pytest.skip("cannot mount a file system: needs root and mkfs.ext4")
         filler = fill(scratch, 2**17)
         parts = {f"offload__{part}": "disk" for part in ("optimizer", "gradients", "parameters")}
-        given = {"train__steps": 2, "offload__folder": scratch, "offload__window": 1, **parts}
+        given: dict[str, Any] = {
+            "train__steps": 2,
+            "offload__folder": scratch,
+            "offload__window": 1,
+            **parts,
+        }
         done = train(tmp_path, **given)
         assert done.returncode == 1, done
         assert "Traceback" not in done.stderr
