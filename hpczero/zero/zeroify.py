@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -146,16 +146,19 @@ def zeroify(
         for buffer in model.buffers():
             buffer.data = buffer.data.to(accelerator.device)
     away = NOTHING_AWAY
-    if parts:
-        with topology.agreed("open the memory tier"):
-            away = open_away(offload, plan, parts, accelerator, topology.shard_index)
-        if topology.is_root:
-            tell(offload, optimizers)
-    sharding = Sharding(
-        model, optimizers, plan, topology, collectives, owns_topology=owns_topology, away=away
-    )
-    for unit in sharding.units:
-        unit.load(filler(unit, collectives, initialize))
+    with ExitStack() as undone:
+        if parts:
+            with topology.agreed("open the memory tier"):
+                away = open_away(offload, plan, parts, accelerator, topology.shard_index)
+                undone.callback(away.close)  # also where another rank has none
+            if topology.is_root:
+                tell(offload, optimizers)
+        sharding = Sharding(
+            model, optimizers, plan, topology, collectives, owns_topology=owns_topology, away=away
+        )
+        for unit in sharding.units:
+            unit.load(filler(unit, collectives, initialize))
+        undone.pop_all()
     sharding.shared_buffers.share()
     sharding.attach()
     if initialize is not None:

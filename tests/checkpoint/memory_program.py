@@ -1,13 +1,15 @@
-"""A model that rests on disk is trained, saved, loaded and collected; prints what each took of memory.
+"""A model that rests on disk is trained, saved, loaded, collected and imported; prints what each took of memory.
 
 ``mpirun -n 2 python -m tests.checkpoint.memory_program FOLDER LAYERS``: one line of JSON from each rank. Bytes are the
-most that were resident at a time, less what was before the model was made.
+most that were resident at a time, less what was before the model was made. Pages of the file that is imported do not
+count: they are mapped, and the kernel takes them back when it likes.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +43,7 @@ class Deep(nn.Module):
 
 
 def resident(field: str) -> int:
-    """``VmRSS`` or ``VmHWM`` of this process."""
+    """``VmRSS``, ``RssAnon`` or ``VmHWM`` of this process."""
     with open("/proc/self/status") as status:
         (line,) = [line for line in status if line.startswith(f"{field}:")]
     return 1024 * int(line.split()[1])
@@ -55,6 +57,24 @@ def peak_of(call: Callable[[], object]) -> int:
     return resident("VmHWM")
 
 
+def own_peak_of(call: Callable[[], object]) -> int:
+    """Most bytes that were resident while ``call`` ran and are of no file; looked at every few milliseconds."""
+    ended, most = threading.Event(), [resident("RssAnon")]
+
+    def look() -> None:
+        while not ended.wait(2e-3):
+            most.append(max(most.pop(), resident("RssAnon")))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        call()
+    finally:
+        ended.set()
+        looking.join()
+    return max(most[0], resident("RssAnon"))
+
+
 def main(folder: Path, layers: int) -> None:
     """Collective over world."""
     topology = hpczero.Topology.create(MPI.COMM_WORLD)
@@ -65,7 +85,7 @@ def main(folder: Path, layers: int) -> None:
 
 def peaks_of(topology: hpczero.Topology, folder: Path, layers: int) -> dict[str, int]:
     """By what was done. Collective over world."""
-    before = resident("VmRSS")
+    before, own = resident("VmRSS"), resident("RssAnon")
     with torch.device("meta"):
         model = Deep(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -100,6 +120,8 @@ def peaks_of(topology: hpczero.Topology, folder: Path, layers: int) -> dict[str,
         "weights": lambda: ending._write_weights(_run(model, topology, folder)),
     }
     found = {name: peak_of(call) - before for name, call in calls.items()}
+    weights = folder / "model.safetensors"
+    found["import"] = own_peak_of(lambda: hpczero.checkpoint.import_weights(weights, model)) - own
     hpczero.release(model)
     return found
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.helpers.mpirun import ROOT, run_command
+from tests.helpers.runs import train
+from tests.helpers.small_disk import fill, small_disk
 
 DISK_NBYTES = 2**20
 
@@ -46,3 +50,29 @@ def test_run_ends_with_one_line(disk: Path, free_nbytes: int, code: int, said: s
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("[rank 0]")]
     assert said in line
+
+
+@pytest.mark.slow
+def test_run_whose_tier_has_no_room_ends_with_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    with small_disk(tmp_path, 8 * 2**20) as scratch:
+        if scratch is None:
+            pytest.skip("cannot mount a file system: needs root and mkfs.ext4")
+        filler = fill(scratch, 2**17)
+        parts = {f"offload__{part}": "disk" for part in ("optimizer", "gradients", "parameters")}
+        given: dict[str, Any] = {
+            "train__steps": 2,
+            "offload__folder": scratch,
+            "offload__window": 1,
+            **parts,
+        }
+        done = train(tmp_path, **given)
+        assert done.returncode == 1, done
+        assert "Traceback" not in done.stderr
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith("[rank ")]
+        assert re.search(
+            r"/hpczero-tier-.*no room for [0-9,]+ bytes beyond [0-9,]+: .*ENOSPC", line
+        )
+        assert list(scratch.iterdir()) == []
+        filler.unlink()
+        done = train(tmp_path, **given, run__overwrite="true")
+        assert done.returncode == 0, done

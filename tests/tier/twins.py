@@ -124,6 +124,16 @@ class FailingTier(PageTier):
         self._lock = threading.Lock()
         self._count = 0
 
+    def arm(self, doing: str, first: int = 0, last: int = 2**60) -> None:
+        """From here on calls number ``first`` to ``last`` of ``doing`` fail; none where it is empty."""
+        with self._lock:
+            self.doing, self._wanted, self._count = doing, range(first, last), 0
+
+    @property
+    def calls(self) -> int:
+        """Of ``doing`` since it was armed."""
+        return self._count
+
     def _make_room(self, begin: int, end: int) -> None:
         self._fail("room", begin, end - begin)
 

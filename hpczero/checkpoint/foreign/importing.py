@@ -2,13 +2,14 @@
 
 Owns: the comparison of weights and model, and which elements each rank reads. Must not know: formats of files, units.
 Every rank opens the files and reads only its own elements, so nothing is sent. The model is changed once all ranks have
-all of theirs.
+read all of theirs. What rests on a tier is then read for a second time, and passes through memory in pieces.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,11 @@ from torch import Tensor, nn
 from hpczero.adapters import gpt2
 from hpczero.checkpoint.disk.format import NAMED, Table
 from hpczero.checkpoint.foreign import ties
-from hpczero.checkpoint.foreign.weight_files import CHUNK_NUMEL, Held, WeightFiles, cast
-from hpczero.checkpoint.inventory import Inventory
+from hpczero.checkpoint.foreign.weight_files import Held, WeightFiles, cast
+from hpczero.checkpoint.inventory import Inventory, check_range
 from hpczero.errors import CheckpointMismatch
 from hpczero.zero.sharding import Sharding
+from hpczero.zero.units.away_shard import VALUES
 from hpczero.zero.zeroify import sharding as sharding_of
 
 logger = logging.getLogger("hpczero.checkpoint")
@@ -43,6 +45,7 @@ def import_weights(path: str | Path, model: nn.Module, *, layout: str = "hpczero
         CheckpointError: they cannot be read, or are damaged.
         CheckpointMismatch: the weights are of another model, hold values that its dtypes cannot, or differ between
             ranks. The message lists the differences. The model is as it was.
+        TierError: values cannot be brought to a tier. Nobody may use the model before the next load.
     """
     state = sharding_of(model)
     topology = state.topology
@@ -61,9 +64,10 @@ def import_weights(path: str | Path, model: nn.Module, *, layout: str = "hpczero
             raise CheckpointMismatch(f"{path}: other weights; bring the same ones to every node")
     with topology.agreed("read the weights"):
         weights.check(topology.rank, topology.size)
-        values = _read(weights, inventory)
-        inventory.check_range(values, weights.path)
-        broken = _not_finite(values, inventory)
+        # What rests on a tier is larger than memory: it is read once more when everything is known to be good.
+        numel = sum(stop - start for start, stop in inventory.held)
+        values = torch.empty(numel) if state.away.store is None else None
+        broken = _look(weights, inventory, values)
         buffers = []
         for names, buffer in _buffers(state):
             held = _first(weights, names)
@@ -77,7 +81,10 @@ def import_weights(path: str | Path, model: nn.Module, *, layout: str = "hpczero
             _some(broken),
             topology.rank,
         )
-    inventory.set_values(values)
+    if values is None:
+        _stream(weights, inventory, state)
+    else:
+        inventory.set_values(values)
     with torch.no_grad():
         for buffer, value in buffers:
             buffer.copy_(value)
@@ -168,41 +175,95 @@ def _some(names: Sequence[str]) -> str:
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def _read(weights: WeightFiles, inventory: Inventory) -> Tensor:
-    """(elements of ``inventory.held``,) fp32, in that order.
+@dataclass(frozen=True)
+class _Piece:
+    """Some neighbours among the elements of one parameter that this rank holds.
+
+    Attributes:
+        name: of the parameter.
+        start: first of them, in the inventory's table.
+        place: of them, in the order of ``inventory.held``.
+        values: fp32.
+    """
+
+    name: str
+    start: int
+    place: slice
+    values: Tensor
+
+
+def _pieces(weights: WeightFiles, inventory: Inventory) -> Iterator[_Piece]:
+    """All elements of ``inventory.held``, in that order.
 
     Raises:
         CheckpointMismatch: a tied parameter has two values.
     """
     names = _names(inventory.table)
-    values = torch.empty(sum(stop - start for start, stop in inventory.held))
+    offsets = {row.name: row.offset for row in inventory.table.owners}
     begin = 0
     for name, start, stop in _ranges(inventory.held, inventory.table):
         present = [other for other in names[name] if other in weights]
-        for piece in weights[present[0]].pieces(start, stop):
-            values[begin : begin + len(piece)] = piece
-            begin += len(piece)
-        own = values[begin - (stop - start) : begin]
-        for other in present[1:]:
-            same = ties.is_same_memory(weights, present[0], other)
-            if not same and not _is_equal(weights[other], start, own):
-                raise CheckpointMismatch(
-                    f"{weights.path}: {present[0]} and {other} are tied in the model and differ in the file; build the "
-                    "model with both, or take one out of the file"
-                )
-    return values
+        others = [
+            other for other in present[1:] if not ties.is_same_memory(weights, present[0], other)
+        ]
+        for values in weights[present[0]].pieces(start, stop):
+            for other in others:
+                if not _is_equal(weights[other], start, values):
+                    raise CheckpointMismatch(
+                        f"{weights.path}: {present[0]} and {other} are tied in the model and differ in the file; build "
+                        "the model with both, or take one out of the file"
+                    )
+            end = begin + len(values)
+            yield _Piece(name, offsets[name] + start, slice(begin, end), values)
+            start, begin = start + len(values), end
 
 
-def _not_finite(values: Tensor, inventory: Inventory) -> list[str]:
-    """Parameters with elements in ``values`` that are not finite."""
-    found: list[str] = []
-    begin = 0
-    for name, start, stop in _ranges(inventory.held, inventory.table):
-        own = values[begin : begin + stop - start]
-        begin += len(own)
-        if not all(bool(part.isfinite().all()) for part in torch.split(own, CHUNK_NUMEL)):
-            found.append(name)
-    return list(dict.fromkeys(found))
+def _look(weights: WeightFiles, inventory: Inventory, keep: Tensor | None) -> list[str]:
+    """Read everything, and put it into ``keep`` if that is given.
+
+    Returns:
+        Parameters with elements that are not finite.
+
+    Raises:
+        CheckpointMismatch: the model cannot have them.
+    """
+    found: dict[str, None] = {}
+    for piece in _pieces(weights, inventory):
+        if inventory.half is not None:
+            check_range(piece.values, inventory.half, inventory.table, piece.start, weights.path)
+        if not bool(piece.values.isfinite().all()):
+            found[piece.name] = None
+        if keep is not None:
+            keep[piece.place] = piece.values
+    return list(found)
+
+
+def _stream(weights: WeightFiles, inventory: Inventory, sharding: Sharding) -> None:
+    """Bring the elements to where they rest, a piece at a time. Collective over world.
+
+    Raises:
+        TierError: on every rank. Nobody may use the model before the next load.
+    """
+    inventory.end_step()
+    shards = [unit.away for unit in sharding.units if unit.away is not None]
+    try:
+        with sharding.topology.agreed("put the weights where they rest"):
+            # Whatever went wrong with what was there does not matter any more.
+            for shard in shards:
+                if VALUES in shard.parts:
+                    shard.drop([VALUES])
+            held = inventory.sink(None, range(len(inventory.held)))
+            for piece in _pieces(weights, inventory):
+                held[piece.place] = piece.values
+            for shard in shards:
+                if VALUES in shard.parts:
+                    shard.settle(VALUES)
+        for unit in sharding.units:
+            unit.publish()
+    except BaseException:
+        for unit in sharding.units:  # nobody goes on with a mixture
+            unit.whole.doubt()
+        raise
 
 
 def _is_equal(held: Held, start: int, values: Tensor) -> bool:

@@ -1,0 +1,124 @@
+"""A tier on a real disk that runs full: one error on all ranks that names file and place, then the bits of memory."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hpczero.errors import TierError
+from hpczero.tier import DiskTier
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_disk import fill, free_nbytes, small_disk
+from tests.helpers.small_models import raises_on_all
+from tests.zero.whole_training import INPUTS, Training
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
+
+DISK_NBYTES = 8 * 2**20
+PLACE = r"disk tier: .*/hpczero-tier-[^ ]+ .*"
+
+
+@pytest.fixture
+def disk(comm: MPI.Intracomm, folder: Path) -> Iterator[Path]:
+    """A folder on a small disk, the same on all ranks."""
+    with ExitStack() as stack:
+        mounted = None
+        if comm.rank == 0:
+            mounted = stack.enter_context(small_disk(folder, DISK_NBYTES))
+        path = comm.bcast(mounted)
+        if path is None:
+            pytest.skip("cannot mount a file system: needs root and mkfs.ext4")
+        yield path
+        comm.Barrier()
+
+
+@contextmanager
+def full(comm: MPI.Intracomm, disk: Path, left_nbytes: int) -> Iterator[None]:
+    """Hardly any room inside. Collective."""
+    comm.Barrier()
+    filler = fill(disk, left_nbytes) if comm.rank == 0 else None
+    comm.Barrier()
+    try:
+        yield
+    finally:
+        comm.Barrier()
+        if filler is not None:
+            filler.unlink()
+        comm.Barrier()
+
+
+def test_a_disk_without_room_for_the_state_is_told_at_the_start_and_keeps_nothing(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, disk: Path
+) -> None:
+    memory = Training(topology, folder / "memory")
+    expected = memory.step()
+    memory.close()
+    tier = partial(DiskTier, disk)
+    with full(comm, disk, 2**17):
+        before = comm.bcast(free_nbytes(disk))
+        pattern = rf"{PLACE}no room for [0-9,]+ bytes beyond [0-9,]+: .*ENOSPC|rank\(s\).*ENOSPC"
+        raises_on_all(comm, TierError, "ENOSPC", lambda: Training(topology, folder, tier=tier))
+        raises_on_all(comm, TierError, pattern, lambda: Training(topology, folder, tier=tier))
+        comm.Barrier()
+        parallel_assert(comm, comm.bcast(free_nbytes(disk)) == before)
+        parallel_assert(comm, not list(disk.iterdir()))
+    training = Training(topology, folder, tier=tier)
+    parallel_assert(comm, training.step() == expected)
+    training.close()
+
+
+def test_a_disk_that_runs_full_under_inputs_of_blocks_is_one_error_of_the_step(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, disk: Path
+) -> None:
+    memory = Training(topology, folder / "memory")
+    expected = memory.step()
+    memory.close()
+    inputs = DiskTier(disk, blocks=INPUTS["buffers"], block_nbytes=INPUTS["window"])
+    training = Training(topology, folder, tier=partial(DiskTier, folder), inputs=inputs)
+    with full(comm, disk, 0):
+        raises_on_all(comm, TierError, rf"{PLACE}ENOSPC|rank\(s\).*ENOSPC", training.step)
+    training.optimizer.zero_grad()
+    parallel_assert(comm, training.step() == expected, "other bits after the error")
+    training.close()
+
+
+@contextmanager
+def short_files(*, here: bool, nbytes: int) -> Iterator[None]:
+    """This process may write no byte of any file from ``nbytes`` on, where ``here``."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if here:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("nbytes", [4096, 2**15, 2**16])
+def test_a_write_that_the_system_refuses_in_mid_step_is_one_error_and_a_checkpoint_goes_on(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, nbytes: int
+) -> None:
+    training = Training(topology, folder, tier=partial(DiskTier, folder))
+    training.step(save=True)
+    expected = training.step()
+    training.load()
+    last = comm.size - 1
+    with short_files(here=comm.rank == last, nbytes=nbytes):
+        pattern = rf"{PLACE}(EFBIG|came short).*got [0-9,]+ of [0-9,]+ bytes"
+        said = raises_on_all(comm, TierError, pattern, training.step)
+    parallel_assert(comm, comm.size == 1 or f"rank(s) {last}" in said, said)
+    training.optimizer.zero_grad()
+    training.load()
+    parallel_assert(comm, training.step() == expected, "other bits after the error")
+    training.close()
