@@ -154,7 +154,7 @@ def test_wherever_in_a_step_a_tier_fails_it_is_one_error_and_a_checkpoint_goes_o
         failing.check(found.pop(), f"{doing} {k}: {said}")
         training.load()
     failing.check(found.pop(), "untroubled")
-    parallel_assert(comm, told)
+    parallel_assert(comm, told or (doing, lasting) == ("read", False))
     training.close()
 
 
