@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +139,7 @@ class Checkpointing:
         return cls(inner, policy=policy, accelerator=accelerator, description=words)
 
     @untraced
-    def __call__(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, block: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """``block(*args, **kwargs)``, of which backward computes again what it needs.
 
         Args:
@@ -301,6 +301,15 @@ class Checkpointing:
         """Give staging and the tier back; a graph that still needs them raises. Collective over the group, if any."""
         if self._rest is not None:
             self._rest.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """This one: a copy of a model that holds it, as averaged weights are, calls its blocks by the same one."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise PlanError(
+            "activations: a Checkpointing has a place on this node and cannot be pickled; leave it out of what is saved"
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -12,6 +12,7 @@ Source: Rajbhandari et al., ZeRO, SC20, sec. 6.1: P_a, and P_a+cpu where the par
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -106,8 +107,11 @@ class Partitioned(Rest):
         if raw.storage_offset() % 8:  # which words of 64 bits cannot begin at
             raw = raw.clone()
         digest = int(digest_of_bits(raw).item())
+        shape = repr(
+            replace(form, offset=0)
+        )  # where memory begins is each rank's own: numpy's begins anywhere
         words = np.array(
-            [digest & 0xFFFFFFFF, digest >> 32 & 0xFFFFFFFF, zlib.crc32(repr(form).encode())],
+            [digest & 0xFFFFFFFF, digest >> 32 & 0xFFFFFFFF, zlib.crc32(shape.encode())],
             dtype=np.uint32,
         ).view(np.uint8)
         both = self._collectives.agree(np.concatenate([words, ~words]), name=NAME)

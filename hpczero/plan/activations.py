@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from hpczero.errors import PlanError
-from hpczero.plan.offload import MEDIA, MIB, Medium
+from hpczero.plan.offload import MEDIA, MIB, Medium, check_counts, check_folder
 
 Kind = Literal["none", "block", "selective"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -56,6 +56,8 @@ class Activations:
         Raises:
             PlanError: says what, and what to choose instead.
         """
+        check_counts("activations", window=self.window, buffers=self.buffers)
+        check_folder("activations", self.folder)
         if self.checkpointing not in KINDS:
             raise PlanError(
                 f"activations.checkpointing: got {self.checkpointing!r}, expected one of {', '.join(KINDS)}"

@@ -78,6 +78,7 @@ class Offload:
         Raises:
             PlanError: says what, and what to choose instead.
         """
+        self._check_types()
         parts = {
             "optimizer": self.optimizer,
             "gradients": self.gradients,
@@ -138,6 +139,17 @@ class Offload:
                 "optimizer at least: host or disk"
             )
 
+    def _check_types(self) -> None:
+        """Refuse values of other types here; a byte count such as 32e6 would else fail in the middle of a step."""
+        check_counts("offload", window=self.window, buffers=self.buffers, ahead=self.ahead)
+        if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float):
+            raise PlanError(
+                f"offload.fraction: got {self.fraction!r}, expected a number from 0 (all stays on the device) to 1"
+            )
+        if not isinstance(self.delayed, bool):
+            raise PlanError(f"offload.delayed: got {self.delayed!r}, expected True or False")
+        check_folder("offload", self.folder)
+
     def _check_delayed(self) -> None:
         """Refuse a delay beside what it would make wrong."""
         wanted = "step host, gradients host, parameters device and fraction 1"
@@ -173,3 +185,24 @@ class Offload:
 
 
 NOTHING_AWAY = Offload()
+
+
+def check_counts(options: str, **counts: object) -> None:
+    """Refuse counts that are no ``int``.
+
+    Raises:
+        PlanError: names the first of them.
+    """
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise PlanError(f"{options}.{name}: got {count!r}, expected a whole number, as an int")
+
+
+def check_folder(options: str, folder: object) -> None:
+    """Refuse what names no folder.
+
+    Raises:
+        PlanError: says what it is.
+    """
+    if folder is not None and (not isinstance(folder, str | Path) or folder == ""):
+        raise PlanError(f"{options}.folder: got {folder!r}, expected a path, as a str or a Path")

@@ -98,7 +98,7 @@ def zeroify(
     topology = topology or (_topology_of(given) if given else Topology.of_world())
     with topology.agreed("plan the model"):
         _check_degrees(topology)
-        _check_arguments(model, optimizer)
+        _check_arguments(model, optimizer, offload)
         optimizers = OptimizerSet.of(optimizer)
         environment = Environment.read()
         precision = Precision.of(precision)
@@ -218,7 +218,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 # --- setting up ------------------------------------------------------------------------------------------------------
 
 
-def _check_arguments(model: object, optimizer: object) -> None:
+def _check_arguments(model: object, optimizer: object, offload: object) -> None:
     """Refuse what is no model and no optimizer; exchanged, they are told as that."""
     found = f"zeroify(model, optimizer): got {type(model).__name__} and {type(optimizer).__name__}"
     if not isinstance(model, nn.Module):
@@ -226,6 +226,10 @@ def _check_arguments(model: object, optimizer: object) -> None:
     if optimizer is not None and not isinstance(optimizer, (Optimizer, tuple, list)):
         raise PlanError(
             f"{found}, expected a torch.optim.Optimizer, or None for a model that is not trained"
+        )
+    if offload is not None and not isinstance(offload, Offload):
+        raise PlanError(
+            f"offload: got {offload!r}, expected hpczero.Offload(...) such as Offload('host'), or None"
         )
 
 

@@ -124,3 +124,13 @@ def test_an_input_that_is_changed_in_place_is_right_or_torchs_error(tmp_path: Pa
             gain.mul_(2)  # it did not move: torch's own rule
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
+
+
+def test_a_keyword_may_have_any_name(tmp_path: Path) -> None:
+    def block(x: Tensor, *, block: int, self: int) -> Tensor:
+        return torch.sin(x) * block * self
+
+    with on_disk(tmp_path) as checkpointing:
+        x = batch().requires_grad_()
+        (gradient,) = torch.autograd.grad(checkpointing(block, x * 1.0, block=2, self=3).sum(), x)
+        assert torch.equal(gradient, torch.cos(x.detach()) * 6)

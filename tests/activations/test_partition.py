@@ -128,6 +128,30 @@ def test_inputs_that_differ_are_refused_on_all_ranks(
         parallel_assert(comm, same(gradients(checkpointing, 1), gradients(plain, 1)))
 
 
+@pytest.mark.parametrize("place", [None, on_disk])
+def test_equal_inputs_may_begin_elsewhere_on_each_rank(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, place: Any
+) -> None:
+    room = torch.empty(BATCH * WIDTH + 64)
+    begin = (-room.data_ptr() % 64) // 4 + comm.rank  # as memory of numpy may
+    x = room[begin:][: BATCH * WIDTH].view(BATCH, WIDTH)
+    x.copy_(batch())
+    make = place or (lambda _, **options: Checkpointing.create(**options))
+    found = []
+    with make(folder, group=topology.shard) as checkpointing:
+        for call in (checkpointing, plain):
+            gain = torch.ones(WIDTH, requires_grad=True)
+            y = call(lambda x, gain: torch.sin(x * gain), x, gain)
+            call(torch.sin, x * gain)  # newer
+            y.sum().backward()
+            found.append(grads_of(gain))
+    parallel_assert(comm, same(*found))
+
+
+def grads_of(*leaves: Tensor) -> list[Tensor]:
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
 @pytest.mark.parametrize("doing", ["read", "write", "room"])
 def test_a_part_that_cannot_be_brought_back_is_one_error_on_all_ranks(
     comm: MPI.Intracomm, topology: Topology, folder: Path, doing: str

@@ -46,6 +46,11 @@ def test_unknown_precision(refused: Refusal, model: MLP) -> None:
     refused(ConfigError, said, model, adamw(model), precision="fp8")
 
 
+@pytest.mark.parametrize("offload", ["disk", {"optimizer": "disk"}, {}])
+def test_offload_that_is_none(refused: Refusal, model: MLP, offload: Any) -> None:
+    refused(PlanError, r"offload: got .*Offload\('host'\)", model, adamw(model), offload=offload)
+
+
 def test_option_that_is_wrong_on_one_rank(refused: Refusal, model: MLP) -> None:
     stage = 7 if refused.comm.rank == 1 else 3
     said = r"on rank\(s\) 1, could not plan the model: stage: got 7"
