@@ -5,6 +5,7 @@ Owns: the words. Must not know: how anything was chosen, torch, MPI.
 
 from __future__ import annotations
 
+from hpczero.plan.offload import MIB, NOTHING_AWAY, Offload
 from hpczero.plan.peak import Run
 from hpczero.planner.choice import Choice, Foretold
 
@@ -26,7 +27,19 @@ def options_of(run: Run) -> list[str]:
             typed.append(f"--offload.{name} {medium}")
     if offload.medium == "disk":
         typed.append(f"--offload.folder {offload.folder}")
-    return typed
+    return typed + _given(offload)
+
+
+def _given(offload: Offload) -> list[str]:
+    """What else was asked for of a tier and is in force; it is given, never chosen."""
+    if not offload.any:
+        return []
+    names = ("fraction", "step", "delayed", "buffers", "ahead")
+    given = [(name, getattr(offload, name), getattr(NOTHING_AWAY, name)) for name in names]
+    given.append(("window", offload.window // MIB, NOTHING_AWAY.window // MIB))
+    return [
+        f"--offload.{name} {str(value).lower()}" for name, value, usual in given if value != usual
+    ]
 
 
 def describe(found: Foretold) -> str:
