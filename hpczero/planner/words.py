@@ -5,6 +5,7 @@ Owns: the words. Must not know: how anything was chosen, torch, MPI.
 
 from __future__ import annotations
 
+from hpczero.plan.offload import MIB, NOTHING_AWAY, Offload
 from hpczero.plan.peak import Run
 from hpczero.planner.choice import Choice, Foretold
 
@@ -24,17 +25,26 @@ def options_of(run: Run) -> list[str]:
         medium = getattr(offload, name)
         if medium != "device":
             typed.append(f"--offload.{name} {medium}")
-    if offload.any and offload.fraction < 1:
-        typed.append(f"--offload.fraction {offload.fraction!r}")
-    if offload.on_host:
-        typed.append("--offload.step host")
     if offload.medium == "disk":
         typed.append(f"--offload.folder {offload.folder}")
+    typed += _beside_parts(offload)
     if run.checkpointing and run.kept.away:
         typed.append(f"--activations.rest {run.kept.rest}")
         if run.kept.rest == "disk":
             typed.append(f"--activations.folder {run.kept.folder}")
     return typed
+
+
+def _beside_parts(offload: Offload) -> list[str]:
+    """What else is in force of a tier, chosen or given."""
+    if not offload.any:
+        return []
+    names = ("fraction", "step", "delayed", "buffers", "ahead")
+    given = [(name, getattr(offload, name), getattr(NOTHING_AWAY, name)) for name in names]
+    given.append(("window", offload.window // MIB, NOTHING_AWAY.window // MIB))
+    return [
+        f"--offload.{name} {str(value).lower()}" for name, value, usual in given if value != usual
+    ]
 
 
 def describe(found: Foretold) -> str:

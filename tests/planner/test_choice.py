@@ -124,6 +124,17 @@ def test_options_pin_the_choice() -> None:
     assert "optimizer and gradients on disk" in describe(found)
 
 
+def test_what_was_given_of_a_tier_is_pinned_too() -> None:
+    offload = Offload("host", "host", fraction=0.5, step="host", window=2**20, buffers=4)
+    typed = options_of(asked(stage=2, offload=offload))
+    assert typed[-4:] == [
+        "--offload.fraction 0.5",
+        "--offload.step host",
+        "--offload.buffers 4",
+        "--offload.window 1",
+    ]
+
+
 def test_a_disk_that_is_slower_than_computing_sets_the_step() -> None:
     """Section 5 of ZeRO-Infinity: 40 bytes of everything for each element that a rank owns."""
     offload = Offload("disk", "disk", "disk", Path("/scratch"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,10 +35,10 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "SECONDS", 0.01)
 
 
-def chosen(topology: Topology, folder: Path | None) -> choosing.Chosen:
+def chosen(topology: Topology, folder: Path | None, **offload: Any) -> choosing.Chosen:
     config = RunConfig(
         train=TrainOptions(global_batch=4 * topology.size),
-        offload=OffloadOptions(folder=None if folder is None else str(folder)),
+        offload=OffloadOptions(folder=None if folder is None else str(folder), **offload),
     )
     batch = Batch(4 * topology.size, 4, 1)
     return choosing.choose_settings(config, MODEL, batch, topology, HostAccelerator())
@@ -113,3 +114,17 @@ def test_a_folder_of_one_rank_that_cannot_be_used_leaves_the_disk_out(
     last = topology.rank == topology.size - 1
     found = chosen(topology, folder / "none" if last else folder)
     assert found.config.offload.optimizer == "device"
+
+
+@pytest.mark.parametrize(
+    ("medium", "why"), [("disk", "nowhere is no folder"), ("host", "compute there themselves")]
+)
+def test_a_tier_that_was_asked_for_and_cannot_be_measured_is_refused_with_the_reason(
+    topology: Topology, folder: Path, medium: str, why: str
+) -> None:
+    raises_on_all(
+        topology.world.comm,
+        ConfigError,
+        f"parallel.auto: got offload on {medium}.*{why}",
+        lambda: chosen(topology, folder / "nowhere", optimizer=medium),
+    )

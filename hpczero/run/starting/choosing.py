@@ -34,6 +34,7 @@ from hpczero.planner.choice import Choice, Foretold
 from hpczero.planner.foretell import balance_on, foretell_on
 from hpczero.planner.search import search
 from hpczero.planner.words import lines
+from hpczero.predict.machine import Machine
 from hpczero.probe.job import probe_job
 from hpczero.probe.machine import machine_of
 from hpczero.run.results.folder import RunFolder
@@ -116,6 +117,8 @@ def choose_here(
     machine = machine_of(
         measured, ranks_per_node=topology.local_size, memory_nbytes=1.0, title="this machine"
     )
+    with topology.agreed("choose the settings"):
+        _check_measured(base, machine, troubles)
 
     def known(media: Sequence[Medium]) -> list[Medium]:
         return [medium for medium in media if all(machine.tier_rates(medium))]
@@ -138,6 +141,25 @@ def choose_here(
         agree=agree,
     )
     return choice, troubles
+
+
+def _check_measured(base: Run, machine: Machine, troubles: list[str]) -> None:
+    """Refuse a tier that was asked for and whose rates are not known: every setting would rest there.
+
+    Raises:
+        ConfigError: says why they are not.
+    """
+    medium = base.offload.medium
+    if not base.offload.any or all(machine.tier_rates(medium)):
+        return
+    why = "; ".join(text for text in troubles if f"on {medium}" in text)
+    why = (
+        why or "its ranks compute there themselves, so nothing lies between that could be measured"
+    )
+    raise ConfigError(
+        f"parallel.auto: got offload on {medium}, whose speed on this machine is not known: {why}; expected another "
+        "place, or the options of the run without parallel.auto"
+    )
 
 
 def freedom_of(config: RunConfig, accelerator: Accelerator) -> Freedom:
