@@ -1,17 +1,12 @@
 """Checkpointing: calls of blocks that are computed again in backward, whose inputs rest elsewhere meanwhile.
 
-Owns: which tensors of a call these are, and what is done where they cannot be brought back. Must not know: media.
+Owns: the call, and what is done where inputs cannot be brought back. Must not know: media, which arguments move.
 
     y = checkpointing(block, x)      is    y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
 
 torch keeps the inputs of such a call through the hooks on saved tensors that are in force around it. What the block
 itself saves goes through torch's own hooks, which are inside. So hooks around the call see inputs and nothing else, and
 torch does all the rest: random streams, autocast, early stops, retained graphs, derivatives of derivatives.
-
-[Note: What moves]
-Tensors of floating-point numbers among the positional arguments, from a page on. Everything else stays as torch keeps
-it: parameters and other leaves, which the program holds in any case; keyword arguments and containers, which torch
-looks at again when it computes again; integers.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -34,15 +29,16 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from typing_extensions import Self
 
 from hpczero.accelerator import Accelerator, HostAccelerator, choose_accelerator
+from hpczero.activations.arguments import Call, agreed_moving
 from hpczero.activations.partition import Partitioned
-from hpczero.activations.rests import Here, Kept, Rest, changed, version_of
+from hpczero.activations.rests import Here, Kept, Rest
 from hpczero.activations.store import Store
 from hpczero.comm.devices.awareness import reach_of
 from hpczero.comm.flat import Flat
 from hpczero.errors import PlanError, TierError
 from hpczero.job.group import Group
 from hpczero.job.unlike import unlike
-from hpczero.plan.activations import LEAST_NBYTES, Activations
+from hpczero.plan.activations import Activations
 from hpczero.plan.offload import MIB, Medium
 from hpczero.tier import DiskTier, Flow, HostTier, Tier
 from hpczero.zero.calls.untraced import untraced
@@ -144,7 +140,7 @@ class Checkpointing:
 
         Args:
             block: a module, or any function of its arguments.
-            args: its inputs; see [Note: What moves].
+            args: its inputs; see arguments.py, [Note: What moves].
             kwargs: as they are.
 
         Raises:
@@ -157,11 +153,11 @@ class Checkpointing:
         if self._rest is None or nested:
             # Inside of a block, inputs are themselves computed again, and wait for a moment only.
             return self._checkpoint(partial(block, **kwargs), *args)
-        places = self._moving(block, args)
+        places = agreed_moving(self._rest, block, args, self._device, self._description)
         if not places:
             return self._checkpoint(partial(block, **kwargs), *args)
         tensors = {id(args[at]): args[at] for at in places}
-        call = _Call(block, args, kwargs, places, list(tensors), self._inside)
+        call = Call(block, args, kwargs, places, list(tensors), self._inside)
         waiting = deque(tensors.values())
         given = tuple(waiting)
         del args, tensors  # whatever holds them would keep their memory
@@ -174,28 +170,6 @@ class Checkpointing:
             return checkpoint(function, *args, use_reentrant=False)
         contexts = partial(create_selective_checkpoint_contexts, self._policy)
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
-
-    def _moving(self, block: object, args: Sequence[Any]) -> list[int]:
-        """Positions of the arguments that move; see [Note: What moves]."""
-        numbers = [at for at, value in enumerate(args) if _is_plain(value)]
-        if not numbers:
-            raise PlanError(
-                f"activations: none of the {len(args)} positional arguments of a checkpointed "
-                f"{type(block).__name__} is a tensor of floating-point numbers, so none can rest {self._description}, "
-                "and nothing is saved; pass activations as arguments of their own, not in containers or by keyword, or "
-                "call this block by torch's checkpoint"
-            )
-        here = [at for at in numbers if args[at].device == self._device]
-        if not here:
-            raise PlanError(
-                f"activations: inputs of a checkpointed {type(block).__name__} are on {args[numbers[0]].device}, "
-                f"expected {self._device}; make the Checkpointing with device= of the model"
-            )
-        return [
-            at
-            for at in here
-            if args[at].nbytes >= LEAST_NBYTES and not (args[at].is_leaf and args[at].requires_grad)
-        ]
 
     def _unpack(self, kept: Any) -> Tensor:
         if not isinstance(kept, Kept):
@@ -321,61 +295,6 @@ class Checkpointing:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-class _Call:
-    """A call of a block as a function of the tensors that move; called in forward, and again in backward."""
-
-    def __init__(
-        self,
-        block: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        places: Sequence[int],
-        order: Sequence[int],
-        inside: threading.local,
-    ) -> None:
-        """Holds none of what moves.
-
-        Args:
-            block: to be called.
-            args: all of them.
-            kwargs: all of them.
-            places: positions among ``args`` of what moves.
-            order: ids of what moves, each once, as it is passed to the call.
-            inside: counts the calls under way on this thread.
-        """
-        self._block, self._kwargs, self._inside = block, kwargs, inside
-        self._moving = {at: order.index(id(args[at])) for at in places}
-        self._args = [None if at in self._moving else value for at, value in enumerate(args)]
-        # torch looks whether tensors among the arguments have changed; these do not go through its hands.
-        self._versions = [
-            (value, version_of(value)) for value in self._args if isinstance(value, Tensor)
-        ]
-        self._called = False
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        if self._called:
-            for tensor, version in self._versions:
-                if (error := changed(tensor, version)) is not None:
-                    raise error
-        self._called = True
-        args = list(self._args)
-        for at, index in self._moving.items():
-            args[at] = tensors[index]
-        del tensors
-        self._inside.depth = int(getattr(self._inside, "depth", 0)) + 1
-        try:
-            return self._block(*args, **self._kwargs)
-        finally:
-            self._inside.depth -= 1
-
-
-def _is_plain(value: object) -> bool:
-    """Whether it is a tensor whose bytes say all there is to it."""
-    if type(value) is not Tensor or not value.is_floating_point():
-        return False
-    return value.layout is torch.strided and not value.is_neg() and value.device.type != "meta"
 
 
 def _pack(rest: Rest, waiting: deque[Tensor], call: int, saved: Tensor) -> Kept | Tensor:

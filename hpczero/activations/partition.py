@@ -3,8 +3,8 @@
 Owns: the check that they are equal, the cut, the all-gather. Must not know: where parts rest, blocks, autograd.
 
 It is for ranks that compute one block together (tensor parallelism): each has the whole input and keeps 1/N of it. All
-ranks make the same calls in the same order, as for any collective: one exchange of 24 bytes in forward, one all-gather
-in backward.
+ranks make the same calls in the same order, as for any collective: for each call of a block an exchange of 8 bytes, for
+each input one of 24 bytes in forward and one all-gather in backward.
 
 Source: Rajbhandari et al., ZeRO, SC20, sec. 6.1: P_a, and P_a+cpu where the parts rest elsewhere.
 """
@@ -30,7 +30,7 @@ NAME = "input of a checkpointed block"
 
 
 class Partitioned(Rest):
-    """Parts on another ``Rest``. ``keep`` and ``bring`` are collective over the group."""
+    """Parts on another ``Rest``. ``begin``, ``keep`` and ``bring`` are collective over the group."""
 
     def __init__(self, inner: Rest, collectives: Collectives, *, fails: bool) -> None:
         """Not collective.
@@ -44,6 +44,12 @@ class Partitioned(Rest):
         self.inner, self.memory = inner, inner.memory
         self._collectives, self._fails = collectives, fails
         self._group = collectives.group
+
+    @override
+    def begin(self, moving: str) -> None:
+        """Sizes decide what moves, and a rank that keeps nothing would not come to the exchange about its values."""
+        if not self._are_equal([zlib.crc32(moving.encode())]):
+            raise self._unequal("arguments of a checkpointed block are", moving)
 
     @override
     def keep(self, tensor: Tensor, call: int) -> Kept:
@@ -109,22 +115,27 @@ class Partitioned(Rest):
         digest = int(digest_of_bits(raw).item())
         shape = repr(
             replace(form, offset=0)
-        )  # where memory begins is each rank's own: numpy's begins anywhere
-        words = np.array(
-            [digest & 0xFFFFFFFF, digest >> 32 & 0xFFFFFFFF, zlib.crc32(shape.encode())],
-            dtype=np.uint32,
-        ).view(np.uint8)
+        )  # memory of NumPy begins anywhere, on each rank elsewhere
+        words = [digest & 0xFFFFFFFF, digest >> 32 & 0xFFFFFFFF, zlib.crc32(shape.encode())]
+        if not self._are_equal(words):
+            mine = f"{list(form.shape)} {form.dtype} {digest & 0xFFFFFFFFFFFFFFFF:016x}"
+            raise self._unequal("input of a checkpointed block is", mine)
+
+    def _are_equal(self, numbers: list[int]) -> bool:
+        """Whether all ranks of the group have the same ``numbers`` of 32 bits. One exchange."""
+        words = np.array(numbers, dtype=np.uint32).view(np.uint8)
         both = self._collectives.agree(np.concatenate([words, ~words]), name=NAME)
-        if (both[: len(words)] == ~both[len(words) :]).all():
-            return
-        mine = f"{list(form.shape)} {form.dtype} {digest & 0xFFFFFFFFFFFFFFFF:016x}"
+        return bool((both[: len(words)] == ~both[len(words) :]).all())
+
+    def _unequal(self, what: str, mine: str) -> StepError:
+        """The error of every rank of the group."""
         texts = self._group.gather_text(mine)
         odd = [rank for rank, text in enumerate(texts) if text != texts[0]]
         error = StepError(
-            f"rank {self._group.rank}: the input of a checkpointed block is not the same on all ranks of the group "
-            f"that is to keep a part each: {mine} here, {texts[0]} on rank 0, other ones on rank(s) {odd[:8]}. "
-            "Partition inputs only over ranks that compute one block together, with the same samples and the same "
-            "dropout; not over ranks that share a sequence. Else leave the group out"
+            f"rank {self._group.rank}: the {what} not the same on all ranks of the group that is to keep a part of "
+            f"each: {mine} here, {texts[0]} on rank 0, other ones on rank(s) {odd[:8]}. Partition inputs only over "
+            "ranks that compute one block together, with the same samples and the same dropout; not over ranks that "
+            "share a sequence. Else leave the group out"
         )
         error.agreed = True
-        raise error
+        return error

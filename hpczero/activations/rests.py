@@ -46,6 +46,14 @@ class Rest(ABC):
     def __init__(self) -> None:
         self.memory = Memory()
 
+    def begin(self, moving: str) -> None:
+        """A call of a block begins; ``moving``: which of its arguments will be kept, or why none can be.
+
+        Raises:
+            StepError: ranks that keep them together would not keep the same ones; on all of these ranks.
+        """
+        return
+
     @abstractmethod
     def keep(self, tensor: Tensor, call: int) -> Kept:
         """Take over an input; returns before it is written.

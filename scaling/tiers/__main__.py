@@ -106,12 +106,20 @@ def calibrated(
         clock = seconds
     for _ in range(2):  # the first makes the state
         pair.warm_up()
-    pair.disk_pass()
-    pair.disk_step()
-    computing = clock(topology, pair.resident_pass)
-    pair.resident_step()
-    disk = clock(topology, pair.disk_of_a_pass)
-    return min(max(math.ceil(2 * disk / computing), 1), MOST_SEQUENCES)
+
+    def computing() -> float:
+        pair.disk_pass()
+        pair.disk_step()
+        took = clock(topology, pair.resident_pass)
+        pair.resident_step()
+        return took
+
+    one = computing()
+    wanted = 2 * clock(topology, pair.disk_of_a_pass)
+    pair.sequences = many = min(max(math.ceil(wanted / one), 2), MOST_SEQUENCES)
+    # A pass has costs that do not grow with its batch, so the first estimate is too low.
+    each = max((computing() - one) / (many - 1), one / many)
+    return min(max(math.ceil(1 + (wanted - one) / each), 1), MOST_SEQUENCES)
 
 
 def measure(topology: Topology, options: Options) -> Iterator[Row]:

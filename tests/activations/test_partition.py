@@ -212,3 +212,26 @@ def test_in_a_sharded_model(
 def test_a_group_of_one_is_refused(comm: MPI.Intracomm, topology: Topology) -> None:
     with pytest.raises(PlanError, match=r"group of one rank.*nothing would be saved"):
         Checkpointing.create(group=topology.shard)
+
+
+@pytest.mark.limit(60)
+@pytest.mark.parametrize("rows", [(10, 40), (40, 10), (40, 41), (0, 40)])
+def test_ranks_that_would_not_keep_the_same_arguments_are_told_instead_of_waiting(
+    comm: MPI.Intracomm, topology: Topology, rows: tuple[int, int]
+) -> None:
+    """Of 64 floats a row: what has less than 4096 bytes stays."""
+    mine = torch.randn(rows[0] if comm.rank == 0 else rows[1], 64)
+    block = torch.nn.Linear(64, 64)
+    with Checkpointing.create(group=topology.shard) as checkpointing:
+        said = "arguments of a checkpointed block are not the same on all ranks"
+        raises_on_all(comm, StepError, said, lambda: checkpointing(block, mine))
+
+
+@pytest.mark.limit(60)
+def test_a_rank_without_numbers_among_its_arguments_is_told_on_all(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    mine = torch.randn(40, 64) if comm.rank else torch.ones(40, 64, dtype=torch.long)
+    with Checkpointing.create(group=topology.shard) as checkpointing:
+        said = "arguments of a checkpointed block are not the same on all ranks"
+        raises_on_all(comm, StepError, said, lambda: checkpointing(torch.sin, mine))
