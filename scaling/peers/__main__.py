@@ -66,7 +66,7 @@ class Options:
         quick: a tiny model and two short rounds, to see that everything runs; the times mean nothing.
     """
 
-    workload: Literal["gpt-8x512", "gpt-12x768", "tiny"] = "gpt-8x512"
+    workload: Literal["gpt-8x512", "gpt-12x768", "gpt-12x768-short", "tiny"] = "gpt-8x512"
     contenders: tuple[str, ...] = ()
     ranks: int = 2
     rounds: int = 7
