@@ -62,4 +62,4 @@ def test_a_pass_that_goes_another_way_reads_nothing_more() -> None:
     units, ahead = Units("rabc"), ReadAhead(1)
     units.run(ahead, "forward", "rabc")
     units.run(ahead, "backward", "rcba")
-    assert units.run(ahead, "forward", "rcba") == ["r", "a", "", "b", ""]
+    assert units.run(ahead, "forward", "rcba") == ["r", "a", "", "c", ""]
