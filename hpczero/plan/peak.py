@@ -19,6 +19,7 @@ from hpczero.plan.sizing import (
     Transformer,
     accumulated_nbytes,
     activation_nbytes,
+    arriving_nbytes,
     blockwise_plan,
 )
 from hpczero.plan.transports import Named
@@ -193,6 +194,12 @@ class Run:
         return accumulated_nbytes(self.plan, self.accumulation)
 
     @property
+    def _arriving(self) -> int:
+        """Bytes of gradients on their way from autograd into the unit's buffer."""
+        shapes, item = self.network.shapes, self.plan.precision.param_itemsize
+        return arriving_nbytes(self.network.model, shapes, itemsize=item)
+
+    @property
     def _lasting(self) -> int:
         held = self.memory
         return held.parameters + held.master + held.optimizer + held.staging + self.tiered
@@ -217,7 +224,7 @@ class Run:
     @property
     def most(self) -> int:
         """High estimate: everything that a step ever holds, as if at the same time."""
-        held = self.memory.total + self.accumulated + self.activations
+        held = self.memory.total + self.accumulated + self.activations + self._arriving
         return held + self._copied + self.tiered
 
     @property

@@ -7,6 +7,7 @@ give what hpczero itself holds, from the same ``Plan`` that ``zeroify`` uses.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -67,6 +68,10 @@ class Transformer(Protocol):
     @property
     def positions(self) -> str:
         """``"learned"`` or ``"rotary"``."""
+
+    @property
+    def tie_embeddings(self) -> bool:
+        """Whether head and token embedding share one weight."""
 
 
 # --- the paper -----------------------------------------------------------------------------------------------------
@@ -206,6 +211,23 @@ def activation_nbytes(
     live = BACKWARD_FACTOR + BACKWARD_FFN_FACTOR * model.ffn_multiple
     live += block - 1 - needed if checkpointing else 0  # its input is one of those kept
     return held + max(loss, live * model.hidden * tokens * itemsize)
+
+
+def arriving_nbytes(
+    model: Transformer, shapes: Iterable[tuple[str, tuple[int, ...]]], *, itemsize: int
+) -> int:
+    """Bytes of gradients that autograd holds at most before it hands them over: those of one parameter, the largest.
+
+    A tied embedding gets two, from the head and from the lookup. The first waits through all of backward for the other.
+
+    Args:
+        model: whether it is tied.
+        shapes: name and shape of every parameter, a tied weight once.
+        itemsize: bytes of one number.
+    """
+    twice = model.vocab_size * model.hidden if model.tie_embeddings else 0
+    largest = max((math.prod(shape) for _, shape in shapes), default=0)
+    return itemsize * max(largest, 2 * twice)
 
 
 def accumulated_nbytes(plan: Plan, accumulation: int) -> int:

@@ -19,6 +19,7 @@ from hpczero.plan.sizing import (
     LOSS_PIECE_NUMEL,
     Machine,
     activation_nbytes,
+    arriving_nbytes,
     blockwise_plan,
     fewest_ranks,
     fit,
@@ -179,6 +180,21 @@ def test_activations_agree_with_the_memory_profiler(
     )
     # Left out on purpose: norm and softmax statistics, rotary tables, weight gradients in flight.
     assert measured == pytest.approx(predicted, rel=0.05)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_on_their_way_agree_with_the_memory_profiler(tied: bool) -> None:
+    """A vocabulary that outweighs everything else, and few tokens."""
+    config = GPTConfig(
+        vocab_size=20_000, context=16, layers=2, hidden=128, heads=4, tie_embeddings=tied
+    )
+    tokens = torch.randint(0, 400, (1, 16), generator=torch.Generator().manual_seed(0))
+    activations = activation_nbytes(
+        config, sequence=16, batch=1, itemsize=4, checkpointing=False
+    )
+    arriving = arriving_nbytes(config, parameter_shapes(config), itemsize=4)
+    assert arriving == (2 if tied else 1) * 4 * 20_000 * 128
+    assert peak_nbytes(GPT(config), tokens) == pytest.approx(arriving + activations, rel=0.1)
 
 
 def test_pieces_of_the_loss_are_those_of_the_model() -> None:

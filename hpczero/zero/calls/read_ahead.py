@@ -4,12 +4,17 @@ Owns: the order in which units were used, and how far ahead of it reading goes. 
 unit is made whole.
 
 Reading is this rank's own business: a forecast that is wrong costs time, and nobody else notices. It may therefore go
-further ahead than `prefetch`, which is a collective.
+further ahead than `prefetch`, which is a collective, and from the end of a forward into the backward that follows it:
+values do not change between the two. After a backward comes a step, which changes them.
 """
 
 from __future__ import annotations
 
+import torch
+
 from hpczero.zero.units.unit import Unit
+
+FORWARD, BACKWARD = "forward", "backward"  # kinds of passes
 
 
 class ReadAhead:
@@ -37,7 +42,10 @@ class ReadAhead:
         self._seen.append(unit)
         record = self._records.get(self._kind or "", [])
         if record[place : place + 1] == [unit]:
-            for following in record[place + 1 : place + 1 + self._units]:
+            coming = record[place + 1 :]
+            if self._kind == FORWARD and torch.is_grad_enabled():
+                coming = coming + self._records.get(BACKWARD, [])
+            for following in coming[: self._units]:
                 following.rest.start()
 
     def end(self) -> None:
