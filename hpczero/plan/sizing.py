@@ -218,16 +218,17 @@ def arriving_nbytes(
 ) -> int:
     """Bytes of gradients that autograd holds at most before it hands them over: those of one parameter, the largest.
 
-    A tied embedding gets two, from the head and from the lookup. The first waits through all of backward for the other.
+    A tied embedding gets two, from the head and from the lookup. The first waits through all of backward for the other,
+    and their sum is a third.
 
     Args:
         model: whether it is tied.
         shapes: name and shape of every parameter, a tied weight once.
         itemsize: bytes of one number.
     """
-    twice = model.vocab_size * model.hidden if model.tie_embeddings else 0
+    tied = model.vocab_size * model.hidden if model.tie_embeddings else 0
     largest = max((math.prod(shape) for _, shape in shapes), default=0)
-    return itemsize * max(largest, 2 * twice)
+    return itemsize * max(largest, 3 * tied)
 
 
 def accumulated_nbytes(plan: Plan, accumulation: int) -> int:
