@@ -68,6 +68,20 @@ def test_pages_come_when_they_are_claimed_and_go_when_they_are_given_back(
     parallel_assert(comm, kept == [3, 0, 0, 0, 0, 0, 0, 3], str(kept))
 
 
+def test_a_segment_that_is_not_mapped_has_pages_all_the_same(comm: MPI.Intracomm) -> None:
+    shared = Segment.create(comm, 4 * PAGE, "a test", mapped=False)
+    comm.Barrier()
+    if comm.rank == 0:
+        shared.claim(0, 3 * PAGE)
+    comm.Barrier()
+    parallel_assert(comm, pages_of(shared) == 3 * PAGE and not shared.bytes.numel())
+    comm.Barrier()
+    if comm.rank == 0:
+        shared.give_back(0, 2 * PAGE)
+    comm.Barrier()
+    parallel_assert(comm, pages_of(shared) == PAGE, str(pages_of(shared)))
+
+
 def test_more_than_the_machine_has_is_an_error_not_a_crash(comm: MPI.Intracomm) -> None:
     shared = Segment.create(comm, 2**44, "a test")
     with pytest.raises(CommError, match=r"more bytes of /dev/shm: .*; free some of it"):

@@ -1,4 +1,4 @@
-"""Whose values are read before they are used: those behind it in the pass, and a backward's first at a forward's end."""
+"""Whose values are read before they are used: those behind it, and what a backward begins with at a forward's end."""
 
 from __future__ import annotations
 

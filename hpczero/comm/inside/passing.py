@@ -123,7 +123,8 @@ class Passing:
             return
         nbytes = sum(padded(buffer.whole_nbytes, PAGE) for buffer in self._buffers)
         with self._group.agreed("share memory for parameters"):
-            self.segment = Segment.create(self._node, nbytes, f"{nbytes:,} bytes of parameters")
+            what = f"{nbytes:,} bytes of parameters"
+            self.segment = Segment.create(self._node, nbytes, what, mapped=False)
         if self._node.rank == 0:
             self._slots = Slots(self.segment)
 

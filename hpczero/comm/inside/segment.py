@@ -13,6 +13,7 @@ beforehand (posix_fallocate), which fails with an error instead. On NUMA machine
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -32,6 +33,7 @@ FOLDER = Path("/dev/shm")
 PAGE = mmap.PAGESIZE
 POLLS_BEFORE_YIELD = 50
 NAP_S = 50e-6
+PUNCH_HOLE = 0x3  # falloc.h: FALLOC_FL_PUNCH_HOLE, and the size stays
 LINE = 64  # bytes of a cache line: ranks must not slow each other down by writing side by side
 
 
@@ -39,28 +41,30 @@ class Segment:
     """Bytes that all ranks of ``node`` read and write.
 
     Attributes:
-        bytes: (nbytes,) uint8, zero at first.
+        bytes: (nbytes,) uint8, zero at first; empty where the segment is not mapped.
         file: descriptor, for who maps parts of it elsewhere.
     """
 
-    def __init__(self, file: int, memory: mmap.mmap) -> None:
+    def __init__(self, file: int, memory: mmap.mmap | None) -> None:
         """Take over ``file``. Use ``create`` to make a segment."""
         self.file = file
-        self._map = memory
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        if memory is not None:
+            self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
 
     def __del__(self) -> None:
         # The map itself is closed when the last tensor on it dies.
         os.close(self.file)
 
     @classmethod
-    def create(cls, node: MPI.Intracomm, nbytes: int, what: str) -> Segment:
+    def create(cls, node: MPI.Intracomm, nbytes: int, what: str, *, mapped: bool = True) -> Segment:
         """Make a segment. Collective over ``node``.
 
         Args:
             node: ranks that may share memory.
             nbytes: size; rounded up to pages.
             what: names it in messages.
+            mapped: whether this process sees all of it; False for who maps parts of it by itself.
 
         Raises:
             CommError: it cannot be made, or some rank cannot see it; on every rank.
@@ -69,15 +73,15 @@ class Segment:
         name, file, memory, problem = "", -1, None, ""
         if node.rank == 0:
             name = f"hpczero-{os.getpid()}-{secrets.token_hex(8)}"
-            file, memory, problem = _map(FOLDER / name, nbytes, os.O_CREAT | os.O_EXCL)
+            flags = os.O_CREAT | os.O_EXCL
+            file, memory, problem = _open(FOLDER / name, nbytes, flags, mapped=mapped)
         name, problem = node.bcast((name, problem), root=0)
         if not problem and node.rank > 0:
-            file, memory, problem = _map(FOLDER / name, nbytes, 0)
+            file, memory, problem = _open(FOLDER / name, nbytes, 0, mapped=mapped)
         problems = [said for said in node.allgather(problem) if said]
         if node.rank == 0 and file >= 0:
             os.unlink(FOLDER / name)
         if not problems:
-            assert memory is not None, "nobody had a problem"
             return cls(file, memory)
         if file >= 0:
             os.close(file)
@@ -103,8 +107,9 @@ class Segment:
     def give_back(self, start: int, stop: int) -> None:
         """Return the pages that lie wholly within bytes ``start`` to ``stop``. Their content is lost for all ranks."""
         start, stop = -(-start // PAGE) * PAGE, stop // PAGE * PAGE
-        if stop > start:
-            self._map.madvise(mmap.MADV_REMOVE, start, stop - start)
+        if stop > start and _fallocate(self.file, PUNCH_HOLE, start, stop - start):
+            number = ctypes.get_errno()
+            raise OSError(number, f"{stop - start:,} bytes of shared memory: {os.strerror(number)}")
 
 
 class Counters:
@@ -181,13 +186,19 @@ class Counters:
         self._window.Free()
 
 
-def _map(path: Path, nbytes: int, flags: int) -> tuple[int, mmap.mmap | None, str]:
+def _open(
+    path: Path, nbytes: int, flags: int, *, mapped: bool
+) -> tuple[int, mmap.mmap | None, str]:
     """File descriptor, its ``nbytes`` mapped, and ""; or what went wrong. The file may exist in either case."""
     file = -1
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
         if flags:
             os.ftruncate(file, nbytes)
-        return file, mmap.mmap(file, nbytes), ""
+        return file, mmap.mmap(file, nbytes) if mapped else None, ""
     except OSError as error:
         return file, None, f"{path}: {os.strerror(error.errno or errno.EIO)}"
+
+
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+_fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
