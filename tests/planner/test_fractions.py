@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -49,9 +51,18 @@ def asked(model: GPTConfig = MODEL, **changes: object) -> Run:
 
 
 def machine() -> Machine:
-    rates = {"disk_read": 1e9, "disk_write": 2e9, "host_read": 2e10, "host_write": 2e10}
-    host = {"host_update": 1e9, "host_memory": 1e12}
+    rates: dict[str, Any] = {
+        "disk_read": 1e9,
+        "disk_write": 2e9,
+        "host_read": 2e10,
+        "host_write": 2e10,
+    }
+    host: dict[str, Any] = {"host_update": 1e9, "host_memory": 1e12}
     return dataclasses.replace(load_machine("dgx-h100"), **rates, **host)
+
+
+def within(limit: int, run: Run) -> bool:
+    return run.most <= limit
 
 
 def on_device(nbytes: float) -> Callable[[Run], bool]:
@@ -116,7 +127,7 @@ def test_halving_finds_the_part_that_counting_units_finds(
         most = [held(count) for count in range(len(sizes) + 1)]
         for limit in sorted({*most, min(most) - 1, (most[1] + most[-1]) // 2}):
             counted = next((n for n, nbytes in enumerate(most) if nbytes <= limit), len(most))
-            assert least_units(run, lambda one, limit=limit: one.most <= limit) == counted
+            assert least_units(run, partial(within, limit)) == counted
 
 
 def test_bytes_of_a_part_are_those_that_the_plan_counts() -> None:

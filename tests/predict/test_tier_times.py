@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,12 @@ ON_DISK = Activations("block", "disk", "/scratch")
 
 
 def job(**changes: object) -> Job:
-    rates = {"disk_read": SLOW, "disk_write": 2 * SLOW, "host_read": 4 * SLOW, "host_write": SLOW}
+    rates: dict[str, Any] = {
+        "disk_read": SLOW,
+        "disk_write": 2 * SLOW,
+        "host_read": 4 * SLOW,
+        "host_write": SLOW,
+    }
     machine = dataclasses.replace(load_machine("dgx-h100"), **rates)
     asked = Job(MODEL, machine, 2, 3, "fp32", 2, transport="window", ranks_per_node=2)
     return dataclasses.replace(asked, **changes)  # type: ignore[arg-type]
@@ -37,11 +43,11 @@ def with_host(asked: Job, update: float = 1e7) -> Job:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("step", ["device", "host"])
 def test_bytes_of_a_foretold_step_are_those_of_the_plan_at_every_fraction(
-    precision: str, step: str
+    precision: str, step: Any
 ) -> None:
-    for parts in (("host",), ("host", "host"), ("host", "host", "host")):
+    for parts in (Offload("host"), Offload("host", "host"), Offload("host", "host", "host")):
         for fraction in cuts([1] * (MODEL.layers + 1)):
-            offload = Offload(*parts, fraction=fraction, step=step)  # type: ignore[arg-type]
+            offload = dataclasses.replace(parts, fraction=fraction, step=step)
             plan = job(offload=offload, precision=precision).offloaded
             moved = moved_of(plan)
             whole = plan.traffic()
