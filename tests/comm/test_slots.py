@@ -91,6 +91,19 @@ def test_passes_after_the_second_get_no_new_pages_and_one_large_need_is_forgotte
     comm.Barrier()
 
 
+@pytest.mark.ranks(2)
+def test_a_range_stays_fresh_until_it_is_left_for_ranks_that_hear_of_the_second_take_first(
+    comm: MPI.Intracomm,
+) -> None:
+    slots = Slots(Segment.create(comm, 4 * PAGE, "a test"))
+    assert slots.take(0, PAGE).fresh
+    assert slots.take(0, PAGE).fresh
+    slots.take(1, PAGE)
+    slots.leave(0)
+    assert not slots.take(0, PAGE).fresh
+    comm.Barrier()
+
+
 def test_addresses_show_what_was_written_elsewhere_and_zeros_while_hidden(
     comm: MPI.Intracomm,
 ) -> None:

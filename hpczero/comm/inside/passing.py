@@ -136,7 +136,7 @@ class Passing:
         """Put memory behind ``buffer``, the same on all ranks of the node. See [Note: Where whole parameters lie].
 
         Raises:
-            CommError: there is none left.
+            CommError: there is none left; on this rank alone, so whoever catches it leaves the others waiting.
         """
         assert self.segment is not None, "settled"
         slot = self._slot(buffer)

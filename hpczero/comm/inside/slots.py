@@ -56,7 +56,7 @@ class Slots:
     def __init__(self, segment: Segment) -> None:
         """``segment`` has room for all buffers at once; not collective."""
         self._segment = segment
-        self._taken: dict[int, tuple[int, int]] = {}  # number of the buffer: begin and bytes
+        self._taken: dict[int, tuple[Slot, int]] = {}  # number of the buffer: its range and bytes
         self._kept: dict[int, int] = {}  # begin of a range that nobody has: bytes; the oldest first
         self._bare: defaultdict[int, list[int]] = defaultdict(list)  # bytes: begins without pages
         self._end = 0
@@ -70,10 +70,13 @@ class Slots:
         return self._used + sum(self._kept.values())
 
     def take(self, number: int, nbytes: int) -> Slot:
-        """The range of buffer ``number``: the one that it has, or one of the same size that nobody has."""
+        """The range of buffer ``number``: the one that it has, or one of the same size that nobody has.
+
+        One that it has is as fresh as it was: a rank may hear of the second take first, and has brought no pages then.
+        """
         nbytes = padded(nbytes, PAGE)
         if number in self._taken:
-            return Slot(self._taken[number][0], fresh=False)
+            return self._taken[number][0]
         kept = next((begin for begin, size in self._kept.items() if size == nbytes), None)
         self._used += nbytes
         self._most = max(self._most, self._used)
@@ -83,14 +86,14 @@ class Slots:
         else:
             self._keep(max(self._most, self._most_before))
             slot = Slot(self._new(nbytes), fresh=True)
-        self._taken[number] = slot.begin, nbytes
+        self._taken[number] = slot, nbytes
         return slot
 
     def leave(self, number: int) -> None:
         """No rank of the node reads the buffer any more."""
-        begin, nbytes = self._taken.pop(number)
+        slot, nbytes = self._taken.pop(number)
         self._used -= nbytes
-        self._kept[begin] = nbytes
+        self._kept[slot.begin] = nbytes
         if not self._taken:
             self._keep(min(self._most, self._most_before))
             self._most, self._most_before = 0, self._most

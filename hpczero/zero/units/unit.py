@@ -196,7 +196,7 @@ class Unit:
             self.optimized.follow()
 
     def note_step(self, positions: Sequence[int]) -> None:
-        """The optimizer has changed the values of these slots, and the whole parameters are up to date."""
+        """The values of these slots are others, by a step or a load, and the whole parameters are up to date."""
         self.whole.note_step(positions)
         self._note_values()
 
@@ -249,7 +249,8 @@ class Unit:
     def publish(self) -> None:
         """The ``owned_values`` of every rank were set: masters of all and the whole parameters follow.
 
-        Collective; no model call may be under way.
+        Graphs that need the values of before refuse their backward, as in torch. Collective; no model call may be under
+        way.
         """
         if self.spec.trainable:
             if not self._stage.shards_optimizer:
@@ -258,7 +259,7 @@ class Unit:
         else:
             self.whole.update(self.rest.read)
         self.whole.wait_for_update()
-        self._note_values()
+        self.note_step(range(len(self.parameters)))
 
     # --- whole copies --------------------------------------------------------------------------------------------
 
