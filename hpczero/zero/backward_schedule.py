@@ -27,6 +27,7 @@ class BackwardSchedule:
 
     Attributes:
         sync: whether backward reduces gradients; ``no_sync`` turns it off.
+        released: whether the model was given back: graphs of its calls lead nowhere then.
         differentiable: whether the last backward that brought gradients kept its own graph (``create_graph=True``).
         gradients: of every trainable unit: the nodes where autograd adds them up.
         order: trainable units, in the order of reductions.
@@ -50,7 +51,7 @@ class BackwardSchedule:
             gradient_factor: multiplies the sum over ranks at each reduction.
             sharded: whether parameters are given back between uses.
         """
-        self.sync, self.differentiable = True, False
+        self.sync, self.released, self.differentiable = True, False, False
         self.gradients = gradients
         self.order = [unit for unit in reversed(units) if unit.spec.trainable]
         self._place = {unit: place for place, unit in enumerate(self.order)}
@@ -142,6 +143,11 @@ class BackwardSchedule:
         """The backward that is running. The first call starts it, and asks autograd for a call at its end."""
         task = current_task()
         assert task is not None, "called from autograd nodes and gradient hooks only"
+        if self.released:
+            raise StepError(
+                "backward of a graph from before hpczero.release(model), which has taken the shards apart; call "
+                "backward first, or forward again"
+            )
         if self._pass is not None and self._pass.task != task:
             raise StepError(
                 "another backward of this model has not finished. Either it ended in an exception, and its "

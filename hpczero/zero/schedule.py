@@ -91,6 +91,7 @@ class Schedule:
         self._handles.clear()
         self._ways.remove()
         self.backward.gradients.clear()
+        self.backward.released = True
 
     def reset(self) -> None:
         """Forget an interrupted forward or backward, and reshard all units."""

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 import hpczero
+from hpczero import Offload
 from hpczero.errors import StepError
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, distance, mlp_backward, mlp_input, raises_on_all, sgd
+from tests.helpers.small_models import (
+    MLP,
+    adamw,
+    distance,
+    mlp_backward,
+    mlp_input,
+    raises_on_all,
+    sgd,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -100,3 +110,20 @@ def test_release_inside_gathered_is_refused(
     with hpczero.gathered(model):
         raises_on_all(comm, StepError, "inside.*gathered", lambda: hpczero.release(model))
     hpczero.release(model)
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("away", [False, True], ids=["memory", "disk"])
+def test_backward_of_a_graph_from_before_a_release_is_a_named_error(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, away: bool, transport: str
+) -> None:
+    model = MLP()
+    offload = Offload("disk", "disk", "disk", folder, 2**14, 4) if away else None
+    hpczero.zeroify(
+        model, adamw(model), stage=3, topology=topology, transport=transport, offload=offload
+    )
+    loss = model(mlp_input(comm.rank)).sum()
+    hpczero.release(model, whole=not away)
+    with pytest.raises(StepError, match=r"graph from before hpczero.release"):
+        loss.backward()
+    comm.Barrier()
