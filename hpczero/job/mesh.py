@@ -20,6 +20,10 @@ from hpczero.errors import ConfigError
 # Slowest first.
 DEGREES = ("pipeline", "replicate", "shard", "sequence", "tensor")
 DATA = ("replicate", "shard")
+# Ranks that share the tokens of a sample hold the same parameters, so these are sharded over them too.
+SHARD = ("shard", "sequence")
+DATA_SEQUENCE = (*DATA, "sequence")
+MODEL = ("pipeline", "tensor")
 
 
 @dataclass(frozen=True)

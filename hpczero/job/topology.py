@@ -17,7 +17,7 @@ from hpczero import errors
 from hpczero.errors import TopologyError
 from hpczero.job.agreed import spans
 from hpczero.job.group import Group, named
-from hpczero.job.mesh import DATA, DEGREES, Mesh
+from hpczero.job.mesh import DATA, DATA_SEQUENCE, DEGREES, MODEL, SHARD, Mesh
 from hpczero.job.roll_call import RollCall
 from hpczero.job.watchdog import Watchdog
 from hpczero.options.environment import Environment
@@ -33,8 +33,11 @@ class Topology:
         mesh: the degrees.
         world: all ranks of the job.
         data: ranks that train on different samples.
-        shard: ranks that share parameters, gradients and optimizer state.
+        shard: ranks that share parameters, gradients and optimizer state; those that share a sample's tokens too.
         replicate: ranks that hold the same shard.
+        data_sequence: ranks that hold the same part of the model: ``data`` and ``sequence`` together. Their gradients
+            are summed.
+        model_parallel: ranks that hold one copy of the model together: ``tensor`` and ``pipeline``.
         tensor: ranks that share each layer's products.
         sequence: ranks that share the tokens of a sample.
         pipeline: ranks that share the layers.
@@ -46,6 +49,8 @@ class Topology:
     data: Group
     shard: Group
     replicate: Group
+    data_sequence: Group
+    model_parallel: Group
     tensor: Group
     sequence: Group
     pipeline: Group
@@ -78,7 +83,7 @@ class Topology:
                 rank.
         """
         mesh = Mesh.of(comm.size) if mesh is None else Mesh.of(comm.size, **vars(mesh))
-        if comm.size > 1:
+        if MPI.COMM_WORLD.size > 1:  # also for a group of one: the others of the job would wait for it
             errors.install_abort_hook()
         watchdog = Watchdog(
             comm.rank, Environment.read().timeout_s if timeout_s is None else timeout_s
@@ -116,8 +121,10 @@ class Topology:
             mesh=mesh,
             world=world,
             data=group("data", *DATA),
-            shard=group("shard", "shard"),
+            shard=group("shard", *SHARD),
             replicate=group("replicate", "replicate"),
+            data_sequence=group("data and sequence", *DATA_SEQUENCE),
+            model_parallel=group("model parallel", *MODEL),
             tensor=group("tensor", "tensor"),
             sequence=group("sequence", "sequence"),
             pipeline=group("pipeline", "pipeline"),
@@ -143,7 +150,10 @@ class Topology:
     @property
     def groups(self) -> list[Group]:
         """Each group once, smaller ones first, in the same order on every rank."""
-        parts = (self.pipeline, self.sequence, self.tensor, self.replicate, self.shard, self.data)
+        parts = (
+            *(self.pipeline, self.sequence, self.tensor, self.replicate),
+            *(self.model_parallel, self.shard, self.data, self.data_sequence),
+        )
         return [
             *{id(group): group for group in parts if group is not self.world}.values(),
             self.world,
