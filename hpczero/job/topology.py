@@ -83,7 +83,9 @@ class Topology:
                 rank.
         """
         mesh = Mesh.of(comm.size) if mesh is None else Mesh.of(comm.size, **vars(mesh))
-        if MPI.COMM_WORLD.size > 1:  # also for a group of one: the others of the job would wait for it
+        if (
+            MPI.COMM_WORLD.size > 1
+        ):  # also for a group of one: the others of the job would wait for it
             errors.install_abort_hook()
         watchdog = Watchdog(
             comm.rank, Environment.read().timeout_s if timeout_s is None else timeout_s
