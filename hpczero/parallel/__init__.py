@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpczero.parallel.pipeline.known import gpt_stages, hugging_face_stages
+    from hpczero.parallel.pipeline.known import gpt_stages
     from hpczero.parallel.pipeline.stages import Stages, cut
 
 # Loaded on first use: schedules are looked at where there is no torch.
@@ -12,10 +12,9 @@ _HOME = {
     "Stages": "hpczero.parallel.pipeline.stages",
     "cut": "hpczero.parallel.pipeline.stages",
     "gpt_stages": "hpczero.parallel.pipeline.known",
-    "hugging_face_stages": "hpczero.parallel.pipeline.known",
 }
 
-__all__ = ["Stages", "cut", "gpt_stages", "hugging_face_stages"]
+__all__ = ["Stages", "cut", "gpt_stages"]
 
 
 def __getattr__(name: str) -> Any:

@@ -182,5 +182,6 @@ def _check_order_of_messages(lists: Sequence[Sequence[Action]]) -> None:
         if taken != sent:
             raise PlanError(
                 f"pipeline: stage {piece % stages} sends micro-batches {sent} of piece {piece} in this order, and "
-                f"stage {to % stages} takes them as {taken} ({'forward' if kind == 'F' else 'backward'}); expected one order"
+                f"stage {to % stages} takes them as {taken}, {'forward' if kind == 'F' else 'backward'}; expected one "
+                "order"
             )
