@@ -200,7 +200,10 @@ class StageMessages:
     # --- receiving -----------------------------------------------------------------------------------------------
 
     def expect(self, message: Message) -> None:
-        """Post the receive of a message, so that it may come while this stage computes."""
+        """Post the receive of a message, so that it may come while this stage computes.
+
+        One whose form is not known yet is posted by ``receive``.
+        """
         if message in self._posted:
             return
         form = self._forms.get(message.boundary)
@@ -235,9 +238,8 @@ class StageMessages:
         return posted.data
 
     def _expect_form(self, message: Message) -> None:
-        if message.boundary in self._coming:
-            return
-        assert message.kind == "F", "a gradient follows an activation, whose form is known"
+        if message.boundary in self._coming or message.kind == "B":
+            return  # a gradient has the form of an activation that this stage is about to send
         words = np.zeros(FORM_NUMEL, dtype=np.int64)
         source, tag = self._stage(message.source), self._tag(message, form=True)
         request = self._group.comm.Irecv([words, MPI.INT64_T], source, tag)

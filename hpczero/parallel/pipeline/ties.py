@@ -85,8 +85,8 @@ class Ties:
             raise StepError(
                 f"rank {self._state.topology.rank}: of {name!r}, which the first and the last stage both hold, this "
                 f"rank has shard {mine[0]} of {mine[1]} elements (trained: {bool(mine[2])}), and its twin shard "
-                f"{theirs[0]} of {theirs[1]} (trained: {bool(theirs[2])}), expected the same; give both stages equally many ranks "
-                "on each node, and freeze the weight on both or on none"
+                f"{theirs[0]} of {theirs[1]} (trained: {bool(theirs[2])}), expected the same; give both stages equally "
+                "many ranks on each node, and freeze the weight on both or on none"
             )
         if mine[3] != theirs[3]:
             raise StepError(
