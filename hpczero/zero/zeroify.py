@@ -33,7 +33,7 @@ from hpczero.plan.placement import part_of
 from hpczero.plan.plan import UnitRule
 from hpczero.plan.precision import Precision
 from hpczero.plan.rules import default_rule
-from hpczero.zero.filling import Initializer, filler
+from hpczero.zero.filling import Initializer, fill
 from hpczero.zero.offloading import open_away, parts_of, tell
 from hpczero.zero.refusals import check_gradients, check_modules
 from hpczero.zero.sharding import KEY, Sharding
@@ -82,7 +82,8 @@ def zeroify(
         device: where it trains: "cpu", "cuda" (the device of this rank's place on its node), or what
             ``choose_accelerator`` gave before MPI was started; None: where the model lies, which is the CPU for meta.
         initialize: fills one whole fp32 parameter in place, given its name; must give the same values on every rank.
-            Used for every parameter, unit by unit, so that no rank holds the whole model.
+            Used for every parameter, unit by unit, so that no rank holds the whole model. Of a model that is a part of
+            one, names and shapes are those of the whole model.
         offload: what of this rank's shards rests in the memory of the host or on disk between uses; None: nothing.
 
     Returns:
@@ -158,8 +159,7 @@ def zeroify(
         sharding = Sharding(
             model, optimizers, plan, topology, collectives, owns_topology=owns_topology, away=away
         )
-        for unit in sharding.units:
-            unit.load(filler(unit, collectives, initialize))
+        fill(sharding.units, topology, collectives, initialize, part_of(model))
         undone.pop_all()
     sharding.shared_buffers.share()
     sharding.attach()
