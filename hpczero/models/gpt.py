@@ -136,6 +136,13 @@ class GPT(nn.Module):
         Raises:
             ValueError: The sequence is longer than the context.
         """
+        x_BTC = self.embed(tokens_BT)
+        for block in self.blocks:
+            x_BTC = self.run(block, x_BTC)
+        return self.head(x_BTC, targets_BT)
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """What goes into the first block, (B, T, C); raises as ``forward``."""
         seq_len = tokens_BT.shape[1]
         if seq_len > self.config.context:
             raise ValueError(
@@ -145,9 +152,15 @@ class GPT(nn.Module):
         x_BTC = self.wte(tokens_BT)
         if self.wpe is not None:
             x_BTC = x_BTC + self.wpe(torch.arange(seq_len, device=tokens_BT.device))
-        x_BTC = self.dropout(x_BTC)
-        for block in self.blocks:
-            x_BTC = (self.call_block if torch.is_grad_enabled() else call)(block, x_BTC)
+        out_BTC: Tensor = self.dropout(x_BTC)
+        return out_BTC
+
+    def run(self, block: nn.Module, x_BTC: Tensor) -> Tensor:
+        """One of the blocks; (B, T, C) in and out."""
+        return (self.call_block if torch.is_grad_enabled() else call)(block, x_BTC)
+
+    def head(self, x_BTC: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """What ``forward`` returns, from what comes out of the last block."""
         logits_BTV: Tensor = self.lm_head(self.final_norm(x_BTC))
         return logits_BTV if targets_BT is None else mean_cross_entropy(logits_BTV, targets_BT)
 
