@@ -32,12 +32,12 @@ class Runs(NamedTuple):
     Attributes:
         whole: first element of each run, counted in the whole parameter.
         local: first element of each run, counted in the part.
-        count: elements of each run.
+        numel: elements of each run.
     """
 
     whole: Indices
     local: Indices
-    count: Indices
+    numel: Indices
 
 
 @dataclass(frozen=True)
