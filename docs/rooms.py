@@ -93,6 +93,8 @@ HPCZERO = House(
         "adapters",
         "checkpoint.disk",
         "activations",
+        "parallel",
+        "parallel.pipeline",
         "zero",
         "zero.update",
         "zero.calls",
