@@ -95,6 +95,8 @@ HPCZERO = House(
         "parallel",
         "parallel.tensor",
         "activations",
+        "parallel",
+        "parallel.pipeline",
         "zero",
         "zero.update",
         "zero.calls",
