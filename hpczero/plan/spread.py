@@ -144,7 +144,7 @@ class Spread:
     def shards(self) -> Span:
         """The group that shares parameters; of the stages, that on most nodes."""
         return max(
-            (self.span(place, *SHARD) for place in range(self.mesh.pipeline)),
+            (self.span(place, *SHARD) for place in self.kinds),
             key=lambda span: span.nodes,
         )
 
@@ -236,9 +236,19 @@ class Spread:
         return self.itemsize * max(max(sizes.values()), 3 * sizes[TIED] if both else 0)
 
     @cached_property
+    def kinds(self) -> dict[int, int]:
+        """The first pipeline stage of each kind, with how many are alike; later ones of a kind hold no more."""
+        found: dict[tuple[object, ...], list[int]] = {}
+        for place in range(self.mesh.pipeline):
+            part = self.part(place)
+            kind = (part.blocks, part.first, part.last, self.span(place, *SHARD))
+            found.setdefault(kind, []).append(place)
+        return {places[0]: len(places) for places in found.values()}
+
+    @cached_property
     def worst(self) -> int:
         """The stage whose ranks hold most."""
-        return max(range(self.mesh.pipeline), key=lambda place: self.shares(place).total)
+        return max(self.kinds, key=lambda place: self.shares(place).total)
 
 
 @lru_cache(maxsize=512)

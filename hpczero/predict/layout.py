@@ -107,9 +107,9 @@ def predict_layout(
         ConfigError: the machine has no peak for the precision.
     """
     stages = [
-        StageTime(StageJob.of(spread, place, machine, kernels, overlap)) for place in _kinds(spread)
+        StageTime(StageJob.of(spread, place, machine, kernels, overlap)) for place in spread.kinds
     ]
-    counts = list(_kinds(spread).values())
+    counts = list(spread.kinds.values())
     slowest = max(stages, key=lambda stage: stage.turn_s)
     everybody = sum(n * stage.turn_s for n, stage in zip(counts, stages, strict=True))
     times = spread.accumulation
@@ -127,17 +127,6 @@ def predict_layout(
         replicas_s=max(stage.replicas_s for stage in stages),
         update_s=max(stage.update_s for stage in stages),
     )
-
-
-def _kinds(spread: Spread) -> dict[int, int]:
-    """One pipeline stage of each kind, with how many there are: most of them are alike."""
-    found: dict[tuple[object, ...], list[int]] = {}
-    for place in range(spread.mesh.pipeline):
-        part = spread.part(place)
-        sends, _ = spread.messages(place)
-        kind = (part.blocks, part.first, part.last, sends)
-        found.setdefault(kind, []).append(place)
-    return {places[0]: len(places) for places in found.values()}
 
 
 @dataclass(frozen=True)

@@ -263,3 +263,21 @@ def test_map_names_each_rank_of_a_small_job_and_each_group_of_a_large_one() -> N
     assert "3072 rank(s) on 384 node(s): pipeline 64 x shard 6 x tensor 8" in large
     assert "8 ranks, every 1st, on one node: first group 0, 1, 2, ... 7" in large
     assert "64 ranks, every 48th, on 64 nodes: first group 0, 48, 96, ... 3024" in large
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_worst_stage_holds_most_of_all(schedule: Any) -> None:
+    more = 2 if schedule == "interleaved" else 1
+    for accumulation in (1, 3, 8):
+        spread = Spread(
+            ROUND,
+            Mesh(pipeline=4, shard=2),
+            2,
+            stage=1,
+            accumulation=accumulation,
+            schedule=schedule,
+            interleave=more,
+        )
+        totals = [spread.shares(place).total for place in range(4)]
+        assert totals[spread.worst] == max(totals)
+        assert sum(spread.kinds.values()) == 4
