@@ -124,6 +124,7 @@ HPCZERO = House(
         "sample": "commands",
         "commands": "commands",
         "plan/auto": "commands",
+        "plan/layouts": "commands",
         "__init__": "names",
         "checkpoint/__init__": "names",
         "errors": "errors",
