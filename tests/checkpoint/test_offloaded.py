@@ -149,7 +149,7 @@ class Trained:
     def bits(self) -> str:
         """Of all that this rank has. Not collective."""
         found = hashlib.sha256()
-        inventory = Inventory(hpczero.sharding(self.model))
+        inventory = Inventory.create(hpczero.sharding(self.model))
         numel = sum(stop - start for start, stop in inventory.held)
         found.update(inventory.values()[slice(0, numel)].numpy().tobytes())
         for key in ("exp_avg", "exp_avg_sq"):
