@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpczero.comm import Collectives, Flat, Hierarchical
     from hpczero.errors import HpcZeroError
+    from hpczero.job.mesh import Mesh
     from hpczero.job.topology import Topology
     from hpczero.plan import Plan, Stage
     from hpczero.plan.layout import ShardLayout
@@ -38,6 +39,7 @@ _HOME = {
     "Hierarchical": "hpczero.comm",
     "HpcZeroError": "hpczero.errors",
     "LossScale": "hpczero.plan.precision",
+    "Mesh": "hpczero.job.mesh",
     "Offload": "hpczero.plan.offload",
     "Plan": "hpczero.plan",
     "Precision": "hpczero.plan.precision",
@@ -70,6 +72,7 @@ __all__ = [
     "Hierarchical",
     "HpcZeroError",
     "LossScale",
+    "Mesh",
     "Offload",
     "Plan",
     "Precision",

@@ -16,6 +16,7 @@ from hpczero.models import PRESETS, GPTConfig
 from hpczero.options.config import ModelOptions
 from hpczero.options.environment import Environment
 from hpczero.options.reading import read_run_config
+from hpczero.plan.degrees import check_model
 from hpczero.run.starting.first_seconds import (
     end_before_mpi,
     meet_the_other_ranks_in_mpi_init,
@@ -28,6 +29,8 @@ def main() -> int:
     """Train as the command line says. Collective over MPI's world."""
     config = read_run_config(sys.argv[1:])
     model = model_config(config.model)
+    config.parallel.check(stage=config.parallel.stage, auto=config.parallel.auto)
+    check_model(config.parallel, model)
     environment = Environment.read()
     with (
         Signals() as signals

@@ -4,12 +4,14 @@ from hpczero.comm.choice import check_transport_name, choose
 from hpczero.comm.collectives import Collectives, CommStats, Work
 from hpczero.comm.flat import Flat
 from hpczero.comm.hierarchical import Hierarchical
+from hpczero.comm.hybrid import Hybrid
 
 __all__ = [
     "Collectives",
     "CommStats",
     "Flat",
     "Hierarchical",
+    "Hybrid",
     "Work",
     "check_transport_name",
     "choose",

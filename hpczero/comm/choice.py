@@ -20,6 +20,7 @@ from hpczero.comm.collectives import Collectives, shard_group
 from hpczero.comm.devices.awareness import reach_of
 from hpczero.comm.flat import Flat
 from hpczero.comm.hierarchical import Hierarchical, Inside
+from hpczero.comm.hybrid import Hybrid
 from hpczero.comm.inside.segment import Segment
 from hpczero.errors import CommError, ConfigError
 from hpczero.job.group import Group
@@ -43,7 +44,7 @@ def choose(
     """Make a transport. Collective over its ranks.
 
     Args:
-        topology: a topology, whose shard group the transport serves, or any group.
+        topology: a topology, whose shard group and replicas the transport serves, or any group.
         transport: ``flat`` works on any nodes. ``hierarchical`` sends messages between nodes and inside them.
             ``window`` shares memory inside nodes. ``ipc`` lets ranks of a node read each other's device memory.
             ``auto`` takes the fastest that works.
@@ -62,6 +63,39 @@ def choose(
     """
     check_transport_name(transport)
     check_algorithms(algorithms)
+    make = partial(
+        _choose_one,
+        transport=transport,
+        node_dtype=node_dtype,
+        algorithms=algorithms,
+        accelerator=accelerator,
+    )
+    if isinstance(topology, Group) or topology.replicate.size == 1:
+        return make(topology, strict=strict, overlap=overlap)
+    # A communicator of its own: a thread may use it, and another model has the topology too.
+    replicas = topology.replicate.part(range(topology.replicate.size), "replicas of one transport")
+    inside = make(topology.shard, strict=False, overlap=overlap)
+    outside = make(replicas, strict=False, overlap=False)
+    return Hybrid(
+        topology,
+        inside,
+        outside,
+        strict=strict,
+        overlap=overlap and _can_overlap(replicas, inside.reach.accelerator),
+    )
+
+
+def _choose_one(
+    topology: Topology | Group,
+    *,
+    transport: str,
+    strict: bool,
+    node_dtype: torch.dtype,
+    algorithms: str,
+    overlap: bool,
+    accelerator: Accelerator | None,
+) -> Collectives:
+    """As ``choose``, over one group of ranks."""
     group = shard_group(topology)
     reach = reach_of(accelerator or HostAccelerator(), group)
     if transport == "auto":

@@ -15,10 +15,11 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from hpczero.options.parallel import ParallelOptions as ParallelOptions
 from hpczero.options.requirements import require_amount, require_path, require_positive
 from hpczero.options.tiers import ActivationOptions, OffloadOptions
 from hpczero.options.types import MOST
-from hpczero.options.values import Transport, node_shape, require
+from hpczero.options.values import require
 
 DEFAULT_RUN = "default"
 MOST_STEPS = 10**15
@@ -175,42 +176,6 @@ class TrainOptions:
 
 
 @dataclass(frozen=True)
-class ParallelOptions:
-    """How the state is sharded.
-
-    Attributes:
-        stage: ZeRO stage. 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
-        precision: of parameters and activations; bf16 and fp16 keep fp32 masters.
-        nodes: treat the ranks as GxL, G nodes of L ranks, such as 2x2; None: HPCZERO_FAKE_NODES, else ask MPI.
-        transport: how ranks exchange parameters and gradients: flat, hierarchical (between nodes, then inside), window
-            (the same with shared memory inside), ipc (the same with peers' device memory inside); auto:
-            HPCZERO_TRANSPORT, else the fastest that works.
-        algorithms: between nodes; auto: HPCZERO_ALGORITHMS, else what is fastest by a measurement at the first start;
-            measure: measure anew; default: do not measure; or as in all_gather=ring,reduce_scatter=pairwise.
-        overlap: between nodes and on devices, gather the next unit and reduce the last one while the model computes.
-        device: cpu; cuda, one device for each rank of a node; auto: cuda where there is one.
-        auto: whether to measure the machine at the start, and to choose what trains fastest within its memory: stage,
-            offload, checkpointing of activations, and the micro-batch of the global batch. What is set to another
-            value than the default stays. Parts rest on a disk only if offload.folder is given.
-    """
-
-    stage: Literal[0, 1, 2, 3] = 3
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    nodes: str | None = None
-    transport: Transport = "auto"
-    algorithms: str = "auto"
-    overlap: bool = True
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    auto: bool = False
-
-    def __post_init__(self) -> None:
-        if self.nodes is not None:
-            node_shape(self.nodes, "parallel.nodes")
-        algorithms = self.algorithms
-        require(algorithms.isascii(), "parallel.algorithms", algorithms, "names of algorithms")
-
-
-@dataclass(frozen=True)
 class EvaluationOptions:
     """Loss on the held-out part of the data.
 
@@ -304,7 +269,7 @@ class RunConfig:
         model: the network.
         data: the text.
         train: batch, optimizer, learning rate.
-        parallel: ZeRO stage, precision, nodes.
+        parallel: ZeRO stage, precision, nodes, and which ranks share what.
         offload: what rests in memory of the host or on disk.
         activations: what backward computes again, and where inputs of blocks rest.
         evaluation: held-out loss.

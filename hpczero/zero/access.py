@@ -151,7 +151,7 @@ def _refuse_changes(state: Sharding) -> NoReturn:
         "parameters were changed inside gathered(model) without a modifier_rank, so ranks may now "
         "differ; use gathered(model, modifier_rank=0) and change them on that rank"
     )
-    error.agreed = True
+    error.agreed = state.topology.data_sequence.is_job
     raise error
 
 

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 from hpczero.accelerator import Accelerator, accelerator_of, choose_accelerator
 from hpczero.comm import Collectives, check_transport_name, choose
 from hpczero.errors import PlanError, explain_exhaustion
-from hpczero.job.mesh import DEGREES
+from hpczero.job.mesh import DATA_SEQUENCE
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import DTYPES
 from hpczero.memory.heap import give_back_freed_memory, keep_freed_memory
@@ -99,8 +100,8 @@ def zeroify(
     owns_topology = topology is None and given is None
     topology = topology or (_topology_of(given) if given else Topology.of_world())
     with topology.agreed("plan the model"):
-        _check_degrees(topology)
         _check_arguments(model, optimizer, offload)
+        _check_degrees(model, topology)
         optimizers = OptimizerSet.of(optimizer)
         environment = Environment.read()
         precision = Precision.of(precision)
@@ -317,21 +318,24 @@ def _topology_of(collectives: Collectives) -> Topology:
     return collectives.topology
 
 
-def _check_degrees(topology: Topology) -> None:
-    """Refuse degrees beside ``shard``: gradients would not be summed over their ranks."""
+def _check_degrees(model: nn.Module, topology: Topology) -> None:
+    """Refuse a whole model where ranks are to hold parts of one: each of them would train all of it by itself."""
     mesh = topology.mesh
-    others = zip(DEGREES, mesh.degrees, strict=True)
-    more = [f"{name} {degree}" for name, degree in others if name != "shard" and degree > 1]
-    if more:
+    degrees = (("tensor", mesh.tensor), ("sequence", mesh.sequence), ("pipeline", mesh.pipeline))
+    more = [f"{name} {degree}" for name, degree in degrees if degree > 1]
+    if more and part_of(model) is None:
         raise PlanError(
-            f"got a mesh of {', '.join(more)} beside shard {mesh.shard}, expected shard alone: a model is trained over "
-            "one group of ranks. For several jobs side by side, give each Topology.create(comm) of its own ranks"
+            f"got a mesh of {', '.join(more)} and a whole model, expected one whose layers, tokens or blocks are split "
+            "over these ranks: call hpczero.parallel.split, share_sequence or cut on it first (docs/parallel.md). For "
+            "several jobs side by side, give each Topology.create(comm) of its own ranks"
         )
 
 
 def _check_transport(collectives: Collectives, topology: Topology, precision: Precision) -> None:
     """Refuse a transport over other ranks, or one that rounds sums elsewhere than the precision says."""
-    if collectives.group is not topology.shard:
+    if collectives.group is not topology.shard or (
+        collectives.everybody is not topology.data_sequence
+    ):
         raise PlanError("collectives move data over another topology than the one given; pass one")
     expected = DTYPES[precision.reduce]
     if collectives.node_dtype != expected:
@@ -348,16 +352,24 @@ def _check_equal_plans(
     topology: Topology,
     away: Sequence[str],
 ) -> None:
-    """All ranks must have built the same, or later collectives would mix up buffers and masters would drift apart."""
+    """All ranks must have built the same, or later collectives would mix up buffers and masters would drift apart.
+
+    Parts of a model differ between tensor ranks and stages; they have the stage and the precision in common.
+    """
     buffers = [(tuple(buffer.shape), buffer.dtype) for buffer in persistent_buffers(model).values()]
     decisions = (plan.stage, plan.precision, plan.units, buffers, optimizers.describe(), away)
-    mine = zlib.crc32(repr(decisions).encode())
-    plans = topology.gather(float(mine))
-    odd = [rank for rank, other in enumerate(plans) if other != plans[0]]
+    mine = float(zlib.crc32(repr(decisions).encode()))
+    common = float(zlib.crc32(repr((plan.stage, plan.precision, len(optimizers))).encode()))
+    plans = topology.data_sequence.share(np.array([mine, common]))
+    ranks = topology.mesh.members(topology.rank, *DATA_SEQUENCE)
+    odd = [rank for rank, other in zip(ranks, plans, strict=True) if (other != plans[0]).any()]
+    parts = topology.world.share(np.array([common]))[:, 0]
+    odd += [rank for rank, other in enumerate(parts.tolist()) if other != parts[0]]
+    odd = sorted(set(odd))
     with topology.agreed("agree on the plan"):
         if odd:
             raise PlanError(
-                f"rank(s) {odd[:8]} built another model, optimizer, stage or precision than rank 0; "
+                f"rank(s) {odd[:8]} built another model, optimizer, stage or precision than rank {ranks[0]}; "
                 "every rank must build the same"
             )
 

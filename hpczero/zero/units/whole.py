@@ -89,9 +89,10 @@ class WholeParameters:
         self.shared = self._buffer.shared
         self.lasts = not in_flight
         self._buffer.release()
-        self.watch = Watch(spec, self.parameters, rank=comm.group.rank)
+        self.watch = Watch(spec, self.parameters, rank=comm.rank)
         index, size = comm.group.index, spec.layout.num_shards
-        self._marks = Marks(spec.name, rank=index, shards=size) if given_back else None
+        told = comm.group.is_job
+        self._marks = Marks(spec.name, rank=index, shards=size, is_job=told) if given_back else None
         self._work: Work | None = None
         self._gathered = False  # every rank's newest slice is in the buffer
         self.holds = 0
@@ -291,7 +292,7 @@ class WholeParameters:
         """Raises StepError where the parameters are ``doubtful``."""
         if self.doubtful:
             raise StepError(
-                f"rank {self._comm.group.rank}: the last `with hpczero.gathered(model)` block was left by an "
+                f"rank {self._comm.rank}: the last `with hpczero.gathered(model)` block was left by an "
                 "exception, or refused, after parameters had been changed, or an optimizer.step() or a load on a "
                 "memory tier was cut off; load a checkpoint, or repeat the change in a "
                 "`with hpczero.gathered(model, modifier_rank=0):` that ends well"
@@ -354,7 +355,7 @@ class WholeParameters:
         """
         if self.holds:
             raise StepError(
-                f"rank {self._comm.group.rank}: optimizer.step() inside `with hpczero.gathered(model):` would leave "
+                f"rank {self._comm.rank}: optimizer.step() inside `with hpczero.gathered(model):` would leave "
                 "old values in the gathered parameters; take the step outside"
             )
         self.watch.check_trained()

@@ -1,0 +1,149 @@
+"""From options to a mesh: how many ranks share what, and what of that cannot work.
+
+Owns: the meaning of ``--parallel.shard node``, and refusals that need the number of ranks, the nodes or the model. Must
+not know: torch, MPI, how anything is cut or sent. ``train``, ``sample`` and ``plan`` ask here, so they refuse alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+
+from hpczero.errors import ConfigError
+from hpczero.job.mesh import Mesh
+from hpczero.models.config import GPTConfig
+from hpczero.options.parallel import LayoutOptions
+
+
+def mesh_of(options: LayoutOptions, ranks: int, ranks_per_node: int) -> Mesh:
+    """The mesh that the options mean. Nodes are filled with ranks one after the other. Not collective.
+
+    ``parallel.shard node`` is the largest degree with which no group of shards leaves its node.
+
+    Args:
+        options: degrees.
+        ranks: of the job.
+        ranks_per_node: of each node; the last one may have fewer.
+
+    Raises:
+        ConfigError: the degrees do not multiply to the ranks; tensor groups would lie on several nodes; shards of a
+            node have no two ranks there; a secondary shard would save nothing.
+
+    Source: issue 19; groups of shards inside a node: Zhang et al., MiCS, arXiv 2205.00119; a second one: Wang et al.,
+    ZeRO++, arXiv 2306.10209, sec. 3.2.
+    """
+    given = {
+        "pipeline": options.pipeline,
+        "sequence": options.context,
+        "tensor": options.tensor,
+    }
+    left = Mesh.of(ranks, **given).shard
+    local = max(min(ranks_per_node, ranks), 1)
+    if options.tensor > 1 and local % options.tensor and not options.spread_tensor:
+        raise ConfigError(
+            f"parallel.tensor: got {options.tensor}, which does not divide the {local} rank(s) of a node, so ranks "
+            "that share every product would lie on several nodes; expected a divisor of it, or "
+            "parallel.spread_tensor true (slow)"
+        )
+    shard = _shards(options, left, local)
+    if left % shard:
+        raise ConfigError(
+            f"parallel.shard: got {shard}, expected a divisor of the {left} rank(s) that pipeline {options.pipeline}, "
+            f"context {options.context} and tensor {options.tensor} leave of {ranks}, or world or node"
+        )
+    mesh = Mesh.of(ranks, shard=shard, replicate=left // shard, **given)
+    if options.secondary:
+        _check_secondary(mesh, local)
+    return mesh
+
+
+def check_on_nodes(mesh: Mesh, nodes: Sequence[int], *, spread_tensor: bool) -> None:
+    """Refuse tensor groups that lie on several nodes, whatever the order in which the launcher has placed ranks.
+
+    Args:
+        mesh: of the job.
+        nodes: node of each rank, as the job has found them.
+        spread_tensor: whether that is allowed.
+
+    Raises:
+        ConfigError: names the first such group and its nodes.
+    """
+    if spread_tensor or mesh.tensor == 1:
+        return
+    for first in range(0, mesh.size, mesh.tensor):
+        group = range(first, first + mesh.tensor)
+        found = [nodes[rank] for rank in group]
+        if len(set(found)) > 1:
+            raise ConfigError(
+                f"parallel.tensor: ranks {group[0]} to {group[-1]} share every product and lie on nodes "
+                f"{', '.join(map(str, sorted(set(found))))}; expected one node: start ranks node after node (mpirun "
+                "--map-by core, srun --distribution=block), or take a tensor degree that divides the ranks of a node, "
+                f"or parallel.spread_tensor true (slow)"
+            )
+
+
+def check_model(options: LayoutOptions, model: GPTConfig) -> None:
+    """Refuse degrees that this model cannot be cut into.
+
+    Args:
+        options: degrees.
+        model: sizes.
+
+    Raises:
+        ConfigError: names the degree, the size it does not suit, and what would.
+    """
+    if options.pipeline > model.layers:
+        raise ConfigError(
+            f"parallel.pipeline: got {options.pipeline} stages for a model of {model.layers} block(s), "
+            f"expected at most {model.layers}"
+        )
+    parts = options.pipeline * options.interleave
+    if parts > model.layers:
+        raise ConfigError(
+            f"parallel.interleave: got {options.interleave} groups on each of {options.pipeline} stages = {parts} for "
+            f"a model of {model.layers} block(s), expected at most {model.layers // options.pipeline} group(s)"
+        )
+    if options.tensor > model.heads:
+        raise ConfigError(
+            f"parallel.tensor: got {options.tensor} for a model of {model.heads} attention head(s), so some ranks "
+            f"would have none; expected at most {model.heads}"
+        )
+    shares = options.context * (options.tensor if options.context > 1 else 1)
+    if model.heads % shares:
+        beside = f" beside tensor {options.tensor}" if options.tensor > 1 else ""
+        raise ConfigError(
+            f"parallel.context: got {options.context}{beside} for a model of {model.heads} attention heads, which each "
+            f"rank must have as many of; expected a product that divides {model.heads}"
+        )
+    if model.context % options.context:
+        raise ConfigError(
+            f"parallel.context: got {options.context} for sequences of {model.context} tokens (model.context), "
+            f"expected a divisor of {model.context}"
+        )
+
+
+def _shards(options: LayoutOptions, left: int, local: int) -> int:
+    """Degree of shards of ``left`` ranks."""
+    if options.shard == "world":
+        return left
+    if options.shard != "node":
+        return int(options.shard)
+    inside = options.context * options.tensor
+    shard = gcd(left, local // inside) if local % inside == 0 else 1
+    if shard == 1 and left > 1:
+        raise ConfigError(
+            f"parallel.shard: got node, but context {options.context} and tensor {options.tensor} leave no two of the "
+            f"{local} rank(s) of a node to share anything with; expected world, a number, or smaller degrees"
+        )
+    return shard
+
+
+def _check_secondary(mesh: Mesh, local: int) -> None:
+    """Refuse a second shard inside the node where all of the first one is there already."""
+    width = mesh.shard * mesh.sequence * mesh.tensor
+    if mesh.shard * mesh.sequence == 1 or (width <= local and local % width == 0):
+        raise ConfigError(
+            f"parallel.secondary: got true, but the {mesh.shard * mesh.sequence} rank(s) that share parameters lie on "
+            "one node already, so nothing between nodes would be saved; expected a larger parallel.shard, or "
+            "parallel.secondary false"
+        )
