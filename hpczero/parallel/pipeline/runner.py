@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hpczero.comm.stage_messages import Message, StageMessages
-from hpczero.errors import ConfigError, StepError
+from hpczero.errors import ConfigError, PlanError, StepError
 from hpczero.parallel.pipeline.actions import Action, forwards_of, schedule_of
 from hpczero.parallel.pipeline.simulate import Simulation, simulate
 from hpczero.parallel.pipeline.stages import stage_of
@@ -72,12 +72,18 @@ class Pipeline:
                 every backward, which sends ``micro_batches`` times the bytes, and at stages 2 and 3 holds shards only.
 
         Raises:
-            PlanError: the model was not cut or not zeroified, or a tied weight is no unit of its own.
+            PlanError: the model was not cut, not zeroified or over another topology, or a tied weight is no unit of its
+                own.
             ConfigError: an option, or numbers that the schedule cannot run.
         """
         self._model, self._stage = model, stage_of(model)
         state = sharding(model)
         group, chunks = self._stage.group, len(self._stage.chunks)
+        if state.topology.pipeline is not group:
+            raise PlanError(
+                f"stage {group.rank} of {group.size}: the model was zeroified over another topology than it was cut "
+                "for, so norms and skipped steps would not be those of all stages; pass both the same topology"
+            )
         lists = schedule_of(schedule, group.size, micro_batches, chunks=chunks)
         self.simulation: Simulation = simulate(lists, micro_batches, chunks=chunks)
         self.micro_batches = micro_batches
