@@ -102,7 +102,7 @@ class Staged:
     def state(self) -> hpczero.Sharding:
         return hpczero.sharding(self.model)
 
-    def gradients(self, inputs: Sequence[Any], targets: Sequence[Any]) -> dict[str, Tensor]:
+    def gradients(self, inputs: Any, targets: Any) -> dict[str, Tensor]:
         """Of one step that is not taken, by the names on this stage. Collective."""
         self.pipeline.step(inputs, targets)
         found = hpczero.full_gradients(self.model)

@@ -123,7 +123,7 @@ def test_an_error_in_one_stage_ends_the_job_within_seconds() -> None:
             "pipeline.step(x, x)\nif stage == 1: optimizer.param_groups[0]['params'][-1].data.add_(1)\n"
             "optimizer.step()\noptimizer.zero_grad()",
             1,
-            r"\[rank 1\] StepError: rank 1: 'wte.weight' has other values on the first stage than on the last",
+            r"\[rank [01]\] StepError: rank [01]: 'wte.weight' has other values on the first stage than on the last",
         ),
     ],
 )
@@ -133,7 +133,7 @@ def test_what_one_stage_does_otherwise_ends_the_job_with_its_name(
     job = run(before=before, timeout_s=30)
     assert job.returncode == code, job
     assert re.search(said, job.stderr), job
-    assert "hang" not in job.stderr, job
+    assert "hang:" not in job.stderr, job
 
 
 def test_a_job_without_trouble_ends_well() -> None:

@@ -102,7 +102,8 @@ def test_gradients_of_a_pipeline_have_the_bits_of_one_rank(
     comm: MPI.Intracomm, stage: int, precision: str
 ) -> None:
     """Without a tie the additions are the same ones, in the same order; so are the casts."""
-    data, options = batch(3, 5), {"stage": stage, "precision": precision}
+    data = batch(3, 5)
+    options: dict[str, Any] = {"stage": stage, "precision": precision}
     staged = Staged(comm, gpt(tie_embeddings=False), pipeline=2, micro_batches=5, **options)
     found = staged.gradients(*data)
     staged.release()
@@ -240,7 +241,7 @@ def test_norm_counts_a_tied_weight_once(comm: MPI.Intracomm) -> None:
     staged.pipeline.step(*data)
     norm = hpczero.clip_grad_norm_(staged.model, float("inf"))
     plain = gpt()
-    sum(plain(x, y) / 2 for x, y in zip(*data, strict=True)).backward()  # type: ignore[union-attr]
+    sum(plain(x, y) / 2 for x, y in zip(*data, strict=True)).backward()
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), float("inf")).item()
     parallel_assert(comm, abs(norm - expected) < 1e-6 * expected, f"{norm} {expected}")
     staged.release()
