@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hpczero.models.config import GPTConfig
+    from hpczero.parallel.pipeline.stages import Stages
 
 
 class Adapter(Protocol):
@@ -42,6 +43,10 @@ class Adapter(Protocol):
 
     def build(self) -> nn.Module:
         """The plain torch model, on the device that torch makes tensors on."""
+        ...
+
+    def stages(self, model: nn.Module) -> Stages:
+        """How the forward of ``model`` falls into the stages of a pipeline."""
         ...
 
     def call_blocks_by(self, model: nn.Module, call: Callable[..., Tensor]) -> None:

@@ -100,7 +100,6 @@ class Filling:
             for parameter, slot in zip(unit.parameters, slots, strict=True):
                 values[slot.offset : slot.stop].view(slot.shape).copy_(parameter)
         self._collectives.broadcast(values, root=0, name=unit.spec.name).wait()
-        hand_out(topology.replicate, _array(values))
         for slot in slots:
             placement, mine = self._placement(slot), values[slot.offset : slot.stop]
             if placement.dim is None:  # tensor ranks hold all of it
@@ -122,7 +121,7 @@ class Filling:
             error = PlanError(
                 f"initialize gave different values for unit {name!r} on different ranks; {_DRAW}"
             )
-            error.agreed = True
+            error.agreed = same_part.is_job
             raise error
 
     def _draw(self, placement: Placement, local: Tensor) -> None:
