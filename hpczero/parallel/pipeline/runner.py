@@ -255,6 +255,11 @@ class Pipeline:
 
     def _check_training(self) -> None:
         state, stage = sharding(self._model), self._stage.group.rank
+        if not torch.is_grad_enabled():
+            raise StepError(
+                f"stage {stage}: pipeline.step inside of torch.no_grad() or torch.inference_mode(), expected outside; "
+                "pipeline.evaluate computes losses without gradients"
+            )
         if not state.optimizers:
             raise StepError(
                 f"stage {stage}: the model was zeroified without an optimizer, so nothing is trained; use "

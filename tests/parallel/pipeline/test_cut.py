@@ -144,7 +144,9 @@ def test_forwards_of_the_stages_follow_each_other_to_that_of_the_model(
         comm.send(model(x).detach(), 1)
     loss = model(comm.recv(source=0), targets=(y,)) if comm.rank else Sandwich()(x, y)
     parallel_assert(comm, torch.equal(comm.bcast(loss.detach(), root=1), comm.bcast(loss.detach())))
-    parallel_assert(comm, comm.rank == 0 or torch.equal(model.get_buffer("up.scale"), torch.ones(3)))
+    parallel_assert(
+        comm, comm.rank == 0 or torch.equal(model.get_buffer("up.scale"), torch.ones(3))
+    )
 
 
 def share(one: str, other: str) -> Callable[[nn.Module], None]:

@@ -204,6 +204,8 @@ def test_gradients_that_are_there_already_are_refused(comm: MPI.Intracomm) -> No
     with pytest.raises(StepError, match=f"stage {comm.rank}: .*have gradients already.*zero_grad"):
         staged.pipeline.step(*data)
     staged.optimizer.zero_grad()
+    with pytest.raises(StepError, match=r"inside of torch\.no_grad"), torch.no_grad():
+        staged.pipeline.step(*data)
     staged.pipeline.step(*data)
     staged.optimizer.step()
     staged.release()
