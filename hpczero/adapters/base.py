@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from hpczero.models.config import GPTConfig
     from hpczero.parallel.pipeline.stages import Stages
+    from hpczero.parallel.tensor.rule import Rule
 
 
 class Adapter(Protocol):
@@ -47,6 +48,10 @@ class Adapter(Protocol):
 
     def stages(self, model: nn.Module) -> Stages:
         """How the forward of ``model`` falls into the stages of a pipeline."""
+        ...
+
+    def tensor_rule(self) -> Rule:
+        """Which layers tensor ranks share, and how."""
         ...
 
     def call_blocks_by(self, model: nn.Module, call: Callable[..., Tensor]) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hpczero.parallel.pipeline.stages import Stages
+    from hpczero.parallel.tensor.rule import Rule
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,12 @@ class GPTAdapter:
         from hpczero.parallel.pipeline.known import gpt_stages
 
         return gpt_stages(model)
+
+    def tensor_rule(self) -> Rule:
+        """Heads, hidden units of the MLP and the vocabulary."""
+        from hpczero.parallel.tensor import gpt_rule
+
+        return gpt_rule(self.config)
 
     def call_blocks_by(self, model: nn.Module, call: Callable[..., Tensor]) -> None:
         """Each of ``model.blocks``, on the residual stream."""

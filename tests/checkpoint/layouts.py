@@ -26,9 +26,9 @@ LAYERS = 4
 FROZEN = "first.frozen"
 
 
-def whole_shapes() -> dict[str, tuple[tuple[int, ...], dict[str, int]]]:
+def whole_shapes() -> dict[str, tuple[tuple[int, ...], dict[str, Any]]]:
     """Shape and cut of every parameter of the whole model, in its order."""
-    found: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {
+    found: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
         "first.table": ((13, 6), {"dim": 0}),
         FROZEN: ((3, 5, 2), {"dim": 1}),
         "first.nothing": ((0, 4), {}),
@@ -130,8 +130,13 @@ class Part(nn.Module):
         return total
 
 
+def rule(model: nn.Module) -> list[tuple[str, ...]]:
+    """A unit for each block, and one for the rest."""
+    return [(name,) for name, _ in model.named_modules() if name.startswith("blocks.")]
+
+
 def placement_of(
-    name: str, shape: tuple[int, ...], cut: Mapping[str, int], parts: int, part: int
+    name: str, shape: tuple[int, ...], cut: Mapping[str, Any], parts: int, part: int
 ) -> Placement:
     """That of one parameter on one of ``parts`` tensor ranks."""
     if not cut or parts == 1:
@@ -142,16 +147,26 @@ def placement_of(
 class Program:
     """A part of the model in training."""
 
-    def __init__(self, topology: hpczero.Topology, **options: Any) -> None:
+    def __init__(
+        self, topology: hpczero.Topology, *, made_by: int | None = None, **options: Any
+    ) -> None:
         self.topology = topology
         self.model = Part(topology.mesh, topology.rank)
+        if made_by is not None:
+            frozen = {n for n, p in self.model.named_parameters() if not p.requires_grad}
+            self.model.to_empty(device="cpu")
+            if topology.mesh.pipeline == 1:
+                self.model.last.head = self.model.first.table
+            for name, parameter in self.model.named_parameters():
+                nn.init.constant_(parameter, made_by)
+                parameter.requires_grad_(name not in frozen)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
             {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=False)
-        options = {"initialize": initialize, **options}
+        options = {"initialize": initialize, "rule": rule, **options}
         hpczero.zeroify(self.model, self.optimizer, topology=topology, **options)
         self.step = 0
 
@@ -212,3 +227,11 @@ def trained_by_torch(steps: int) -> dict[str, dict[str, Tensor]]:
         }
         for name, parameter in parameters.items()
     }
+
+
+def part_of(program: Program, name: str, whole: dict[str, dict[str, Tensor]], key: str) -> Tensor:
+    """What this rank holds of the parameter ``name`` of its model, cut from ``whole``."""
+    placement = program.model.placed[name]
+    local = torch.full(placement.local_shape, 9.0)
+    placement.take(whole[placement.name][key], local)
+    return local

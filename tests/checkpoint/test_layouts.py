@@ -1,4 +1,4 @@
-"""Saved by any layout of tensor ranks, stages, shards and replicas, loaded by any other: the same bits as one process."""
+"""Saved by any layout of tensor ranks, stages, shards and replicas, loaded by any other: the bits of one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 import hpczero
 from hpczero.checkpoint import Checkpoints
 from hpczero.checkpoint.disk.folder import read_manifest
-from tests.checkpoint.layouts import Program, first_ranks, trained_by_torch
+from tests.checkpoint.layouts import Program, first_ranks, part_of, trained_by_torch
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:
@@ -65,8 +65,12 @@ def contents(path: Path) -> dict[str, bytes]:
 def described(path: Path) -> tuple[Any, ...]:
     """What a manifest says of the model and its optimizer."""
     manifest = read_manifest(path)
-    of_optimizer = {k: v for k, v in manifest.meta["optimizer"].items()}
-    return manifest.table, of_optimizer, manifest.meta["buffers"], manifest.meta["skipped_steps"]
+    return (
+        manifest.table,
+        manifest.meta["optimizer"],
+        manifest.meta["buffers"],
+        manifest.meta["skipped_steps"],
+    )
 
 
 def differences(program: Program, expected: dict[str, dict[str, Tensor]]) -> list[str]:
@@ -91,13 +95,6 @@ def differences(program: Program, expected: dict[str, dict[str, Tensor]]) -> lis
             if program.optimizer.state[shard]["step"].item() != STEPS:
                 found.append(f"{slot.name} step")
     return found
-
-
-def part_of(program: Program, name: str, whole: dict[str, dict[str, Tensor]], key: str) -> Tensor:
-    placement = program.model.placed[name]
-    local = torch.full(placement.local_shape, 9.0)
-    placement.take(whole[placement.name][key], local)
-    return local
 
 
 @pytest.fixture

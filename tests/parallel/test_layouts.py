@@ -20,9 +20,16 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3, 4)]
 
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
-    2: [{"pipeline": 2}],
-    3: [{"pipeline": 3}],
+    2: [{"pipeline": 2}, {"tensor": 2}, {"tensor": 2, "sequence": True}],
+    3: [{"pipeline": 3}, {"tensor": 3}, {"tensor": 3, "sequence": True}],
     4: [
+        {"tensor": 2},
+        {"tensor": 2, "sequence": True},
+        {"tensor": 4},
+        {"tensor": 4, "sequence": True},
+        {"tensor": 2, "pipeline": 2},
+        {"tensor": 2, "pipeline": 2, "sequence": True},
+        {"tensor": 2, "shard": "1"},
         {"pipeline": 2},
         {"pipeline": 4},
         {"pipeline": 2, "schedule": "gpipe"},

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from hpczero.comm.collectives import CommStats
+from hpczero.comm.accounts import CommStats
 from hpczero.comm.sums.path import Call, Path, kind_of
 from hpczero.errors import CommError
 from hpczero.job.group import Group

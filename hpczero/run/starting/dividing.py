@@ -14,6 +14,7 @@ from hpczero.job.topology import Topology
 from hpczero.options.parallel import LayoutOptions
 from hpczero.parallel.pipeline.runner import Pipeline
 from hpczero.parallel.pipeline.stages import cut
+from hpczero.parallel.tensor import split
 from hpczero.run.passes import Passes, PipelinePasses, PlainPasses
 
 
@@ -36,6 +37,8 @@ def divide(
     """
     if options.pipeline > 1:
         cut(model, topology, adapter.stages(model), interleave=options.interleave)
+    if options.tensor > 1:
+        split(model, topology, adapter.tensor_rule(), sequence=options.sequence)
     return model
 
 
