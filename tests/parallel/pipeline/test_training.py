@@ -95,6 +95,32 @@ def test_as_many_stages_as_ranks_with_uneven_blocks(
     staged.release()
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole tokens", "tokens along ranks"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("stage", "interleave"), [(1, 1), (3, 2)])
+def test_stages_whose_layers_are_split_equal_one_process(
+    comm: MPI.Intracomm, stage: int, interleave: int, tied: bool, sequence: bool
+) -> None:
+    """Two stages of two tensor ranks; losses and norms, for gradients are of parts."""
+    batches = [[batch(s, 2)] for s in range(3)]
+    staged = Staged(
+        comm,
+        gpt(seed=1 + comm.rank, tie_embeddings=tied),
+        pipeline=2,
+        tensor=2,
+        sequence=sequence,
+        micro_batches=2,
+        interleave=interleave,
+        stage=stage,
+    )
+    found = staged.train(batches)
+    staged.release()
+    expected = trained_plainly(gpt(tie_embeddings=tied), batches)
+    pairs = zip(found.losses + found.norms, expected.losses + expected.norms, strict=True)
+    parallel_assert(comm, all(abs(a - b) < 1e-6 * b for a, b in pairs), f"{found.losses}")
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [1, 3])
