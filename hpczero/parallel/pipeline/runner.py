@@ -14,6 +14,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -89,11 +90,6 @@ class Pipeline:
         self.micro_batches = micro_batches
         if reduce not in REDUCE:
             raise ConfigError(f"reduce: got {reduce!r}, expected one of {', '.join(REDUCE)}")
-        if chunks > 1 and state.precision.loss_scale is not None:
-            raise ConfigError(
-                f"a pipeline of {chunks} chunks on each stage in fp16 would scale gradients in the middle of the "
-                "model; use precision='bf16' or 'fp32', or cut without interleave"
-            )
         self._actions = lists[group.rank]
         self._hold, self._each = hold, reduce == "each"
         self._schedule = schedule
@@ -101,6 +97,10 @@ class Pipeline:
         part = part_of(model)
         assert part is not None, "a stage is a part"
         self._ties = Ties(state, part, group.size)
+        self._parts = [
+            replace(part, first=self._stage.is_first(chunk), last=self._stage.is_last(chunk))
+            for chunk in range(chunks)
+        ]
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._results: list[Tensor] = []
 
@@ -165,6 +165,11 @@ class Pipeline:
             following = self._message(actions[place + 1]) if place + 1 < len(actions) else None
             if following is not None:
                 self.messages.expect(following)
+            casting = sharding(self._model).casting
+            assert casting is not None, "zeroify attaches it"
+            casting.part = self._parts[
+                action.chunk
+            ]  # casts and the loss scale are for the ends of the whole model
             if action.kind == "F":
                 self._forward(action, came, given)
             else:

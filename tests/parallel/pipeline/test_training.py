@@ -164,16 +164,22 @@ def test_schedules_give_the_same_bits(comm: MPI.Intracomm, stage: int, precision
 
 
 @pytest.mark.ranks(2)
-def test_interleaved_gives_the_bits_of_one_rank(comm: MPI.Intracomm) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_interleaved_gives_the_bits_of_one_rank(comm: MPI.Intracomm, precision: str) -> None:
+    """What passes from chunk to chunk has the width of parameters: it is no end of the model."""
     data = batch(3, 4)
+    options: dict[str, Any] = {"stage": 1, "precision": precision}
     staged = Staged(
-        comm, gpt(tie_embeddings=False), pipeline=2, micro_batches=4, interleave=2, stage=1
+        comm, gpt(tie_embeddings=False), pipeline=2, micro_batches=4, interleave=2, **options
     )
     found = staged.gradients(*data)
+    names = [name for name, _ in staged.model.named_parameters()]
+    sent = 4 * 3 * (2 * 9 * 18) * (4 if precision == "fp32" else 2)
+    parallel_assert(comm, staged.pipeline.messages.stats.sent_nbytes == sent)
     staged.release()
-    expected = alone(gpt(tie_embeddings=False), *data, stage=1)
+    expected = alone(gpt(tie_embeddings=False), *data, **options)
     parallel_assert(comm, found and all(torch.equal(found[n], expected[n]) for n in found))
-    blocks = sorted({int(n.split(".")[1]) for n in found if n.startswith("blocks.")})
+    blocks = sorted({int(n.split(".")[1]) for n in names if n.startswith("blocks.")})
     parallel_assert(comm, blocks == ([0, 1, 3] if comm.rank == 0 else [2, 4]), f"{blocks}")
 
 
