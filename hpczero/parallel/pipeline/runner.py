@@ -14,7 +14,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,6 @@ from hpczero.parallel.pipeline.actions import Action, forwards_of, schedule_of
 from hpczero.parallel.pipeline.simulate import Simulation, simulate
 from hpczero.parallel.pipeline.stages import stage_of
 from hpczero.parallel.pipeline.ties import Ties
-from hpczero.plan.placement import part_of
 from hpczero.zero.accumulation import counted
 from hpczero.zero.zeroify import sharding
 
@@ -94,13 +92,7 @@ class Pipeline:
         self._hold, self._each = hold, reduce == "each"
         self._schedule = schedule
         self.messages = StageMessages(group, chunks=chunks, reach=state.collectives.reach)
-        part = part_of(model)
-        assert part is not None, "a stage is a part"
-        self._ties = Ties(state, part, group.size)
-        self._parts = [
-            replace(part, first=self._stage.is_first(chunk), last=self._stage.is_last(chunk))
-            for chunk in range(chunks)
-        ]
+        self._ties = Ties(state, self._stage.part(), group.size)
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._results: list[Tensor] = []
 
@@ -159,21 +151,22 @@ class Pipeline:
         self.messages.begin(zlib.crc32(repr(settings).encode()))
         self._kept.clear()
         self._results = []
+        casting = sharding(self._model).casting
+        assert casting is not None, "zeroify attaches it"
         for place, action in enumerate(actions):
             message = self._message(action)
             came = None if message is None else self.messages.receive(message)
             following = self._message(actions[place + 1]) if place + 1 < len(actions) else None
             if following is not None:
                 self.messages.expect(following)
-            casting = sharding(self._model).casting
-            assert casting is not None, "zeroify attaches it"
-            casting.part = self._parts[
+            casting.part = self._stage.part(
                 action.chunk
-            ]  # casts and the loss scale are for the ends of the whole model
+            )  # casts are for the ends of the whole model
             if action.kind == "F":
                 self._forward(action, came, given)
             else:
                 self._backward(action, came)
+        casting.part = self._stage.part()
         self.messages.finish()
 
     def _message(self, action: Action) -> Message | None:
