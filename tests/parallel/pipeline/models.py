@@ -84,14 +84,14 @@ class Staged:
         hold: bool = True,
         reduce: str = "once",
         tensor: int = 1,
+        replicate: int = 1,
         sequence: bool = False,
         change: Callable[[nn.Module], object] = lambda model: None,
         **options: Any,
     ) -> None:
         """Collective. ``options`` are those of ``zeroify``; ``change`` is called between it and the cut."""
-        self.topology = Topology.create(
-            comm, nodes, mesh=Mesh.of(comm.size, pipeline=pipeline, tensor=tensor)
-        )
+        mesh = Mesh.of(comm.size, pipeline=pipeline, tensor=tensor, replicate=replicate)
+        self.topology = Topology.create(comm, nodes, mesh=mesh)
         self.model = cut(
             model, self.topology, gpt_stages(model), interleave=interleave, balance=balance
         )

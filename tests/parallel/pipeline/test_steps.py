@@ -197,6 +197,30 @@ def test_a_frozen_stage_lets_gradients_through(comm: MPI.Intracomm, where: int) 
     parallel_assert(comm, all(torch.equal(found[n], expected[n]) for n in found))
 
 
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_gradient_that_is_not_finite_on_one_stage_skips_the_step_on_all(
+    comm: MPI.Intracomm, where: int
+) -> None:
+    """The loss scale falls everywhere alike, and the next step is taken."""
+    inputs, targets = batch(0, 2)
+    poison = [1.0]
+    staged = Staged(comm, gpt(), pipeline=2, micro_batches=2, stage=2, precision="fp16")
+    if staged.topology.pipeline.rank == where:
+        block = next(staged.model.get_submodule("blocks").children())
+        next(block.parameters()).register_hook(lambda gradient: gradient * poison[0])
+    for value, skipped in (float("nan"), 1), (1.0, 1):
+        poison[0] = value
+        scale = staged.state.loss_scale
+        staged.pipeline.step(inputs, targets)
+        staged.optimizer.step()
+        staged.optimizer.zero_grad()
+        now = (staged.state.skipped_steps, staged.state.loss_scale)
+        parallel_assert(comm, now[0] == skipped and comm.bcast(now) == now, f"{now}")
+        parallel_assert(comm, (now[1] < scale) == (value != 1.0), f"{scale} {now}")
+    staged.release()
+
+
 @pytest.mark.ranks(2)
 def test_gradients_that_are_there_already_are_refused(comm: MPI.Intracomm) -> None:
     """All stages see it, and go on after zero_grad."""

@@ -96,6 +96,29 @@ def test_as_many_stages_as_ranks_with_uneven_blocks(
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("nodes", [None, [0, 1, 0, 1], [0, 0, 1, 1]], ids=str)
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_replicas_of_stages_on_nodes_equal_one_process(
+    comm: MPI.Intracomm, stage: int, nodes: list[int] | None, replicate: int
+) -> None:
+    """Two stages of two ranks, which share shards or have a replica each."""
+    batches = [[batch(10 * s + d, 2) for d in range(2)] for s in range(3)]
+    staged = Staged(
+        comm,
+        gpt(),
+        pipeline=2,
+        replicate=replicate,
+        nodes=nodes,
+        micro_batches=2,
+        stage=stage,
+    )
+    found = staged.train(batches)
+    staged.release()
+    check_equal(comm, found, trained_plainly(gpt(), batches))
+
+
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole tokens", "tokens along ranks"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(("stage", "interleave"), [(1, 1), (3, 2)])
