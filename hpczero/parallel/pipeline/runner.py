@@ -94,7 +94,7 @@ class Pipeline:
         self.messages = StageMessages(group, chunks=chunks, reach=state.collectives.reach)
         self._ties = Ties(state, self._stage.part(), group.size)
         self._kept: dict[tuple[int, int], _Kept] = {}
-        self._results: list[Tensor] = []
+        self._results: list[Any] = []
 
     def step(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> float:
         """Forward and backward of all micro-batches; ``optimizer.step()`` follows.
@@ -130,14 +130,15 @@ class Pipeline:
         self._run_forwards(given, "evaluate")
         return self._mean_loss()
 
-    def outputs(self, inputs: Sequence[Any] | None) -> list[Tensor] | None:
+    def outputs(self, inputs: Sequence[Any] | None) -> list[Any] | None:
         """What the model returns without targets, of each micro-batch, on the last stage; None on the others.
 
         Args:
             inputs: as of ``evaluate``.
         """
         self._run_forwards(self._given(inputs, None, any_number=True, targets_too=False), "outputs")
-        return self._results if self._stage.is_last(len(self._stage.chunks) - 1) else None
+        found, self._results = self._results, []
+        return found if self._stage.is_last(len(self._stage.chunks) - 1) else None
 
     # --- parts of a step -----------------------------------------------------------------------------------------
 
@@ -159,9 +160,8 @@ class Pipeline:
             following = self._message(actions[place + 1]) if place + 1 < len(actions) else None
             if following is not None:
                 self.messages.expect(following)
-            casting.part = self._stage.part(
-                action.chunk
-            )  # casts are for the ends of the whole model
+            # Casts to and from fp32, and the loss scale, are for the ends of the whole model.
+            casting.part = self._stage.part(action.chunk)
             if action.kind == "F":
                 self._forward(action, came, given)
             else:
@@ -201,7 +201,7 @@ class Pipeline:
                 "have Stages.leave return the mean loss where it is given targets"
             )
         self._keep(action, x, y)
-        self._results.append(y.detach())
+        self._results.append(y.detach() if isinstance(y, Tensor) else y)
 
     def _keep(self, action: Action, x: Tensor | None, y: Tensor) -> None:
         """Keep what the backward needs: of y its place in the graph, not its memory, which nobody reads any more."""
