@@ -59,39 +59,6 @@ def test_60b_dry_run_shows_the_plan_for_400_ranks_and_the_line(submit: Submitter
 
 
 @pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, ("shard 25 x tensor 16", "stage 2", "global batch 1600")),
-        # Half the node: what is left of 16 are two stages of a pipeline.
-        (
-            {"RANKS_PER_NODE": "8", "NODES": "50"},
-            ("pipeline 2 x shard 25 x tensor 8", "8 micro-batch(es) of 8", "global batch 1600"),
-        ),
-    ],
-)
-def test_60b_dry_run_shares_layers_within_the_node_as_the_paper_did(
-    variables: dict[str, str], expected: tuple[str, ...]
-) -> None:
-    """A dry run asks no SLURM."""
-    cleared = {name: "" for name in ("NODES", "RANKS_PER_NODE", "GPUS_PER_NODE", "CPUS_PER_RANK")}
-    given = {
-        **cleared,
-        **variables,
-        "MODEL_PARALLEL": "16",
-        "DRY_RUN": "1",
-        "PYTHON": sys.executable,
-    }
-    environment = {**os.environ, **given}
-    script = ROOT / "slurm" / "train_60b.sh"
-    shown = subprocess.run(
-        ["bash", script], env=environment, capture_output=True, text=True, check=False
-    )
-    assert shown.returncode == 0, shown
-    for part in expected:
-        assert part in shown.stdout
-
-
-@pytest.mark.parametrize(
     ("script", "variables", "message"),
     [
         ("train_60b.sh", {"MODEL_PARALLEL": "0"}, "MODEL_PARALLEL is 0, expected at least 1"),
