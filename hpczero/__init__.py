@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpczero.comm import Collectives, Flat, Hierarchical
     from hpczero.errors import HpcZeroError
+    from hpczero.job.mesh import Mesh
     from hpczero.job.topology import Topology
+    from hpczero.parallel.pipeline.runner import Pipeline
     from hpczero.plan import Plan, Stage
     from hpczero.plan.layout import ShardLayout
     from hpczero.plan.offload import Offload
@@ -38,7 +40,9 @@ _HOME = {
     "Hierarchical": "hpczero.comm",
     "HpcZeroError": "hpczero.errors",
     "LossScale": "hpczero.plan.precision",
+    "Mesh": "hpczero.job.mesh",
     "Offload": "hpczero.plan.offload",
+    "Pipeline": "hpczero.parallel.pipeline.runner",
     "Plan": "hpczero.plan",
     "Precision": "hpczero.plan.precision",
     "ShardLayout": "hpczero.plan.layout",
@@ -61,6 +65,7 @@ _HOME = {
 _ROOMS = (
     "activations",
     "checkpoint",
+    "parallel",
     "plan",
 )  # hpczero.checkpoint.save, hpczero.plan.rules.by_class
 
@@ -70,7 +75,9 @@ __all__ = [
     "Hierarchical",
     "HpcZeroError",
     "LossScale",
+    "Mesh",
     "Offload",
+    "Pipeline",
     "Plan",
     "Precision",
     "ShardLayout",

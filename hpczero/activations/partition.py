@@ -137,5 +137,5 @@ class Partitioned(Rest):
             "ranks that compute one block together, with the same samples and the same dropout; not over ranks that "
             "share a sequence. Else leave the group out"
         )
-        error.agreed = True
+        error.agreed = self._group.is_job
         return error

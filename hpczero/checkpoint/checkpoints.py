@@ -170,7 +170,7 @@ class Checkpoints:
         topology = self._sharding.topology
         self.wait()
         self._take()
-        self._inventory = self._inventory or Inventory(self._sharding)
+        self._inventory = self._inventory or Inventory.create(self._sharding)
         snapshot = take(
             self._sharding,
             step=step,

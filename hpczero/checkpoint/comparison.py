@@ -13,6 +13,7 @@ from hpczero.adapters import gpt2
 from hpczero.checkpoint import streams
 from hpczero.checkpoint.disk.format import NAMED, SEVERAL, Manifest, Row, Table
 from hpczero.checkpoint.group_options import fits
+from hpczero.checkpoint.stage_buffers import Kept
 from hpczero.errors import CheckpointMismatch
 from hpczero.files.regular import shown
 from hpczero.zero.sharding import Sharding
@@ -98,7 +99,9 @@ def _owners(table: Table) -> dict[str, str]:
     }
 
 
-def match_optimizer(manifest: Manifest, sharding: Sharding, path: Path) -> dict[str, str]:
+def match_optimizer(
+    manifest: Manifest, sharding: Sharding, table: Table, path: Path
+) -> dict[str, str]:
     """Kinds of the optimizer's state; none if either side has no optimizer.
 
     Raises:
@@ -108,7 +111,7 @@ def match_optimizer(manifest: Manifest, sharding: Sharding, path: Path) -> dict[
     if not len(optimizers) or saved is None:
         return {}
     _match_classes(saved, optimizers, path)
-    _match_groups(manifest, sharding, path)
+    _match_groups(manifest, table, path)
     for place, (group, options) in enumerate(zip(optimizers.groups, saved["groups"], strict=True)):
         for name, value in options.items():
             if not fits(value, group.get(name)):
@@ -145,18 +148,17 @@ def _counted(optimizers: Sequence[Sequence[Any]]) -> str:
     return f"{len(optimizers)} optimizer(s) ({names})"
 
 
-def _match_groups(manifest: Manifest, sharding: Sharding, path: Path) -> None:
+def _match_groups(manifest: Manifest, table: Table, path: Path) -> None:
     """Refuse parameters whose groups have other places: they would get each other's options."""
     theirs = manifest.table.named()
-    for unit in sharding.units:
-        for slot, group in zip(unit.spec.layout.slots, unit.spec.groups, strict=True):
-            row = theirs[slot.name]
-            if group >= 0 and row.group != group:
-                raise CheckpointMismatch(
-                    f"{path}: {slot.name} is in group {row.group} of the optimizer in the checkpoint and in group "
-                    f"{group} here, so it would get the options of other parameters; make the same groups in the same "
-                    "order"
-                )
+    for own in table.owners:
+        row = theirs[own.name]
+        if not own.frozen and row.group != own.group:
+            raise CheckpointMismatch(
+                f"{path}: {own.name} is in group {row.group} of the optimizer in the checkpoint and in group "
+                f"{own.group} here, so it would get the options of other parameters; make the same groups in the same "
+                "order"
+            )
 
 
 def match_streams(manifest: Manifest, path: Path) -> None:
@@ -174,8 +176,14 @@ def match_streams(manifest: Manifest, path: Path) -> None:
             )
 
 
-def match_buffers(manifest: Manifest, sharding: Sharding, path: Path) -> None:
+def match_buffers(manifest: Manifest, sharding: Sharding, kept: Sequence[Kept], path: Path) -> None:
     """Refuse other buffers.
+
+    Args:
+        manifest: of the checkpoint.
+        sharding: of the model.
+        kept: persistent buffers of all stages.
+        path: of the checkpoint.
 
     Raises:
         CheckpointMismatch: the message names the first.
@@ -183,7 +191,10 @@ def match_buffers(manifest: Manifest, sharding: Sharding, path: Path) -> None:
     named = dict(sharding.model.named_buffers())
     persistent = {id(buffer) for buffer in sharding.buffers}
     saved = {name for name, _, _ in manifest.meta["buffers"]}
+    elsewhere = {buffer.name for buffer in kept} - set(named)
     for name, dtype, shape in manifest.meta["buffers"]:
+        if name in elsewhere:  # the ranks of that stage compare it
+            continue
         buffer = named.get(name)
         got = (
             None

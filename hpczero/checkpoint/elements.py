@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from hpczero.checkpoint.disk.format import MASTER, STATE, Table
-from hpczero.checkpoint.inventory import Inventory, Scalar, check_range
-from hpczero.checkpoint.slab_reader import Runs, SlabReader, Wanted
+from hpczero.checkpoint.even_runs import EvenRuns
+from hpczero.checkpoint.inventory import Inventory, check_range
+from hpczero.checkpoint.slab_reader import SlabReader, Wanted
+from hpczero.checkpoint.state_kinds import Scalar
 from hpczero.errors import CheckpointMismatch
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.away_shard import VALUES
@@ -36,7 +38,7 @@ class Source:
         path: of the checkpoint.
         reader: of its datasets.
         table: its parameters.
-        held: elements of it that are the inventory's ``held``, in that order.
+        needed: elements of it that are the inventory's ``needed``, in that order.
         trainable: those that have state.
         keys: of the elementwise state.
     """
@@ -44,8 +46,8 @@ class Source:
     path: Path
     reader: SlabReader
     table: Table
-    held: Runs
-    trainable: Runs
+    needed: EvenRuns
+    trainable: EvenRuns
     keys: Sequence[str]
 
 
@@ -95,7 +97,7 @@ class Whole:
     def read(self) -> None:
         """As of either way."""
         source = self._source
-        wanted = [(MASTER, source.held)]
+        wanted = [(MASTER, source.needed)]
         wanted += [(STATE + key, source.trainable) for key in source.keys]
         self._values, *states = source.reader.read(wanted)
         self._states = dict(zip(source.keys, states, strict=True))
@@ -137,7 +139,7 @@ class Streamed:
                 if unit.away is not None:
                     for key in source.keys:
                         check_name(unit.away, key)
-        self._plans[MASTER] = source.reader.plan(MASTER, source.held)
+        self._plans[MASTER] = source.reader.plan(MASTER, source.needed)
         for key in source.keys:
             self._plans[STATE + key] = source.reader.plan(STATE + key, source.trainable)
         half = self._inventory.half
@@ -190,7 +192,7 @@ class Streamed:
             for shard in shards:
                 if part in shard.parts:
                     shard.drop([part])
-        held = self._inventory.sink(None if name == MASTER else part, plan.order)
+            held = self._inventory.sink(None if name == MASTER else part, plan.order)
         with closing(self._source.reader.rounds([plan])) as rounds:
             for _, windows, slabs in rounds:
                 places = plan.exchange.places(windows)

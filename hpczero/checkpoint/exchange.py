@@ -5,7 +5,7 @@ Owns: who sends which elements to whom, in rounds of bounded size. Must not know
 A rank's elements of a flat dataset lie in many short runs, because every unit is cut over all ranks. A file is written
 best in few long pieces. Each rank is therefore responsible for some consecutive slabs, and elements travel between the
 two cuts, a few slabs at a time. A rank holds one flat tensor in the order of the file, so what it sends to a slab is
-one slice.
+one slice. Every rank knows what every other one holds, as entries of runs (``even_runs``): a few for each parameter.
 """
 
 from __future__ import annotations
@@ -20,48 +20,47 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpczero.checkpoint.disk.format import Dataset
+from hpczero.checkpoint.even_runs import EvenRuns
 from hpczero.job.watchdog import Watchdog
 
 ROUND_NBYTES = 16 * 2**20  # of slabs that one rank gathers at a time
-
-Runs = npt.NDArray[
-    np.int64
-]  # (n, 2): first element and the one after the last, ascending, disjoint
 
 
 class Exchange:
     """The two cuts of one kind of datasets. Methods are collective over the communicator unless they say otherwise."""
 
     def __init__(
-        self, comm: MPI.Intracomm, watchdog: Watchdog, mine: Sequence[tuple[int, int]]
+        self,
+        comm: MPI.Intracomm,
+        watchdog: Watchdog,
+        mine: EvenRuns | Sequence[tuple[int, int]],
     ) -> None:
         """Tell every rank what this rank holds. Collective over ``comm``.
 
         Args:
             comm: all ranks that hold elements; borrowed, and used for nothing else meanwhile.
             watchdog: looks at every round.
-            mine: elements of the file that this rank holds, as (start, stop), ascending.
+            mine: elements of the file that this rank holds, ascending; single runs may be given as (start, stop).
         """
         self._comm = comm
         self._watchdog = watchdog
-        runs = np.array(list(mine), dtype=np.int64).reshape(-1, 2)
+        self._mine = mine if isinstance(mine, EvenRuns) else EvenRuns.of(mine)
+        table = np.ascontiguousarray(self._mine.table)
         counts = np.empty(comm.size, dtype=np.int64)
         with watchdog.watch("checkpoint: who holds what"):
-            comm.Allgather(np.array([runs.size], dtype=np.int64), counts)
+            comm.Allgather(np.array([table.size], dtype=np.int64), counts)
             everybody = np.empty(int(counts.sum()), dtype=np.int64)
-            comm.Allgatherv(np.ascontiguousarray(runs).reshape(-1), [everybody, counts])
+            comm.Allgatherv(table.reshape(-1), [everybody, counts])
         ends = np.cumsum(counts)
         self._runs = [
-            everybody[end - count : end].reshape(-1, 2)
+            EvenRuns(everybody[end - count : end].reshape(-1, 5))
             for end, count in zip(ends, counts, strict=True)
         ]
-        # Elements of this rank before each of its runs.
-        self._before = np.concatenate([[0], np.cumsum(runs[:, 1] - runs[:, 0])])
 
     @property
     def numel(self) -> int:
         """Elements that this rank holds."""
-        return int(self._before[-1])
+        return self._mine.numel
 
     def rounds(self, dataset: Dataset) -> Iterator[list[range]]:
         """For each round, the elements that each rank gathers, empty for some. Equal on all ranks. Not collective."""
@@ -82,7 +81,8 @@ class Exchange:
 
     def places(self, windows: Sequence[range]) -> list[slice]:
         """Which of this rank's elements, in the order of the file, lie in each rank's window. Not collective."""
-        return [slice(*self._place(window)) for window in windows]
+        before = self._mine.before
+        return [slice(before(window.start), before(window.stop)) for window in windows]
 
     def to_slabs(self, parts: Sequence[Tensor], windows: Sequence[range]) -> Tensor:
         """Gather one round.
@@ -92,16 +92,16 @@ class Exchange:
             windows: one item of ``rounds``.
 
         Returns:
-            (elements of this rank's window,), complete.
+            (elements of this rank's window,), complete: each element is one rank's, or values are undefined.
         """
         rank = self._comm.rank
         window = windows[rank]
         into = _on_page(len(window), parts[rank].dtype)
-        incoming = [_within(runs, window) for runs in self._runs]
-        _scatter(parts[rank], incoming[rank], window.start, into)
-        counts = [_count(runs) for runs in incoming]
+        incoming = [runs.within(window) for runs in self._runs]
+        incoming[rank].scatter(parts[rank].numpy(), into.numpy(), window.start)
+        counts = [runs.numel for runs in incoming]
         for peer, values in self._trade(lambda peer: parts[peer], counts):
-            _scatter(values, incoming[peer], window.start, into)
+            incoming[peer].scatter(values.numpy(), into.numpy(), window.start)
         return into
 
     def from_slabs(self, slabs: Tensor, parts: Sequence[Tensor], windows: Sequence[range]) -> None:
@@ -114,28 +114,16 @@ class Exchange:
         """
         rank = self._comm.rank
         window = windows[rank]
-        outgoing = [_within(runs, window) for runs in self._runs]
-        _gather(slabs, outgoing[rank], window.start, parts[rank])
+        outgoing = [runs.within(window) for runs in self._runs]
+        outgoing[rank].gather(slabs.numpy(), window.start, parts[rank].numpy())
 
         def part(peer: int) -> Tensor:
-            found = torch.empty(_count(outgoing[peer]), dtype=slabs.dtype)
-            _gather(slabs, outgoing[peer], window.start, found)
+            found = torch.empty(outgoing[peer].numel, dtype=slabs.dtype)
+            outgoing[peer].gather(slabs.numpy(), window.start, found.numpy())
             return found
 
         for peer, values in self._trade(part, [len(part) for part in parts]):
             parts[peer][:] = values
-
-    def _place(self, window: range) -> tuple[int, int]:
-        """The slice of this rank's elements that lies in ``window``."""
-        runs = self._runs[self._comm.rank]
-        return self._rank_of(runs, window.start), self._rank_of(runs, window.stop)
-
-    def _rank_of(self, runs: Runs, element: int) -> int:
-        """Number of this rank's elements before ``element``."""
-        index = int(np.searchsorted(runs[:, 1], element, side="right"))
-        if index == len(runs):
-            return self.numel
-        return int(self._before[index] + max(element - runs[index, 0], 0))
 
     def _trade(
         self, part: Callable[[int], Tensor], counts: Sequence[int]
@@ -173,30 +161,3 @@ def _on_page(numel: int, dtype: torch.dtype) -> Tensor:
 def _bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
     found: npt.NDArray[np.uint8] = tensor.numpy().view(np.uint8)  # torch refuses some empty ones
     return found
-
-
-def _scatter(values: Tensor, runs: Runs, start: int, window: Tensor) -> None:
-    """Copy ``values``, one after the other, to their ``runs`` of the ``window`` that begins at element ``start``."""
-    source, target, begin = values.numpy(), window.numpy(), 0
-    for first, last in (runs - start).tolist():
-        target[first:last] = source[begin : begin + last - first]
-        begin += last - first
-
-
-def _gather(window: Tensor, runs: Runs, start: int, values: Tensor) -> None:
-    """Copy the ``runs`` of the ``window`` that begins at element ``start`` to ``values``, one after the other."""
-    source, target, begin = window.numpy(), values.numpy(), 0
-    for first, last in (runs - start).tolist():
-        target[begin : begin + last - first] = source[first:last]
-        begin += last - first
-
-
-def _within(runs: Runs, window: range) -> Runs:
-    """The parts of ``runs`` that lie in ``window``."""
-    first = int(np.searchsorted(runs[:, 1], window.start, side="right"))
-    last = int(np.searchsorted(runs[:, 0], window.stop, side="left"))
-    return np.clip(runs[first : max(last, first)], window.start, window.stop)
-
-
-def _count(runs: Runs) -> int:
-    return int((runs[:, 1] - runs[:, 0]).sum())

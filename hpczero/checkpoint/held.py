@@ -6,6 +6,8 @@ ranks, rounds. Nothing here is collective.
     held   [ piece | piece | piece ... ]   a piece is this rank's part of one parameter
     held[a:b]    [------------]            touches the pieces below, and what rests elsewhere in whole windows
 
+A part of a parameter may have padding in memory, which the file has not. It becomes zero with the elements before it.
+
 [Note: Open windows]
 A tier moves whole windows, and slices end anywhere. Every element passes once. A window stays in memory from its first
 element to its last, and so moves once. Slices run through the file at as many places as there are ranks, so about as
@@ -16,7 +18,7 @@ places take turns, so the one opened first is needed next.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -24,6 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hpczero.checkpoint.even_runs import Entry, EvenRuns
 from hpczero.zero.units.away import AwayRest
 from hpczero.zero.units.away_shard import VALUES, AwayShard
 from hpczero.zero.units.unit import Unit
@@ -45,14 +48,17 @@ class Held(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's part of one parameter: neighbours in the file and in its unit.
+    """This rank's part of one parameter, in the file and in its unit.
 
     Attributes:
         start: place of its first element in the file.
         unit: that has it.
         position: slot in the unit.
-        begin: place of its first element in the ``owned_values`` of the unit.
-        numel: elements.
+        begin: place of its first element, or of padding before that, in the ``owned_values`` of the unit.
+        numel: elements without padding.
+        whole: the elements in the file; None where they are neighbours there.
+        local: the elements in the ``owned_values``, from ``begin`` on; None where there is no padding.
+        counted: whether it is this rank's copy of them that is saved.
     """
 
     start: int
@@ -60,10 +66,34 @@ class Piece:
     position: int
     begin: int
     numel: int
+    whole: Entry | None = None
+    local: Entry | None = None
+    counted: bool = True
+
+    @property
+    def in_file(self) -> Entry:
+        """The elements in the file."""
+        return self.whole or Entry.plain(self.start, self.start + self.numel)
+
+    @property
+    def span(self) -> int:
+        """Elements with padding."""
+        return self.numel if self.local is None else self.local.stop - self.local.start
+
+    def place(self, start: int, stop: int) -> tuple[int, int]:
+        """Where elements ``start`` to ``stop`` of it lie in the ``owned_values``, with the padding after each."""
+        if self.local is None:
+            return self.begin + start, self.begin + stop
+        first = self.local.at(start) if start else self.local.start
+        return first, self.local.at(stop) if stop < self.numel else self.local.stop
 
 
 class Home(Protocol):
     """Where one kind of elements, values or a state of the optimizer, rests; ``begin`` counts in the unit."""
+
+    def expect(self, pieces: Iterable[Piece]) -> None:
+        """Each element of ``pieces`` will pass once, padding too."""
+        ...
 
     def read(self, piece: Piece, begin: int, into: Tensor) -> None:
         """Copy elements of ``piece`` from ``begin`` on to ``into``."""
@@ -81,12 +111,20 @@ class HeldPieces:
         """``pieces``: in the order of the elements."""
         self._pieces, self._home = pieces, home
         self._ends = list(accumulate(piece.numel for piece in pieces))
+        home.expect(pieces)
 
     def __getitem__(self, part: slice, /) -> Tensor:
         """(elements of ``part``,) fp32 copy on the host."""
         found = torch.empty(part.stop - part.start)
-        for piece, begin, inside in self._touched(part):
-            self._home.read(piece, begin, found[inside])
+        for piece, elements, inside in self._touched(part):
+            begin, end = piece.place(elements.start, elements.stop)
+            if piece.local is None:
+                self._home.read(piece, begin, found[inside])
+            else:
+                padded = torch.empty(end - begin)
+                self._home.read(piece, begin, padded)
+                kept = EvenRuns.of([piece.local.clipped(range(begin, end))])
+                kept.gather(padded.numpy(), begin, found[inside].numpy())
         return found
 
     def __setitem__(self, part: slice, values: Tensor, /) -> None:
@@ -95,18 +133,35 @@ class HeldPieces:
         Raises:
             TierError: a tier cannot take them.
         """
-        for piece, begin, inside in self._touched(part):
-            self._home.write(piece, begin, values[inside])
+        for piece, elements, inside in self._touched(part):
+            begin, end = piece.place(elements.start, elements.stop)
+            self._home.write(piece, begin, with_padding(piece, begin, end, values[inside]))
 
-    def _touched(self, part: slice) -> Iterator[tuple[Piece, int, slice]]:
-        """Each piece with elements in ``part``: the first of them, counted in the unit, and their place in ``part``."""
+    def clear_empty(self, pieces: Iterable[Piece]) -> None:
+        """Make zero what has no elements but padding; instead of ``values``, which do not pass. Not collective."""
+        empty = list(pieces)
+        self._home.expect(empty)
+        for piece in empty:
+            self._home.write(piece, piece.begin, torch.zeros(piece.span))
+
+    def _touched(self, part: slice) -> Iterator[tuple[Piece, slice, slice]]:
+        """Each piece with elements in ``part``: which of them, counted in the piece, and their place in ``part``."""
         index, at = bisect_right(self._ends, part.start), part.start
         while at < part.stop:
             piece, end = self._pieces[index], self._ends[index]
-            stop = min(end, part.stop)
-            begin = piece.begin + piece.numel - (end - at)
-            yield piece, begin, slice(at - part.start, stop - part.start)
+            stop, first = min(end, part.stop), end - piece.numel
+            yield piece, slice(at - first, stop - first), slice(at - part.start, stop - part.start)
             index, at = index + 1, stop
+
+
+def with_padding(piece: Piece, begin: int, end: int, values: Tensor) -> Tensor:
+    """``values`` of a piece as they lie in the ``owned_values`` from ``begin`` to ``end``; padding is zero."""
+    if piece.local is None:
+        return values
+    found = torch.zeros(end - begin)
+    held = EvenRuns.of([piece.local.clipped(range(begin, end))])
+    held.scatter(values.numpy(), found.numpy(), begin)
+    return found
 
 
 class ValuesHome:
@@ -115,11 +170,15 @@ class ValuesHome:
     def __init__(self) -> None:
         self._windows = OpenWindows(VALUES)
 
+    def expect(self, pieces: Iterable[Piece]) -> None:
+        """As of any home."""
+        self._windows.expect(pieces)
+
     def read(self, piece: Piece, begin: int, into: Tensor) -> None:
         """As of any home."""
         rest = piece.unit.rest
         if isinstance(rest, AwayRest):
-            self._windows.read(rest.shard, piece.unit.owned_numel, begin, into)
+            self._windows.read(rest.shard, begin, into)
             return
         with piece.unit.owned_values() as values, torch.no_grad():
             into.copy_(values[begin : begin + len(into)])
@@ -129,7 +188,7 @@ class ValuesHome:
         rest = piece.unit.rest
         if isinstance(rest, AwayRest):
             rest.updated(range(begin, begin + len(values)), values)
-            self._windows.write(rest.shard, piece.unit.owned_numel, begin, values)
+            self._windows.write(rest.shard, begin, values)
             return
         with piece.unit.owned_values(changes=True) as here, torch.no_grad():
             here[begin : begin + len(values)].copy_(values)
@@ -143,10 +202,14 @@ class StateHome:
         self._key, self._state_of = key, state_of
         self._windows = OpenWindows(key)
 
+    def expect(self, pieces: Iterable[Piece]) -> None:
+        """As of any home."""
+        self._windows.expect(pieces)
+
     def read(self, piece: Piece, begin: int, into: Tensor) -> None:
         """As of any home."""
         if piece.unit.away is not None:
-            self._windows.read(piece.unit.away, piece.unit.owned_numel, begin, into)
+            self._windows.read(piece.unit.away, begin, into)
             if self._key not in self._state_of(piece):
                 into.zero_()  # left on the tier by a state that was cleared since
             return
@@ -160,12 +223,12 @@ class StateHome:
     def write(self, piece: Piece, begin: int, values: Tensor) -> None:
         """As of any home; in memory the state is made, zero at first."""
         if piece.unit.away is not None:
-            self._windows.write(piece.unit.away, piece.unit.owned_numel, begin, values)
+            self._windows.write(piece.unit.away, begin, values)
             return
         state = self._state_of(piece)
         if self._key not in state:
             device = piece.unit.optimized.master.device
-            state[self._key] = torch.zeros(piece.numel, device=device)
+            state[self._key] = torch.zeros(piece.span, device=device)
         first = begin - piece.begin
         state[self._key][first : first + len(values)].copy_(values)
 
@@ -178,9 +241,19 @@ class OpenWindows:
         self._part = part
         self._open: dict[tuple[AwayShard, int], _Window] = {}
         self._left: dict[tuple[AwayShard, int], int] = {}  # elements that have not passed
+        self._begun: set[tuple[AwayShard, int]] = set()
 
-    def read(self, shard: AwayShard, owned: int, begin: int, into: Tensor) -> None:
-        """Copy elements of ``shard`` from ``begin`` on to ``into``; ``owned`` of the shard are no padding.
+    def expect(self, pieces: Iterable[Piece]) -> None:
+        """The elements of ``pieces`` will pass. A window closes once all that are expected there have passed."""
+        for piece in pieces:
+            if piece.unit.away is not None:
+                shard = piece.unit.away
+                for index, inside, _ in _spans(shard, piece.begin, piece.span):
+                    count = inside.stop - inside.start
+                    self._left[shard, index] = self._left.get((shard, index), 0) + count
+
+    def read(self, shard: AwayShard, begin: int, into: Tensor) -> None:
+        """Copy elements of ``shard`` from ``begin`` on to ``into``.
 
         Raises:
             TierError: they cannot be read.
@@ -193,30 +266,28 @@ class OpenWindows:
                 self._make_room(shard, index)
                 window = _Window(shard.read_window(index, self._part), changed=False)
             into[at] = window.values[inside]
-            self._passed(shard, index, owned, window, len(into[at]))
+            self._passed(shard, index, window, len(into[at]))
 
-    def write(self, shard: AwayShard, owned: int, begin: int, values: Tensor) -> None:
+    def write(self, shard: AwayShard, begin: int, values: Tensor) -> None:
         """As ``read``, the other way; what a window held before is not looked at."""
         for index, inside, at in _spans(shard, begin, len(values)):
             key = shard, index
             window = self._open.get(key)
             if window is None:
                 self._make_room(shard, index)
-                begun = key in self._left
-                new = shard.read_window(index, self._part) if begun else None
+                new = shard.read_window(index, self._part) if key in self._begun else None
                 window = _Window(torch.zeros(len(shard.windows[index])) if new is None else new)
             window.values[inside] = values[at]
-            self._passed(shard, index, owned, window, len(values[at]))
+            self._passed(shard, index, window, len(values[at]))
 
-    def _passed(
-        self, shard: AwayShard, index: int, owned: int, window: _Window, count: int
-    ) -> None:
-        key, elements = (shard, index), shard.windows[index]
-        left = self._left.get(key, min(elements.stop, owned) - elements.start) - count
-        if left:
-            self._left[key], self._open[key] = left, window
+    def _passed(self, shard: AwayShard, index: int, window: _Window, count: int) -> None:
+        key = shard, index
+        self._left[key] -= count
+        self._begun.add(key)
+        if self._left[key]:
+            self._open[key] = window
             return
-        self._left.pop(key, None)
+        self._left.pop(key)
         self._open.pop(key, None)
         self._close(shard, index, window)
 

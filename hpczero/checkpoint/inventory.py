@@ -1,7 +1,12 @@
-"""What of a zeroified model and its optimizers goes into a checkpoint, and where."""
+"""What of a zeroified model and its optimizers goes into a checkpoint, and where.
+
+Owns: values and states by elements of the file, read from and put to where they rest. Must not know: files, who else
+holds what (``whole_table``), how elements travel.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.checkpoint.disk.format import Row, Table
-from hpczero.checkpoint.held import Held, HeldPieces, Piece, StateHome, ValuesHome
+from hpczero.checkpoint.even_runs import EvenRuns
+from hpczero.checkpoint.held import Held, HeldPieces, Piece, StateHome, ValuesHome, with_padding
+from hpczero.checkpoint.pieces import piece_of
+from hpczero.checkpoint.state_kinds import Scalar, kind_of, scalar_of
+from hpczero.checkpoint.whole_table import Share, check_cover, share_of
 from hpczero.errors import CheckpointError, CheckpointMismatch
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.update.away_states import AWAY, state_of, with_names
-
-Scalar = int | float | bool
+from hpczero.zero.update.away_states import state_of, with_names
 
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -25,47 +32,93 @@ class Inventory:
     """One sharded model as a checkpoint sees it. Not collective unless a method says so.
 
     Attributes:
-        table: parameters, in the order of this model.
-        held: elements of the file whose values this rank holds, as (start, stop), ascending.
+        table: parameters of the whole model, in its order.
+        held: elements of the file that this rank saves: of equal copies one.
         held_trainable: the part of ``held`` that has optimizer state.
+        needed: elements of the file that this rank loads; one entry for each of ``rows``.
+        needed_trainable: the part of ``needed`` that has optimizer state.
     """
 
-    def __init__(self, sharding: Sharding) -> None:
+    def __init__(self, sharding: Sharding, share: Share) -> None:
+        """See ``create``."""
         self._sharding = sharding
-        self.table = _table(sharding)
+        self._share = share
+        self.table = share.table
         self._places = self.table.named()
         pieces = [piece for unit in sharding.units for piece in self._pieces_of(unit)]
-        self._pieces = sorted(pieces, key=lambda piece: piece.start)
-        self.held = [(piece.start, piece.start + piece.numel) for piece in self._pieces]
+        self._empty = [piece for piece in pieces if not piece.numel]  # padding and nothing else
+        self._pieces = sorted((p for p in pieces if p.numel), key=lambda piece: piece.start)
+        self._saved = [piece for piece in self._pieces if piece.counted]
+        self.held, self.held_trainable = self._runs(self._saved)
+        self.needed, self.needed_trainable = self._runs(self._pieces)
+
+    @classmethod
+    def create(cls, sharding: Sharding) -> Inventory:
+        """That of a model. Collective over world where ranks have parts of a model, or replicas.
+
+        Raises:
+            CheckpointError: on every rank: the parts do not make one model; the message names a parameter.
+        """
+        found = cls(sharding, share_of(sharding))
+        held: Counter[str] = Counter()
+        for piece in found._saved:
+            held[found._row(piece.unit, piece.position).name] += piece.numel
+        check_cover(sharding.topology, found.table, held)
+        return found
+
+    def _runs(self, pieces: Sequence[Piece]) -> tuple[EvenRuns, EvenRuns]:
+        """Where they lie in the file, and the trainable ones, which come first there."""
+        runs = EvenRuns.of([piece.in_file for piece in pieces])
         limit = self.table.trainable_numel
-        self.held_trainable = [run for run in self.held if run[0] < limit]
+        return runs, runs.take(range(sum(piece.start < limit for piece in pieces)))
 
     def _pieces_of(self, unit: Unit) -> Iterator[Piece]:
         """What this rank holds of ``unit``."""
-        layout = unit.spec.layout
-        index = self._sharding.topology.shard_index
+        layout, topology = unit.spec.layout, self._sharding.topology
+        index = topology.shard_index
         begin = layout.shard_range(index).start
         for position, slot in enumerate(layout.slots):
             part = layout.overlap(index, slot.name)
             if part:
-                place = self._places[slot.name].offset + part.start
-                yield Piece(place, unit, position, slot.offset + part.start - begin, len(part))
+                placement = self._share.placements[slot.name]
+                place = self._places[placement.name].offset
+                counted = placement.counted and topology.replicate.rank == 0
+                yield piece_of(unit, position, part, slot.offset - begin, placement, place, counted)
+
+    def _row(self, unit: Unit, position: int) -> Row:
+        """The whole parameter of a slot."""
+        return self._places[self._share.name(unit.spec.layout.slots[position].name)]
+
+    @property
+    def rows(self) -> list[Row]:
+        """The whole parameter of each entry of ``needed``."""
+        return [self._row(piece.unit, piece.position) for piece in self._pieces]
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Names in the whole model of this rank's parameters, by those in its model."""
+        return {local: placement.name for local, placement in self._share.placements.items()}
 
     # --- values --------------------------------------------------------------------------------------------------
 
     def values(self) -> Held:
         """(elements of ``held``,) fp32, in that order, read slice by slice."""
-        return HeldPieces(self._pieces, ValuesHome())
+        return HeldPieces(self._saved, ValuesHome())
 
     def sink(self, key: str | None, order: Sequence[int]) -> HeldPieces:
-        """Where values, or the state ``key``, are put slice by slice, on a tier or in memory.
+        """Where values, or the state ``key``, are put slice by slice, on a tier or in memory. Padding is made zero.
 
         Args:
             key: of the state; None for values.
-            order: of ``held``, or ``held_trainable``, in the file that they come from.
+            order: of ``needed``, or ``needed_trainable``, in the file that they come from.
+
+        Raises:
+            TierError: a tier cannot take the padding.
         """
         home = ValuesHome() if key is None else StateHome(key, self._states_by_piece(new=True))
-        return HeldPieces([self._pieces[index] for index in order], home)
+        held = HeldPieces([self._pieces[index] for index in order], home)
+        held.clear_empty(p for p in self._empty if key is None or p.unit.spec.trainable)
+        return held
 
     @property
     def half(self) -> torch.dtype | None:
@@ -75,7 +128,7 @@ class Inventory:
     def check_range(self, values: Tensor, path: Path) -> None:
         """Refuse values of ``path`` that are finite, but not in the precision of the model.
 
-        ``values`` has the shape (elements of ``held``,).
+        ``values`` has the shape (elements of ``needed``,).
 
         Raises:
             CheckpointMismatch: the message names the first parameter.
@@ -83,10 +136,11 @@ class Inventory:
         if self.half is None:
             return
         begin = 0
-        for start, stop in self.held:
-            part = values[begin : begin + stop - start]
+        for piece in self._pieces:
+            part = values[begin : begin + piece.numel]
             begin += len(part)
-            check_range(part, self.half, self.table, start, path)
+            entry = piece.in_file
+            check_range(part, self.half, self.table, entry.start, path, stop=entry.stop)
 
     def end_step(self) -> None:
         """Units that stay whole for a pass are given back, before values are set. Collective over world."""
@@ -94,35 +148,49 @@ class Inventory:
             self._sharding.schedule.residence.end_step()
 
     def set_values(self, values: Tensor) -> None:
-        """Set this model's values to ``values``, (elements of ``held``,) in that order. Collective over world."""
+        """Set this model's values to ``values``, (elements of ``needed``,) in that order. Collective over world."""
         self.end_step()
-        for unit, owned in self._by_unit(values):
-            # The ranks agree, since a tier may fail on one of them.
-            with (
-                self._sharding.topology.agreed(f"put back the values of {unit.spec.name!r}"),
-                unit.owned_values(changes=True, anew=True) as here,
-                torch.no_grad(),
-            ):
-                here.copy_(owned)
-            unit.publish()
+        # Stages have different units: what is wrong with one is known to its ranks first, and to all at the end.
+        error: Exception | None = None
+        try:
+            for unit, owned in self._by_unit(values):
+                self._put(unit, owned)
+        except Exception as caught:
+            error = caught
+        with self._sharding.topology.agreed("put the values back"):
+            if error is not None:
+                raise error
+
+    def _put(self, unit: Unit, owned: Tensor) -> None:
+        """Set a unit's values. Collective over the ranks that share it."""
+        # They agree, since a tier may fail on one of them.
+        with (
+            self._sharding.topology.shard.agreed(f"put back the values of {unit.spec.name!r}"),
+            unit.owned_values(changes=True, anew=True) as here,
+            torch.no_grad(),
+        ):
+            here.copy_(owned)
+        unit.publish()
 
     def _by_unit(self, values: Tensor, *, trainable: bool = False) -> Iterator[tuple[Unit, Tensor]]:
-        """``values``, in the order of the file, cut into each unit's ``owned_values``.
+        """``values``, in the order of the file, cut into each unit's ``owned_values``; padding is zero.
 
         One unit's copy exists at a time.
         """
-        cuts: dict[Unit, list[tuple[int, int, int]]] = {
+        cuts: dict[Unit, list[tuple[Piece, int]]] = {
             unit: [] for unit in self._sharding.units if unit.spec.trainable or not trainable
         }
         start = 0
         for piece in self._pieces:
             if piece.unit in cuts:
-                cuts[piece.unit].append((piece.begin, start, piece.numel))
+                cuts[piece.unit].append((piece, start))
                 start += piece.numel
         for unit, pieces in cuts.items():
-            owned = torch.empty(unit.owned_numel)
-            for begin, start, count in pieces:
-                owned[begin : begin + count] = values[start : start + count]
+            owned = (torch.zeros if self._empty else torch.empty)(unit.owned_numel)
+            for piece, start in pieces:
+                begin, end = piece.place(0, piece.numel)
+                own = values[start : start + piece.numel]
+                owned[begin:end] = with_padding(piece, begin, end, own)
             yield unit, owned
 
     # --- optimizers ----------------------------------------------------------------------------------------------
@@ -143,7 +211,7 @@ class Inventory:
         kinds: dict[str, str] = {}
         for _, state, numel in self._states():
             for key, value in state.items():
-                kind = _kind(key, value, numel)
+                kind = kind_of(key, value, numel)
                 if kind is not None and kinds.setdefault(key, kind) != kind:
                     raise CheckpointError(
                         f"optimizer state {key!r} is {kinds[key]} for some parameters and {kind} for others, expected "
@@ -157,13 +225,16 @@ class Inventory:
             if not unit.spec.trainable:
                 continue
             for position, shard in unit.owned_shards():
-                row = self._places[unit.spec.layout.slots[position].name]
+                row = self._row(unit, position)
                 state = self._state_of(unit, position).get(shard, {})
                 yield row, with_names(state), shard.numel()
 
     def elements(self, key: str) -> Held:
         """(elements of ``held_trainable``,) fp32 of one elementwise state, read slice by slice; zero where none is."""
-        return HeldPieces(self._trainable_pieces, StateHome(key, self._states_by_piece()))
+        pieces = self._saved[
+            : len(self.held_trainable)
+        ]  # the trainable ones come first in the file
+        return HeldPieces(pieces, StateHome(key, self._states_by_piece()))
 
     def _states_by_piece(self, *, new: bool = False) -> Callable[[Piece], MutableMapping[Any, Any]]:
         """What is in memory of the state of a piece; with ``new`` it is made if there is none."""
@@ -183,11 +254,6 @@ class Inventory:
             return state
 
         return state_of
-
-    @property
-    def _trainable_pieces(self) -> list[Piece]:
-        """Those of ``held_trainable``; the trainable parameters come first in the file."""
-        return self._pieces[: len(self.held_trainable)]
 
     def scalars(self, kinds: Mapping[str, str]) -> dict[str, dict[str, Scalar | None]]:
         """For each key and each parameter that this rank owns parts of: its number; None for a tensor."""
@@ -231,8 +297,7 @@ class Inventory:
                 continue
             for unit, position, shard in self._trained():
                 if self._is_in(unit, position, present[key]):
-                    name = unit.spec.layout.slots[position].name
-                    number = _scalar(kind, present[key][name])
+                    number = scalar_of(kind, present[key][self._row(unit, position).name])
                     if isinstance(number, Tensor) and id(shard) in on_device:
                         number = number.to(shard.device)
                     self._state_of(unit, position)[shard][key] = number
@@ -243,7 +308,7 @@ class Inventory:
 
         Args:
             key: of the state.
-            elements: (elements of ``held_trainable``,).
+            elements: (elements of ``needed_trainable``,).
             present: the parameters that have it.
         """
         for unit, owned in self._by_unit(elements, trainable=True):
@@ -272,64 +337,34 @@ class Inventory:
                 for position, shard in zip(unit.optimized.slots, unit.shards, strict=True):
                     yield unit, position, shard
 
-    @staticmethod
-    def _is_in(unit: Unit, position: int, present: Mapping[str, Scalar | None]) -> bool:
-        return unit.spec.layout.slots[position].name in present
+    def _is_in(self, unit: Unit, position: int, present: Mapping[str, Scalar | None]) -> bool:
+        return self._row(unit, position).name in present
 
 
-def check_range(part: Tensor, dtype: torch.dtype, table: Table, start: int, path: Path) -> None:
-    """Refuse a part of one parameter, from element ``start`` of ``table`` on, with finite values beyond ``dtype``.
+def check_range(
+    part: Tensor,
+    dtype: torch.dtype,
+    table: Table,
+    start: int,
+    path: Path,
+    *,
+    stop: int | None = None,
+) -> None:
+    """Refuse a part of one parameter with finite values beyond ``dtype``.
+
+    Args:
+        part: the values.
+        dtype: that must hold them.
+        table: of the parameter.
+        start: the first of them in ``table``.
+        path: of the weights, for the message.
+        stop: after the last; None: they are neighbours.
 
     Raises:
         CheckpointMismatch: names the parameter.
     """
     if bool((part.isfinite() & part.to(dtype).isinf()).any()):
-        (name,) = table.overlapping(start, start + len(part))
+        (name,) = table.overlapping(start, start + len(part) if stop is None else stop)
         raise CheckpointMismatch(
             f"{path}: {name} holds {part.abs().max().item():.6g}, which {dtype} cannot; take bf16 or fp32"
         )
-
-
-def _kind(key: str, value: Any, numel: int) -> str | None:
-    """``elements``, ``tensor:float32``, ``int`` ...; None for a state that does not exist yet."""
-    if value is None:
-        return None
-    if value is AWAY:
-        return "elements"
-    if isinstance(value, Tensor):
-        if not value.dim():
-            return f"tensor:{str(value.dtype).removeprefix('torch.')}"
-        if value.numel() == numel and value.dtype == torch.float32:
-            return "elements"
-        got = f"{tuple(value.shape)} {value.dtype}"
-    else:
-        if type(value) in (bool, int, float):
-            return type(value).__name__
-        got = type(value).__name__
-    raise CheckpointError(
-        f"optimizer state {key!r} is {got}, expected fp32 of the {numel} elements of its shard, or one number; such a "
-        "state cannot be kept in a checkpoint"
-    )
-
-
-def _scalar(kind: str, number: Scalar | None) -> Any:
-    """The state of one value that ``scalars`` gave."""
-    assert number is not None, "scalars are numbers"
-    if kind.startswith("tensor:"):
-        return torch.tensor(number, dtype=getattr(torch, kind.removeprefix("tensor:")))
-    return {"bool": bool, "int": int, "float": float}[kind](number)
-
-
-def _table(sharding: Sharding) -> Table:
-    groups: dict[str, int] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for unit in sharding.units:
-        for slot, group in zip(unit.spec.layout.slots, unit.spec.groups, strict=True):
-            groups[slot.name], shapes[slot.name] = group, slot.shape
-    by_object = {id(parameter): name for name, parameter in sharding.model.named_parameters()}
-    aliases = {
-        name: by_object[id(parameter)]
-        for name, parameter in sharding.model.named_parameters(remove_duplicate=False)
-        if by_object[id(parameter)] != name
-    }
-    return Table.build([(name, shapes[name], groups[name]) for name in by_object.values()], aliases)

@@ -33,17 +33,19 @@ from hpczero.checkpoint.disk.format import (
     BUFFERS,
     RNG,
     Manifest,
-    Table,
+    Row,
 )
 from hpczero.checkpoint.disk.json_keys import extra_of
 from hpczero.checkpoint.disk.lines import homes
 from hpczero.checkpoint.disk.manifest_content import check_content
 from hpczero.checkpoint.elements import Elements, Source, elements_of
+from hpczero.checkpoint.even_runs import EvenRuns
 from hpczero.checkpoint.group_options import restored
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.places import folder_at, is_imported
 from hpczero.checkpoint.slab_reader import SlabReader
 from hpczero.checkpoint.snapshot import expand
+from hpczero.checkpoint.stage_buffers import buffers_of
 from hpczero.errors import CorruptCheckpoint, StepError, TierError
 from hpczero.job.topology import Topology
 from hpczero.zero.sharding import Sharding
@@ -149,20 +151,21 @@ def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
     """
     topology = sharding.topology
     manifest = _manifest(path, topology, asked_for=asked_for)
-    with topology.agreed("compare the checkpoint with the model"):
+    with topology.agreed("look at the manifest"):
         check_content(manifest, path)
-        inventory = Inventory(sharding)
+    inventory, buffers_here = Inventory.create(sharding), buffers_of(sharding)
+    with topology.agreed("compare the checkpoint with the model"):
         places = match_parameters(manifest, inventory.table, path)
-        keys = match_optimizer(manifest, sharding, path)
-        match_buffers(manifest, sharding, path)
+        keys = match_optimizer(manifest, sharding, inventory.table, path)
+        match_buffers(manifest, sharding, buffers_here, path)
         match_streams(manifest, path)
     reader = SlabReader(path, manifest, topology)
     source = Source(
         path,
         reader,
         manifest.table,
-        held=_runs(inventory.held, inventory.table, places),
-        trainable=_runs(inventory.held_trainable, inventory.table, places),
+        needed=_moved(inventory.needed, inventory.rows, places),
+        trainable=_moved(inventory.needed_trainable, inventory.rows, places),
         keys=[key for key, kind in keys.items() if kind == "elements"],
     )
     elements = elements_of(source, sharding, inventory)
@@ -208,18 +211,15 @@ def _manifest(path: Path, topology: Topology, *, asked_for: bool) -> Manifest:
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def _runs(
-    held: Sequence[tuple[int, int]], table: Table, places: Mapping[str, int]
-) -> list[tuple[int, int]]:
-    """The same elements by their places in the checkpoint, whose parameters may have another order."""
-    owners = [row for row in table.owners if row.numel]
-    starts = np.array([row.offset for row in owners], dtype=np.int64)
-    found = []
-    for start, stop in held:
-        row = owners[int(np.searchsorted(starts, start, side="right")) - 1]
-        moved = places[row.name] - row.offset
-        found.append((start + moved, stop + moved))
-    return found
+def _moved(runs: EvenRuns, rows: Sequence[Row], places: Mapping[str, int]) -> EvenRuns:
+    """The same elements by their places in the checkpoint, whose parameters may have another order.
+
+    Args:
+        runs: an entry for each of the first ``rows``.
+        rows: in this model's table.
+        places: of parameters in the checkpoint.
+    """
+    return runs.moved([places[row.name] - row.offset for row in rows[: len(runs)]])
 
 
 def _set_optimizer(
@@ -261,7 +261,8 @@ def _set_buffers(sharding: Sharding, manifest: Manifest, data: Tensor) -> None:
     with torch.no_grad():
         for name, dtype, shape in manifest.meta["buffers"]:
             nbytes = int(np.prod(shape, dtype=np.int64)) * getattr(torch, dtype).itemsize
-            set_bytes(named[name], data[begin : begin + nbytes])
+            if name in named:  # else it is another stage's
+                set_bytes(named[name], data[begin : begin + nbytes])
             begin += nbytes
 
 

@@ -1,4 +1,7 @@
-"""Datasets of one checkpoint, read by all ranks together and checked on the way."""
+"""Datasets of one checkpoint, read by all ranks together and checked on the way.
+
+Owns: which rank reads which slab, and when. Must not know: models, who needs what of a slab (``exchange``).
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from torch import Tensor
 
 from hpczero.checkpoint.disk.format import STATE_FILE, Dataset, Manifest, digest
 from hpczero.checkpoint.disk.rawfile import read_into
+from hpczero.checkpoint.even_runs import EvenRuns
 from hpczero.checkpoint.exchange import Exchange
 from hpczero.errors import CorruptCheckpoint
 from hpczero.files.regular import open_regular, reason
 from hpczero.job.topology import Topology
 from hpczero.job.watchdog import Watchdog
 
-Runs = Sequence[tuple[int, int]]  # (first element, the one after the last) of a dataset
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -32,21 +35,21 @@ class Wanted:
 
     Attributes:
         dataset: with its digests.
-        runs: the parts.
-        order: of the runs, ascending in the file.
+        runs: the parts, an entry each, in any order.
+        order: of the entries, ascending in the file.
         exchange: of the parts in that order.
     """
 
     dataset: Dataset
-    runs: Runs
+    runs: EvenRuns
     order: list[int]
     exchange: Exchange
 
     def arranged(self, held: Tensor) -> Tensor:
-        """``held``, which is in the order of the file, in the order of the runs."""
+        """``held``, which is in the order of the file, in the order of the entries."""
         if self.order == sorted(self.order):
             return held
-        ends = np.cumsum([self.runs[index][1] - self.runs[index][0] for index in self.order])
+        ends = np.cumsum([self.runs.entries[index].numel for index in self.order])
         pieces = torch.tensor_split(held, ends[:-1].tolist())
         by_index = dict(zip(self.order, pieces, strict=True))
         return torch.cat([by_index[index] for index in range(len(self.runs))])
@@ -60,8 +63,8 @@ class SlabReader:
         self._manifest = manifest
         self._topology = topology
 
-    def read(self, wanted: Sequence[tuple[str, Runs]]) -> list[Tensor]:
-        """For each dataset, the elements of its runs, one run after the other. Collective over world.
+    def read(self, wanted: Sequence[tuple[str, EvenRuns]]) -> list[Tensor]:
+        """For each dataset, the elements of its entries, one entry after the other. Collective over world.
 
         Raises:
             CorruptCheckpoint: on every rank; the message names dataset, parameters and range.
@@ -78,16 +81,15 @@ class SlabReader:
         # no element, no round
         return [plan.arranged(found.get(plan.dataset.name, torch.empty(0))) for plan in plans]
 
-    def plan(self, name: str, runs: Runs) -> Wanted:
+    def plan(self, name: str, runs: EvenRuns) -> Wanted:
         """Tell every rank which parts of a dataset this rank needs. Collective over world.
 
         Raises:
             CorruptCheckpoint: on every rank: there is no such dataset.
         """
         topology = self._topology
-        order = sorted(range(len(runs)), key=lambda index: runs[index])
-        ascending = [runs[index] for index in order]
-        exchange = Exchange(topology.world.comm, topology.watchdog, ascending)
+        order = np.argsort(runs.table[:, 0], kind="stable").tolist()
+        exchange = Exchange(topology.world.comm, topology.watchdog, runs.take(order))
         return Wanted(self._dataset(name), runs, order, exchange)
 
     def rounds(

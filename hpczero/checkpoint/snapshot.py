@@ -1,4 +1,7 @@
-"""What is to be written, as it was at one step."""
+"""What is to be written, as it was at one step.
+
+Owns: the parts of a checkpoint, and what its manifest says of them. Must not know: files, folders, who writes what.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +32,16 @@ from hpczero.checkpoint.disk.format import (
 )
 from hpczero.checkpoint.disk.json_keys import Unfit, extra_fields
 from hpczero.checkpoint.disk.manifest_form import MOST, is_text
+from hpczero.checkpoint.even_runs import EvenRuns
 from hpczero.checkpoint.group_options import options_of
 from hpczero.checkpoint.held import Held
 from hpczero.checkpoint.inventory import Inventory
+from hpczero.checkpoint.stage_buffers import Kept, buffers_of, speaks_for
 from hpczero.errors import CheckpointError, ConfigError
 from hpczero.files.regular import parse_json, shown
 from hpczero.options.environment import Environment
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.module_buffers import bytes_of
-
-Run = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,12 @@ class Part:
 
     Attributes:
         dataset: the dataset, of all ranks.
-        held: elements of it that this rank has, as (start, stop), ascending.
+        held: elements of it that this rank has; each element is held by one rank.
         values: gives these elements in that order, to be read slice by slice before the model changes.
     """
 
     dataset: Dataset
-    held: Sequence[Run]
+    held: EvenRuns
     values: Callable[[], Held]
 
 
@@ -83,7 +86,7 @@ class Snapshot:
         """The snapshot with all values copied now, so that the model may change. Not collective."""
         parts = []
         for part in self.parts:
-            values = part.values()[0 : sum(stop - start for start, stop in part.held)]
+            values = part.values()[0 : part.held.numel]
             parts.append(Part(part.dataset, part.held, lambda values=values: values))  # type: ignore[misc]
         return Snapshot(self.step, self.world_size, self.table, tuple(parts), self.meta)
 
@@ -109,10 +112,11 @@ def take(
     with topology.agreed("look at the values"):
         sharding.check_values()
     sharding.step.agreement.replicas.check()
+    inventory = inventory or Inventory.create(sharding)
+    buffers = buffers_of(sharding)
     with topology.agreed("take a snapshot"):
-        inventory = inventory or Inventory(sharding)
         kinds = inventory.state_kinds()
-        _check_names(sharding, inventory.table, kinds)
+        _check_names(buffers, inventory.table, kinds)
         text = _extra_fields(extra)
     with topology.watchdog.watch("checkpoint: what the optimizers of all ranks keep"):
         found = topology.world.comm.allgather(kinds)
@@ -135,10 +139,9 @@ def take(
     with topology.agreed("put the snapshot together"):
         if scalars is not None:
             meta["optimizer"] = _optimizer(sharding, kinds, scalars, table)
-    buffers = _named_buffers(sharding)
-    parts.append(_bytes_part(topology.is_root, BUFFERS, [t for _, t in buffers], slab_nbytes))
+    parts.append(_buffers_part(sharding, buffers, slab_nbytes))
     row = sum(map(len, streams.capture().values()))
-    root_only: list[Run] = [(0, topology.size * row)] if topology.is_root else []
+    root_only = EvenRuns.of([(0, topology.size * row)] if topology.is_root else [])
     rng_bytes = torch.from_numpy(
         np.concatenate([stream for rank in rng for stream in rank.values()])
         if rng is not None
@@ -150,7 +153,7 @@ def take(
     if topology.is_root:
         meta.update(
             {
-                "buffers": [[name, _dtype(t), list(t.shape)] for name, t in buffers],
+                "buffers": [[kept.name, kept.dtype, list(kept.shape)] for kept in buffers],
                 "rng": [[name, len(state)] for name, state in streams.capture().items()],
                 "loss_scale": sharding.scaler.state(),
                 "skipped_steps": sharding.skipped_steps,
@@ -177,10 +180,10 @@ def _check_step(sharding: Sharding, step: int) -> None:
             )
 
 
-def _check_names(sharding: Sharding, table: Table, kinds: Mapping[str, str]) -> None:
+def _check_names(buffers: Sequence[Kept], table: Table, kinds: Mapping[str, str]) -> None:
     """Refuse names that cannot be written to a file."""
     names = [("parameter", row.name) for row in table.rows]
-    names += [("buffer", name) for name, _ in _named_buffers(sharding)]
+    names += [("buffer", buffer.name) for buffer in buffers]
     names += [("optimizer state", key) for key in kinds]
     for what, name in names:
         if type(name) is not str or not is_text(name):
@@ -253,8 +256,13 @@ def _optimizer(
         **several,
         "groups": groups,
         "kinds": dict(kinds),
-        "present": {key: compact(values, table) for key, values in present.items()},
+        "present": {key: compact(_sorted(values, table), table) for key, values in present.items()},
     }
+
+
+def _sorted(values: Mapping[str, Any], table: Table) -> dict[str, Any]:
+    """``values`` in the order of the model, whichever ranks they came from."""
+    return {row.name: values[row.name] for row in table.owners if row.name in values}
 
 
 def compact(values: Mapping[str, Any], table: Table) -> dict[str, Any]:
@@ -271,25 +279,22 @@ def expand(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return dict.fromkeys(names, values["*"]) if set(values) == {"*"} else dict(values)
 
 
-def _named_buffers(sharding: Sharding) -> list[tuple[str, Tensor]]:
-    known = {id(buffer) for buffer in sharding.buffers}
-    return [(n, b) for n, b in sharding.model.named_buffers() if id(b) in known]
-
-
-def _bytes_part(is_root: bool, name: str, tensors: Sequence[Tensor], slab_nbytes: int) -> Part:
-    numel = sum(tensor.nbytes for tensor in tensors)
+def _buffers_part(sharding: Sharding, buffers: Sequence[Kept], slab_nbytes: int) -> Part:
+    """Persistent buffers of all stages, each from the first rank of its stage."""
+    ends = np.cumsum([0, *(kept.nbytes for kept in buffers)], dtype=np.int64).tolist()
+    named = dict(sharding.model.named_buffers())
+    places = [
+        (kept, start)
+        for kept, start in zip(buffers, ends[:-1], strict=True)
+        if kept.nbytes and speaks_for(sharding.topology, kept)
+    ]
 
     def values() -> Tensor:
-        if not is_root or not numel:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.cat([bytes_of(tensor.detach().cpu()) for tensor in tensors])
+        found = [bytes_of(named[kept.name].detach().cpu()) for kept, _ in places]
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.uint8)
 
-    held: list[Run] = [(0, numel)] if is_root and numel else []
-    return Part(Dataset.of(name, "|u1", numel, slab_nbytes), held, values)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    held = EvenRuns.of([(start, start + kept.nbytes) for kept, start in places])
+    return Part(Dataset.of(BUFFERS, "|u1", ends[-1], slab_nbytes), held, values)
 
 
 def _provenance() -> dict[str, Any]:

@@ -20,6 +20,7 @@ from hpczero.comm.collectives import Collectives, shard_group
 from hpczero.comm.devices.awareness import reach_of
 from hpczero.comm.flat import Flat
 from hpczero.comm.hierarchical import Hierarchical, Inside
+from hpczero.comm.hybrid import Hybrid
 from hpczero.comm.inside.segment import Segment
 from hpczero.errors import CommError, ConfigError
 from hpczero.job.group import Group
@@ -38,12 +39,13 @@ def choose(
     node_dtype: torch.dtype = torch.float32,
     algorithms: str = "auto",
     overlap: bool = True,
+    secondary: bool = False,
     accelerator: Accelerator | None = None,
 ) -> Collectives:
     """Make a transport. Collective over its ranks.
 
     Args:
-        topology: a topology, whose shard group the transport serves, or any group.
+        topology: a topology, whose shard group and replicas the transport serves, or any group.
         transport: ``flat`` works on any nodes. ``hierarchical`` sends messages between nodes and inside them.
             ``window`` shares memory inside nodes. ``ipc`` lets ranks of a node read each other's device memory.
             ``auto`` takes the fastest that works.
@@ -53,15 +55,51 @@ def choose(
             ``default`` does neither. Names work too, as in ``all_gather=ring,reduce_scatter=pairwise``.
         overlap: whether to move bytes while the model computes, between nodes and on devices. Needs an MPI that lets
             two threads call it.
+        secondary: between nodes, whether each keeps a copy of what it has gathered (SecondaryCopy).
         accelerator: where the buffers are; None for the host.
 
     Raises:
         ConfigError: an unknown name, or an algorithm that does not work between so many nodes.
+            A secondary copy between nodes over the flat transport.
         TopologyError: two levels on nodes with different numbers of ranks.
         CommError: ``window`` where ranks of a node cannot share memory.
     """
     check_transport_name(transport)
     check_algorithms(algorithms)
+    make = partial(
+        _choose_one,
+        transport=transport,
+        node_dtype=node_dtype,
+        algorithms=algorithms,
+        accelerator=accelerator,
+    )
+    if isinstance(topology, Group) or topology.replicate.size == 1:
+        return make(topology, strict=strict, overlap=overlap, secondary=secondary)
+    # A communicator of its own: a thread may use it, and another model has the topology too.
+    replicas = topology.replicate.part(range(topology.replicate.size), "replicas of one transport")
+    inside = make(topology.shard, strict=False, overlap=overlap, secondary=secondary)
+    outside = make(replicas, strict=False, overlap=False, secondary=False)
+    return Hybrid(
+        topology,
+        inside,
+        outside,
+        strict=strict,
+        overlap=overlap and _can_overlap(replicas, inside.reach.accelerator),
+    )
+
+
+def _choose_one(
+    topology: Topology | Group,
+    *,
+    transport: str,
+    strict: bool,
+    node_dtype: torch.dtype,
+    algorithms: str,
+    overlap: bool,
+    secondary: bool,
+    accelerator: Accelerator | None,
+) -> Collectives:
+    """As ``choose``, over one group of ranks."""
     group = shard_group(topology)
     reach = reach_of(accelerator or HostAccelerator(), group)
     if transport == "auto":
@@ -82,6 +120,13 @@ def choose(
         error.agreed = True
         raise error
     if transport == "flat":
+        if secondary and group.num_nodes > 1:
+            error = ConfigError(
+                "a secondary copy of parameters in each node needs ranks that know their node, and the transport is "
+                "flat; use hierarchical or window, with the same number of ranks on every node, or leave it out"
+            )
+            error.agreed = group.is_job
+            raise error
         return Flat(topology, strict=strict, node_dtype=node_dtype, reach=reach)
     inside: Inside = "messages"
     if transport in ("window", "ipc"):
@@ -93,6 +138,7 @@ def choose(
         selection=_selection(group, algorithms, node_dtype),
         inside=inside,
         overlap=overlap and _can_overlap(group, reach.accelerator),
+        secondary=secondary,
         reach=reach,
     )
 

@@ -13,10 +13,8 @@ from __future__ import annotations
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +23,11 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpczero.accelerator import Span
+from hpczero.comm.accounts import CommStats
 from hpczero.comm.algorithms.blocks import Blocks
 from hpczero.comm.devices.access import HostReach, Reach
 from hpczero.comm.devices.exposed import Exposed
+from hpczero.comm.secondary import SecondaryCopy
 from hpczero.comm.strict import OrderCheck
 from hpczero.errors import CommError
 from hpczero.job.group import Group
@@ -37,25 +37,6 @@ from hpczero.plan.footprint import Footprint
 
 # MPI moves bytes; which dtypes may be summed is decided by our own kernels, not by the MPI library.
 MOVABLE = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass
-class CommStats:
-    """Accounts of one transport on this rank, by operation.
-
-    ``sent_nbytes`` counts the bytes that leave the rank, by the algorithm's own arithmetic. ``seconds`` is time in
-    calls and waits.
-    """
-
-    calls: Counter[str] = field(default_factory=Counter)
-    sent_nbytes: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-
-    def reset(self) -> None:
-        """Start counting anew."""
-        self.calls.clear()
-        self.sent_nbytes.clear()
-        self.seconds = 0.0
 
 
 class Work:
@@ -79,7 +60,8 @@ class Work:
 class Collectives(ABC):
     """One way to move flat buffers over ``group.ordered``, and where their memory comes from.
 
-    Subclasses implement the underscored verbs. Checks, order and accounts are here.
+    Subclasses implement the underscored verbs. Checks, order and accounts are here. ``everybody`` are the ranks whose
+    gradients are summed, which is ``group`` but for replicas (see Hybrid).
     """
 
     def __init__(
@@ -104,15 +86,18 @@ class Collectives(ABC):
         """
         self.topology = topology if isinstance(topology, Topology) else None
         self.group = group = shard_group(topology)
+        self.everybody = topology.data_sequence if isinstance(topology, Topology) else group
+        self.rank = topology.rank  # of the job, for messages
         self.reach = reach or HostReach()
         self.node_dtype = node_dtype
+        self.secondary: SecondaryCopy | None = None
         self.memory = memory or Memory()
         self.stats = CommStats()
         self.exposed = Exposed(self.reach.accelerator)
         self.fingerprint = 0
         self.step = 0
         self._depth = 0
-        self._order = OrderCheck(group.comm) if strict else None
+        self._order = OrderCheck(self.everybody.comm) if strict else None
         self._watchdog = group.watchdog
 
     def allocate(
@@ -160,20 +145,30 @@ class Collectives(ABC):
         """Say that all buffers with a use have been asked for. Collective over the group."""
         return
 
-    def all_gather(self, full: Tensor, *, name: str) -> Work:
+    def all_gather(self, full: Tensor, *, name: str, again: bool = False) -> Work:
         """Fill ``full`` from every rank's shard, in place. Collective over the group.
 
         Args:
             full: (num_shards * shard_numel,), this rank's shard in its slice.
             name: name of the unit, for messages.
+            again: the same values may be gathered once more, until ``secondary.forget(name)``. Where there is a
+                secondary copy, it then serves the next gather, which counts as ``regather``.
 
         Raises:
             CommError: the buffer cannot be sent, or (strict) ranks disagree.
         """
         shard = self._check(full, name)
         sent = self._sent_nbytes(full, shard, Use.GATHER)
-        with self._issue("all_gather", name, sent, key=full.numel() * full.element_size()):
-            return self._all_gather(full, shard, name) if full.numel() else Work(name)
+        copy = self.secondary if again else None
+        operation = "all_gather"
+        if copy is not None and copy.has(name):
+            operation, sent = "regather", sent - copy.spared_nbytes(full, shard)
+        with self._issue(operation, name, sent, key=full.numel() * full.element_size()):
+            if not full.numel():
+                return Work(name)
+            if copy is not None:
+                return self._all_gather_again(full, shard, name, copy)
+            return self._all_gather(full, shard, name)
 
     def reduce_scatter(
         self,
@@ -202,7 +197,7 @@ class Collectives(ABC):
         shard = self._check(full, name)
         if out.dtype != torch.float32 or out.numel() != shard or not out.is_contiguous():
             raise CommError(
-                f"rank {self.group.rank}: reduce_scatter of {name!r} into {out.numel()} x {out.dtype}, "
+                f"rank {self.rank}: reduce_scatter of {name!r} into {out.numel()} x {out.dtype}, "
                 f"expected {shard} contiguous float32"
             )
         sent = self._sent_nbytes(full, shard, Use.REDUCE)
@@ -212,38 +207,46 @@ class Collectives(ABC):
             return self._reduce_scatter(full, out, shard, scale, accumulate, name)
 
     def broadcast(self, full: Tensor, *, root: int, name: str) -> Work:
-        """Give every rank ``root``'s content of ``full``. Collective over the group; ``root`` is a rank of it.
+        """Give every rank ``root``'s content of ``full``. Collective over ``everybody``; ``root`` is a rank of it.
 
         Bytes are moved as they are, so any dtype will do.
         """
         nbytes = full.numel() * full.element_size()
-        sent = nbytes if self.group.rank == root else 0
+        sent = nbytes if self.everybody.rank == root else 0
         with self._issue("broadcast", name, sent, key=nbytes):
             return self._broadcast(full, root, name) if full.numel() else Work(name)
 
     def agree(self, flags: npt.NDArray[np.uint8], *, name: str) -> npt.NDArray[np.uint8]:
-        """Bitwise OR of ``flags`` over all ranks. Blocking. Collective over the group."""
+        """Bitwise OR of ``flags`` over all ranks. Blocking. Collective over ``everybody``."""
         with self._issue("agree", name, len(flags)):
             found = np.empty_like(flags)
-            self.group.comm.Allreduce(np.ascontiguousarray(flags), found, op=MPI.BOR)
+            self.everybody.comm.Allreduce(np.ascontiguousarray(flags), found, op=MPI.BOR)
             return found
 
-    def share(self, values: npt.NDArray[np.float64], *, name: str) -> npt.NDArray[np.float64]:
-        """``values`` of every rank in rank order, as (group size, len(values)). Blocking. Collective over the group.
+    def share(
+        self, values: npt.NDArray[np.float64], *, name: str, replicas: bool = False
+    ) -> npt.NDArray[np.float64]:
+        """``values`` of every rank in rank order, as (ranks, len(values)). Blocking. Collective.
 
         It is for the few numbers that ranks agree on in a step. Every rank gets the same bits; an MPI sum does not
         promise that.
+
+        Args:
+            values: this rank's.
+            name: for messages.
+            replicas: whether ranks are ``everybody``, who hold the same things several times, or ``group``.
         """
-        sent = values.nbytes * (self.group.size - 1)
+        ranks = self.everybody if replicas else self.group
+        sent = values.nbytes * (ranks.size - 1)
         with self._issue("share", name, sent, key=values.nbytes):
-            found = np.empty((self.group.size, len(values)), dtype=np.float64)
-            self.group.comm.Allgather(np.ascontiguousarray(values), found)
+            found = np.empty((ranks.size, len(values)), dtype=np.float64)
+            ranks.comm.Allgather(np.ascontiguousarray(values), found)
             return found
 
     def barrier(self, *, name: str = "barrier") -> None:
-        """Wait for every rank. Collective over the group."""
+        """Wait for every rank. Collective over ``everybody``."""
         with self._issue("barrier", name, 0):
-            self.group.comm.Barrier()
+            self.everybody.comm.Barrier()
 
     @property
     def footprint(self) -> Footprint:
@@ -268,7 +271,7 @@ class Collectives(ABC):
         """Work that ``finish`` does when somebody waits for it."""
 
         def watched() -> None:
-            with _Issue(self, f"the rest of {operation} of {name!r} (step {self.step})"):
+            with self._timed(f"the rest of {operation} of {name!r} (step {self.step})"):
                 finish()
 
         return Work(name, watched)
@@ -278,7 +281,11 @@ class Collectives(ABC):
 
         It counts as time in calls. Not collective.
         """
-        return _Issue(self, None)
+        return self._timed(None)
+
+    def _timed(self, what: str | None) -> AbstractContextManager[object]:
+        """Context around a call, or around a wait for one where ``what`` is None; its seconds are counted."""
+        return _Issue(self, what)
 
     def _elsewhere(self, name: str, wait: Callable[[], None]) -> Work:
         """Work that another thread does, watched by the watchdog. Waiting for it counts as time in calls."""
@@ -288,6 +295,12 @@ class Collectives(ABC):
                 wait()
 
         return Work(name, timed)
+
+    def _all_gather_again(
+        self, full: Tensor, shard_numel: int, name: str, copy: SecondaryCopy
+    ) -> Work:
+        """``_all_gather`` from ``copy`` if that has the unit, else with what is needed to keep it there."""
+        raise NotImplementedError("of transports with a secondary copy")
 
     @abstractmethod
     def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work: ...
@@ -299,7 +312,7 @@ class Collectives(ABC):
 
     def _broadcast(self, full: Tensor, root: int, name: str) -> Work:
         whole = Blocks.of(full, 0, full.numel(), full.numel(), 1)
-        self.reach.broadcast(self.group.comm, whole, root)
+        self.reach.broadcast(self.everybody.comm, whole, root)
         return Work(name)
 
     def _check(self, full: Tensor, name: str) -> int:
@@ -308,7 +321,7 @@ class Collectives(ABC):
         shards = self.group.size
         if full.numel() % shards:
             raise CommError(
-                f"rank {self.group.rank}: buffer of {name!r} has {full.numel()} elements, expected a "
+                f"rank {self.rank}: buffer of {name!r} has {full.numel()} elements, expected a "
                 f"multiple of {shards} shards"
             )
         return full.numel() // shards
@@ -316,12 +329,14 @@ class Collectives(ABC):
     def _check_movable(self, full: Tensor, name: str) -> None:
         if full.dtype not in MOVABLE or full.dim() != 1 or not full.is_contiguous():
             raise CommError(
-                f"rank {self.group.rank}: buffer of {name!r} is {tuple(full.shape)} {full.dtype} "
+                f"rank {self.rank}: buffer of {name!r} is {tuple(full.shape)} {full.dtype} "
                 f"(contiguous: {full.is_contiguous()}), expected flat contiguous "
                 f"{', '.join(str(d) for d in MOVABLE)}"
             )
 
-    def _issue(self, operation: str, name: str, sent: int, key: int | None = None) -> _Issue:
+    def _issue(
+        self, operation: str, name: str, sent: int, key: int | None = None
+    ) -> AbstractContextManager[object]:
         """Agree (strict), remember and count one call that sends ``sent`` bytes.
 
         ``key`` is the call's size, equal on all ranks; None where all send the same.
@@ -335,7 +350,7 @@ class Collectives(ABC):
         self.fingerprint = zlib.crc32(record.encode(), self.fingerprint)
         self.stats.calls[operation] += 1
         self.stats.sent_nbytes[operation] += sent
-        return _Issue(self, f"{operation} of {name!r} ({nbytes:,} bytes, step {self.step})")
+        return self._timed(f"{operation} of {name!r} ({nbytes:,} bytes, step {self.step})")
 
 
 class _Issue:

@@ -55,12 +55,17 @@ def agreed(comm: MPI.Intracomm, watchdog: Watchdog, what: str) -> Iterator[None]
         kind = HpcZeroError
         text = f"{name}: {text}"
     if error is not None and is_foreign:
-        error.agreed = True  # type: ignore[attr-defined]  # tells errors.run that the peers know
+        error.agreed = is_job(comm)  # type: ignore[attr-defined]  # tells errors.run that the peers know
         raise error
     where = "" if len(ranks) == comm.size else f"on rank(s) {spans(ranks)}, could not {what}: "
     told = kind(f"{where}{text}")
-    told.agreed = True
+    told.agreed = is_job(comm)
     raise told from error
+
+
+def is_job(comm: MPI.Intracomm) -> bool:
+    """Whether these are all ranks that were started: an error that all of them raise needs to be told to nobody."""
+    return bool(comm.size == MPI.COMM_WORLD.size)
 
 
 def spans(ranks: Sequence[int]) -> str:

@@ -14,9 +14,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 from mpi4py import MPI
 
-from hpczero.job.agreed import agreed, spans
+from hpczero.job.agreed import agreed, is_job, spans
 from hpczero.job.watchdog import Watchdog
 
 Nodes = tuple[tuple[int, ...], ...]
@@ -118,6 +119,11 @@ class Group:
         return self.comm.rank == 0
 
     @property
+    def is_job(self) -> bool:
+        """Whether these are all ranks that were started."""
+        return is_job(self.comm)
+
+    @property
     def index(self) -> int:
         """Place of this rank in ``ordered``: which shard of everything the group shares is its own."""
         return self.ordered.rank
@@ -174,6 +180,17 @@ class Group:
         with self.watchdog.watch("Topology.gather"):
             self.comm.Allgather(mine, found)
         return [float(v) for v in found]
+
+    def share(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """``values`` of every rank in rank order, on every rank, as (size, len(values)). Collective over the group."""
+        if self.size == 1:
+            return values[None]
+        found = np.empty((self.size, len(values)), dtype=np.float64)
+        with self.watchdog.watch(
+            f"an exchange of {len(values)} number(s) in {self.comm.Get_name()}"
+        ):
+            self.comm.Allgather(np.ascontiguousarray(values), found)
+        return found
 
     def gather_text(self, text: str) -> list[str]:
         """``text`` of every rank in rank order, on every rank. Collective over the group."""

@@ -79,7 +79,7 @@ def done_by_root(
         if task is not None:
             task.end()
         error = StoppedEarly(f"asked to stop before there was anything to save; did not {what}")
-        error.agreed = True
+        error.agreed = topology.world.is_job
         raise error
     text = ""
     with topology.agreed(what):

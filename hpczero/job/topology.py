@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from hpczero import errors
 from hpczero.errors import TopologyError
-from hpczero.job.agreed import spans
+from hpczero.job.agreed import is_job, spans
 from hpczero.job.group import Group, named
 from hpczero.job.mesh import DATA, DATA_SEQUENCE, DEGREES, MODEL, SHARD, Mesh
 from hpczero.job.roll_call import RollCall
@@ -83,7 +83,9 @@ class Topology:
                 rank.
         """
         mesh = Mesh.of(comm.size) if mesh is None else Mesh.of(comm.size, **vars(mesh))
-        if MPI.COMM_WORLD.size > 1:  # also for a group of one: the others of the job would wait for it
+        if (
+            MPI.COMM_WORLD.size > 1
+        ):  # also for a group of one: the others of the job would wait for it
             errors.install_abort_hook()
         watchdog = Watchdog(
             comm.rank, Environment.read().timeout_s if timeout_s is None else timeout_s
@@ -294,9 +296,10 @@ def _check_given(world: MPI.Intracomm, nodes: Sequence[int] | None, mesh: Mesh) 
             f"{degrees[0].tolist()}; give every rank the same mesh"
         )
     if text:
+        told = is_job(world)
         world.Free()
         error = TopologyError(text)
-        error.agreed = True
+        error.agreed = told
         raise error
 
 

@@ -32,12 +32,12 @@ class Runs(NamedTuple):
     Attributes:
         whole: first element of each run, counted in the whole parameter.
         local: first element of each run, counted in the part.
-        count: elements of each run.
+        numel: elements of each run.
     """
 
     whole: Indices
     local: Indices
-    count: Indices
+    numel: Indices
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,9 @@ class Placement:
                 raise ValueError(f"{self.name!r} is not cut, expected one strip, grain and part")
             return
         if not 0 <= self.dim < len(self.shape):
-            raise ValueError(f"{self.name!r} has the shape {self.shape}, and no dimension {self.dim}")
+            raise ValueError(
+                f"{self.name!r} has the shape {self.shape}, and no dimension {self.dim}"
+            )
         if self.strips < 1 or self.grain < 1 or not 0 <= self.part < self.parts:
             raise ValueError(
                 f"{self.name!r}: got strips {self.strips}, grain {self.grain}, part {self.part} of {self.parts}"

@@ -21,6 +21,7 @@ from hpczero.plan.footprint import (
 )
 from hpczero.plan.layout import ShardLayout
 from hpczero.plan.memory import MemoryPlan
+from hpczero.plan.placement import ModelPart, part_of
 from hpczero.plan.precision import Precision
 from hpczero.plan.traffic import TrafficPlan, unit_traffic
 
@@ -78,6 +79,8 @@ class UnitSpec:
         layout: parameters (qualified names) in registration order, divided over the shard group.
         groups: optimizer group of each slot; -1 for frozen parameters.
         trainable: whether gradients, masters and optimizer state exist.
+        uncounted: slots that another rank counts in norms, because it holds the same (``Placement.counted``).
+        partial: slots of whose gradients every tensor rank has a part of the sum (``Placement.partial``).
     """
 
     name: str
@@ -85,6 +88,8 @@ class UnitSpec:
     layout: ShardLayout
     groups: tuple[int, ...]
     trainable: bool
+    uncounted: tuple[int, ...] = ()
+    partial: tuple[int, ...] = ()
 
     @property
     def is_root(self) -> bool:
@@ -131,6 +136,7 @@ class Plan:
         """
         precision = Precision.of(precision)
         owner = _owners(model, rule(model))
+        part = part_of(model) or ModelPart(())
         members: dict[tuple[tuple[str, ...], bool], list[str]] = {}
         parameters = dict(model.named_parameters())
         for name, parameter in parameters.items():
@@ -143,6 +149,7 @@ class Plan:
             title = (modules[0] or "root") + ("" if trainable else " (frozen)")
             _check_dtype(title, {n: str(parameters[n].dtype) for n in names}, precision)
             shapes = [(n, tuple(parameters[n].shape)) for n in names]
+            placed = [part.placement(name, shape) for name, shape in shapes]
             units.append(
                 UnitSpec(
                     name=title,
@@ -150,6 +157,8 @@ class Plan:
                     layout=ShardLayout.pack(shapes, num_shards),
                     groups=tuple(group[n] for n in names),
                     trainable=trainable,
+                    uncounted=tuple(i for i, each in enumerate(placed) if not each.counted),
+                    partial=tuple(i for i, each in enumerate(placed) if each.partial),
                 )
             )
         return cls(Stage.of(stage), precision, num_shards, tuple(units))

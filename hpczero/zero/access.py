@@ -6,6 +6,7 @@ Owns: what a program may read and change, and what becomes of its changes. Must 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.errors import ConfigError, StepError, TierError
+from hpczero.job.parcels import hand_out
 from hpczero.zero.calls.backward import next_node_number
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.whole import UnitState
+from hpczero.zero.whole_model import WholeModel, is_whole
 from hpczero.zero.zeroify import sharding
 
 
@@ -151,7 +154,7 @@ def _refuse_changes(state: Sharding) -> NoReturn:
         "parameters were changed inside gathered(model) without a modifier_rank, so ranks may now "
         "differ; use gathered(model, modifier_rank=0) and change them on that rank"
     )
-    error.agreed = True
+    error.agreed = state.topology.data_sequence.is_job
     raise error
 
 
@@ -207,12 +210,36 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Whole fp32 mean gradients of trainable parameters by name, on every rank. Collective over world.
 
     It is for inspection. A parameter is left out if no parameter of its unit has a gradient since the last
-    ``zero_grad``.
+    ``zero_grad``. Where ranks hold parts of a model, names and gradients are those of the whole one; it then costs
+    what all of them cost on every rank.
+
+    Raises:
+        PlanError: on every rank, of a part of a model: see ``full_state_dict``.
     """
+    state = sharding(model)
+    if not is_whole(state):
+        return {name: value for found in _gradients(state) for name, value in found.items()}
     gradients = {}
-    for unit in sharding(model).units:
+    for unit in state.units:
         if unit.spec.trainable and unit.gradients.present:
             flat = unit.gradients.whole_copy()
             for slot in unit.spec.layout.slots:
                 gradients[slot.name] = flat[slot.offset : slot.stop].view(slot.shape)
     return gradients
+
+
+def _gradients(state: Sharding) -> Iterator[dict[str, Tensor]]:
+    """Whole gradients of parts of a model, unit by unit, on every rank. Collective over world, each item."""
+
+    def values_of(unit: Unit) -> Tensor | None:
+        present = unit.spec.trainable and unit.gradients.present
+        return unit.gradients.whole_copy() if present else None
+
+    whole = WholeModel(state)
+    shapes = whole.shapes
+    for found in whole.collected(values_of):
+        names = json.loads(state.topology.broadcast_text(json.dumps(list(found))))
+        for name in names:
+            value = found.setdefault(name, torch.empty(shapes[name]))
+            hand_out(state.topology.world, value.numpy())
+        yield found

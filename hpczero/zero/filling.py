@@ -1,13 +1,16 @@
-"""Filling: the first values of a unit.
+"""Filling: the first values of all units.
 
-Owns: where they come from, and the check that ranks agree on them. Must not know: plans, hooks, optimizers.
+Owns: where they come from, and the checks that ranks agree on them. Must not know: plans, hooks, optimizers.
+
+``initialize`` draws whole parameters of the whole model, and a rank keeps its part of each. First values are therefore
+the same bits for every layout of ranks (issue 19). One whole parameter exists at a time beside the unit.
 """
 
 from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,41 +18,160 @@ from torch import Tensor
 
 from hpczero.comm import Collectives
 from hpczero.errors import PlanError
+from hpczero.job.parcels import hand_out
+from hpczero.job.topology import Topology
+from hpczero.job.unlike import unlike
+from hpczero.plan.layout import Slot
+from hpczero.plan.placement import ModelPart, Placement
 from hpczero.zero.units.unit import Unit
 
 Initializer = Callable[[str, Tensor], None]
 
+_DRAW = "draw from a generator keyed by (seed, name), not from the global one"
 
-def filler(
-    unit: Unit, collectives: Collectives, initialize: Initializer | None
-) -> Callable[[Tensor], None]:
-    """How one unit gets its values: rank 0's, or ``initialize``'s after a check that all ranks agree."""
-    layout = unit.spec.layout
 
-    def from_rank_0(values: Tensor) -> None:
+def fill(
+    units: Sequence[Unit],
+    topology: Topology,
+    collectives: Collectives,
+    initialize: Initializer | None,
+    part: ModelPart | None,
+) -> None:
+    """Give every unit its first values: rank 0's, or ``initialize``'s. Collective over world.
+
+    Args:
+        units: of this rank's model.
+        topology: the ranks.
+        collectives: the transport of the units.
+        initialize: fills one whole fp32 parameter in place, given its name in the whole model. None: among ranks that
+            hold the same part of the model the first gives its values to the others.
+        part: what the model is a part of; None where it is whole.
+
+    Raises:
+        PlanError: on every rank: ranks draw different values, or stages have a tied weight with different ones.
+    """
+    filling = Filling(topology, collectives, initialize, part)
+    if topology.shard.size == topology.size:  # every unit is everybody's, and so is every error
+        for unit in units:
+            unit.load(filling.of(unit))
+        return
+    error: Exception | None = None
+    try:
+        for unit in units:
+            unit.load(filling.of(unit))
+    except Exception as caught:  # known to the ranks of the unit, told to all below
+        error = caught
+    with topology.agreed("give the model its first values"):
+        if error is not None:
+            raise error
+    filling.compare_parts()
+
+
+class Filling:
+    """The first values of one model, unit by unit.
+
+    Attributes:
+        checksums: of what each parameter was filled with, by its name in the whole model.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        collectives: Collectives,
+        initialize: Initializer | None,
+        part: ModelPart | None,
+    ) -> None:
+        """For the arguments see ``fill``. Not collective."""
+        self._topology, self._collectives = topology, collectives
+        self._initialize, self._part = initialize, part or ModelPart(())
+        self.checksums: dict[str, int] = {}
+
+    def of(self, unit: Unit) -> Callable[[Tensor], None]:
+        """What fills ``unit``, given (numel,) fp32 values of it. Its call is collective over the unit's ranks."""
+        fills = self._from_rank_0 if self._initialize is None else self._from_initialize
+        return lambda values: fills(unit, values)
+
+    def _placement(self, slot: Slot) -> Placement:
+        return self._part.placement(slot.name, slot.shape)
+
+    def _from_rank_0(self, unit: Unit, values: Tensor) -> None:
+        topology, slots = self._topology, unit.spec.layout.slots
         with torch.no_grad():
-            for parameter, slot in zip(unit.parameters, layout.slots, strict=True):
+            for parameter, slot in zip(unit.parameters, slots, strict=True):
                 values[slot.offset : slot.stop].view(slot.shape).copy_(parameter)
-        collectives.broadcast(values, root=0, name=unit.spec.name).wait()
+        self._collectives.broadcast(values, root=0, name=unit.spec.name).wait()
+        for slot in slots:
+            placement, mine = self._placement(slot), values[slot.offset : slot.stop]
+            if placement.dim is None:  # tensor ranks hold all of it
+                hand_out(topology.tensor, _array(mine))
+            if placement.tied:
+                self.checksums[placement.name] = _checksum(mine)
 
-    def from_initialize(values: Tensor) -> None:
-        assert initialize is not None, "chosen below"
-        with collectives.group.agreed(f"initialise unit {unit.spec.name!r}"), torch.no_grad():
-            for slot in layout.slots:
-                initialize(slot.name, values[slot.offset : slot.stop].view(slot.shape))
-        mine = np.array([_checksum(values)], dtype=np.uint32).view(np.uint8)
-        agreed = collectives.agree(np.concatenate([mine, ~mine]), name=unit.spec.name)
-        if not np.array_equal(agreed[:4], ~agreed[4:]):
+    def _from_initialize(self, unit: Unit, values: Tensor) -> None:
+        name = unit.spec.name
+        # Replicas among them: one that left alone would be waited for below.
+        same_part = self._topology.data_sequence
+        with same_part.agreed(f"initialise unit {name!r}"), torch.no_grad():
+            for slot in unit.spec.layout.slots:
+                self._draw(self._placement(slot), values[slot.offset : slot.stop].view(slot.shape))
+        own = [self.checksums[self._placement(slot).name] for slot in unit.spec.layout.slots]
+        mine = zlib.crc32(np.array(own, dtype=np.uint32).tobytes())
+        found = same_part.gather(float(mine))
+        if any(other != found[0] for other in found):
             error = PlanError(
-                f"initialize gave different values for unit {unit.spec.name!r} on different ranks; draw from a "
-                "generator keyed by (seed, name), not from the global one"
+                f"initialize gave different values for unit {name!r} on different ranks; {_DRAW}"
             )
-            error.agreed = True
+            error.agreed = same_part.is_job
             raise error
 
-    return from_rank_0 if initialize is None else from_initialize
+    def _draw(self, placement: Placement, local: Tensor) -> None:
+        """Fill ``local``, this rank's part of one parameter."""
+        assert self._initialize is not None, "chosen by the caller"
+        whole = local if placement.dim is None else torch.empty(placement.shape)
+        self._initialize(placement.name, whole)
+        self.checksums[placement.name] = _checksum(whole)
+        if whole is not local:
+            placement.take(whole, local)
+
+    def compare_parts(self) -> None:
+        """Refuse parts that are not of one model. Collective over world.
+
+        Tensor ranks must have drawn the same whole parameters, and two stages the same tied weight.
+
+        Raises:
+            PlanError: on every rank; the message names a parameter.
+        """
+        topology = self._topology
+        drawn = [f"{name!r} with checksum {value}" for name, value in self.checksums.items()]
+        here = unlike(topology.tensor, drawn)
+        with topology.agreed("compare the first values of tensor ranks"):
+            if here is not None:
+                raise PlanError(
+                    f"initialize gave {here[0].split('; ')[0]} on rank {topology.rank}, and "
+                    f"{here[1].split('; ')[0]} on the first of its tensor ranks; {_DRAW}"
+                )
+        own = {p.name for p in self._part.placements.values() if p.tied}
+        text = "\n".join(f"{self.checksums[name]} {name}" for name in self.checksums if name in own)
+        stages = topology.pipeline.gather_text(text)
+        with topology.agreed("compare the first values of tied weights"):
+            seen: dict[str, str] = {}
+            for stage, lines in enumerate(stages):
+                for checksum, name in (line.split(" ", 1) for line in lines.splitlines()):
+                    if seen.setdefault(name, checksum) != checksum:
+                        raise PlanError(
+                            f"tied parameter {name!r} has other first values on stage {stage} than on the first that "
+                            "has it; build the model from one seed on every rank, or pass initialize=f(name, tensor)"
+                        )
+
+
+def _array(values: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """The bytes of contiguous host memory. Not through ``numpy()``: torch then refuses to give the storage back."""
+    if not values.nbytes:
+        return np.empty(0, dtype=np.uint8)
+    memory = (ctypes.c_ubyte * values.nbytes).from_address(values.data_ptr())
+    return np.frombuffer(memoryview(memory), dtype=np.uint8)
 
 
 def _checksum(values: Tensor) -> int:
-    # Not through values.numpy(): torch then refuses to give the storage back.
-    return zlib.crc32((ctypes.c_ubyte * values.nbytes).from_address(values.data_ptr()))
+    held = values.contiguous()  # keep it: its memory is read below
+    return zlib.crc32(_array(held).data)

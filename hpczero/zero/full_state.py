@@ -2,12 +2,12 @@
 
 Owns: which value has which name. Must not know: how values are gathered, MPI.
 
-Names are those of the model's own ``state_dict()``, so what its modules and hooks add or rename is kept.
+Names are those of the model's own ``state_dict()``, so what its modules and hooks add or rename is kept. Where ranks
+hold parts of a model they are those of the whole one (``whole_model``).
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.unit import Unit
+from hpczero.zero.whole_model import WholeModel, is_whole, own_state_dict
 from hpczero.zero.zeroify import sharding
 
 
@@ -27,14 +28,20 @@ def full_state_dict(model: nn.Module) -> dict[str, Any] | None:
     as the same tensor. What ``model.state_dict()`` holds beside them (``get_extra_state``) is included as it is on
     world rank 0.
 
+    Where ranks hold parts of a model, names and values are those of the whole one: parameters, their further names,
+    buffers of all stages.
+
     Returns:
         The dictionary on world rank 0, None elsewhere. Values are tensors, but for what a module has put there itself.
 
     Raises:
         StepError: on every rank. A parameter came after ``zeroify`` or was changed outside of ``gathered``, or ranks
             differ at stage 0.
+        PlanError: on every rank, of a part of a model: a module adds to its ``state_dict()``, or renames there.
     """
     state = _checked(model)
+    if not is_whole(state):
+        return _put_together(WholeModel(state), {} if state.topology.is_root else None)
     values: dict[int, Tensor] | None = {} if state.topology.is_root else None
     for unit in state.units:
         found = _values_of(unit)
@@ -58,11 +65,19 @@ class StateByUnit:
         """Collective over world.
 
         Raises:
-            StepError: as of ``full_state_dict``.
+            StepError, PlanError: as of ``full_state_dict``.
         """
         self._state = _checked(model)
         self.tensors: dict[str, Any] | None = None
         self._known: dict[int, Tensor] = {}  # what stands for a parameter, by its id
+        self._parts = None if is_whole(self._state) else WholeModel(self._state)
+        if self._parts is not None:
+            shapes = self._parts.shapes if self._state.topology.is_root else {}
+            known = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+            buffers = self._parts.buffers()
+            if self._state.topology.is_root:
+                self.tensors = _ordered(self._parts, known, buffers)
+            return
         with self._state.topology.agreed("name the weights"):
             if self._state.topology.is_root:
                 for unit in self._state.units:
@@ -78,12 +93,36 @@ class StateByUnit:
         Each list is empty again once the next is asked for. Collective over world, each item: if one rank stops early,
         all do.
         """
+        if self._parts is not None:
+            for values in self._parts.collected(Unit.gather_values):
+                stands = self.tensors or {}
+                yield (pairs := [(stands[name], value) for name, value in values.items()])
+                pairs.clear()
+                values.clear()
+            return
         for unit in self._state.units:
             found = [
                 (self._known[key], value) for key, value in _values_of(unit).items() if self._known
             ]
             yield found
             found.clear()
+
+
+def _put_together(parts: WholeModel, values: dict[str, Tensor] | None) -> dict[str, Any] | None:
+    """``full_state_dict`` of a part of a model, in ``values`` on world rank 0. Collective over world."""
+    for found in parts.collected(Unit.gather_values):
+        if values is not None:
+            values |= found
+    buffers = parts.buffers()
+    return None if values is None else _ordered(parts, values, buffers)
+
+
+def _ordered(
+    parts: WholeModel, values: dict[str, Tensor], buffers: dict[str, Tensor]
+) -> dict[str, Any]:
+    """All names of the whole model; a tied parameter is the same tensor under each of its."""
+    found = {name: values[name] for name in parts.names}
+    return found | {name: values[own] for name, own in parts.aliases.items()} | buffers
 
 
 def _checked(model: nn.Module) -> Sharding:
@@ -122,17 +161,9 @@ def _named(model: nn.Module, values: dict[int, Tensor]) -> dict[str, Any]:
 
     with _parameters_shown(model, values, shown):
         result.update((id(shown[key]), values[key]) for key in shown)
-        found = _state_dict(model)
+        found = own_state_dict(model)
         with torch.no_grad():
             return {name: whole(value) for name, value in found.items()}
-
-
-def _state_dict(model: nn.Module) -> dict[str, Any]:
-    """``model.state_dict()`` with the parameters themselves, if the model's own method can tell them."""
-    parameters = inspect.signature(model.state_dict).parameters.values()
-    tells = any(p.name == "keep_vars" or p.kind is p.VAR_KEYWORD for p in parameters)
-    found: dict[str, Any] = model.state_dict(keep_vars=True) if tells else model.state_dict()
-    return found
 
 
 @contextmanager

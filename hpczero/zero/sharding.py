@@ -14,11 +14,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpczero.comm import Collectives
+from hpczero.comm import Collectives, Flat
 from hpczero.errors import StepError
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import DTYPES, Memory
 from hpczero.plan import Plan
+from hpczero.plan.placement import ModelPart, part_of
 from hpczero.plan.precision import LossScaler
 from hpczero.zero.attachment import Attachment
 from hpczero.zero.calls.advice import Advice
@@ -28,7 +29,7 @@ from hpczero.zero.calls.surroundings import Surroundings
 from hpczero.zero.schedule import Schedule
 from hpczero.zero.shared_buffers import SharedBuffers
 from hpczero.zero.units.away_shard import NOTHING_AWAY, Away
-from hpczero.zero.units.reducer import ExactReducer
+from hpczero.zero.units.reducer import ExactReducer, PartialReducer, Reducer
 from hpczero.zero.units.seen_gradient import Sight, SlotGradient
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizer_set import OptimizerSet
@@ -91,7 +92,13 @@ class Sharding:
         self.scaler = LossScaler(plan.precision.loss_scale)
         self.advice = Advice(model, self.topology)
         parameters = dict(model.named_parameters())
-        reducer = ExactReducer(collectives)
+        reducer: Reducer = ExactReducer(collectives)
+        self._over_tensor: Collectives | None = None
+        if any(spec.partial for spec in plan.units):
+            self._over_tensor = Flat(
+                topology.tensor, reach=collectives.reach, memory=collectives.memory
+            )
+            reducer = PartialReducer(reducer, self._over_tensor, plan.units, topology.shard_index)
         self.units = [
             Unit(
                 spec,
@@ -119,6 +126,7 @@ class Sharding:
         self.step = Step(
             self.units,
             collectives,
+            topology,
             side,
             precision=plan.precision,
             scaler=self.scaler,
@@ -183,6 +191,7 @@ class Sharding:
             scaled=self.precision.loss_scale is not None,
             units=[modules[name] for spec in self.plan.units for name in spec.modules],
             about_hooks=self.advice.about_hooks,
+            part=part_of(model) or ModelPart(()),
         )
         self.schedule = Schedule(
             model,
@@ -281,7 +290,7 @@ class Sharding:
             self.step.history.scaling(
                 f"gradients of {self.micro_batches} micro-batches (accumulate)"
             )
-        return 1.0 / (self.topology.data.size * self.micro_batches * self.scaler.scale)
+        return 1.0 / (self.topology.data_sequence.size * self.micro_batches * self.scaler.scale)
 
     def _forget_interrupted(self) -> None:
         assert self.schedule is not None, "hooks are attached"
@@ -328,6 +337,8 @@ class Sharding:
                 module.__dict__[name] = own
         self.step.detach()
         self.collectives.close()
+        if self._over_tensor is not None:
+            self._over_tensor.close()
         self.away.close()
         if self._owns_topology:
             self.topology.free()

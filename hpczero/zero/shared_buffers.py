@@ -72,7 +72,7 @@ class SharedBuffers:
         """
         here = self._describe()
         self._any = bool(here)
-        differs = unlike(self._topology.world, here, root)
+        differs = unlike(self._topology.data_sequence, here, root)
         with self._topology.agreed("share the buffers"):
             if differs:
                 raise StepError(

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 from hpczero.accelerator import Accelerator, accelerator_of, choose_accelerator
 from hpczero.comm import Collectives, check_transport_name, choose
 from hpczero.errors import PlanError, explain_exhaustion
-from hpczero.job.mesh import DEGREES
+from hpczero.job.mesh import DATA_SEQUENCE
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import DTYPES
 from hpczero.memory.heap import give_back_freed_memory, keep_freed_memory
@@ -28,12 +29,13 @@ from hpczero.options.values import check_algorithms
 from hpczero.plan import Plan, Stage
 from hpczero.plan.offload import Offload
 from hpczero.plan.offloaded import ADAM_STATES, OffloadedPlan
+from hpczero.plan.placement import part_of
 from hpczero.plan.plan import UnitRule
 from hpczero.plan.precision import Precision
 from hpczero.plan.rules import default_rule
-from hpczero.zero.filling import Initializer, filler
+from hpczero.zero.filling import Initializer, fill
 from hpczero.zero.offloading import open_away, parts_of, tell
-from hpczero.zero.refusals import check_gradients, check_modules
+from hpczero.zero.refusals import check_degrees, check_gradients, check_modules
 from hpczero.zero.sharding import KEY, Sharding
 from hpczero.zero.units.away_shard import NOTHING_AWAY
 from hpczero.zero.units.module_buffers import persistent_buffers
@@ -51,6 +53,7 @@ def zeroify(
     transport: str | Collectives = "auto",
     algorithms: str = "auto",
     overlap: bool = True,
+    secondary: bool = False,
     device: str | Accelerator | None = None,
     initialize: Initializer | None = None,
     offload: Offload | None = None,
@@ -77,10 +80,13 @@ def zeroify(
             "all_gather=ring,reduce_scatter=pairwise".
         overlap: between nodes and on devices, gather the next unit and reduce the last one while the model computes,
             on a thread of its own; holds one unit more. Never changes a bit of the result.
+        secondary: at stage 3, each node keeps one copy of the parameters that forward has gathered, for backward.
+            Backward then gathers inside the node. Nothing on one node. Never changes a bit of the result.
         device: where it trains: "cpu", "cuda" (the device of this rank's place on its node), or what
             ``choose_accelerator`` gave before MPI was started; None: where the model lies, which is the CPU for meta.
         initialize: fills one whole fp32 parameter in place, given its name; must give the same values on every rank.
-            Used for every parameter, unit by unit, so that no rank holds the whole model.
+            Used for every parameter, unit by unit, so that no rank holds the whole model. Of a model that is a part of
+            one, names and shapes are those of the whole model.
         offload: what of this rank's shards rests in the memory of the host or on disk between uses; None: nothing.
 
     Returns:
@@ -97,8 +103,8 @@ def zeroify(
     owns_topology = topology is None and given is None
     topology = topology or (_topology_of(given) if given else Topology.of_world())
     with topology.agreed("plan the model"):
-        _check_degrees(topology)
         _check_arguments(model, optimizer, offload)
+        check_degrees(model, topology.mesh)
         optimizers = OptimizerSet.of(optimizer)
         environment = Environment.read()
         precision = Precision.of(precision)
@@ -120,6 +126,11 @@ def zeroify(
         else:
             model.requires_grad_(False)
             groups = {}
+        if secondary and not stage.shards_parameters:
+            raise PlanError(
+                f"secondary: a copy of gathered parameters, and stage {int(stage)} keeps them whole; use stage=3, or "
+                "leave it out"
+            )
         plan = Plan.build(
             model,
             num_shards=topology.shard.size,
@@ -140,6 +151,7 @@ def zeroify(
         node_dtype=DTYPES[precision.reduce],
         algorithms=environment.algorithms if algorithms == "auto" else algorithms,
         overlap=overlap and environment.overlap,
+        secondary=secondary,
         accelerator=accelerator,
     )
     with torch.no_grad():
@@ -156,8 +168,7 @@ def zeroify(
         sharding = Sharding(
             model, optimizers, plan, topology, collectives, owns_topology=owns_topology, away=away
         )
-        for unit in sharding.units:
-            unit.load(filler(unit, collectives, initialize))
+        fill(sharding.units, topology, collectives, initialize, part_of(model))
         undone.pop_all()
     sharding.shared_buffers.share()
     sharding.attach()
@@ -316,21 +327,11 @@ def _topology_of(collectives: Collectives) -> Topology:
     return collectives.topology
 
 
-def _check_degrees(topology: Topology) -> None:
-    """Refuse degrees beside ``shard``: gradients would not be summed over their ranks."""
-    mesh = topology.mesh
-    others = zip(DEGREES, mesh.degrees, strict=True)
-    more = [f"{name} {degree}" for name, degree in others if name != "shard" and degree > 1]
-    if more:
-        raise PlanError(
-            f"got a mesh of {', '.join(more)} beside shard {mesh.shard}, expected shard alone: a model is trained over "
-            "one group of ranks. For several jobs side by side, give each Topology.create(comm) of its own ranks"
-        )
-
-
 def _check_transport(collectives: Collectives, topology: Topology, precision: Precision) -> None:
     """Refuse a transport over other ranks, or one that rounds sums elsewhere than the precision says."""
-    if collectives.group is not topology.shard:
+    if collectives.group is not topology.shard or (
+        collectives.everybody is not topology.data_sequence
+    ):
         raise PlanError("collectives move data over another topology than the one given; pass one")
     expected = DTYPES[precision.reduce]
     if collectives.node_dtype != expected:
@@ -347,16 +348,24 @@ def _check_equal_plans(
     topology: Topology,
     away: Sequence[str],
 ) -> None:
-    """All ranks must have built the same, or later collectives would mix up buffers and masters would drift apart."""
+    """All ranks must have built the same, or later collectives would mix up buffers and masters would drift apart.
+
+    Parts of a model differ between tensor ranks and stages; they have the stage and the precision in common.
+    """
     buffers = [(tuple(buffer.shape), buffer.dtype) for buffer in persistent_buffers(model).values()]
     decisions = (plan.stage, plan.precision, plan.units, buffers, optimizers.describe(), away)
-    mine = zlib.crc32(repr(decisions).encode())
-    plans = topology.gather(float(mine))
-    odd = [rank for rank, other in enumerate(plans) if other != plans[0]]
+    mine = float(zlib.crc32(repr(decisions).encode()))
+    common = float(zlib.crc32(repr((plan.stage, plan.precision, len(optimizers))).encode()))
+    plans = topology.data_sequence.share(np.array([mine, common]))
+    ranks = topology.mesh.members(topology.rank, *DATA_SEQUENCE)
+    odd = [rank for rank, other in zip(ranks, plans, strict=True) if (other != plans[0]).any()]
+    parts = topology.world.share(np.array([common]))[:, 0]
+    odd += [rank for rank, other in enumerate(parts.tolist()) if other != parts[0]]
+    odd = sorted(set(odd))
     with topology.agreed("agree on the plan"):
         if odd:
             raise PlanError(
-                f"rank(s) {odd[:8]} built another model, optimizer, stage or precision than rank 0; "
+                f"rank(s) {odd[:8]} built another model, optimizer, stage or precision than rank {ranks[0]}; "
                 "every rank must build the same"
             )
 

@@ -149,8 +149,8 @@ class Trained:
     def bits(self) -> str:
         """Of all that this rank has. Not collective."""
         found = hashlib.sha256()
-        inventory = Inventory(hpczero.sharding(self.model))
-        numel = sum(stop - start for start, stop in inventory.held)
+        inventory = Inventory.create(hpczero.sharding(self.model))
+        numel = inventory.held.numel
         found.update(inventory.values()[slice(0, numel)].numpy().tobytes())
         for key in ("exp_avg", "exp_avg_sq"):
             found.update(inventory.elements(key)[slice(0, numel)].numpy().tobytes())

@@ -122,15 +122,17 @@ def test_ranks_with_other_meshes_are_refused_on_all(comm: MPI.Intracomm) -> None
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-def test_a_model_is_not_trained_over_degrees_that_nothing_sums_over(comm: MPI.Intracomm) -> None:
+def test_a_whole_model_is_not_trained_over_ranks_that_are_to_hold_parts_of_one(
+    comm: MPI.Intracomm,
+) -> None:
     import hpczero
 
-    topology = hpczero.Topology.create(comm, mesh=Mesh(replicate=2))
+    topology = hpczero.Topology.create(comm, mesh=Mesh(tensor=2))
     model = tiny_gpt()
     raises_on_all(
         comm,
         PlanError,
-        "replicate 2 beside shard 1",
+        r"a mesh of tensor 2 and a whole model, expected one .*hpczero\.parallel\.split",
         lambda: hpczero.zeroify(model, adamw(model), topology=topology),
     )
     topology.free()

@@ -12,18 +12,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hpczero.adapters import gpt2
 from hpczero.checkpoint.disk.format import NAMED, Table
+from hpczero.checkpoint.even_runs import EvenRuns
 from hpczero.checkpoint.foreign import ties
 from hpczero.checkpoint.foreign.weight_files import Held, WeightFiles, cast
 from hpczero.checkpoint.inventory import Inventory, check_range
+from hpczero.checkpoint.stage_buffers import Kept, buffers_of
 from hpczero.errors import CheckpointMismatch
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.away_shard import VALUES
+from hpczero.zero.units.module_buffers import persistent_buffers
 from hpczero.zero.zeroify import sharding as sharding_of
 
 logger = logging.getLogger("hpczero.checkpoint")
@@ -50,12 +52,12 @@ def import_weights(path: str | Path, model: nn.Module, *, layout: str = "hpczero
     state = sharding_of(model)
     topology = state.topology
     state.step.finish_updates()
+    inventory, kept = Inventory.create(state), buffers_of(state)
     with topology.agreed("compare the weights with the model"):
-        inventory = Inventory(state)
         weights = WeightFiles(Path(path), layout=layout)
         if layout == "gpt2":
             _match_config(weights, model)
-        _match(weights, inventory.table, _buffers(state))
+        _match(weights, inventory.table, kept)
         mine = weights.fingerprint()
     # Of one path: nodes may have folders of their own there.
     first = topology.broadcast_text(mine)
@@ -65,11 +67,12 @@ def import_weights(path: str | Path, model: nn.Module, *, layout: str = "hpczero
     with topology.agreed("read the weights"):
         weights.check(topology.rank, topology.size)
         # What rests on a tier is larger than memory: it is read once more when everything is known to be good.
-        numel = sum(stop - start for start, stop in inventory.held)
+        numel = inventory.needed.numel
         values = torch.empty(numel) if state.away.store is None else None
         broken = _look(weights, inventory, values)
         buffers = []
-        for names, buffer in _buffers(state):
+        for name, buffer in persistent_buffers(model).items():
+            names = next(other.names for other in kept if name in other.names)
             held = _first(weights, names)
             buffers.append((buffer, cast(held.whole(), buffer.dtype, held.label).clone()))
     found = topology.gather(float(bool(broken)))
@@ -103,28 +106,19 @@ def _names(table: Table) -> dict[str, list[str]]:
     return found
 
 
-def _buffers(sharding: Sharding) -> list[tuple[list[str], Tensor]]:
-    """Persistent buffers, each once, with all of their names."""
-    names: dict[int, list[str]] = {id(buffer): [] for buffer in sharding.buffers}
-    for name, buffer in sharding.model.named_buffers(remove_duplicate=False):
-        if id(buffer) in names:
-            names[id(buffer)].append(name)
-    return [(names[id(buffer)], buffer) for buffer in sharding.buffers]
-
-
 def _first(weights: WeightFiles, names: Sequence[str]) -> Held:
     return next(weights[name] for name in names if name in weights)
 
 
-def _match(weights: WeightFiles, table: Table, buffers: Sequence[tuple[list[str], Tensor]]) -> None:
+def _match(weights: WeightFiles, table: Table, buffers: Sequence[Kept]) -> None:
     """Refuse weights of another model.
 
     Raises:
         CheckpointMismatch: the message lists the differences.
     """
-    wanted = [*_names(table).values(), *(names for names, _ in buffers)]
+    wanted: list[Sequence[str]] = [*_names(table).values(), *(kept.names for kept in buffers)]
     shapes = {row.name: row.shape for row in table.rows}
-    shapes |= {name: tuple(buffer.shape) for names, buffer in buffers for name in names}
+    shapes |= {name: kept.shape for kept in buffers for name in kept.names}
     differences = []
     missing = [names[0] for names in wanted if not any(name in weights for name in names)]
     if missing:
@@ -177,31 +171,31 @@ def _some(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some neighbours among the elements of one parameter that this rank holds.
+    """Some of the elements of one parameter that this rank holds.
 
     Attributes:
         name: of the parameter.
-        start: first of them, in the inventory's table.
-        place: of them, in the order of ``inventory.held``.
+        window: in which they are, in the inventory's table.
+        place: of them, in the order of ``inventory.needed``.
         values: fp32.
     """
 
     name: str
-    start: int
+    window: range
     place: slice
     values: Tensor
 
 
 def _pieces(weights: WeightFiles, inventory: Inventory) -> Iterator[_Piece]:
-    """All elements of ``inventory.held``, in that order.
+    """All elements of ``inventory.needed``, in that order. Runs with gaps are read with what lies between them.
 
     Raises:
         CheckpointMismatch: a tied parameter has two values.
     """
     names = _names(inventory.table)
-    offsets = {row.name: row.offset for row in inventory.table.owners}
     begin = 0
-    for name, start, stop in _ranges(inventory.held, inventory.table):
+    for row, entry in zip(inventory.rows, inventory.needed.entries, strict=True):
+        name, start, stop = row.name, entry.start - row.offset, entry.stop - row.offset
         present = [other for other in names[name] if other in weights]
         others = [
             other for other in present[1:] if not ties.is_same_memory(weights, present[0], other)
@@ -213,9 +207,14 @@ def _pieces(weights: WeightFiles, inventory: Inventory) -> Iterator[_Piece]:
                         f"{weights.path}: {present[0]} and {other} are tied in the model and differ in the file; build "
                         "the model with both, or take one out of the file"
                     )
-            end = begin + len(values)
-            yield _Piece(name, offsets[name] + start, slice(begin, end), values)
-            start, begin = start + len(values), end
+            window = range(row.offset + start, row.offset + start + len(values))
+            own = EvenRuns.of([entry.clipped(window)])
+            picked = values
+            if own.numel < len(values):
+                picked = torch.empty(own.numel)
+                own.gather(values.numpy(), window.start, picked.numpy())
+            yield _Piece(name, window, slice(begin, begin + own.numel), picked)
+            start, begin = start + len(values), begin + own.numel
 
 
 def _look(weights: WeightFiles, inventory: Inventory, keep: Tensor | None) -> list[str]:
@@ -230,7 +229,10 @@ def _look(weights: WeightFiles, inventory: Inventory, keep: Tensor | None) -> li
     found: dict[str, None] = {}
     for piece in _pieces(weights, inventory):
         if inventory.half is not None:
-            check_range(piece.values, inventory.half, inventory.table, piece.start, weights.path)
+            start, stop = piece.window.start, piece.window.stop
+            check_range(
+                piece.values, inventory.half, inventory.table, start, weights.path, stop=stop
+            )
         if not bool(piece.values.isfinite().all()):
             found[piece.name] = None
         if keep is not None:
@@ -252,7 +254,7 @@ def _stream(weights: WeightFiles, inventory: Inventory, sharding: Sharding) -> N
             for shard in shards:
                 if VALUES in shard.parts:
                     shard.drop([VALUES])
-            held = inventory.sink(None, range(len(inventory.held)))
+            held = inventory.sink(None, range(len(inventory.needed)))
             for piece in _pieces(weights, inventory):
                 held[piece.place] = piece.values
             for shard in shards:
@@ -273,12 +275,3 @@ def _is_equal(held: Held, start: int, values: Tensor) -> bool:
             return False
         begin += len(piece)
     return True
-
-
-def _ranges(held: Sequence[tuple[int, int]], table: Table) -> Iterator[tuple[str, int, int]]:
-    """Each run of ``held`` as (parameter, start, stop) within it; no run crosses parameters."""
-    owners = [row for row in table.owners if row.numel]
-    starts = np.array([row.offset for row in owners], dtype=np.int64)
-    for start, stop in held:
-        row = owners[int(np.searchsorted(starts, start, side="right")) - 1]
-        yield row.name, start - row.offset, stop - row.offset

@@ -24,9 +24,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hpczero.errors import StepError
+from hpczero.plan.placement import ModelPart
 from hpczero.zero.calls.backward import current_task, next_node_number
 from hpczero.zero.calls.tensors import Attributes, Replacement, TooMany
 from hpczero.zero.calls.untraced import untraced
+
+WHOLE = ModelPart(())
 
 
 class Casting:
@@ -41,6 +44,7 @@ class Casting:
         scaled: bool,
         units: Iterable[nn.Module] = (),
         about_hooks: Callable[[], None] = lambda: None,
+        part: ModelPart = WHOLE,
     ) -> None:
         """Register the hooks.
 
@@ -51,7 +55,10 @@ class Casting:
             scaled: whether there is one.
             units: modules of units. Under a loss scale they must not be called by themselves.
             about_hooks: called if forward hooks see tensors that carry no loss scale.
+            part: what of a whole model this is. What goes from one stage of a pipeline to the next stays in ``dtype``,
+                and the loss scale enters once, at the outputs of the last.
         """
+        self._part = part
         self._dtype = dtype
         self._scale = scale
         self._scales = scaled
@@ -116,7 +123,8 @@ class Casting:
             # Within a call of the model: all is cast already, and the loss scale must enter once.
             self._open.append(None)
             return args, kwargs
-        cast = _Cast(self._dtype, self._scale if self._scales else None)
+        unscale = self._scale if self._scales and self._part.first else None
+        cast = _Cast(self._dtype, unscale)
         self._open.append(cast)
         try:
             inputs = cast.inputs.of((args, kwargs))
@@ -156,7 +164,7 @@ class Casting:
                 return tensor if given is None else given
             if cast.is_made_here(tensor) or (tensor.requires_grad and tensor.is_leaf):
                 return self._scaled_output(tensor)  # the model's own, or one of its parameters
-            return tensor.float()
+            return tensor.float() if self._part.last else tensor
 
         def change_argument(tensor: Tensor) -> Tensor:
             given = cast.given(tensor)
@@ -186,7 +194,7 @@ class Casting:
             error.args = (f"{text}\n{_WHY}",)
 
     def _scaled_output(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or not self._part.last:
             return tensor
         result: Tensor = _ScaledOutput.apply(tensor, self._scale)  # type: ignore[no-untyped-call]
         if result.grad_fn is not None:
@@ -199,8 +207,11 @@ class Casting:
 
     @property
     def scaled(self) -> bool:
-        """Whether the running backward came in through the model's outputs, and so carries the loss scale."""
-        return self._scaled_task == current_task()
+        """Whether the running backward came in through the model's outputs, and so carries the loss scale.
+
+        What a stage of a pipeline gets from the next one carries it already.
+        """
+        return not self._part.last or self._scaled_task == current_task()
 
 
 _TOO_MANY = (

@@ -59,7 +59,7 @@ class LocalGradient:
         slot = self._layout.slots[position]
         if gradient.layout is not torch.strided:
             raise StepError(
-                f"rank {self._comm.group.rank}: parameter {slot.name!r} got a {gradient.layout} gradient, "
+                f"rank {self._comm.rank}: parameter {slot.name!r} got a {gradient.layout} gradient, "
                 "expected a dense one; build its module with sparse=False"
             )
         into = self._view(position, accumulating)

@@ -23,8 +23,9 @@ BITS = {4: (torch.int32, 0x7FD1BAD5), 2: (torch.int16, 0x7FD1)}
 class Marks:
     """Of the gathers of one unit, one at a time."""
 
-    def __init__(self, name: str, *, rank: int, shards: int) -> None:
-        """For messages the unit's name and this rank; ``shards`` ranks give a part each."""
+    def __init__(self, name: str, *, rank: int, shards: int, is_job: bool) -> None:
+        """For messages the unit's name and this rank; ``shards`` ranks, perhaps all of the job, give a part each."""
+        self._is_job = is_job
         self._name, self._rank, self._shards = name, rank, shards
         self._error: TierError | None = None
 
@@ -55,5 +56,5 @@ class Marks:
                 f"rank {self._rank}: parameters of unit {self._name!r} could not be read from the memory tier of "
                 f"rank(s) {ranks}, which say why"
             )
-        error.agreed = True
+        error.agreed = self._is_job
         return error

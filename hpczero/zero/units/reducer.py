@@ -5,11 +5,14 @@ Owns: the contract, and the exact way. Must not know: units, stages, what become
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hpczero.comm.collectives import Collectives, Work
+from hpczero.plan import UnitSpec
 
 
 class Reducer(Protocol):
@@ -43,3 +46,79 @@ class ExactReducer:
         """The transport's own ``reduce_scatter``."""
         comm = self._comm
         return comm.reduce_scatter(local, into, scale=scale, accumulate=accumulate, name=name)
+
+
+class PartialReducer:
+    """For gradients of which every tensor rank has a part of the sum, although each holds the whole parameter.
+
+    With the tokens of a sample split over tensor ranks (sequence parallelism), norms and biases see a part of the
+    tokens. Their gradients are summed over the tensor ranks after the data parallel ranks: what travels is a shard of
+    them, once per reduction.
+
+    Source: Korthikanti et al., arXiv 2205.05198, sec. 4.2.2 (issue 19).
+    """
+
+    def __init__(
+        self, over_data: Reducer, over_tensor: Collectives, units: Sequence[UnitSpec], index: int
+    ) -> None:
+        """Not collective.
+
+        Args:
+            over_data: the reducer over ranks with other samples.
+            over_tensor: a transport over the tensor ranks, which have the same shapes; borrowed.
+            units: of the model.
+            index: of this rank's shard.
+        """
+        self._over_data, self._over_tensor = over_data, over_tensor
+        self._runs: Mapping[str, list[slice]] = {
+            spec.name: runs for spec in units if (runs := _partial_runs(spec, index))
+        }
+
+    def reduce(
+        self, local: Tensor, into: Tensor, *, scale: float, accumulate: bool, name: str
+    ) -> Work:
+        """As of every reducer. Collective over the tensor ranks too, when the work is waited for."""
+        runs = self._runs.get(name)
+        if runs is None:
+            return self._over_data.reduce(
+                local, into, scale=scale, accumulate=accumulate, name=name
+            )
+        fresh = torch.empty_like(into) if accumulate else into
+        work = self._over_data.reduce(local, fresh, scale=scale, accumulate=False, name=name)
+
+        def finish() -> None:
+            work.wait()
+            self._sum([fresh[run] for run in runs], name)
+            if accumulate:
+                into.add_(fresh)
+
+        return Work(name, finish)
+
+    def _sum(self, parts: Sequence[Tensor], name: str) -> None:
+        """Replace each of ``parts`` by its sum over the tensor ranks, in one exchange."""
+        group = self._over_tensor.group
+        numels = [len(part) for part in parts]
+        share = -(-sum(numels) // group.size)
+        full = torch.zeros(share * group.size, device=parts[0].device)
+        torch.cat(list(parts), out=full[: sum(numels)])
+        mine = torch.empty(share, device=full.device)
+        self._over_tensor.reduce_scatter(full, mine, scale=1.0, name=name).wait()
+        full[group.index * share :][:share].copy_(mine)
+        self._over_tensor.all_gather(full, name=name).wait()
+        for part, total in zip(parts, torch.split(full[: sum(numels)], numels), strict=True):
+            part.copy_(total)
+
+
+def _partial_runs(spec: UnitSpec, index: int) -> list[slice]:
+    """Elements of shard ``index`` whose gradients are partial sums, neighbours as one."""
+    first, found = spec.layout.shard_range(index).start, list[slice]()
+    for position in spec.partial:
+        slot = spec.layout.slots[position]
+        part = spec.layout.overlap(index, slot.name)
+        if not part:
+            continue
+        start = slot.offset + part.start - first
+        if found and found[-1].stop == start:
+            start = found.pop().start
+        found.append(slice(start, slot.offset + part.stop - first))
+    return found

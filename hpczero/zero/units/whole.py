@@ -89,9 +89,10 @@ class WholeParameters:
         self.shared = self._buffer.shared
         self.lasts = not in_flight
         self._buffer.release()
-        self.watch = Watch(spec, self.parameters, rank=comm.group.rank)
+        self.watch = Watch(spec, self.parameters, rank=comm.rank)
         index, size = comm.group.index, spec.layout.num_shards
-        self._marks = Marks(spec.name, rank=index, shards=size) if given_back else None
+        told = comm.group.is_job
+        self._marks = Marks(spec.name, rank=index, shards=size, is_job=told) if given_back else None
         self._work: Work | None = None
         self._gathered = False  # every rank's newest slice is in the buffer
         self.holds = 0
@@ -112,6 +113,7 @@ class WholeParameters:
     def load(self, values: Tensor) -> None:
         """Set the values, (padded_numel,) fp32 and equal on all ranks, and make the parameters views of the buffer."""
         self._buffer.take()
+        self.forget_copy()
         with torch.no_grad():
             if self.shared:
                 self.flat[self.mine].copy_(values[self.mine])
@@ -158,7 +160,7 @@ class WholeParameters:
             read(self.flat[self.mine])
         else:
             self._marks.read(read, self.flat[self.mine])
-        self._work = self._comm.all_gather(self.flat, name=self._spec.name)
+        self._work = self._comm.all_gather(self.flat, name=self._spec.name, again=True)
         self._gathered = True
 
     def wait_for_unshard(self, *, given_up: bool = False) -> None:
@@ -178,6 +180,7 @@ class WholeParameters:
         self.state = UnitState.WHOLE
         error = None if self._marks is None or given_up else self._marks.found(self.flat)
         if error is not None:
+            self.forget_copy()
             holds, self.holds = self.holds, 0
             self.reshard()
             self.holds = holds
@@ -213,11 +216,17 @@ class WholeParameters:
         Args:
             read: puts this rank's into its slice, (shard_numel,).
         """
+        self.forget_copy()
         self._gathered = False
         if self.lasts:
             read(self.flat[self.mine])
             self._work = self._comm.all_gather(self.flat, name=self._spec.name)
             self._gathered = True
+
+    def forget_copy(self) -> None:
+        """The values are others from now on: what the transport keeps of them must not serve the next unshard."""
+        if self._comm.secondary is not None:
+            self._comm.secondary.forget(self._spec.name)
 
     def wait_for_update(self) -> None:
         """Return when parameters that stay whole have the values of ``update``."""
@@ -291,7 +300,7 @@ class WholeParameters:
         """Raises StepError where the parameters are ``doubtful``."""
         if self.doubtful:
             raise StepError(
-                f"rank {self._comm.group.rank}: the last `with hpczero.gathered(model)` block was left by an "
+                f"rank {self._comm.rank}: the last `with hpczero.gathered(model)` block was left by an "
                 "exception, or refused, after parameters had been changed, or an optimizer.step() or a load on a "
                 "memory tier was cut off; load a checkpoint, or repeat the change in a "
                 "`with hpczero.gathered(model, modifier_rank=0):` that ends well"
@@ -354,7 +363,7 @@ class WholeParameters:
         """
         if self.holds:
             raise StepError(
-                f"rank {self._comm.group.rank}: optimizer.step() inside `with hpczero.gathered(model):` would leave "
+                f"rank {self._comm.rank}: optimizer.step() inside `with hpczero.gathered(model):` would leave "
                 "old values in the gathered parameters; take the step outside"
             )
         self.watch.check_trained()

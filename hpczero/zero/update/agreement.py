@@ -15,6 +15,7 @@ import torch
 
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import CommError, StepError, TierError
+from hpczero.job.topology import Topology
 from hpczero.job.unlike import unlike
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.units.unit import Unit
@@ -27,18 +28,26 @@ Slots = Mapping[Unit, Sequence[int]]
 
 
 class Agreement:
-    """Of the ranks that train one model. All methods are collective over the transport's group."""
+    """Of the ranks that train one model. All methods are collective over the topology's world.
 
-    def __init__(self, units: Sequence[Unit], comm: Collectives, advice: Advice) -> None:
+    Ranks that hold the same part of the model compare what they have called and set, and which parameters were used.
+    Ranks that hold other parts of one copy then learn what matters to all: errors, and gradients that are not finite.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], comm: Collectives, topology: Topology, advice: Advice
+    ) -> None:
         """Not collective.
 
         Args:
             units: the trainable ones.
             comm: the transport.
+            topology: of the ranks.
             advice: told what the comparison of ranks found.
         """
         self._units = list(units)
         self._comm = comm
+        self._topology = topology
         self._advice = advice
         self.replicas = Replicas(self._units, comm)
 
@@ -86,46 +95,56 @@ class Agreement:
         both, rest = agreed[: 2 * len(seen)].reshape(2, -1, 4), agreed[2 * len(seen) :]
         same = (both[0] == ~both[1]).all(axis=1).tolist()
         same_calls, same_options, same_replicas, same_samples, same_generator = same
+        problem: StepError | CommError | TierError | None = error
         if not same_calls:
-            raise self._sequence_error()
-        if not same_options:
-            self._refuse_unequal(options)
-        if rest[0]:
-            with self._comm.group.agreed("take the step"):
-                if error is not None:
-                    raise error
+            problem = self._sequence_error()
+        elif not same_options:
+            problem = self._unequal(options) or error
+        stop = bool(rest[0]) or not (same_calls and same_options)
+        bad = rest[1 : len(verdict)].astype(bool).tolist()
+        packed = rest[len(verdict) :]
+        stop, *bad = self._anywhere([stop, *bad])
+        if stop:
+            if not same_calls and self._comm.everybody.is_job:
+                raise self._sequence_error()  # of all ranks alike: nobody is to be named
+            with self._topology.agreed("take the step"):
+                if problem is not None:
+                    raise problem
         if not same_replicas:
             self.replicas.check()
         self._advice.compared(same_samples=same_samples, same_generator=same_generator)
-        bad, packed = rest[1 : len(verdict)].astype(bool).tolist(), rest[len(verdict) :]
         flags = np.unpackbits(packed, count=used.size).astype(bool).reshape(used.shape)
         ends = np.cumsum([len(unit.gradients.usage) for unit in self._units])
         return [not each for each in bad], np.split(flags, ends[:-1], axis=1) if len(ends) else []
 
-    def _refuse_unequal(self, options: Sequence[str]) -> None:
-        """Raise on every rank; those whose options differ from rank 0's say in what. Collective."""
-        group = self._comm.group
-        differs = unlike(group, options)
-        with group.agreed("take the step"):
-            if differs:
-                raise StepError(
-                    f"rank {group.rank}: the optimizer has {differs[0]}, where rank 0 has {differs[1]}. Give "
-                    "schedulers that look at a loss the mean over ranks "
-                    "(sum(topology.gather(loss.item())) / topology.size), and every rank the same numbers"
-                )
+    def _anywhere(self, mine: Sequence[bool]) -> list[bool]:
+        """Of each, whether it is true on any rank of this copy of the model. Collective over them."""
+        found = self._topology.model_parallel.share(np.array(mine, dtype=np.float64))
+        return [bool(each) for each in np.asarray(found.any(axis=0)).tolist()]
+
+    def _unequal(self, options: Sequence[str]) -> StepError | None:
+        """What this rank has that rank 0 has not. Collective over the ranks with the same part of the model."""
+        differs = unlike(self._comm.everybody, options)
+        if not differs:
+            return None
+        return StepError(
+            f"rank {self._comm.rank}: the optimizer has {differs[0]}, where rank 0 has {differs[1]}. Give "
+            "schedulers that look at a loss the mean over ranks "
+            "(sum(topology.gather(loss.item())) / topology.size), and every rank the same numbers"
+        )
 
     def _sequence_error(self) -> CommError:
         error = CommError(
             f"step {self._comm.step}: ranks have made different sequences of collectives, so their buffers may "
             "be mixed up; nothing was updated. Run once with HPCZERO_STRICT=1 to see which rank departs where"
         )
-        error.agreed = True
+        error.agreed = self._comm.everybody.is_job
         return error
 
     def nonfinite_error(self, reason: str) -> StepError:
         """Names ranks and units; a rank named here owns the element, it need not have made it."""
         bad = [u.spec.name for u in self._units if not are_finite({u: range(len(u.parameters))})]
-        counts = self._comm.share(np.array([len(bad)], dtype=np.float64), name="nonfinite")[:, 0]
+        counts = self._topology.world.share(np.array([len(bad)], dtype=np.float64))[:, 0]
         ranks = [int(rank) for rank in np.flatnonzero(counts)]
         here = f"; in this rank's shards: {', '.join(bad[:4])}" if bad else ""
         error = StepError(
@@ -133,7 +152,7 @@ class Agreement:
             f"{ranks}{here}), and {reason}. Nothing was updated. Lower the learning rate, check the data, "
             "or use bf16 instead of fp16"
         )
-        error.agreed = True
+        error.agreed = self._topology.world.is_job
         return error
 
 
@@ -159,7 +178,7 @@ def _owned(unit: Unit, positions: Sequence[int]) -> list[torch.Tensor]:
 
 
 def _rests_finite(unit: Unit, positions: Sequence[int]) -> bool:
-    if all(map(math.isfinite, squares_of(unit.gradients))):
+    if all(map(math.isfinite, squares_of(unit))):
         return True
     if len(positions) == len(unit.gradients.usage):
         return False

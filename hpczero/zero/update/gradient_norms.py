@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import numpy as np
+from torch import Tensor
 
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import ConfigError, StepError
+from hpczero.job.group import Group
 from hpczero.kernels.norm import (
     largest,
     largest_magnitude,
@@ -23,22 +25,28 @@ from hpczero.kernels.norm import (
     sum_of_squares,
 )
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.units.unit_gradients import UnitGradients
 
 
 class GradientNorms:
     """All methods but ``forget`` are collective over topology.world."""
 
-    def __init__(self, units: Sequence[Unit], comm: Collectives, check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        comm: Collectives,
+        model_ranks: Group,
+        check: Callable[[], None],
+    ) -> None:
         """Not collective.
 
         Args:
             units: the trainable ones.
             comm: the transport.
+            model_ranks: the ranks that hold one copy of the model together.
             check: raises StepError where gradients are not reduced over ranks.
         """
         self._units = list(units)
-        self._comm = comm
+        self._comm, self._model_ranks = comm, model_ranks
         self._check = check
         # By order, with the versions of the gradients they are of; a norm is taken out when asked for: see of_slot.
         self._of_slots: dict[float, tuple[dict[tuple[Unit, int], float], list[int]]] = {}
@@ -82,18 +90,21 @@ class GradientNorms:
         square = norm_type == 2.0
         mine = math.fsum(self._squares()) if square else self._largest()
         everybody = self._comm.share(np.array([mine]), name="grad_norm")[:, 0].tolist()
-        norm = math.sqrt(math.fsum(everybody)) if square else largest(everybody)
+        of_part = math.fsum(everybody) if square else largest(everybody)
+        parts = self._model_ranks.share(np.array([of_part]))[:, 0].tolist()
+        norm = math.sqrt(math.fsum(parts)) if square else largest(parts)
         if math.isfinite(norm):
             self.note_finite()
         return norm
 
     def _squares(self) -> list[float]:
         """Of this rank's gradients; those in memory at once, with one transfer from a device."""
-        present = [unit.gradients for unit in self._units if unit.gradients.present]
-        found = squares([each.owned for each in present if each.rest.resident])
-        for each in present:
-            if not each.rest.resident:
-                found += squares_of(each)
+        present = [unit for unit in self._units if unit.gradients.present]
+        near = [unit for unit in present if unit.gradients.rest.resident]
+        found = squares([part for unit in near for part in counted(unit)])
+        for unit in present:
+            if not unit.gradients.rest.resident:
+                found += squares_of(unit)
         return found
 
     def _largest(self) -> float:
@@ -124,6 +135,12 @@ class GradientNorms:
                 between the norms of two parameters.
         """
         self._check()
+        if self._model_ranks.size > 1:
+            raise StepError(
+                f"rank {self._comm.rank}: the norm of one parameter's gradient, or torch's clip_grad_norm_, in a model "
+                f"that {self._model_ranks.size} ranks hold together: this rank has a part of it. Use "
+                "hpczero.clip_grad_norm_(model, max_norm), which takes all parts once"
+            )
         versions = self._versions
         kept, known = self._of_slots.get(order, ({}, versions))
         if (unit, position) not in kept:
@@ -173,10 +190,18 @@ class GradientNorms:
         return norms, any(changes)
 
 
-def squares_of(gradients: UnitGradients) -> list[float]:
-    """As ``norm.squares``, of what this rank owns; not computed where a reduction has left them."""
-    known = gradients.rest.squares
-    if known is not None:
+def squares_of(unit: Unit) -> list[float]:
+    """As ``norm.squares``, of what this rank adds to a norm; not computed where a reduction has left them."""
+    known = unit.gradients.rest.squares
+    if known is not None and not unit.spec.uncounted:
         return known
-    with gradients.rest.at_hand():
-        return squares([gradients.owned])
+    with unit.gradients.rest.at_hand():
+        return squares(counted(unit))
+
+
+def counted(unit: Unit) -> list[Tensor]:
+    """Of the gradient that this rank owns what no other rank with the same parameter adds to a norm."""
+    if not unit.spec.uncounted:
+        return [unit.gradients.owned]
+    places = set(range(len(unit.spec.layout.slots))).difference(unit.spec.uncounted)
+    return [part for at in sorted(places) for part in unit.gradients.pieces_at(at, owned=True)]

@@ -41,18 +41,20 @@ class Replicas:
             StepError: on every rank; where a rank differs from rank 0, of the first unit in which it does.
         """
         mine = np.array(self._sums(), dtype=np.int64)
-        if not len(mine) or self._comm.group.size == 1:
+        if not len(mine) or self._comm.everybody.size == 1:
             return
         # Bytes as numbers: those of an int64 may be a NaN, which equals nothing, or more than an fp64 tells apart.
-        everybody = self._comm.share(mine.view(np.uint8).astype(np.float64), name="replicas")
-        with self._comm.group.agreed("compare what ranks have updated"):
-            differ = (everybody[self._comm.group.rank] != everybody[0]).reshape(-1, 2, 8)
+        everybody = self._comm.share(
+            mine.view(np.uint8).astype(np.float64), name="replicas", replicas=True
+        )
+        with self._comm.everybody.agreed("compare what ranks have updated"):
+            differ = (everybody[self._comm.everybody.rank] != everybody[0]).reshape(-1, 2, 8)
             of_units = differ.any(axis=2)
             if of_units.any():
                 first = int(of_units.any(axis=1).argmax())
                 what = "parameters" if of_units[first, 0] else "gradients"
                 raise StepError(
-                    f"rank {self._comm.group.rank}, step {self._comm.step}: the {what} of unit "
+                    f"rank {self._comm.rank}, step {self._comm.step}: the {what} of unit "
                     f"{self._units[first].spec.name!r} that the optimizer holds are not those of rank 0, and at stage "
                     "0 every rank updates all of them by itself (random numbers with a seed of each rank's own, in "
                     "the optimizer or in what is done to optimizer.param_groups?). Use stage=1, which costs nothing "
@@ -62,6 +64,6 @@ class Replicas:
     def _sums(self) -> list[int]:
         """(units * 2,) of the values and of the gradients of each."""
         held = list(itertools.chain.from_iterable(unit.replicas for unit in self._units))
-        if not held or self._comm.group.size == 1:
+        if not held or self._comm.everybody.size == 1:
             return []
         return [int(total) for total in torch.stack([sum_of_bits(t) for t in held]).tolist()]

@@ -30,14 +30,18 @@ class Skips:
         counts: of the steps so far.
     """
 
-    def __init__(self, comm: Collectives, precision: Precision, scaler: LossScaler) -> None:
+    def __init__(
+        self, comm: Collectives, precision: Precision, scaler: LossScaler, *, speaks: bool
+    ) -> None:
         """Not collective.
 
         Args:
-            comm: for the number of the step and who speaks.
+            comm: for the number of the step.
             precision: what a non-finite gradient means.
             scaler: the loss scale, told of every step.
+            speaks: whether this rank writes the log.
         """
+        self._speaks = speaks
         self.counts = StepCounts()
         self._comm = comm
         self._precision = precision
@@ -55,7 +59,7 @@ class Skips:
             return f"the loss scale is at its minimum {self._scaler.scale:g}"
         if self.counts.in_a_row >= self._precision.max_skips:
             return f"{self.counts.in_a_row} steps in a row were skipped"
-        if self._comm.group.is_root:
+        if self._speaks:
             logger.warning(
                 "step %d skipped: a gradient is not finite (loss scale %g, %d skipped so far)",
                 self._comm.step,
@@ -67,7 +71,7 @@ class Skips:
     def skip_late(self, name: str) -> None:
         """Count a step that is skipped because its gradients have not been finite since an earlier one."""
         self.counts.skipped += 1
-        if self._comm.group.is_root:
+        if self._speaks:
             logger.warning(
                 "step %d of %s skipped: its gradients hold what was not finite when another optimizer stepped (%d "
                 "skipped so far); zero_grad of it after that step would have begun anew",
@@ -84,7 +88,7 @@ class Skips:
 
     def tell_nothing_to_do(self) -> None:
         """Say once that no parameter has a gradient."""
-        if self._comm.group.is_root and not self._told:
+        if self._speaks and not self._told:
             self._told = True
             logger.warning(
                 "step %d: no parameter has a gradient, so the optimizer changes nothing, as in plain torch; was "

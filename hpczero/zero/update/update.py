@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import ConfigError, StepError, TierError
+from hpczero.job.topology import Topology
 from hpczero.plan.precision import LossScaler, Precision
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.calls.untraced import untraced
@@ -67,7 +68,7 @@ class Taken:
 
 
 class Step:
-    """What happens around the steps of a model's optimizers. Collective over the transport's group, unless said.
+    """What happens around the steps of a model's optimizers. Collective over the topology's world, unless said.
 
     Attributes:
         steppers: of the optimizers, in their order.
@@ -79,6 +80,7 @@ class Step:
         self,
         units: Sequence[Unit],
         comm: Collectives,
+        topology: Topology,
         model: ModelSide,
         *,
         precision: Precision,
@@ -90,6 +92,7 @@ class Step:
         Args:
             units: in unit order.
             comm: the transport.
+            topology: all ranks that take the step together.
             model: whose step it is.
             precision: what a non-finite gradient means.
             scaler: the loss scale, told of every step.
@@ -97,11 +100,11 @@ class Step:
         """
         self._all_units = list(units)
         self._units = [unit for unit in units if unit.spec.trainable]
-        self._comm = comm
+        self._comm, self._topology = comm, topology
         self._model = model
-        self.skips = Skips(comm, precision, scaler)
-        self.agreement = Agreement(self._units, comm, advice)
-        self.norms = GradientNorms(self._units, comm, self._check_reduced)
+        self.skips = Skips(comm, precision, scaler, speaks=topology.is_root)
+        self.agreement = Agreement(self._units, comm, topology, advice)
+        self.norms = GradientNorms(self._units, comm, topology.model_parallel, self._check_reduced)
         self.history = GradientHistory(self._units, self.norms)
         self.rounds = Rounds(0)
         self.steppers: list[Stepper] = []
@@ -183,13 +186,13 @@ class Step:
     def _check_reduced(self) -> None:
         if self._model.in_backward() or self.history.incomplete:
             raise StepError(
-                f"rank {self._comm.group.rank}: the last backward did not finish (an exception?), so some "
+                f"rank {self._comm.rank}: the last backward did not finish (an exception?), so some "
                 "gradients are missing; call optimizer.zero_grad() and run backward again before the step"
             )
         waiting = [unit.spec.name for unit in self._units if unit.gradients.waiting]
         if waiting:
             raise StepError(
-                f"rank {self._comm.group.rank}: {len(waiting)} unit(s), first {waiting[0]!r}, hold gradients "
+                f"rank {self._comm.rank}: {len(waiting)} unit(s), first {waiting[0]!r}, hold gradients "
                 "that were never reduced over ranks; run the last backward before the step outside no_sync"
             )
 
@@ -245,7 +248,7 @@ class Step:
         for stepper in self.steppers:
             if not stepper.pending:
                 continue
-            with self._comm.group.agreed("finish the update"):
+            with self._topology.agreed("finish the update"):
                 if self._model.in_call() or self._model.in_backward():
                     raise StepError(
                         "a delayed update (offload) would change parameters while a forward or a backward runs, or "
@@ -259,7 +262,7 @@ class Step:
     def _stream(self, stepper: Stepper, take: Callable[[], None]) -> None:
         """What fails on the tier of one rank fails on all, and leaves values of two steps that nobody may use."""
         try:
-            with self._comm.group.agreed("take the step"):
+            with self._comm.everybody.agreed("take the step"):
                 take()
         except BaseException:
             stepper.abandon()  # what ranks have begun where others have failed
@@ -299,7 +302,7 @@ class Step:
                     raise unit.gradients.rest.failure
                 if unit.gradients.usage.late:
                     raise StepError(
-                        f"rank {self._comm.group.rank}: gradients of unit {unit.spec.name!r} in "
+                        f"rank {self._comm.rank}: gradients of unit {unit.spec.name!r} in "
                         "optimizer.param_groups were set to None between two backwards of one step, which only this "
                         "rank sees; use optimizer.zero_grad() or model.zero_grad()"
                     )

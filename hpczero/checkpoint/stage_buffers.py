@@ -1,0 +1,93 @@
+"""Persistent buffers of a whole model, of which pipeline stages have some each.
+
+Owns: which there are, and which rank saves them. Must not know: files, values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from hpczero.errors import CheckpointError
+from hpczero.job.topology import Topology
+from hpczero.zero.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One persistent buffer.
+
+    Attributes:
+        name: its first one in the model.
+        names: all of them, at several places of the model.
+        dtype: torch's name of it.
+        shape: of it.
+        stage: the first pipeline stage that has it.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    stage: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
+
+
+def buffers_of(sharding: Sharding) -> list[Kept]:
+    """Of all stages, in their order, each once. Collective over world where there are stages.
+
+    Raises:
+        CheckpointError: on every rank: two stages have one of a name with other shapes or dtypes.
+    """
+    topology = sharding.topology
+    own = _own(sharding, topology.pipeline.rank)
+    if topology.pipeline.size == 1:
+        return own
+    with topology.watchdog.watch("checkpoint: buffers of all stages"):
+        stages = topology.pipeline.comm.allgather(own)
+    with topology.agreed("put the buffers of all stages together"):
+        return _merged(stages)
+
+
+def speaks_for(topology: Topology, kept: Kept) -> bool:
+    """Whether this rank saves a buffer: it is the first of the stage."""
+    stage, *others = topology.mesh.coordinates(topology.rank)
+    return stage == kept.stage and not any(others)
+
+
+def _own(sharding: Sharding, stage: int) -> list[Kept]:
+    known = {id(buffer) for buffer in sharding.buffers}
+    names: dict[int, list[str]] = {}
+    for name, buffer in sharding.model.named_buffers(remove_duplicate=False):
+        if id(buffer) in known:
+            names.setdefault(id(buffer), []).append(name)
+    return [
+        Kept(
+            name,
+            tuple(names[id(buffer)]),
+            str(buffer.dtype).removeprefix("torch."),
+            tuple(buffer.shape),
+            stage,
+        )
+        for name, buffer in sharding.model.named_buffers()
+        if id(buffer) in known
+    ]
+
+
+def _merged(stages: Sequence[Sequence[Kept]]) -> list[Kept]:
+    found: dict[str, Kept] = {}
+    for kept in (kept for stage in stages for kept in stage):
+        before = found.setdefault(kept.name, kept)
+        if (before.dtype, before.shape) != (kept.dtype, kept.shape):
+            raise CheckpointError(
+                f"buffer {kept.name!r} is {kept.dtype} {kept.shape} on stage {kept.stage}, and {before.dtype} "
+                f"{before.shape} on stage {before.stage}; give buffers of stages other names, or the same form"
+            )
+    return list(found.values())

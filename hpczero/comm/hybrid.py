@@ -1,0 +1,226 @@
+"""The hybrid transport: shards over one group of ranks, and replicas of every shard over another.
+
+Owns: which of two transports moves what, and the sum of a shard's gradient over its replicas. Must not know: how either
+moves bytes, units, stages.
+
+    all_gather       inside: the shards of one group, which lies near together
+    reduce_scatter   inside: this rank's shard of the group's sum | outside: summed over the replicas of the shard
+
+Parameters never leave the group; between groups travels one shard of the gradient per rank and step. Where a group is
+a node, the order of the sum is that of one group over all nodes: a tree in each node, then over nodes.
+
+Source: Zhang et al., MiCS, arXiv 2205.00119, sec. 3.4; FSDP's hybrid sharding, arXiv 2304.11277, sec. 3.2.2 (issue 19).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hpczero.comm.accounts import CommStats
+from hpczero.comm.background import Background
+from hpczero.comm.collectives import Collectives, Work
+from hpczero.comm.secondary import SecondaryCopy
+from hpczero.job.topology import Topology
+from hpczero.memory.buffers import Buffer, Scratch, Use
+from hpczero.plan.footprint import Footprint
+
+
+@dataclass
+class _Sum:
+    """A gradient on its way: summed inside first, then outside.
+
+    Attributes:
+        inside: this rank's shard of the group's sum, into ``partial``.
+        partial: (shard_numel,) fp32.
+        outside: what is left to do.
+        wait: waits for the outside, once it has begun.
+    """
+
+    inside: Work
+    partial: Tensor
+    outside: Callable[[], None]
+    name: str
+    wait: Callable[[], None] | None = None
+
+
+class Hybrid(Collectives):
+    """Two transports as one. ``group`` is that of the shards, ``everybody`` all replicas of them."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        inside: Collectives,
+        outside: Collectives,
+        *,
+        strict: bool = False,
+        overlap: bool = False,
+    ) -> None:
+        """Collective when ``strict``.
+
+        Args:
+            topology: whose shard group ``inside`` serves.
+            inside: all-gathers and reduce-scatters of shards; closed with this one.
+            outside: over a group of its own with the ranks of ``topology.replicate``; closed and freed with this one.
+            strict: as in Collectives.
+            overlap: whether a thread sums over replicas while the caller computes. The MPI must let two threads call
+                it (``background.can_run_in_background``).
+        """
+        super().__init__(
+            topology,
+            strict=strict,
+            memory=inside.memory,
+            node_dtype=inside.node_dtype,
+            reach=inside.reach,
+        )
+        self._inside, self._outside = inside, outside
+        self.secondary = inside.secondary
+        # One account: what the inner transport does later counts here.
+        inside.stats, inside.exposed = self.stats, self.exposed
+        replicas = topology.replicate
+        self._replicas, self._place = replicas.size, replicas.index
+        self._background = (
+            Background(replicas.watchdog, self.reach.accelerator) if overlap else None
+        )
+        self._begun: deque[_Sum] = deque()  # whose sum inside may still go on; oldest first
+        self._wire = Scratch(self.memory, category="exchange", device=self.device)
+        self._whole = Scratch(self.memory, category="exchange", device=self.device)
+
+    @property
+    def outside_stats(self) -> CommStats:
+        """Accounts of what goes between replicas; ``stats`` has it as ``replicas``."""
+        return self._outside.stats
+
+    @override
+    def allocate(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        category: str,
+        use: Use = Use.PRIVATE,
+        keep: bool = False,
+    ) -> Buffer:
+        return self._inside.allocate(numel, dtype, category=category, use=use, keep=keep)
+
+    @override
+    def settle(self) -> None:
+        self._inside.settle()
+
+    @override
+    def describe(self) -> str:
+        return (
+            f"{self.group.size} shards: {self._inside.describe()}; {self._replicas} replicas of each: "
+            f"{self._outside.describe()}"
+        )
+
+    @override
+    def measured(self) -> list[str]:
+        return [*self._inside.measured(), *self._outside.measured()]
+
+    @property
+    @override
+    def footprint(self) -> Footprint:
+        return self._inside.footprint
+
+    @override
+    def _sent_nbytes(self, full: Tensor, shard_numel: int, use: Use) -> int:
+        return self._inside._sent_nbytes(full, shard_numel, use)
+
+    @override
+    def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work:
+        self._inside.step = self.step
+        return self._inside._all_gather(full, shard_numel, name)
+
+    @override
+    def _all_gather_again(
+        self, full: Tensor, shard_numel: int, name: str, copy: SecondaryCopy
+    ) -> Work:
+        self._inside.step = self.step
+        return self._inside._all_gather_again(full, shard_numel, name, copy)
+
+    @override
+    def _reduce_scatter(
+        self, full: Tensor, out: Tensor, shard_numel: int, scale: float, accumulate: bool, name: str
+    ) -> Work:
+        self._inside.step = self.step
+        partial = torch.empty_like(out) if accumulate else out
+        inside = self._inside._reduce_scatter(full, partial, shard_numel, 1.0, False, name)
+
+        def outside() -> None:
+            self._sum_replicas(partial, out, scale, accumulate, name)
+
+        going = _Sum(inside, partial, outside, name)
+        while (
+            self._begun
+        ):  # the sums inside end in their order; the one before had a unit's time for it
+            self._go_outside(self._begun.popleft())
+        self._begun.append(going)
+        self.stats.calls["replicas"] += 1
+        self.stats.sent_nbytes["replicas"] += self._between_nbytes(shard_numel)
+        return Work(name, lambda: self._finish(going))
+
+    def _finish(self, going: _Sum) -> None:
+        while self._begun and going.wait is None:
+            self._go_outside(self._begun.popleft())
+        assert going.wait is not None, "begun with the ones before it"
+        going.wait()
+
+    def _go_outside(self, going: _Sum) -> None:
+        """Wait for the sum inside, and begin the one over replicas; all ranks do so in the same order."""
+        going.inside.wait()
+        what = f"the sum over replicas of {going.name!r} (step {self.step})"
+        if self._background is not None:
+            wait = self._background.start(what, going.outside)
+            going.wait = self._elsewhere(going.name, wait).wait
+            return
+        with self._timed(what):
+            going.outside()
+        going.wait = lambda: None
+
+    def _sum_replicas(
+        self, partial: Tensor, out: Tensor, scale: float, accumulate: bool, name: str
+    ) -> None:
+        """Set ``out (+)= scale *`` the sum of every replica's ``partial``; the same bits on all replicas."""
+        share = self._share_numel(len(partial))
+        wire = self._wire.get(share * self._replicas, self.node_dtype)
+        wire[: len(partial)].copy_(partial)
+        wire[len(partial) :].zero_()
+        whole = self._whole.get(share * self._replicas, torch.float32)
+        mine = whole[self._place * share :][:share]
+        self._outside.reduce_scatter(wire, mine, scale=scale, name=name).wait()
+        self._outside.all_gather(whole, name=name).wait()
+        (out.add_ if accumulate else out.copy_)(whole[: len(out)])
+
+    def _share_numel(self, shard_numel: int) -> int:
+        """Elements of a shard that each of its replicas sums."""
+        return -(-shard_numel // self._replicas)
+
+    def _between_nbytes(self, shard_numel: int) -> int:
+        """Bytes that leave this rank: a reduce-scatter in the dtype of partial sums, and a gather in fp32."""
+        other = (self._replicas - 1) * self._share_numel(shard_numel)
+        return other * (self.node_dtype.itemsize + torch.float32.itemsize)
+
+    @override
+    def _timed(self, what: str | None):  # type: ignore[no-untyped-def]  # as of the base class
+        # One clock for both: a call of the inner transport within one of ours counts once.
+        return self._inside._timed(what)
+
+    @override
+    def close(self) -> None:
+        while self._begun:
+            self._go_outside(self._begun.popleft())
+        if self._background is not None:
+            self._background.close()
+        self._wire.release()
+        self._whole.release()
+        replicas = self._outside.group
+        self._outside.close()
+        self._inside.close()
+        replicas.free()
+        super().close()

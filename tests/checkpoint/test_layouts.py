@@ -1,0 +1,166 @@
+"""Saved by any layout of tensor ranks, stages, shards and replicas, loaded by any other: the bits of one process."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import pytest
+import torch
+from torch import Tensor
+
+import hpczero
+from hpczero.checkpoint import Checkpoints
+from hpczero.checkpoint.disk.folder import read_manifest
+from tests.checkpoint.layouts import Program, first_ranks, part_of, trained_by_torch
+from tests.helpers.parallel import parallel_assert
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+pytestmark = [pytest.mark.mpi]
+
+SLAB_NBYTES = 200  # many slabs, and none of them on the edge of anything
+STEPS = 3
+LAYOUTS: dict[str, dict[str, int]] = {
+    "one": {},
+    "tensor2": {"tensor": 2},
+    "pipeline2": {"pipeline": 2},
+    "tensor3": {"tensor": 3},
+    "tensor2_pipeline2": {"tensor": 2, "pipeline": 2},
+    "tensor2_shard2": {"tensor": 2, "shard": 2},
+    "pipeline2_shard2": {"pipeline": 2, "shard": 2},
+    "pipeline2_replicate2": {"pipeline": 2, "replicate": 2},
+    "replicate2_shard2": {"replicate": 2, "shard": 2},
+    "tensor2_sequence2": {"tensor": 2, "sequence": 2},
+    "tensor4": {"tensor": 4},
+    "pipeline4": {"pipeline": 4},
+}
+
+
+def save(program: Program, folder: Path, **options: Any) -> Path:
+    with Checkpoints(
+        folder, program.model, program.optimizer, slab_nbytes=SLAB_NBYTES, **options
+    ) as checkpoints:
+        checkpoints.save(program.step, {"step": program.step})
+    return folder / f"step-{program.step:09d}"
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Every dataset but the random streams, which are each rank's own."""
+    found: dict[str, bytes] = {}
+    with h5py.File(path / "state.h5") as file:
+        file.visititems(
+            lambda name, item: (
+                found.update({name: item[()].tobytes()})
+                if isinstance(item, h5py.Dataset) and name != "rng"
+                else None
+            )
+        )
+    return found
+
+
+def described(path: Path) -> tuple[Any, ...]:
+    """What a manifest says of the model and its optimizer."""
+    manifest = read_manifest(path)
+    return (
+        manifest.table,
+        manifest.meta["optimizer"],
+        manifest.meta["buffers"],
+        manifest.meta["skipped_steps"],
+    )
+
+
+def differences(program: Program, expected: dict[str, dict[str, Tensor]]) -> list[str]:
+    """Parameters of this rank whose part is not that of ``expected``, padding zero. Collective."""
+    found = []
+    model, state = program.model, hpczero.sharding(program.model)
+    with hpczero.gathered(model):
+        for name, parameter in model.named_parameters():
+            if not torch.equal(parameter.detach(), part_of(program, name, expected, "values")):
+                found.append(name)
+    for unit in state.units:
+        if not unit.spec.trainable:
+            continue
+        for position, shard in unit.owned_shards():
+            slot = unit.spec.layout.slots[position]
+            own = unit.spec.layout.overlap(state.topology.shard_index, slot.name)
+            for key in ("exp_avg", "exp_avg_sq"):
+                part = part_of(program, slot.name, expected, key).view(-1)[own.start : own.stop]
+                held = program.optimizer.state[shard][key].view(-1)
+                if not torch.equal(held, part):
+                    found.append(f"{slot.name} {key}")
+            if program.optimizer.state[shard]["step"].item() != STEPS:
+                found.append(f"{slot.name} step")
+    return found
+
+
+@pytest.fixture
+def origin(comm: MPI.Intracomm, folder: Path) -> Path:
+    """A checkpoint that one process has written."""
+    with first_ranks(comm, {}) as topology:
+        if topology is not None:
+            program = Program(topology)
+            program.train(STEPS)
+            save(program, folder / "origin")
+            program.close()
+    return folder / "origin" / f"step-{STEPS:09d}"
+
+
+STAGE = itertools.cycle((3, 0, 2, 1))
+STAGES = {name: next(STAGE) for name in LAYOUTS}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_layout_has_trained_is_the_file_of_one_process(
+    comm: MPI.Intracomm, folder: Path, origin: Path, layout: str
+) -> None:
+    with first_ranks(comm, LAYOUTS[layout]) as topology:
+        if topology is not None:
+            program = Program(topology, stage=STAGES[layout])
+            program.train(STEPS)
+            save(program, folder / layout)
+            program.close()
+    parallel_assert(comm, contents(folder / layout / origin.name) == contents(origin))
+    parallel_assert(comm, described(folder / layout / origin.name) == described(origin))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_goes_on_from_every_other(
+    comm: MPI.Intracomm, folder: Path, origin: Path, layout: str
+) -> None:
+    """From one process to this layout, from its file to each other layout, and from theirs to the file of before."""
+    expected = trained_by_torch(STEPS)
+    wrong: list[str] = []
+    go_on(comm, LAYOUTS[layout], STAGES[layout], origin, folder / "mine", expected, wrong)
+    for other, degrees in LAYOUTS.items():
+        stage = (STAGES[other] + 1) % 4
+        source = folder / "mine" / origin.name
+        go_on(comm, degrees, stage, source, folder / other, expected, wrong)
+        if contents(folder / other / origin.name) != contents(origin):
+            wrong.append(f"the file of {other}")
+    parallel_assert(comm, not wrong, f"{layout}: {wrong}")
+
+
+def go_on(
+    comm: MPI.Intracomm,
+    degrees: dict[str, int],
+    stage: int,
+    source: Path,
+    target: Path,
+    expected: dict[str, dict[str, Tensor]],
+    wrong: list[str],
+) -> None:
+    """Load ``source``, compare, and save it as ``target``."""
+    with first_ranks(comm, degrees) as topology:
+        if topology is not None:
+            program = Program(topology, stage=stage, initialize=lambda name, t: t.fill_(5.0))
+            program.train(1)  # so that there is something to replace
+            program.step = hpczero.checkpoint.load(source, program.model, program.optimizer).step
+            wrong += [f"{degrees}: {text}" for text in differences(program, expected)]
+            save(program, target)
+            program.close()
