@@ -72,6 +72,10 @@ def test_replicas_and_second_shard_are_shown() -> None:
         (("--parallel.tensor", "16"), "parallel.tensor: got 16"),
         (("--parallel.pipeline", "16", "--parallel.tensor", "2"), "pipeline: got 16"),
         (("--parallel.schedule", "gpipe"), "without a pipeline"),
+        (
+            ("--parallel.pipeline", "4", "--parallel.interleave", "2", "--accumulation", "6"),
+            "such as train.accumulation 8",
+        ),
         (("--parallel.secondary", "true", "--stage", "2"), "parallel.secondary"),
         (("--parallel.tensor", "2", "--memory", "1MB", "--stage", "3"), "--stage 3 in this layout"),
     ],
