@@ -154,7 +154,13 @@ def _of_tensor(spread: Spread, place: int) -> Wire:
     sums = (SUMS + 2 * spread.checkpointing) * part.blocks
     sums += part.first + part.last  # the embedding's output, the gradient of the head's input
     block = -(-wide // span.size) * spread.itemsize
-    return blocks_sent(span, block, 2 * sums * spread.accumulation)
+    total = blocks_sent(span, block, 2 * sums * spread.accumulation)
+    if spread.sequence_parallel and part.first and spread.model.positions == "learned":
+        # Each rank adds the positions of its own tokens; backward gathers the gradient of them all.
+        positions = spread.model.context // spread.mesh.sequence * spread.model.hidden
+        block = -(-positions // span.size) * spread.itemsize
+        total += blocks_sent(span, block, spread.accumulation)
+    return total
 
 
 def _of_context(spread: Spread, place: int) -> Wire:
