@@ -6,7 +6,7 @@ With ``Psi`` parameters of the model, ``N`` ranks of a group, ``M`` micro-batche
 activations:
 
     shards     Psi / (t p) x (N - 1) / N each way: stage <= 2 once reduced and once gathered; stage 3 gathered 2 M
-               times, once under a pipeline; the second gather stays in the node with a second shard
+               times, once under a pipeline; with a second shard all gathers but the first stay in the node
     replicas   fp32 shard x 2 (R - 1) / R
     tensor     8 b s h (t - 1) / t elements for each block and micro-batch (12 with checkpointing)
     context    8 b s h / (t c) x (c - 1) / c elements for each block and micro-batch (12 with checkpointing)
@@ -112,8 +112,8 @@ def gathers_of(spread: Spread) -> tuple[int, int]:
         return 1, 0  # of updated parameters; at stage 0 of reduced gradients
     if spread.holds_units:
         return 1, 0
-    if spread.secondary:
-        return spread.accumulation, spread.accumulation
+    if spread.secondary:  # it serves all gathers of a step but the first
+        return 1, 2 * spread.accumulation - 1
     return 2 * spread.accumulation, 0
 
 
