@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import hpczero
 from hpczero.accelerator import Accelerator
+from hpczero.adapters.base import Adapter
+from hpczero.options.parallel import LayoutOptions
 from hpczero.parallel.pipeline.runner import Pipeline
 from hpczero.run.results.metrics import Stopwatch
 
@@ -139,3 +141,31 @@ class PipelinePasses:
     def waited_s(self) -> float:
         """Seconds that this stage has waited for messages so far: the bubble is among them."""
         return self._pipeline.messages.stats.waited_s
+
+
+def passes_of(
+    options: LayoutOptions,
+    adapter: Adapter,
+    model: nn.Module,
+    *,
+    accumulation: int,
+    accelerator: Accelerator,
+) -> Passes:
+    """What makes the gradients of a step. Not collective.
+
+    Args:
+        options: schedule of the pipeline.
+        adapter: of the model.
+        model: zeroified.
+        accumulation: micro steps in a step, which are the micro batches of a pipeline.
+        accelerator: device of the model.
+
+    Raises:
+        ConfigError: numbers that the schedule cannot run.
+    """
+    if options.pipeline == 1:
+        return PlainPasses(
+            model, loss=adapter.loss, accumulation=accumulation, accelerator=accelerator
+        )
+    pipeline = Pipeline(model, micro_batches=accumulation, schedule=options.order)
+    return PipelinePasses(pipeline, accelerator=accelerator)

@@ -30,14 +30,13 @@ from hpczero.plan.batch import Batch
 from hpczero.planner.choice import Foretold
 from hpczero.run.checkpoints import RunCheckpoints, Start
 from hpczero.run.evaluation import Evaluation
-from hpczero.run.passes import Passes
+from hpczero.run.passes import Passes, passes_of
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
 from hpczero.run.results.records import Records
 from hpczero.run.starting import resume
 from hpczero.run.starting.building import build, set_options
 from hpczero.run.starting.choosing import choose_settings, earlier_settings, taken_over
-from hpczero.run.starting.dividing import passes_of
 from hpczero.run.starting.header import tell_header
 from hpczero.run.starting.own_text import open_tokens
 from hpczero.run.starting.recomputing import recompute_blocks

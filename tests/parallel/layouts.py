@@ -129,8 +129,9 @@ def train_laid_out(
     import hpczero
     from hpczero.accelerator import HostAccelerator
     from hpczero.adapters.gpt import GPTAdapter
+    from hpczero.run.passes import passes_of
     from hpczero.run.results.metrics import Stopwatch
-    from hpczero.run.starting.dividing import divide, passes_of
+    from hpczero.run.starting.dividing import divide
 
     adapter = GPTAdapter(config)
     with torch.device("meta"):

@@ -40,10 +40,11 @@ def spoil(model: Any) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_what_is_not_finite_on_one_rank_is_skipped_by_all(comm: MPI.Intracomm, stage: int) -> None:
-    if stage == 0 and comm.size == 4:
-        pytest.skip("at stage 0 a change by one of two replicas is refused by name")
     for layout in LAYOUTS[comm.size]:
         options = LayoutOptions(**layout)
+        parts = options.tensor * options.pipeline
+        if stage == 0 and parts < comm.size:
+            continue  # a change by one of two ranks with the same values is refused by name
         for rank in range(comm.size):
             counts: list[tuple[int, float]] = []
 

@@ -35,14 +35,14 @@ def before(module, args):
     if calls == {call} and topology.rank == {rank}:
         trouble()
 
-import hpczero.run.starting.dividing as dividing
-make = dividing.passes_of
+import hpczero.run.passes as passes
+make = passes.passes_of
 def passes_of(options, adapter, model, **rest):
     for name, module in model.named_modules():
         if name.startswith("blocks.") and name.count(".") == 1:
             module.register_forward_pre_hook(before)
     return make(options, adapter, model, **rest)
-dividing.passes_of = passes_of
+passes.passes_of = passes_of
 train_laid_out(sizes(), topology, options, stage={stage}, steps=50)
 """
 
