@@ -1,5 +1,27 @@
 """Parallel: one copy of a model over several ranks, beside data parallelism."""
 
-from hpczero.parallel.tensor import close, gpt_rule, split
+from hpczero.parallel.tensor import (
+    Kept,
+    Rule,
+    Split,
+    close,
+    gpt_rule,
+    llama_rule,
+    own_tokens,
+    share_sequence,
+    split,
+    split_cross_entropy,
+)
 
-__all__ = ["close", "gpt_rule", "split"]
+__all__ = [
+    "Kept",
+    "Rule",
+    "Split",
+    "close",
+    "gpt_rule",
+    "llama_rule",
+    "own_tokens",
+    "share_sequence",
+    "split",
+    "split_cross_entropy",
+]

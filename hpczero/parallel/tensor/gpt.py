@@ -93,6 +93,6 @@ def _attend(
     if dropout == 0.0:
         out: Tensor = inner(q_BHTD, k_BHTD, v_BHTD, rotary, dropout)
         return out
-    with own_masks(sums, q_BHTD.device):
+    with own_masks(sums.rank, q_BHTD.device):
         dropped: Tensor = inner(q_BHTD, k_BHTD, v_BHTD, rotary, dropout)
     return dropped
