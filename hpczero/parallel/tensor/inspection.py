@@ -85,6 +85,8 @@ def inspect(model: nn.Module, group: Group, rule: Rule, *, sequence: bool) -> In
     if before is not None and any(p.parts > 1 for p in before.placements.values()):
         raise PlanError("the model was split already; split it once")
     _check_patterns(modules, rule, before)
+    if rule.check is not None:
+        rule.check(model)
     names, aliases = _names(model)
     part = before or ModelPart(tuple(names.values()), aliases)
     return Inspection(

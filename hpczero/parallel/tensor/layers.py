@@ -143,7 +143,8 @@ class RowLinear(nn.Module):
             input, weight = (_without_padding(x, self.placement) for x in (input, weight))
         out = F.linear(input, weight)
         out = scatter(out, self.sums, TIME) if self.sequence else leave(out, self.sums)
-        return out if self.bias is None else out + self.bias
+        # Under autocast products are in half precision; so is what a plain layer returns, its bias included.
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
     @override
     def extra_repr(self) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from hpczero.comm.sums import Sums
 from hpczero.errors import PlanError
 from hpczero.parallel.tensor.rule import Kept, Rule, Split
 
@@ -20,14 +19,15 @@ KINDS = ("llama", "mistral", "qwen2", "qwen3")
 def llama_rule(config: Any) -> Rule:
     """How a ``LlamaForCausalLM``, or one of the other ``KINDS``, is cut: by groups of heads, the MLP, the vocabulary.
 
-    All heads that share a key and value head stay with it. There must be at least as many of these as tensor parallel
-    ranks; ``split`` refuses fewer. Logits are whole on every rank, so the model's own loss and ``generate`` are right.
+    All heads that share a key and value head stay with it. ``split`` refuses fewer of these than tensor parallel
+    ranks, and dropout in the attention. Logits are whole on every rank, so that the model's own loss and ``generate``
+    are right.
 
     Args:
         config: the model's ``config``.
 
     Raises:
-        PlanError: a model of another kind, or one with dropout in its attention.
+        PlanError: a model of another kind.
     """
     kind = getattr(config, "model_type", None)
     if kind not in KINDS:
@@ -59,11 +59,11 @@ def llama_rule(config: Any) -> Rule:
         entries={attention: "hidden_states", mlp: "x"},
         cut_before=("model.layers.0",),
         join_after=("model.norm",),
-        finish=_refuse_dropout,
+        check=_refuse_dropout,
     )
 
 
-def _refuse_dropout(model: nn.Module, sums: Sums, sequence: bool) -> None:
+def _refuse_dropout(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "attention_dropout", 0.0):
             raise PlanError(

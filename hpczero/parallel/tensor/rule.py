@@ -64,6 +64,7 @@ class Rule:
         cut_before: modules whose first argument is cut along time, under sequence parallelism. Empty where embeddings
             do it.
         join_after: modules whose output is gathered along time, under sequence parallelism. Empty where the head does.
+        check: raises PlanError for a model that the rule does not fit, before anything is changed. None: nothing.
         finish: sets what the model calls: (model, sums, sequence). None: nothing.
     """
 
@@ -73,6 +74,7 @@ class Rule:
     entries: Mapping[str, str] = field(default_factory=dict)
     cut_before: tuple[str, ...] = ()
     join_after: tuple[str, ...] = ()
+    check: Callable[[nn.Module], None] | None = None
     finish: Callable[[nn.Module, Sums, bool], None] | None = None
 
     def found(self, name: str) -> list[str]:
