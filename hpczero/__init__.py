@@ -61,6 +61,7 @@ _HOME = {
 _ROOMS = (
     "activations",
     "checkpoint",
+    "parallel",
     "plan",
 )  # hpczero.checkpoint.save, hpczero.plan.rules.by_class
 

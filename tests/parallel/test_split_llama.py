@@ -43,6 +43,7 @@ SIZES: dict[str, Any] = {
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, tied, biases": ("Llama", {"tie_word_embeddings": True, "attention_bias": True}),
+    "llama, checkpointing": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 4}),
@@ -57,6 +58,9 @@ def build(kind: str, **changes: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.2, generator=generator)
+    if "checkpointing" in kind:
+        model.gradient_checkpointing_enable()
+        model.train()
     return model
 
 
