@@ -13,6 +13,7 @@ from hpczero.job.mesh import Mesh
 from hpczero.job.topology import Topology
 from hpczero.models import GPT, GPTConfig
 from hpczero.parallel import Kept, Rule, Split, close, gpt_rule, split
+from hpczero.parallel.tensor.split import SUMS
 from hpczero.plan.placement import KEY, ModelPart, Placement
 from tests.helpers.parallel import parallel_assert
 from tests.parallel.wholes import equal_on_all, off, part, tensor_ranks, whole_values
@@ -125,6 +126,51 @@ def test_inference_mode_gives_the_same_logits(comm: MPI.Intracomm) -> None:
         with torch.inference_mode():
             first = model(batch()[0])
         parallel_assert(comm, torch.equal(first, model(batch()[0])))
+        close(model)
+        parallel_assert(comm, torch.equal(first, model(batch()[0])), "after close")
+        close(model)
+
+
+@SEQUENCE
+def test_each_block_exchanges_four_times_in_a_step(comm: MPI.Intracomm, sequence: bool) -> None:
+    """Once for each of its two pairs of layers, forward and backward; the ends add a constant number."""
+    blocks = CONFIG.layers
+    with tensor_ranks(comm) as topology:
+        model = split(build(), topology, gpt_rule(CONFIG), sequence=sequence)
+        model(*batch()).backward()
+        (sums,) = model.__dict__[SUMS]
+        # The embedding, the head's input and the loss; positions under sequence parallelism.
+        plain = {"all_reduce": 4 * blocks + 3, "maximum": 1}
+        cut = {
+            "reduce_scatter": 4 * blocks + 2,
+            "all_gather": 4 * blocks + 3,
+            "all_reduce": 1,
+            "maximum": 1,
+        }
+        found = dict(sums.stats.calls)
+        parallel_assert(comm, found == (cut if sequence else plain), str(found))
+        close(model)
+
+
+@SEQUENCE
+def test_parameters_that_are_not_trained_have_no_gradient(
+    comm: MPI.Intracomm, sequence: bool
+) -> None:
+    plain = build()
+    frozen = ("wpe.weight", "blocks.0.attention.qkv.weight", "blocks.1.mlp_norm.weight")
+    for name in frozen:
+        plain.get_parameter(name).requires_grad_(False)
+    with tensor_ranks(comm) as topology:
+        model = split(copy.deepcopy(plain), topology, gpt_rule(CONFIG), sequence=sequence)
+        plain(*batch()).backward()
+        model(*batch()).backward()
+        for name in frozen:
+            parallel_assert(comm, model.get_parameter(name).grad is None, name)
+            del model.get_submodule(name.rpartition(".")[0])._parameters["weight"]
+        for name, gradient in whole_values(comm, model, gradients=True).items():
+            whole = plain.get_parameter(name).grad
+            assert whole is not None
+            parallel_assert(comm, off(gradient, whole) < 3e-6, name)
         close(model)
 
 

@@ -229,7 +229,7 @@ class Sums:
 
         path = self._paths[tensor.device]
         start = time.perf_counter()
-        with torch.no_grad(), self.group.watchdog.watch(f"Sums.{verb}"):
+        with torch.no_grad(), self.group.watchdog.watch(f"{verb} of activations {shape}"):
             yield path, kind_of(verb, dims, shape, tensor.dtype), say
             path.done()
         self.stats.calls[verb] += 1
