@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -257,3 +258,47 @@ def test_values_of_rank_0_are_given_to_all_in_any_layout(
         first = (brought(0, (5, 7, 2), torch.float32) * 3).to(dtype).transpose(0, 2)
         parallel_assert(comm, torch.equal(given, first), str(dtype))
     give_values(topology.world, torch.ones(0))
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_that_waits_leaves_its_core_to_others(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    sums = sums_over(topology.world)
+    sums.all_reduce(torch.ones(3))  # the path is made
+    comm.Barrier()
+    if comm.rank == 0:
+        time.sleep(0.4)
+    busy_s = time.process_time()
+    sums.all_reduce(torch.ones(3))
+    busy_s = time.process_time() - busy_s
+    parallel_assert(comm, busy_s < 0.2, f"computed for {busy_s} s of 0.4")
+    sums.close()
+
+
+@pytest.mark.ranks(2, 3)
+def test_without_futex_ranks_wait_by_looking(comm: MPI.Intracomm, topology: Topology) -> None:
+    path = Shared(topology.world, HostAccelerator())
+    path._bell._number = None
+    sums = Sums(topology.world, lambda *_: path)
+    for value in range(20):
+        found = sums.all_reduce(torch.full((3,), float(value)))
+        parallel_assert(comm, bits(found) == bits(torch.full((3,), float(value * comm.size))))
+    sums.close()
+
+
+@pytest.mark.ranks(2)
+def test_messages_go_on_while_a_rank_waits(comm: MPI.Intracomm, topology: Topology) -> None:
+    """A large message that its sender has started arrives although the sender waits in a sum."""
+    sums = sums_over(topology.world)
+    sums.all_reduce(torch.ones(3))
+    large = np.full(2**22, comm.rank, dtype=np.float64)
+    if comm.rank == 0:
+        request = comm.Isend(large, dest=1)
+        found = sums.all_reduce(torch.ones(3))
+        request.Wait()
+    else:
+        comm.Recv(large, source=0)
+        found = sums.all_reduce(torch.ones(3))
+    parallel_assert(comm, not large.any() and bits(found) == bits(torch.full((3,), 2.0)))
+    sums.close()

@@ -24,7 +24,8 @@ from hpczero.plan.sent import sent_by
 from hpczero.plan.spread import Spread
 from hpczero.run.passes import PipelinePasses
 from hpczero.run.results.metrics import Stopwatch
-from hpczero.run.starting.dividing import divide, passes_of
+from hpczero.run.passes import passes_of
+from hpczero.run.starting.dividing import divide
 from tests.helpers.parallel import parallel_assert
 from tests.parallel.wholes import tensor_ranks
 

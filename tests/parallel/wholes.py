@@ -1,4 +1,4 @@
-"""What the tests of cut models share: groups of tensor ranks, and gradients of the whole model out of those of parts."""
+"""What the tests of cut models share: groups of tensor ranks, and the whole model's gradients out of those of parts."""
 
 from __future__ import annotations
 

@@ -146,6 +146,10 @@ class Counters:
         """Value that ``rank`` has come to."""
         return int(self._rows[rank][column])
 
+    def address(self, rank: int, column: int) -> int:
+        """Where the number lies in this process: 8 bytes that all ranks of the node share."""
+        return int(self._rows[rank][column:].ctypes.data)
+
     def reached(self, column: int, value: int) -> bool:
         """Whether every rank has come to ``value``. What they wrote before can then be read."""
         for row in self._rows:

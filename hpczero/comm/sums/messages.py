@@ -24,13 +24,13 @@ class Messages(Path):
     """Ranks that send each other what they bring."""
 
     def __init__(self, group: Group, *, room_nbytes: int = ROOM_NBYTES) -> None:
-        """Not collective.
+        """Collective over ``group``.
 
         Args:
-            group: borrowed.
+            group: borrowed. Messages have a communicator of their own: another thread may reduce gradients meanwhile.
             room_nbytes: bytes that one rank sends in one exchange.
         """
-        super().__init__(group, room_nbytes)
+        super().__init__(group.beside(), room_nbytes)
 
     @override
     def _exchange(
@@ -64,4 +64,4 @@ class Messages(Path):
 
     @override
     def close(self) -> None:
-        return
+        self.group.comm.Free()

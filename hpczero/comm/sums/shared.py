@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from hpczero.accelerator import Accelerator, Attached, Mark
 from hpczero.comm.inside.segment import Counters
+from hpczero.comm.sums.bell import Bell
 from hpczero.comm.sums.path import Call, Path, found_numel
 from hpczero.job.group import Group
 
@@ -66,6 +67,7 @@ class Shared(Path):
         group.comm.Barrier()
         self._block.seal()
         self._counters = Counters(group.comm, COLUMNS)
+        self._bell = Bell(group.comm, self._counters, EXCHANGES)
 
     @override
     def _exchange(
@@ -92,8 +94,8 @@ class Shared(Path):
         column = SAID + half * len(call)
         for place_of, value in enumerate(call, column):
             counters.publish(place_of, value)
-        counters.publish(EXCHANGES, number)
-        counters.wait(EXCHANGES, number)
+        self._bell.publish(number)
+        self._bell.wait(number)
         calls = [
             Call(*(counters.read(rank, place_of) for place_of in range(column, column + len(call))))
             for rank in range(group.size)

@@ -13,6 +13,7 @@ Source: issue 19; Shoeybi et al., Megatron-LM, arXiv 1909.08053, sec. 3.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hpczero.comm.accounts import CommStats
-from hpczero.comm.sums.path import Call, Path, kind_of
+from hpczero.comm.sums.path import Call, Path, as_bytes, kind_of
 from hpczero.errors import CommError
 from hpczero.job.group import Group
 
@@ -54,6 +55,7 @@ class Sums:
         self.stats = CommStats()
         self._make = make
         self._paths: dict[torch.device, Path] = {}
+        self._compared: tuple[str, int] | None = None
 
     def open(self, device: torch.device) -> None:
         """Make the path for tensors on ``device`` now rather than with the first of them. Collective over the group.
@@ -197,6 +199,19 @@ class Sums:
                 torch.maximum(most, row, out=most)
             return most.view(tensor.shape)
 
+    def compare(self, what: str, tensor: Tensor) -> None:
+        """Have the next call find out whether all ranks have the same ``tensor`` here. Costs no exchange.
+
+        Not collective. Tensors on a device are not compared: it would have to be waited for.
+
+        Args:
+            what: names it in the message.
+            tensor: small.
+        """
+        if self.size > 1 and tensor.device.type == "cpu":
+            seen = tensor.detach().contiguous()
+            self._compared = what, zlib.crc32(as_bytes(seen).numpy().tobytes())
+
     def own_part(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's part of a tensor that all have whole: a view. Not collective.
 
@@ -223,14 +238,16 @@ class Sums:
         """The path, a number for the call and its words; around it the watchdog and the accounts."""
         self.open(tensor.device)
         shape = tuple(tensor.shape if shape is None else shape)
+        compared, self._compared = self._compared, None
 
         def say() -> str:
-            return f"{verb}{dims or ''} of {tuple(tensor.shape)} {tensor.dtype}"
+            beside = f" with {compared[0]} of checksum {compared[1]:08x}" if compared else ""
+            return f"{verb}{dims or ''} of {tuple(tensor.shape)} {tensor.dtype}{beside}"
 
         path = self._paths[tensor.device]
         start = time.perf_counter()
-        with torch.no_grad(), self.group.watchdog.watch(f"Sums.{verb}"):
-            yield path, kind_of(verb, dims, shape, tensor.dtype), say
+        with torch.no_grad(), self.group.watchdog.watch(f"{verb} of activations {shape}"):
+            yield path, kind_of(verb, dims, shape, tensor.dtype, compared), say
             path.done()
         self.stats.calls[verb] += 1
         self.stats.seconds += time.perf_counter() - start

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -137,3 +138,10 @@ def whole(x: Tensor, sums: Sums, dim: int) -> Tensor:
 def exchange(x: Tensor, sums: Sums, scatter_dim: int, gather_dim: int) -> Tensor:
     """Own part along one dimension of all ranks' ``x`` along another (``Sums.all_to_all``). Collective."""
     return _moved(x, sums, "exchange", (scatter_dim, gather_dim))
+
+
+@untraced
+def compare(what: str, x: Tensor, sums: Sums) -> None:
+    """Have the next exchange find out whether all ranks have the same ``x`` (``Sums.compare``)."""
+    if not torch._C._are_functorch_transforms_active():  # their tensors have no memory of their own
+        sums.compare(what, x)

@@ -5,6 +5,7 @@ Owns: the names of its layers and their cuts. Must not know: how layers are cut,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from hpczero.comm.sums import Sums
 from hpczero.errors import PlanError
 from hpczero.models.config import GPTConfig
-from hpczero.models.gpt import GPT, Attention, attend
+from hpczero.models.gpt import Attention, attend
 from hpczero.parallel.tensor.layers import ColumnLinear, joined, words_of
 from hpczero.parallel.tensor.loss import split_cross_entropy
 from hpczero.parallel.tensor.masks import own_masks
@@ -43,18 +44,27 @@ def gpt_rule(config: GPTConfig) -> Rule:
         layers,
         counts=("blocks.*.attention.heads",),
         dropouts=("dropout", "blocks.*.dropout"),
+        check=_check,
         finish=_finish,
     )
+
+
+def _check(model: nn.Module) -> None:
+    """The head gives parts of logits, so the model must call what knows of them."""
+    if isinstance(getattr(model, "lm_head", None), nn.Linear) and not hasattr(model, "mean_loss"):
+        raise PlanError(
+            f"gpt_rule: got a {type(model).__name__} with a head, expected a GPT of hpczero.models, or a part of one "
+            "with its attributes finish_logits and mean_loss"
+        )
 
 
 def _finish(model: nn.Module, sums: Sums, sequence: bool) -> None:
     """Have the model call what knows of parts. A pipeline stage may have no head."""
     head = getattr(model, "lm_head", None)
     if isinstance(head, ColumnLinear):
-        if not isinstance(model, GPT):
-            raise PlanError(f"gpt_rule: got a {type(model).__name__} with a head, expected a GPT")
-        model.finish_logits = partial(_all_logits, sums=sums, placement=head.placement)
-        model.mean_loss = partial(_mean_loss, sums=sums, placement=head.placement)
+        finish = partial(_all_logits, sums=sums, placement=head.placement)
+        loss = partial(_mean_loss, sums=sums, placement=head.placement)
+        model.__dict__.update(finish_logits=finish, mean_loss=loss)
     for module in model.modules():
         if isinstance(module, Attention) and module.dropout > 0.0:
             module.attend = partial(_attend, sums=sums, inner=module.attend)
@@ -86,13 +96,10 @@ def _attend(
     dropout: float,
     *,
     sums: Sums,
-    inner: object = attend,
+    inner: Callable[[Tensor, Tensor, Tensor, bool, float], Tensor] = attend,
 ) -> Tensor:
     """Each rank has other heads, and drops by masks of its own."""
-    assert callable(inner), "an attention"
     if dropout == 0.0:
-        out: Tensor = inner(q_BHTD, k_BHTD, v_BHTD, rotary, dropout)
-        return out
-    with own_masks(sums, q_BHTD.device):
-        dropped: Tensor = inner(q_BHTD, k_BHTD, v_BHTD, rotary, dropout)
-    return dropped
+        return inner(q_BHTD, k_BHTD, v_BHTD, rotary, dropout)
+    with own_masks(sums.rank, q_BHTD.device):
+        return inner(q_BHTD, k_BHTD, v_BHTD, rotary, dropout)

@@ -46,6 +46,8 @@ class Inspection:
         dropouts: modules that drop elements, by name.
         counts: module, attribute and its new value.
         entries: modules whose first argument is entered, with its name.
+        cuts: modules whose first argument is cut along time.
+        joins: modules whose output is gathered along time.
         names: of each parameter in this model, by its id.
         part: the placements of all parameters.
     """
@@ -54,6 +56,8 @@ class Inspection:
     dropouts: dict[str, nn.Module]
     counts: list[tuple[nn.Module, str, int]]
     entries: list[tuple[nn.Module, str]]
+    cuts: list[nn.Module]
+    joins: list[nn.Module]
     names: dict[int, str]
     part: ModelPart
 
@@ -70,11 +74,6 @@ def inspect(model: nn.Module, group: Group, rule: Rule, *, sequence: bool) -> In
     Raises:
         PlanError: it cannot be split by this rule; the message names the module or parameter.
     """
-    if sequence and not rule.sequence:
-        raise PlanError(
-            "sequence parallelism was asked for, and the rule of this model cannot cut it along time; leave sequence "
-            "out, or share tokens by topology.sequence (hpczero.parallel.share_sequence)"
-        )
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():
         if ZEROIFIED in module.__dict__:
@@ -86,6 +85,8 @@ def inspect(model: nn.Module, group: Group, rule: Rule, *, sequence: bool) -> In
     if before is not None and any(p.parts > 1 for p in before.placements.values()):
         raise PlanError("the model was split already; split it once")
     _check_patterns(modules, rule, before)
+    if rule.check is not None:
+        rule.check(model)
     names, aliases = _names(model)
     part = before or ModelPart(tuple(names.values()), aliases)
     return Inspection(
@@ -93,6 +94,8 @@ def inspect(model: nn.Module, group: Group, rule: Rule, *, sequence: bool) -> In
         _dropouts(modules, rule),
         _counts(modules, rule, group.size),
         [(modules[n], a) for p, a in rule.entries.items() for n in modules if matches(p, n)],
+        [modules[n] for p in rule.cut_before for n in modules if sequence and matches(p, n)],
+        [modules[n] for p in rule.join_after for n in modules if sequence and matches(p, n)],
         names,
         _placed(part, names, layers, group, sequence=sequence),
     )
@@ -198,7 +201,7 @@ def _check_patterns(modules: dict[str, nn.Module], rule: Rule, before: ModelPart
                 "kind of model, or leave the pattern out"
             )
     if before is None:
-        for pattern in (*rule.dropouts, *rule.entries):
+        for pattern in (*rule.dropouts, *rule.entries, *rule.cut_before, *rule.join_after):
             if not any(matches(pattern, name) for name in names):
                 raise PlanError(f"the rule names {pattern!r}, which is no module of this model")
 

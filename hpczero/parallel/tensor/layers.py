@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from hpczero.comm.sums import Sums
-from hpczero.parallel.tensor.functions import enter, gather, leave, scatter, whole
+from hpczero.parallel.tensor.functions import compare, enter, gather, leave, scatter, whole
 from hpczero.parallel.tensor.loss import Words
 from hpczero.plan.placement import Placement
 
@@ -143,7 +143,8 @@ class RowLinear(nn.Module):
             input, weight = (_without_padding(x, self.placement) for x in (input, weight))
         out = F.linear(input, weight)
         out = scatter(out, self.sums, TIME) if self.sequence else leave(out, self.sums)
-        return out if self.bias is None else out + self.bias
+        # Under autocast products are in half precision; so is what a plain layer returns, its bias included.
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
     @override
     def extra_repr(self) -> str:
@@ -200,6 +201,7 @@ class VocabularyEmbedding(nn.Module):
 
         Raises:
             IndexError: an id is not in the vocabulary; on the host alone, as torch.
+            CommError: ranks were given other ids; on the host alone, and on every rank.
         """
         first, held, size = self.words
         wrong = (input < 0) | (input >= size)
@@ -219,6 +221,7 @@ class VocabularyEmbedding(nn.Module):
             stopped = (local == padding) & ~other
             out = torch.where(stopped[..., None], out.detach(), out)
         out = out.masked_fill(other[..., None], 0.0)
+        compare("token ids", input, self.sums)
         return scatter(out, self.sums, TIME) if self.sequence else leave(out, self.sums)
 
     @override

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from hpczero.comm.sums import Sums
-from hpczero.parallel.tensor.functions import leave
+from hpczero.parallel.tensor.functions import compare, leave
 from hpczero.zero.calls.untraced import untraced
 
 # Logits per piece, as in models/gpt.py.
@@ -70,6 +70,7 @@ def split_cross_entropy(
 
     Raises:
         IndexError: a target is not in the vocabulary; on the host alone, as torch.
+        CommError: ranks were given other targets; on the host alone, and on every rank.
         ValueError: shapes or the reduction do not fit.
     """
     if logits.ndim != 2 or targets.shape != logits.shape[:1] or reduction not in ("mean", "sum"):
@@ -84,6 +85,7 @@ def split_cross_entropy(
             raise IndexError(f"Target {int(targets[wrong][0])} is out of bounds: {words.size} ids")
     else:
         torch._assert_async(~wrong.any(), "a target is out of bounds")
+    compare("targets", targets, sums)
     mine = counts & (targets >= words.first) & (targets < words.first + words.held)
     local = torch.where(mine, targets - words.first, 0)
     further = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

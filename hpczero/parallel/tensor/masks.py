@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,13 @@ MOST_SEED = 2**62
 
 
 @contextmanager
-def own_masks(sums: Sums, device: torch.device) -> Iterator[None]:
-    """Context: random numbers of this rank's own. The default stream goes on by the same one number on all ranks.
+def own_masks(rank: int, device: torch.device) -> Iterator[None]:
+    """Context: random numbers of ``rank`` alone. The default stream goes on by the same one number on all ranks.
 
-    Not collective.
+    Not collective. Within another such context the numbers depend on both ranks.
     """
     seed = int(torch.randint(MOST_SEED, ()))  # on the host: nothing waits for the device
-    own = (seed + sums.rank * 0x9E3779B97F4A7C15) % MOST_SEED
+    own = (seed + rank * 0x9E3779B97F4A7C15) % MOST_SEED
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(own)
         if device.type == "cuda":
@@ -47,17 +47,19 @@ class PartDropout(nn.Dropout):
     """Dropout of an activation that lies in parts on the ranks."""
 
     def __init__(self, plain: nn.Dropout, sums: Sums) -> None:
-        """Take the place of ``plain``."""
+        """Take the place of ``plain``, which may be such a one of other ranks."""
         super().__init__(plain.p, plain.inplace)
         self.train(plain.training)
-        self.sums = sums
+        self.ranks = (sums.rank, *getattr(plain, "ranks", ()))
 
     @override
     def forward(self, input: Tensor) -> Tensor:
         """Drop elements by masks of this rank's own."""
         if not self.training or self.p == 0.0:
             return super().forward(input)
-        with own_masks(self.sums, input.device):
+        with ExitStack() as stack:
+            for rank in self.ranks:
+                stack.enter_context(own_masks(rank, input.device))
             return super().forward(input)
 
 

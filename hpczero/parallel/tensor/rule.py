@@ -32,6 +32,8 @@ class Split:
         grain: elements of ``dim`` that stay together: the size of a head.
         entered: whether the layer's input has been entered for several layers together (``Rule.entries``).
         joined: whether the outputs are gathered: every rank has all of them.
+        all_tokens: whether it stands where all ranks have all tokens, under sequence parallelism too: before
+            ``Rule.cut_before`` or behind ``Rule.join_after``.
     """
 
     dim: int
@@ -39,6 +41,7 @@ class Split:
     grain: int = 1
     entered: bool = False
     joined: bool = False
+    all_tokens: bool = False
 
 
 class Kept(enum.Enum):
@@ -58,15 +61,20 @@ class Rule:
         counts: attributes that count what is cut, heads say: ``blocks.*.attention.heads``.
         dropouts: ``nn.Dropout`` modules between cut layers, whose masks differ on ranks under sequence parallelism.
         entries: modules whose first argument enters once for several layers in it; with the argument's name.
-        sequence: whether the model can be cut along time between the layers.
-        finish: sets what the model calls: (model, sums, placements by name, sequence). None: nothing.
+        cut_before: modules whose first argument is cut along time, under sequence parallelism. Empty where embeddings
+            do it.
+        join_after: modules whose output is gathered along time, under sequence parallelism. Empty where the head does.
+        check: raises PlanError for a model that the rule does not fit, before anything is changed. None: nothing.
+        finish: sets what the model calls: (model, sums, sequence). None: nothing.
     """
 
     layers: Mapping[str, Split | Kept]
     counts: tuple[str, ...] = ()
     dropouts: tuple[str, ...] = ()
     entries: Mapping[str, str] = field(default_factory=dict)
-    sequence: bool = True
+    cut_before: tuple[str, ...] = ()
+    join_after: tuple[str, ...] = ()
+    check: Callable[[nn.Module], None] | None = None
     finish: Callable[[nn.Module, Sums, bool], None] | None = None
 
     def found(self, name: str) -> list[str]:

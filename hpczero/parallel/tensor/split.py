@@ -11,8 +11,9 @@ there are.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +21,18 @@ from torch import Tensor, nn
 from hpczero.comm.sums import Sums, give_values, sums_over
 from hpczero.errors import PlanError
 from hpczero.job.topology import Topology
-from hpczero.parallel.tensor.functions import enter, gather, own_part
+from hpczero.parallel.tensor.functions import enter, gather, own_part, whole
 from hpczero.parallel.tensor.inspection import Inspection, Layer, inspect
 from hpczero.parallel.tensor.layers import TIME, ColumnLinear, RowLinear, VocabularyEmbedding
 from hpczero.parallel.tensor.masks import PartDropout, check_streams
 from hpczero.parallel.tensor.rule import Kept, Rule
 from hpczero.plan.placement import KEY, Placement, part_of
 
+SUMS = "_hpczero_sums"  # in the ``__dict__`` of a model: what exchanges activations for it
+Model = TypeVar("Model", bound=nn.Module)
 
-def split(model: nn.Module, topology: Topology, rule: Rule, *, sequence: bool = False) -> nn.Module:
+
+def split(model: Model, topology: Topology, rule: Rule, *, sequence: bool = False) -> Model:
     """Cut the layers of ``model`` over ``topology.tensor``, in place. Collective over the world.
 
     Parameters keep their names. Ranks may have built the model with different values: those of world rank 0 are given
@@ -67,14 +71,11 @@ def split(model: nn.Module, topology: Topology, rule: Rule, *, sequence: bool = 
     _swap(model, _replacements(found, sums, sequence=sequence))
     for module, attribute, value in found.counts:
         setattr(module, attribute, value)
-    for module, argument in found.entries:
-        module.register_forward_pre_hook(
-            partial(_enter_argument, sums=sums, argument=argument, sequence=sequence),
-            with_kwargs=True,
-        )
+    _hook(found, sums, sequence=sequence)
     if found.dropouts:
         model.register_forward_pre_hook(partial(_look_at_streams, sums=sums), with_kwargs=True)
     model.__dict__[KEY] = found.part
+    model.__dict__.setdefault(SUMS, []).append(sums)
     if rule.finish is not None:
         rule.finish(model, sums, sequence)
     return model
@@ -85,12 +86,7 @@ def close(model: nn.Module) -> None:
 
     A later call of the model takes it anew.
     """
-    found: dict[int, Sums] = {}
-    for module in model.modules():
-        sums = module.__dict__.get("sums")
-        if isinstance(sums, Sums):
-            found[id(sums)] = sums
-    for sums in found.values():
+    for sums in model.__dict__.get(SUMS, ()):
         sums.close()
 
 
@@ -190,6 +186,7 @@ def _replacement(layer: Layer, cut: Any, sums: Sums, *, sequence: bool) -> nn.Mo
         return positions
     if isinstance(word, Kept):
         return None
+    sequence = sequence and not word.all_tokens
     weight, placement = cut(module.weight)
     if isinstance(module, nn.Embedding):
         return VocabularyEmbedding(
@@ -220,23 +217,40 @@ def _swap(model: nn.Module, replaced: dict[int, nn.Module]) -> None:
 # --- hooks
 
 
-def _enter_argument(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    sums: Sums,
-    argument: str,
-    sequence: bool,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Enter the first argument once for all the cut layers that use it."""
+def _hook(found: Inspection, sums: Sums, *, sequence: bool) -> None:
+    """What happens where activations come to a module, or leave it, that is not replaced."""
 
     def entered(x: Tensor) -> Tensor:
         return gather(x, sums, TIME) if sequence else enter(x, sums)
 
+    for module, argument in found.entries:
+        change = partial(_change_first, change=entered, argument=argument)
+        module.register_forward_pre_hook(change, with_kwargs=True)
+    for module in found.cuts:
+        cut = partial(own_part, sums=sums, dim=TIME)
+        module.register_forward_pre_hook(
+            partial(_change_first, change=cut, argument="hidden_states"), with_kwargs=True
+        )
+    for module in found.joins:
+        module.register_forward_hook(partial(_join, sums=sums))
+
+
+def _change_first(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    change: Callable[[Tensor], Tensor],
+    argument: str,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Change the first argument, which may have been given by its name."""
     if args:
-        return (entered(args[0]), *args[1:]), kwargs
-    return args, {**kwargs, argument: entered(kwargs[argument])}
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, argument: change(kwargs[argument])}
+
+
+def _join(module: nn.Module, args: tuple[Any, ...], output: Tensor, *, sums: Sums) -> Tensor:
+    return whole(output, sums, TIME)
 
 
 def _look_at_streams(

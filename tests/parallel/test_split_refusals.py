@@ -1,0 +1,219 @@
+"""What split refuses: by name, on every rank, with the model as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import hpczero
+from hpczero.errors import CommError, PlanError, StepError
+from hpczero.models import GPT, GPTConfig
+from hpczero.parallel import Kept, Rule, Split, close, gpt_rule, split
+from hpczero.plan.placement import part_of
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import raises_on_all
+from tests.parallel.wholes import tensor_ranks
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
+
+CONFIG = GPTConfig(vocab_size=61, context=16, layers=1, hidden=30, heads=5)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.second = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, 4) in and out."""
+        out: torch.Tensor = self.second(torch.tanh(self.first(x)))
+        return out
+
+
+LAYERS: dict[str, Split | Kept] = {"first": Split(0), "second": Split(1)}
+
+
+def with_(change: Callable[[TwoLayers], Any]) -> TwoLayers:
+    model = TwoLayers()
+    change(model)
+    return model
+
+
+def gradient(model: TwoLayers) -> None:
+    model(torch.ones(1, 4)).sum().backward()
+
+
+def tie(model: TwoLayers) -> None:
+    model.first = nn.Linear(4, 4)
+    model.second = nn.Linear(4, 4)
+    model.second.weight = model.first.weight
+
+
+CASES: dict[str, tuple[TwoLayers, Rule, str]] = {
+    "no pattern": (TwoLayers(), Rule({"first": Split(0)}), "module 'second' .* matches no pattern"),
+    "two patterns": (
+        TwoLayers(),
+        Rule({**LAYERS, "*": Split(0)}),
+        "matches first, \\*, expected one",
+    ),
+    "unknown": (
+        TwoLayers(),
+        Rule({**LAYERS, "third": Split(0)}),
+        "names 'third', which is no module",
+    ),
+    "hooks": (
+        with_(lambda m: m.first.register_forward_hook(lambda *_: None)),
+        Rule(LAYERS),
+        "module 'first' .* has hooks",
+    ),
+    "forward": (
+        with_(lambda m: m.first.__dict__.update(forward=m.second.forward)),
+        Rule(LAYERS),
+        "module 'first' .* forward of its own",
+    ),
+    "parametrization": (
+        with_(lambda m: parametrizations.weight_norm(m.first)),
+        Rule({**LAYERS, "first.parametrizations.weight": Kept.STREAM}),
+        "module 'first' \\(ParametrizedLinear\\) cannot be split",
+    ),
+    "class": (
+        with_(lambda m: setattr(m, "first", nn.Bilinear(4, 4, 6))),
+        Rule(LAYERS),
+        "module 'first' \\(Bilinear\\) cannot be split",
+    ),
+    "gradient": (with_(gradient), Rule(LAYERS), "'first.weight' has a gradient"),
+    "grain": (TwoLayers(), Rule({**LAYERS, "first": Split(0, grain=4)}), "'first.weight' cannot"),
+    "strips": (TwoLayers(), Rule({**LAYERS, "first": Split(0, 4)}), "'first.weight' cannot"),
+    "few heads": (TwoLayers(), Rule({**LAYERS, "first": Split(0, grain=6)}), "fewer than the 2"),
+    "tied": (with_(tie), Rule(LAYERS), "'first.weight' is 'second.weight' too"),
+    "dropout": (
+        with_(lambda m: setattr(m, "drop", nn.Dropout(0.5))),
+        Rule(LAYERS),
+        "module 'drop' \\(Dropout\\) drops elements",
+    ),
+    "count": (TwoLayers(), Rule(LAYERS, counts=("first.heads",)), "counts 'heads'"),
+    "embedding": (
+        with_(lambda m: setattr(m, "first", nn.Embedding(8, 4, max_norm=1.0))),
+        Rule(LAYERS),
+        "module 'first' .* max_norm",
+    ),
+    "buffers": (
+        with_(lambda m: m.first.register_buffer("scale", torch.ones(1))),
+        Rule(LAYERS),
+        "module 'first' .* has scale beside",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_be_split_is_named_and_stays_as_it_was(comm: MPI.Intracomm, case: str) -> None:
+    model, rule, pattern = CASES[case]
+    before = [(name, id(p), tuple(p.shape)) for name, p in model.named_parameters()]
+    with tensor_ranks(comm) as topology:
+        raises_on_all(comm, PlanError, pattern, lambda: split(model, topology, rule))
+    after = [(name, id(p), tuple(p.shape)) for name, p in model.named_parameters()]
+    parallel_assert(comm, before == after and part_of(model) is None)
+
+
+def test_ranks_with_other_models_are_told_before_they_wait(comm: MPI.Intracomm) -> None:
+    config = dataclasses.replace(CONFIG, vocab_size=61 + comm.rank)
+    with tensor_ranks(comm) as topology:
+        raises_on_all(
+            comm,
+            PlanError,
+            "rank 1 of 2 split a model with other parameters",
+            lambda: split(GPT(config), topology, gpt_rule(config)),
+        )
+
+
+def test_one_rank_that_cannot_split_stops_all(comm: MPI.Intracomm) -> None:
+    config = dataclasses.replace(CONFIG, positions="rotary") if comm.rank else CONFIG
+    with tensor_ranks(comm) as topology:
+        raises_on_all(
+            comm, PlanError, "names 'wpe'", lambda: split(GPT(config), topology, gpt_rule(CONFIG))
+        )
+
+
+def test_a_model_is_split_once_and_before_zeroify(comm: MPI.Intracomm) -> None:
+    with tensor_ranks(comm) as topology:
+        model = split(GPT(CONFIG), topology, gpt_rule(CONFIG))
+        message = "'wte' .*cannot be split|was split already"
+        raises_on_all(comm, PlanError, message, lambda: split(model, topology, gpt_rule(CONFIG)))
+        close(model)
+        other = GPT(CONFIG)
+        with tensor_ranks(comm, shard=comm.size) as shards:
+            hpczero.zeroify(other, torch.optim.SGD(other.parameters()), topology=shards)
+            message = "zeroified already"
+            raises_on_all(
+                comm, PlanError, message, lambda: split(other, topology, gpt_rule(CONFIG))
+            )
+            hpczero.release(other)
+
+
+def test_streams_that_differ_are_refused_where_there_is_dropout(comm: MPI.Intracomm) -> None:
+    config = dataclasses.replace(CONFIG, dropout=0.1)
+    with tensor_ranks(comm) as topology:
+        model = split(GPT(config), topology, gpt_rule(config))
+        tokens = torch.zeros(1, 4, dtype=torch.int64)
+        torch.manual_seed(comm.rank)
+        raises_on_all(comm, StepError, "another random stream", lambda: model(tokens))
+        model.eval()
+        parallel_assert(comm, model(tokens).shape == (1, 4, 61))
+        close(model)
+
+
+def test_tokens_and_targets_outside_of_the_vocabulary_are_torchs_errors(
+    comm: MPI.Intracomm,
+) -> None:
+    with tensor_ranks(comm) as topology:
+        model = split(GPT(CONFIG), topology, gpt_rule(CONFIG))
+        good, bad = torch.zeros(1, 4, dtype=torch.int64), torch.full((1, 4), 61)
+        raises_on_all(comm, IndexError, "id 61 of 61", lambda: model(bad, good))
+        raises_on_all(comm, IndexError, "Target 61 is out of bounds", lambda: model(good, bad))
+        close(model)
+
+
+def test_ranks_with_other_samples_are_told(comm: MPI.Intracomm) -> None:
+    with tensor_ranks(comm) as topology:
+        model = split(GPT(CONFIG), topology, gpt_rule(CONFIG))
+        same, own = torch.ones(2, 1, 4, dtype=torch.int64), torch.full((1, 4), comm.rank)
+        message = "with token ids of checksum .* give all of them .* the same samples"
+        raises_on_all(comm, CommError, message, lambda: model(own))
+        message = "with targets of checksum"
+        raises_on_all(comm, CommError, message, lambda: model(same[0], own))
+        parallel_assert(comm, model(same[0], same[1]).isfinite())
+        close(model)
+
+
+def test_a_split_model_is_not_pickled(comm: MPI.Intracomm) -> None:
+    with tensor_ranks(comm) as topology:
+        model = split(GPT(CONFIG), topology, gpt_rule(CONFIG))
+        with pytest.raises(CommError, match="state_dict"):
+            pickle.dumps(model)
+        close(model)
+    parallel_assert(comm, True)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_group_of_one_leaves_a_model_as_it_is(comm: MPI.Intracomm) -> None:
+    model = TwoLayers()
+    with tensor_ranks(comm, shard=comm.size) as topology:
+        parallel_assert(comm, split(model, topology, Rule(LAYERS)) is model)
+        parallel_assert(comm, type(model.first) is nn.Linear and part_of(model) is None)
+        raises_on_all(
+            comm,
+            PlanError,
+            "no pattern",
+            lambda: split(TwoLayers(), topology, Rule({"first": Split(0)})),
+        )

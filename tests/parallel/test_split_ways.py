@@ -1,0 +1,196 @@
+"""Ways in which a cut model is called: a pipeline stage, several nodes, half precision, inference, compiled."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpczero.job.mesh import Mesh
+from hpczero.job.topology import Topology
+from hpczero.models import GPT, GPTConfig
+from hpczero.parallel import Kept, Rule, Split, close, gpt_rule, split
+from hpczero.parallel.tensor.split import SUMS
+from hpczero.plan.placement import KEY, ModelPart, Placement
+from tests.helpers.parallel import parallel_assert
+from tests.parallel.wholes import equal_on_all, off, part, tensor_ranks, whole_values
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2)]
+
+CONFIG = GPTConfig(vocab_size=61, context=16, layers=2, hidden=30, heads=5, ffn_multiple=3)
+SEQUENCE = pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
+
+
+def build() -> GPT:
+    model = GPT(CONFIG)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.2, generator=generator)
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(61, (2, 14), generator=torch.Generator().manual_seed(2))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+class Stage(nn.Module):
+    """The last of two stages: norm and head, tied to the embedding of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 11, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, 6) in, (B, T, 11) out."""
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_stage_keeps_what_is_known_of_the_whole_model(comm: MPI.Intracomm) -> None:
+    model, plain = Stage(), Stage()
+    names = ("embedding.weight", "norm.weight", "norm.bias")
+    tied = Placement("embedding.weight", (11, 6), tied=True, counted=False)
+    model.__dict__[KEY] = ModelPart(
+        names, {"head.weight": "embedding.weight"}, {"head.weight": tied}, first=False
+    )
+    rule = Rule({"embedding": Split(0), "norm": Kept.STREAM, "head": Split(0, joined=True)})
+    with tensor_ranks(comm) as topology:
+        split(model, topology, rule)
+        found = part(model)
+        head = found.placements["head.weight"]
+        parallel_assert(comm, (found.names, found.first, found.last) == (names, False, True))
+        parallel_assert(comm, (head.name, head.tied, head.counted) == (tied.name, True, False))
+        parallel_assert(comm, (head.dim, head.part, head.parts) == (0, comm.rank, comm.size))
+        plain.load_state_dict(comm.bcast(plain.state_dict()))
+        x = torch.ones(1, 3, 6) * torch.arange(6.0)
+        whole = torch.empty(11, 6)
+        for placement, own in comm.allgather((head, model.head.weight.detach().numpy())):
+            placement.put(torch.from_numpy(own), whole)
+        with torch.no_grad():
+            plain.head.weight.copy_(whole)
+        parallel_assert(comm, off(model(x), plain(x)) < 1e-6)
+        close(model)
+
+
+@SEQUENCE
+def test_ranks_of_several_nodes_send_messages(comm: MPI.Intracomm, sequence: bool) -> None:
+    plain = build()
+    wanted = plain(*batch())
+    wanted.backward()
+    topology = Topology.create(comm, [0, 1], mesh=Mesh.of(2, tensor=2))
+    model = split(build(), topology, gpt_rule(CONFIG), sequence=sequence)
+    found = model(*batch())
+    found.backward()
+    parallel_assert(comm, off(found, wanted) < 1e-6)
+    gradients = dict(plain.named_parameters())
+    for name, gradient in whole_values(comm, model, gradients=True).items():
+        whole = gradients[name].grad
+        assert whole is not None
+        parallel_assert(comm, off(gradient, whole) < 3e-6, name)
+    close(model)
+    topology.free()
+
+
+@SEQUENCE
+def test_half_precision_is_near_to_the_plain_models_and_equal_on_all_ranks(
+    comm: MPI.Intracomm, sequence: bool
+) -> None:
+    plain = build()
+    with tensor_ranks(comm) as topology:
+        model = split(copy.deepcopy(plain), topology, gpt_rule(CONFIG), sequence=sequence)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits, wanted = model(batch()[0]), plain(batch()[0])
+            loss, plain_loss = model(*batch()), plain(*batch())
+        parallel_assert(comm, logits.dtype == wanted.dtype == torch.bfloat16)
+        parallel_assert(comm, off(logits.float(), wanted.float()) < 0.05)
+        parallel_assert(comm, off(loss, plain_loss) < 0.01, f"{loss} {plain_loss}")
+        loss.backward()
+        model.to(torch.bfloat16)
+        parallel_assert(comm, equal_on_all(comm, model(*batch())), "bits")
+        close(model)
+
+
+def test_inference_mode_gives_the_same_logits(comm: MPI.Intracomm) -> None:
+    with tensor_ranks(comm) as topology:
+        model = split(build(), topology, gpt_rule(CONFIG))
+        with torch.inference_mode():
+            first = model(batch()[0])
+        parallel_assert(comm, torch.equal(first, model(batch()[0])))
+        close(model)
+        parallel_assert(comm, torch.equal(first, model(batch()[0])), "after close")
+        close(model)
+
+
+@SEQUENCE
+def test_each_block_exchanges_four_times_in_a_step(comm: MPI.Intracomm, sequence: bool) -> None:
+    """Once for each of its two pairs of layers, forward and backward; the ends add a constant number."""
+    blocks = CONFIG.layers
+    with tensor_ranks(comm) as topology:
+        model = split(build(), topology, gpt_rule(CONFIG), sequence=sequence)
+        model(*batch()).backward()
+        (sums,) = model.__dict__[SUMS]
+        # The embedding, the head's input and the loss; positions under sequence parallelism.
+        plain = {"all_reduce": 4 * blocks + 3, "maximum": 1}
+        cut = {
+            "reduce_scatter": 4 * blocks + 2,
+            "all_gather": 4 * blocks + 3,
+            "all_reduce": 1,
+            "maximum": 1,
+        }
+        found = dict(sums.stats.calls)
+        parallel_assert(comm, found == (cut if sequence else plain), str(found))
+        close(model)
+
+
+@SEQUENCE
+def test_parameters_that_are_not_trained_have_no_gradient(
+    comm: MPI.Intracomm, sequence: bool
+) -> None:
+    plain = build()
+    frozen = ("wpe.weight", "blocks.0.attention.qkv.weight", "blocks.1.mlp_norm.weight")
+    for name in frozen:
+        plain.get_parameter(name).requires_grad_(False)
+    with tensor_ranks(comm) as topology:
+        model = split(copy.deepcopy(plain), topology, gpt_rule(CONFIG), sequence=sequence)
+        plain(*batch()).backward()
+        model(*batch()).backward()
+        for name in frozen:
+            parallel_assert(comm, model.get_parameter(name).grad is None, name)
+            del model.get_submodule(name.rpartition(".")[0])._parameters["weight"]
+        for name, gradient in whole_values(comm, model, gradients=True).items():
+            whole = plain.get_parameter(name).grad
+            assert whole is not None
+            parallel_assert(comm, off(gradient, whole) < 3e-6, name)
+        close(model)
+
+
+@pytest.mark.slow
+@pytest.mark.fresh
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@SEQUENCE
+def test_a_compiled_model_exchanges_in_every_call(comm: MPI.Intracomm, sequence: bool) -> None:
+    with tensor_ranks(comm) as topology:
+        model = split(build(), topology, gpt_rule(CONFIG), sequence=sequence)
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(3):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.01)
+            loss, wanted = compiled(*batch()), model(*batch())
+            parallel_assert(comm, off(loss, wanted) < 1e-6)
+            grads = [torch.autograd.grad(x, list(model.parameters())) for x in (loss, wanted)]
+            same = all(off(a, b) < 1e-5 for a, b in zip(*grads, strict=True))
+            parallel_assert(comm, same, "gradients")
+        close(model)
+    torch._dynamo.reset()  # what it keeps would stay for the tests that follow
