@@ -22,9 +22,8 @@ from hpczero.plan.held import Held
 from hpczero.plan.parts import part_of_gpt
 from hpczero.plan.sent import sent_by
 from hpczero.plan.spread import Spread
-from hpczero.run.passes import PipelinePasses
+from hpczero.run.passes import PipelinePasses, passes_of
 from hpczero.run.results.metrics import Stopwatch
-from hpczero.run.passes import passes_of
 from hpczero.run.starting.dividing import divide
 from tests.helpers.parallel import parallel_assert
 from tests.parallel.wholes import tensor_ranks
