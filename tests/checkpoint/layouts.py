@@ -32,6 +32,7 @@ def whole_shapes() -> dict[str, tuple[tuple[int, ...], dict[str, Any]]]:
         "first.table": ((13, 6), {"dim": 0}),
         FROZEN: ((3, 5, 2), {"dim": 1}),
         "first.nothing": ((0, 4), {}),
+        "first.wide": ((211, 38), {"dim": 1, "strips": 2}),
     }
     for layer in range(LAYERS):
         at = f"blocks.{layer}."
