@@ -149,8 +149,14 @@ class Program:
     """A part of the model in training."""
 
     def __init__(
-        self, topology: hpczero.Topology, *, made_by: int | None = None, **options: Any
+        self,
+        topology: hpczero.Topology,
+        *,
+        made_by: int | None = None,
+        swapped: bool = False,
+        **options: Any,
     ) -> None:
+        """``made_by``: all values, of a model that is not on "meta"; ``swapped``: groups in the other order."""
         self.topology = topology
         self.model = Part(topology.mesh, topology.rank)
         if made_by is not None:
@@ -166,6 +172,7 @@ class Program:
             {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
             {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
         ]
+        groups = groups[::-1] if swapped else groups
         self.optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=False)
         options = {"initialize": initialize, "rule": rule, **options}
         hpczero.zeroify(self.model, self.optimizer, topology=topology, **options)
