@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hpczero.errors import HpcZeroError
     from hpczero.job.mesh import Mesh
     from hpczero.job.topology import Topology
+    from hpczero.parallel.pipeline.runner import Pipeline
     from hpczero.plan import Plan, Stage
     from hpczero.plan.layout import ShardLayout
     from hpczero.plan.offload import Offload
@@ -41,6 +42,7 @@ _HOME = {
     "LossScale": "hpczero.plan.precision",
     "Mesh": "hpczero.job.mesh",
     "Offload": "hpczero.plan.offload",
+    "Pipeline": "hpczero.parallel.pipeline.runner",
     "Plan": "hpczero.plan",
     "Precision": "hpczero.plan.precision",
     "ShardLayout": "hpczero.plan.layout",
@@ -63,6 +65,7 @@ _HOME = {
 _ROOMS = (
     "activations",
     "checkpoint",
+    "parallel",
     "plan",
 )  # hpczero.checkpoint.save, hpczero.plan.rules.by_class
 
@@ -74,6 +77,7 @@ __all__ = [
     "LossScale",
     "Mesh",
     "Offload",
+    "Pipeline",
     "Plan",
     "Precision",
     "ShardLayout",

@@ -35,6 +35,8 @@ TORCH_FREE = (
     "job.log",
     "job.long_work",
     "options",
+    "parallel.pipeline.actions",
+    "parallel.pipeline.simulate",
     "plan",
     "predict",
     "run.results.metrics",

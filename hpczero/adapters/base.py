@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hpczero.models.config import GPTConfig
+    from hpczero.parallel.pipeline.stages import Stages
+    from hpczero.parallel.tensor.rule import Rule
 
 
 class Adapter(Protocol):
@@ -42,6 +44,14 @@ class Adapter(Protocol):
 
     def build(self) -> nn.Module:
         """The plain torch model, on the device that torch makes tensors on."""
+        ...
+
+    def stages(self, model: nn.Module) -> Stages:
+        """How the forward of ``model`` falls into the stages of a pipeline."""
+        ...
+
+    def tensor_rule(self) -> Rule:
+        """Which layers tensor ranks share, and how."""
         ...
 
     def call_blocks_by(self, model: nn.Module, call: Callable[..., Tensor]) -> None:

@@ -16,6 +16,9 @@ from hpczero.models.config import GPTConfig, flops_per_token
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from hpczero.parallel.pipeline.stages import Stages
+    from hpczero.parallel.tensor.rule import Rule
+
 
 @dataclass(frozen=True)
 class GPTAdapter:
@@ -46,6 +49,18 @@ class GPTAdapter:
         from hpczero.models.gpt import GPT
 
         return GPT(self.config)
+
+    def stages(self, model: nn.Module) -> Stages:
+        """Embeddings before the blocks, final norm and head after them."""
+        from hpczero.parallel.pipeline.known import gpt_stages
+
+        return gpt_stages(model)
+
+    def tensor_rule(self) -> Rule:
+        """Heads, hidden units of the MLP and the vocabulary."""
+        from hpczero.parallel.tensor import gpt_rule
+
+        return gpt_rule(self.config)
 
     def call_blocks_by(self, model: nn.Module, call: Callable[..., Tensor]) -> None:
         """Each of ``model.blocks``, on the residual stream."""

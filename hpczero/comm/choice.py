@@ -39,6 +39,7 @@ def choose(
     node_dtype: torch.dtype = torch.float32,
     algorithms: str = "auto",
     overlap: bool = True,
+    secondary: bool = False,
     accelerator: Accelerator | None = None,
 ) -> Collectives:
     """Make a transport. Collective over its ranks.
@@ -54,10 +55,12 @@ def choose(
             ``default`` does neither. Names work too, as in ``all_gather=ring,reduce_scatter=pairwise``.
         overlap: whether to move bytes while the model computes, between nodes and on devices. Needs an MPI that lets
             two threads call it.
+        secondary: between nodes, whether each keeps a copy of what it has gathered (SecondaryCopy).
         accelerator: where the buffers are; None for the host.
 
     Raises:
         ConfigError: an unknown name, or an algorithm that does not work between so many nodes.
+            A secondary copy between nodes over the flat transport.
         TopologyError: two levels on nodes with different numbers of ranks.
         CommError: ``window`` where ranks of a node cannot share memory.
     """
@@ -71,11 +74,11 @@ def choose(
         accelerator=accelerator,
     )
     if isinstance(topology, Group) or topology.replicate.size == 1:
-        return make(topology, strict=strict, overlap=overlap)
+        return make(topology, strict=strict, overlap=overlap, secondary=secondary)
     # A communicator of its own: a thread may use it, and another model has the topology too.
     replicas = topology.replicate.part(range(topology.replicate.size), "replicas of one transport")
-    inside = make(topology.shard, strict=False, overlap=overlap)
-    outside = make(replicas, strict=False, overlap=False)
+    inside = make(topology.shard, strict=False, overlap=overlap, secondary=secondary)
+    outside = make(replicas, strict=False, overlap=False, secondary=False)
     return Hybrid(
         topology,
         inside,
@@ -93,6 +96,7 @@ def _choose_one(
     node_dtype: torch.dtype,
     algorithms: str,
     overlap: bool,
+    secondary: bool,
     accelerator: Accelerator | None,
 ) -> Collectives:
     """As ``choose``, over one group of ranks."""
@@ -116,6 +120,13 @@ def _choose_one(
         error.agreed = True
         raise error
     if transport == "flat":
+        if secondary and group.num_nodes > 1:
+            error = ConfigError(
+                "a secondary copy of parameters in each node needs ranks that know their node, and the transport is "
+                "flat; use hierarchical or window, with the same number of ranks on every node, or leave it out"
+            )
+            error.agreed = group.is_job
+            raise error
         return Flat(topology, strict=strict, node_dtype=node_dtype, reach=reach)
     inside: Inside = "messages"
     if transport in ("window", "ipc"):
@@ -127,6 +138,7 @@ def _choose_one(
         selection=_selection(group, algorithms, node_dtype),
         inside=inside,
         overlap=overlap and _can_overlap(group, reach.accelerator),
+        secondary=secondary,
         reach=reach,
     )
 

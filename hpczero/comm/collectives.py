@@ -13,10 +13,8 @@ from __future__ import annotations
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +23,11 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpczero.accelerator import Span
+from hpczero.comm.accounts import CommStats
 from hpczero.comm.algorithms.blocks import Blocks
 from hpczero.comm.devices.access import HostReach, Reach
 from hpczero.comm.devices.exposed import Exposed
+from hpczero.comm.secondary import SecondaryCopy
 from hpczero.comm.strict import OrderCheck
 from hpczero.errors import CommError
 from hpczero.job.group import Group
@@ -37,25 +37,6 @@ from hpczero.plan.footprint import Footprint
 
 # MPI moves bytes; which dtypes may be summed is decided by our own kernels, not by the MPI library.
 MOVABLE = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass
-class CommStats:
-    """Accounts of one transport on this rank, by operation.
-
-    ``sent_nbytes`` counts the bytes that leave the rank, by the algorithm's own arithmetic. ``seconds`` is time in
-    calls and waits.
-    """
-
-    calls: Counter[str] = field(default_factory=Counter)
-    sent_nbytes: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-
-    def reset(self) -> None:
-        """Start counting anew."""
-        self.calls.clear()
-        self.sent_nbytes.clear()
-        self.seconds = 0.0
 
 
 class Work:
@@ -109,6 +90,7 @@ class Collectives(ABC):
         self.rank = topology.rank  # of the job, for messages
         self.reach = reach or HostReach()
         self.node_dtype = node_dtype
+        self.secondary: SecondaryCopy | None = None
         self.memory = memory or Memory()
         self.stats = CommStats()
         self.exposed = Exposed(self.reach.accelerator)
@@ -163,20 +145,30 @@ class Collectives(ABC):
         """Say that all buffers with a use have been asked for. Collective over the group."""
         return
 
-    def all_gather(self, full: Tensor, *, name: str) -> Work:
+    def all_gather(self, full: Tensor, *, name: str, again: bool = False) -> Work:
         """Fill ``full`` from every rank's shard, in place. Collective over the group.
 
         Args:
             full: (num_shards * shard_numel,), this rank's shard in its slice.
             name: name of the unit, for messages.
+            again: the same values may be gathered once more, until ``secondary.forget(name)``. Where there is a
+                secondary copy, it then serves the next gather, which counts as ``regather``.
 
         Raises:
             CommError: the buffer cannot be sent, or (strict) ranks disagree.
         """
         shard = self._check(full, name)
         sent = self._sent_nbytes(full, shard, Use.GATHER)
-        with self._issue("all_gather", name, sent, key=full.numel() * full.element_size()):
-            return self._all_gather(full, shard, name) if full.numel() else Work(name)
+        copy = self.secondary if again else None
+        operation = "all_gather"
+        if copy is not None and copy.has(name):
+            operation, sent = "regather", sent - copy.spared_nbytes(full, shard)
+        with self._issue(operation, name, sent, key=full.numel() * full.element_size()):
+            if not full.numel():
+                return Work(name)
+            if copy is not None:
+                return self._all_gather_again(full, shard, name, copy)
+            return self._all_gather(full, shard, name)
 
     def reduce_scatter(
         self,
@@ -303,6 +295,12 @@ class Collectives(ABC):
                 wait()
 
         return Work(name, timed)
+
+    def _all_gather_again(
+        self, full: Tensor, shard_numel: int, name: str, copy: SecondaryCopy
+    ) -> Work:
+        """``_all_gather`` from ``copy`` if that has the unit, else with what is needed to keep it there."""
+        raise NotImplementedError("of transports with a secondary copy")
 
     @abstractmethod
     def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work: ...

@@ -15,6 +15,7 @@ stand in docs/performance.md.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -33,6 +34,7 @@ from hpczero.comm.inside.peers import Ipc
 from hpczero.comm.inside.places import IN_TURN
 from hpczero.comm.inside.window import Window
 from hpczero.comm.lending import Lending, LentBuffer
+from hpczero.comm.secondary import SecondaryCopy
 from hpczero.errors import TopologyError
 from hpczero.job.group import Group
 from hpczero.job.topology import Topology
@@ -61,6 +63,7 @@ class Hierarchical(Collectives):
         selection: Selection = DEFAULT,
         inside: Inside = "window",
         overlap: bool = False,
+        secondary: bool = False,
         chunk_nbytes: int = CHUNK_BYTES,
         reach: Reach | None = None,
     ) -> None:
@@ -76,6 +79,7 @@ class Hierarchical(Collectives):
                 other's device memory, ``messages`` does neither.
             overlap: whether a thread moves bytes while the caller computes, between nodes and on devices. The MPI must
                 let two threads call it (``background.can_run_in_background``).
+            secondary: whether each node keeps a copy of what it has gathered, see SecondaryCopy.
             chunk_nbytes: most bytes of one shard that a single MPI call moves.
             reach: as in Collectives.
 
@@ -115,6 +119,8 @@ class Hierarchical(Collectives):
         self._background = Background(group.watchdog, accelerator) if runs_beside else None
         self._lending = Lending()
         self._node = self._level(inside, group, messages, shares_wholes=not strict)
+        if secondary and self._nodes > 1:
+            self.secondary = SecondaryCopy(self.memory, nodes=self._nodes, device=self.device)
 
     def _level(
         self, inside: Inside, group: Group, messages: Messages, *, shares_wholes: bool
@@ -230,18 +236,43 @@ class Hierarchical(Collectives):
         return ((nodes - 1) * between.itemsize + inside) * shard_numel
 
     def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work:
+        def bring() -> None:
+            if self._nodes > 1:
+                self._rails.gather(full, shard_numel, self.group.local_rank)
+
+        return self._gather(full, name, bring)
+
+    @override
+    def _all_gather_again(
+        self, full: Tensor, shard_numel: int, name: str, copy: SecondaryCopy
+    ) -> Work:
+        numel = self._nodes * shard_numel  # of this rank's part of its node
+        mine = full[self.group.local_rank * numel :][:numel]
+        kept, known = copy.part(name, mine), copy.has(name)
+        copy.keep(name)
+
+        def bring() -> None:
+            if known:
+                mine.copy_(kept)
+            else:
+                self._rails.gather(full, shard_numel, self.group.local_rank)
+                kept.copy_(mine)
+
+        return self._gather(full, name, bring)
+
+    def _gather(self, full: Tensor, name: str, bring: Callable[[], None]) -> Work:
+        """Give the node all parts of ``full``, once ``bring`` has filled this rank's."""
         if self._background is not None:
 
             def gather() -> None:
-                self._rails.gather(full, shard_numel, self.group.local_rank)
+                bring()
                 rest = self._node.spread(full)
                 if rest is not None:
                     rest()
 
             wait = self._background.start(f"all_gather of {name!r} (step {self.step})", gather)
             return self._elsewhere(name, wait)
-        if self._nodes > 1:
-            self._rails.gather(full, shard_numel, self.group.local_rank)
+        bring()
         rest = self._node.spread(full)
         return Work(name) if rest is None else self._later("all_gather", name, rest)
 
@@ -298,6 +329,8 @@ class Hierarchical(Collectives):
             self._background.close()
         self._rails.close()
         self._node.close()
+        if self.secondary is not None:
+            self.secondary.close()
         for comm in self._own:
             comm.Free()
         self._own.clear()

@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hpczero.comm.accounts import CommStats
 from hpczero.comm.background import Background
-from hpczero.comm.collectives import Collectives, CommStats, Work
+from hpczero.comm.collectives import Collectives, Work
+from hpczero.comm.secondary import SecondaryCopy
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Buffer, Scratch, Use
 from hpczero.plan.footprint import Footprint
@@ -77,6 +79,7 @@ class Hybrid(Collectives):
             reach=inside.reach,
         )
         self._inside, self._outside = inside, outside
+        self.secondary = inside.secondary
         # One account: what the inner transport does later counts here.
         inside.stats, inside.exposed = self.stats, self.exposed
         replicas = topology.replicate
@@ -133,6 +136,13 @@ class Hybrid(Collectives):
     def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work:
         self._inside.step = self.step
         return self._inside._all_gather(full, shard_numel, name)
+
+    @override
+    def _all_gather_again(
+        self, full: Tensor, shard_numel: int, name: str, copy: SecondaryCopy
+    ) -> Work:
+        self._inside.step = self.step
+        return self._inside._all_gather_again(full, shard_numel, name, copy)
 
     @override
     def _reduce_scatter(

@@ -11,23 +11,30 @@ import os
 import socket
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from hpczero.accelerator import Accelerator
 from hpczero.errors import TopologyError
 from hpczero.job import log
+from hpczero.job.mesh import Mesh
 from hpczero.job.slurm import tasks_per_node
 from hpczero.job.topology import Topology
 from hpczero.options.environment import Environment
 from hpczero.options.values import parse_nodes
 
+# Node number of each rank -> the degrees of the job.
+MeshOf = Callable[[Sequence[int]], Mesh]
 logger = logging.getLogger("hpczero.launch")
 
 
-def start_topology(nodes: str | None) -> Topology:
+def start_topology(nodes: str | None, mesh_of: MeshOf | None = None) -> Topology:
     """Topology of MPI's world, with nodes by ``nodes`` (GxL) or HPCZERO_FAKE_NODES if given. Collective over it.
+
+    Args:
+        nodes: as ``--parallel.nodes``.
+        mesh_of: the mesh for a node number of each rank; None shards over all ranks.
 
     Raises:
         ConfigError: the ranks cannot be laid out so.
@@ -40,11 +47,16 @@ def start_topology(nodes: str | None) -> Topology:
         node_of_rank = None if shape is None else parse_nodes(shape, topology.size)
         if shape is None and topology.is_root:
             check_placement([len(ranks) for ranks in topology.world.nodes], environment)
-    if node_of_rank is None:
+        mesh = None
+        if mesh_of is not None:
+            places = enumerate(topology.world.nodes) if node_of_rank is None else ()
+            found = {rank: node for node, ranks in places for rank in ranks}
+            mesh = mesh_of(node_of_rank or [found[rank] for rank in range(topology.size)])
+    if node_of_rank is None and (mesh is None or mesh == topology.mesh):
         return topology
-    faked = Topology.create(topology.world.comm, node_of_rank)
+    laid_out = Topology.create(topology.world.comm, node_of_rank, mesh=mesh)
     topology.free()
-    return faked
+    return laid_out
 
 
 def check_placement(counts: Sequence[int], environment: Environment) -> None:

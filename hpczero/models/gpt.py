@@ -25,7 +25,11 @@ LOSS_CHUNK_NUMEL = 2**24
 
 
 class Attention(nn.Module):
-    """Causal self-attention over all heads at once."""
+    """Causal self-attention over all heads at once.
+
+    Attributes:
+        attend: (q, k, v, rotary, dropout) -> y, all (B, H, T, D). Another one may get them from further ranks.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -34,6 +38,7 @@ class Attention(nn.Module):
         self.dropout = config.dropout
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
         self.projection = nn.Linear(config.hidden, config.hidden)
+        self.attend: Callable[[Tensor, Tensor, Tensor, bool, float], Tensor] = attend
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Attend to earlier positions; (B, T, C) in and out."""
@@ -41,12 +46,8 @@ class Attention(nn.Module):
         q_BHTD, k_BHTD, v_BHTD = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv_BTC
         )
-        if self.rotary:
-            q_BHTD, k_BHTD = rotate(q_BHTD), rotate(k_BHTD)
         dropout = self.dropout if self.training else 0.0
-        y_BHTD = F.scaled_dot_product_attention(
-            q_BHTD, k_BHTD, v_BHTD, dropout_p=dropout, is_causal=True
-        )
+        y_BHTD = self.attend(q_BHTD, k_BHTD, v_BHTD, self.rotary, dropout)
         out_BTC: Tensor = self.projection(y_BHTD.transpose(1, 2).flatten(-2))
         return out_BTC
 
@@ -104,6 +105,9 @@ class GPT(nn.Module):
     Attributes:
         config: sizes and switches.
         call_block: calls a block where gradients are wanted: (block, x) -> y. Another one may keep less for backward.
+        span: positions of the tokens in their sequence, by their number. Another one may begin later than at 0.
+        finish_logits: what a call without targets returns, from what the head gives.
+        mean_loss: what a call with targets returns, from what the head gives and the targets.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -122,6 +126,9 @@ class GPT(nn.Module):
         self.call_block: Callable[[nn.Module, Tensor], Tensor] = (
             checkpointed if config.checkpoint_activations else call
         )
+        self.span: Callable[[int], range] = range
+        self.finish_logits: Callable[[Tensor], Tensor] = unchanged
+        self.mean_loss: Callable[[Tensor, Tensor], Tensor] = mean_cross_entropy
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Logits, or the loss if targets are given.
@@ -136,20 +143,35 @@ class GPT(nn.Module):
         Raises:
             ValueError: The sequence is longer than the context.
         """
-        seq_len = tokens_BT.shape[1]
-        if seq_len > self.config.context:
+        x_BTC = self.embed(tokens_BT)
+        for block in self.blocks:
+            x_BTC = self.run(block, x_BTC)
+        return self.head(x_BTC, targets_BT)
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """What goes into the first block, (B, T, C); raises as ``forward``."""
+        span = self.span(tokens_BT.shape[1])
+        if span.stop > self.config.context:
             raise ValueError(
-                f"GPT: got a sequence of {seq_len} tokens, the context is {self.config.context}; "
+                f"GPT: got a sequence of {span.stop} tokens, the context is {self.config.context}; "
                 "shorten the sequences or build the model with a longer context"
             )
         x_BTC = self.wte(tokens_BT)
         if self.wpe is not None:
-            x_BTC = x_BTC + self.wpe(torch.arange(seq_len, device=tokens_BT.device))
-        x_BTC = self.dropout(x_BTC)
-        for block in self.blocks:
-            x_BTC = (self.call_block if torch.is_grad_enabled() else call)(block, x_BTC)
+            x_BTC = x_BTC + self.wpe(torch.arange(span.start, span.stop, device=tokens_BT.device))
+        out_BTC: Tensor = self.dropout(x_BTC)
+        return out_BTC
+
+    def run(self, block: nn.Module, x_BTC: Tensor) -> Tensor:
+        """One of the blocks; (B, T, C) in and out."""
+        return (self.call_block if torch.is_grad_enabled() else call)(block, x_BTC)
+
+    def head(self, x_BTC: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """What ``forward`` returns, from what comes out of the last block."""
         logits_BTV: Tensor = self.lm_head(self.final_norm(x_BTC))
-        return logits_BTV if targets_BT is None else mean_cross_entropy(logits_BTV, targets_BT)
+        if targets_BT is None:
+            return self.finish_logits(logits_BTV)
+        return self.mean_loss(logits_BTV, targets_BT)
 
     def initialize(self, name: str, tensor: Tensor, *, seed: int) -> None:
         """Fill one whole parameter in place with its initial value.
@@ -204,6 +226,18 @@ def checkpointed(block: nn.Module, x_BTC: Tensor) -> Tensor:
     # The module itself is called, not its forward: hooks on the block must run again in the recomputation.
     y_BTC: Tensor = checkpoint(block, x_BTC, use_reentrant=False)
     return y_BTC
+
+
+def unchanged(logits_BTV: Tensor) -> Tensor:
+    """The logits as the head gives them."""
+    return logits_BTV
+
+
+def attend(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, rotary: bool, dropout: float) -> Tensor:
+    """Causal attention of each head, over positions from 0 on."""
+    if rotary:
+        q_BHTD, k_BHTD = rotate(q_BHTD), rotate(k_BHTD)
+    return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, dropout_p=dropout, is_causal=True)
 
 
 def rotate(x_BHTD: Tensor) -> Tensor:

@@ -120,6 +120,12 @@ class LayoutOptions:
                 f"parallel.secondary: got true at stage {stage}, where parameters are whole on every rank and nothing "
                 "is gathered for backward; expected parallel.stage 3, or parallel.secondary false"
             )
+        if self.secondary and self.pipeline > 1:
+            raise ConfigError(
+                f"parallel.secondary: got true under a pipeline of {self.pipeline} stages, whose parameters stay whole "
+                "for all micro-batches of a step, so nothing is gathered for backward; expected parallel.secondary "
+                "false, or parallel.pipeline 1"
+            )
         if self.sequence and self.tensor == 1:
             raise ConfigError(
                 "parallel.sequence: got true without tensor parallelism, which it belongs to; expected parallel.tensor "

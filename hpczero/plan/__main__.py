@@ -11,7 +11,7 @@ import dataclasses
 import json
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import tyro
@@ -20,7 +20,9 @@ from hpczero.errors import ConfigError, run
 from hpczero.files.regular import shown
 from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.models.presets import PRESETS
+from hpczero.options.parallel import LayoutOptions
 from hpczero.options.reading import parse_command_line
+from hpczero.plan.layouts import Place, layout_report
 from hpczero.plan.sizing import Fit, Machine, fit
 from hpczero.plan.transports import Named, fastest_transport
 from hpczero.predict.answer import (
@@ -35,6 +37,7 @@ from hpczero.predict.answer import (
     table_unit,
 )
 from hpczero.predict.job import Job
+from hpczero.predict.layout_answer import layout_json, layout_text
 from hpczero.predict.machine import Machine as Described
 from hpczero.predict.machine import load_machine
 from hpczero.predict.model import Prediction, predict
@@ -69,6 +72,7 @@ class Options:
         accumulation: forwards of a step; with more than one, whole gradients of each rank wait for the last.
         stage: the stage that must fit; given, the command ends with 78 where it does not.
         json: print one JSON object instead of a table; bytes are whole numbers.
+        parallel: which ranks share what; with any of these the answer is of that layout alone.
         auto: choose the settings that train fastest, by a probe of this machine or by --machine; it has options of its
             own: --auto --help.
     """
@@ -90,6 +94,7 @@ class Options:
     micro_batch: int = 1
     accumulation: int = 1
     stage: Literal[0, 1, 2, 3] | None = None
+    parallel: LayoutOptions = field(default_factory=LayoutOptions)
     json: tyro.conf.UseCounterAction[int] = 0  # a bare --json; a bool would be --json true
     auto: tyro.conf.UseCounterAction[int] = 0
 
@@ -112,6 +117,8 @@ def main() -> int:
         "Nothing is built or communicated.",
         default=Options(ranks=tyro.MISSING),
     )
+    if options.parallel.changed:
+        return _answer_layout(options)
     report = build_report(options)
     if options.json:
         sys.stdout.write(f"{json.dumps(as_json(report), indent=2)}\n")
@@ -128,8 +135,42 @@ def main() -> int:
     return 0
 
 
-def build_report(options: Options) -> Report:
-    """Check the options and size every stage.
+def _answer_layout(options: Options) -> int:
+    """Print the layout that was asked for.
+
+    Raises:
+        ConfigError: an option has an impossible value, or the stage that was given does not fit.
+    """
+    described, per_node = _where(options)
+    config = choose_config(options)
+    device = _device(options, described)
+    local = per_node or options.ranks
+    place = Place(
+        Machine(options.ranks, choose_memory(options, described)),
+        local,
+        lambda inside, nodes: choose_transport(options, inside, device, nodes=nodes),
+        described,
+    )
+    report = layout_report(options, config, options.sequence or config.context, place)
+    answer = (
+        f"{json.dumps(layout_json(report), indent=2)}\n" if options.json else layout_text(report)
+    )
+    sys.stdout.write(answer)
+    if options.stage is not None and not report.rows[options.stage].fits:
+        needed = gigabytes(report.rows[options.stage].shares.total)
+        raise ConfigError(
+            f"--stage {options.stage} in this layout needs {needed} per rank, and "
+            f"{gigabytes(report.memory_nbytes)} are there"
+        )
+    return 0
+
+
+def _device(options: Options, described: Described | None) -> str:
+    return options.device or ("cpu" if described is None or described.shares_memory else "cuda")
+
+
+def _where(options: Options) -> tuple[Described | None, int | None]:
+    """(the described machine, ranks per node) of the options, checked.
 
     Raises:
         ConfigError: an option has an impossible value.
@@ -147,9 +188,19 @@ def build_report(options: Options) -> Report:
             f"--ranks-per-node: got {per_node}, which does not divide --ranks {options.ranks}; "
             f"expected whole nodes, e.g. --ranks {-(-options.ranks // per_node) * per_node}"
         )
+    return described, per_node
+
+
+def build_report(options: Options) -> Report:
+    """Check the options and size every stage.
+
+    Raises:
+        ConfigError: an option has an impossible value.
+    """
+    described, per_node = _where(options)
     config = choose_config(options)
     sequence = options.sequence or config.context
-    device = options.device or ("cpu" if described is None or described.shares_memory else "cuda")
+    device = _device(options, described)
     local = per_node or options.ranks
     transport = choose_transport(options, local, device)
 
@@ -209,7 +260,9 @@ def build_report(options: Options) -> Report:
     return dataclasses.replace(report, recommendation=recommend(report, lambda n: size(3, n)))
 
 
-def choose_transport(options: Options, local_size: int, device: str) -> Named:
+def choose_transport(
+    options: Options, local_size: int, device: str, *, nodes: int | None = None
+) -> Named:
     """The transport that was given, or the one that training would take.
 
     Raises:
@@ -223,7 +276,7 @@ def choose_transport(options: Options, local_size: int, device: str) -> Named:
                 f"{'ipc' if device == 'cuda' else 'window'}, hierarchical or flat"
             )
         return options.transport
-    nodes = options.ranks // local_size
+    nodes = nodes or options.ranks // local_size
     return fastest_transport(local_size, nodes, on_host=device == "cpu")
 
 

@@ -6,6 +6,7 @@ not know: torch, MPI, how anything is cut or sent. ``train``, ``sample`` and ``p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from math import gcd
 
@@ -54,6 +55,22 @@ def mesh_of(options: LayoutOptions, ranks: int, ranks_per_node: int) -> Mesh:
     mesh = Mesh.of(ranks, shard=shard, replicate=left // shard, **given)
     if options.secondary:
         _check_secondary(mesh, local)
+    return mesh
+
+
+def mesh_on_nodes(options: LayoutOptions, nodes: Sequence[int]) -> Mesh:
+    """The mesh that the options mean for ranks that lie on these nodes. Not collective.
+
+    Args:
+        options: degrees.
+        nodes: node of each rank, as the job has found them.
+
+    Raises:
+        ConfigError: as ``mesh_of`` and ``check_on_nodes``.
+    """
+    per_node = max(Counter(nodes).values())
+    mesh = mesh_of(options, len(nodes), per_node)
+    check_on_nodes(mesh, nodes, spread_tensor=options.spread_tensor)
     return mesh
 
 

@@ -255,14 +255,14 @@ class Plan:
         if footprint.nodes == 1:
             return sum(places)
         largest = max((unit.layout.shard_numel for unit in self.trainable_units), default=0)
-        wire = self._node_itemsize
+        wire = self.node_itemsize
         chunk = rail_chunk(largest, footprint.nodes, wire, footprint.round_nbytes)
         local = self.num_shards // footprint.nodes
         inside = local * chunk * item if private and local > 1 else 0  # what peers of the node send
         return sum(places) + 4 * footprint.nodes * wire * chunk + inside
 
     @property
-    def _node_itemsize(self) -> int:
+    def node_itemsize(self) -> int:
         """Bytes of an element of a node's partial sum."""
         return 2 if self.precision.reduce in ("bf16", "fp16") else FP32_BYTES
 
@@ -285,7 +285,7 @@ class Plan:
                 shards_optimizer=self.stage.shards_optimizer,
                 trainable=unit.trainable,
                 param_itemsize=self.precision.param_itemsize,
-                node_itemsize=self._node_itemsize,
+                node_itemsize=self.node_itemsize,
                 footprint=footprint or Footprint(),
                 micro_steps=micro_steps,
                 synced=synced,

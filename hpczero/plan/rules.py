@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from hpczero.errors import PlanError
+from hpczero.plan.placement import part_of
 from hpczero.plan.plan import UnitRule
 
 # Small layers share a unit up to this size: below it, the start-up cost of a collective exceeds its transfer time.
@@ -20,9 +22,14 @@ def default_rule(model: nn.Module) -> list[tuple[str, ...]]:
 
     The children of every outermost ``ModuleList``, ``ModuleDict`` or ``Sequential`` are taken. A child with submodules
     of its own (a block) is a unit; neighbouring leaf layers share one. Embeddings, final norm and head, which the model
-    calls itself, stay in the root unit, because a parent may use such weights without calling their module.
+    calls itself, stay in the root unit, because a parent may use such weights without calling their module. Of a model
+    that was cut into stages, a weight that two stages hold is a unit of its own, through its module: on both it is then
+    divided over ranks alike.
+
+    Raises:
+        PlanError: the module of such a weight has other parameters.
     """
-    units: list[tuple[str, ...]] = []
+    units: list[tuple[str, ...]] = _tied_between_stages(model)
 
     def visit(prefix: str, module: nn.Module) -> None:
         for name, child in module.named_children():
@@ -33,9 +40,26 @@ def default_rule(model: nn.Module) -> list[tuple[str, ...]]:
                 visit(f"{path}.", child)
 
     if isinstance(model, nn.Sequential):
-        return _pack_container("", model)
+        return [*units, *_pack_container("", model)]
     visit("", model)
     return units
+
+
+def _tied_between_stages(model: nn.Module) -> list[tuple[str, ...]]:
+    part = part_of(model)
+    tied = [name for name, each in (part.placements if part else {}).items() if each.tied]
+    for name in tied:
+        module = model.get_submodule(name.rpartition(".")[0])
+        others = [
+            other for other, _ in module.named_parameters() if other != name.rpartition(".")[2]
+        ]
+        if others or module is model:
+            raise PlanError(
+                f"parameter {name!r} lies on two stages of a pipeline, and its module {type(module).__name__} has "
+                f"other parameters too ({', '.join(others[:3])}), expected a module of its own, which is a unit on "
+                "both stages; put it into one (nn.Embedding, nn.Linear without bias), or do not share it"
+            )
+    return [(name.rpartition(".")[0],) for name in tied]
 
 
 def _pack_container(path: str, container: nn.Module) -> list[tuple[str, ...]]:

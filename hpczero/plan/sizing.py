@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
@@ -140,6 +140,7 @@ def blockwise_plan(
     num_shards: int,
     stage: int | Stage,
     precision: str | Precision,
+    apart: Collection[str] = (),
 ) -> Plan:
     """The Plan that ``zeroify`` makes with its default rule, from names and shapes alone.
 
@@ -150,11 +151,13 @@ def blockwise_plan(
         num_shards: ranks that share each unit.
         stage: 0 to 3, or a Stage.
         precision: name or Precision.
+        apart: parameters that are units by themselves, as a weight that two pipeline stages hold.
     """
     members: dict[str, list[tuple[str, tuple[int, ...]]]] = {"": []}  # root first, as in Plan.build
     for name, shape in shapes:
         block = re.match(r"blocks\.\d+(?=\.)", name)
-        members.setdefault(block.group() if block else "", []).append((name, shape))
+        module = block.group() if block else name.rpartition(".")[0] if name in apart else ""
+        members.setdefault(module, []).append((name, shape))
     units = tuple(
         UnitSpec(
             name=module or "root",

@@ -92,6 +92,11 @@ class Job:
         return self.ranks // self.model_parallel
 
     @property
+    def norms_cut(self) -> int:
+        """Ranks that share norms and sums of blocks; with sequence parallelism they are those that share products."""
+        return 1
+
+    @property
     def local(self) -> int:
         """How many of the data-parallel ranks are on one node."""
         on_node = min(self.ranks_per_node or self.machine.ranks_per_node, self.ranks)

@@ -17,7 +17,7 @@ Assumptions, all of them:
 - with more than one node the next unit's all-gather and the last unit's reduction are hidden by one unit's compute, as
   in `hpczero.zero.schedule`; without, or over the flat transport, nothing is hidden;
 - bytes and shards are those of `hpczero.plan`; checkpointed activations cost one more forward of each block;
-- ``model_parallel`` > 1 is Megatron's, which hpczero does not have: it serves the runs of the ZeRO paper.
+- ``model_parallel`` > 1 is that of the ZeRO paper, for its runs; `hpczero.predict.layout` has hpczero's own.
 
 Source of the formulas: Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH
 (2005), sec. 4, per level; Shoeybi et al., Megatron-LM, arXiv 1909.08053, sec. 3, for model parallelism.
@@ -87,14 +87,14 @@ class Prediction:
 def predict(job: Job) -> Prediction:
     """Predict one step of ``job``."""
     network = Network(job)
-    block_f, block_b = (_block_s(job, backward) for backward in (False, True))
-    head_f, head_b = (_head_s(job, backward) for backward in (False, True))
+    block_f, block_b = (block_s(job, backward) for backward in (False, True))
+    head_f, head_b = (head_s(job, backward) for backward in (False, True))
     sliced_f, sliced_b = network.model_parallel_s()
     block_f += sliced_f
     block_b += sliced_b + (block_f if job.checkpointing else 0.0)
     layers, steps = job.model.layers, job.accumulation
     exposed, whole = network.exposed(block_f, block_b, head_b)
-    owned = sum(_owned(job, unit) for unit in job.plan.units)
+    owned = sum(owned_numel(job, unit) for unit in job.plan.units)
     forward_s = steps * (layers * block_f + head_f)
     backward_s = steps * (layers * block_b + head_b)
     # After the first forward of a step, gradients are added to those that wait instead of being copied.
@@ -114,10 +114,11 @@ def predict(job: Job) -> Prediction:
     )
 
 
-def _block_s(job: Job, backward: bool) -> float:
+def block_s(job: Job, backward: bool) -> float:
     """Seconds of one block: its products, attention, memory-bound passes, and the start of each operation."""
     work, tokens, model = job.work, job.tokens, job.model
     hidden, ffn, cut = model.hidden, model.ffn_multiple * model.hidden, job.model_parallel
+    whole = hidden // job.norms_cut
     products = [
         (tokens, hidden, 3 * hidden // cut),
         (tokens, hidden // cut, hidden),
@@ -127,11 +128,11 @@ def _block_s(job: Job, backward: bool) -> float:
     seconds = _products_s(work, products, backward)
     seconds += work.attention_s(tokens, model.context, hidden // cut, backward=backward)
     numel = {
-        "norm": 2 * hidden,
+        "norm": 2 * whole,
         "gelu": ffn // cut,
-        "add": 2 * hidden,
-        "fork": 2 * hidden,
-        "bias": (3 * hidden + ffn) // cut + 2 * hidden,
+        "add": 2 * whole,
+        "fork": 2 * whole,
+        "bias": (3 * hidden + ffn) // cut + 2 * whole,
         "copy": (4 if backward else 1) * hidden // cut,  # heads back beside each other; q, k, v
     }
     if model.positions == "rotary":
@@ -145,7 +146,7 @@ def _block_s(job: Job, backward: bool) -> float:
     return seconds + (BACKWARD_CALLS if backward else FORWARD_CALLS) * work.dispatch_s
 
 
-def _head_s(job: Job, backward: bool) -> float:
+def head_s(job: Job, backward: bool) -> float:
     """Seconds of embedding, final norm, head and loss. The loss is computed once more in backward."""
     work, tokens, model = job.work, job.tokens, job.model
     vocab = model.vocab_size // job.model_parallel
@@ -172,7 +173,7 @@ def _products_s(work: Kernels, products: list[tuple[int, int, int]], backward: b
     return sum(work.matmul_s(m, n, k) + work.matmul_s(k, m, n) for m, k, n in products)
 
 
-def _owned(job: Job, unit: UnitSpec) -> int:
+def owned_numel(job: Job, unit: UnitSpec) -> int:
     """Elements of which this rank has the optimizer's state."""
     layout = unit.layout
     return layout.shard_numel if job.plan.stage.shards_optimizer else layout.padded_numel

@@ -81,13 +81,14 @@ class Network:
         gathers = stage.shards_parameters and not footprint.lasting
         exposed = whole = AGREEMENTS * self._agreement_s()
         units = (root, *blocks)
-        gathered = [self._gather_of(unit) if gathers else 0.0 for unit in units]
+        before = (self._gather_of, self._gather_again_of) if gathers else (_nothing, _nothing)
+        gathered = [[gather(unit) for unit in units] for gather in before]
         reduced = [self._reduce_of(unit) for unit in units]
         for one in job.passes:
             compute = block_b if one.backward else block_f
             costs = [
                 (gather, reduce * one.reduces)
-                for gather, reduce in zip(gathered, reduced, strict=True)
+                for gather, reduce in zip(gathered[one.backward], reduced, strict=True)
             ]
             total = sum(map(sum, costs))
             whole += one.times * total
@@ -101,6 +102,10 @@ class Network:
 
     def _gather_of(self, unit: UnitSpec) -> float:
         return self.gather_s(unit.layout.shard_numel * self._item)
+
+    def _gather_again_of(self, unit: UnitSpec) -> float:
+        """Seconds of the gather for backward."""
+        return self._gather_of(unit)
 
     def _reduce_of(self, unit: UnitSpec) -> float:
         shard = unit.layout.shard_numel
@@ -132,6 +137,10 @@ class Network:
         machine = self._machine
         inside = math.ceil(math.log2(max(self._local, 1))) * machine.node_latency
         return inside + math.ceil(math.log2(max(self._nodes, 1))) * machine.nic_latency
+
+
+def _nothing(_: UnitSpec) -> float:
+    return 0.0
 
 
 def _not_hidden(costs: list[tuple[float, float]], compute: float, head_b: float) -> float:

@@ -11,7 +11,7 @@ from torch import nn
 from hpczero.accelerator import Accelerator
 from hpczero.data import HeldOut
 from hpczero.job.topology import Topology
-from hpczero.run.step import Loss
+from hpczero.run.passes import Passes
 from hpczero.zero.access import finish_update
 from hpczero.zero.sharding import KEY
 
@@ -24,7 +24,7 @@ class Evaluation:
         model: nn.Module,
         held_out: HeldOut | None,
         *,
-        loss: Loss,
+        passes: Passes,
         topology: Topology,
         accelerator: Accelerator,
         micro_batch: int,
@@ -36,14 +36,14 @@ class Evaluation:
         Args:
             model: zeroified or not.
             held_out: the samples; None evaluates nothing.
-            loss: gives the mean loss of a micro batch.
+            passes: forwards of the model.
             topology: its data group divides the samples.
             accelerator: device of the model.
             micro_batch: samples of one forward.
             every: steps between evaluations; 0 evaluates after the last step alone.
             steps: number of steps of the run.
         """
-        self._model, self._held_out, self._loss = model, held_out, loss
+        self._model, self._held_out, self._passes = model, held_out, passes
         self._topology, self._accelerator = topology, accelerator
         self._micro_batch, self._every, self._steps = micro_batch, every, steps
 
@@ -59,13 +59,20 @@ class Evaluation:
         if KEY in self._model.__dict__:
             finish_update(self._model)  # what is measured is what would be saved now
         self._model.eval()
-        total = 0.0
         rank, size = self._topology.data.rank, self._topology.data.size
-        for part in held_out.batches(micro_batch=self._micro_batch, rank=rank, world_size=size):
-            sample = (torch.from_numpy(a).to(self._accelerator.device) for a in (part.x, part.y))
-            total += self._loss(self._model, *sample).item() * part.num_samples
+        device = self._accelerator.device
+        total = self._passes.held_out(
+            (
+                torch.from_numpy(part.x).to(device),
+                torch.from_numpy(part.y).to(device),
+                part.num_samples,
+            )
+            for part in held_out.batches(micro_batch=self._micro_batch, rank=rank, world_size=size)
+        )
         self._model.train()
-        return sum(self._topology.data.gather(total)) / len(held_out)
+        # Ranks that share a sample's tokens have the mean over their own of them.
+        summed = sum(self._topology.data_sequence.gather(total))
+        return summed / (len(held_out) * self._topology.sequence.size)
 
 
 def is_due(done: int, every: int, num_steps: int) -> bool:

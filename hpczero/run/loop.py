@@ -7,12 +7,14 @@ what is in a file. Every rank runs all of it; only rank 0 writes files.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 from hpczero.accelerator import Accelerator
 from hpczero.adapters.base import Adapter
 from hpczero.job import log
 from hpczero.job.launch import start_topology, use_own_cores
 from hpczero.options.config import RunConfig
+from hpczero.plan.degrees import mesh_on_nodes
 from hpczero.run import ending
 from hpczero.run.expectation import Expectation
 from hpczero.run.measured import after_save, metrics_of
@@ -40,7 +42,7 @@ def train(config: RunConfig, adapter: Adapter, accelerator: Accelerator, signals
     Raises:
         HpcZeroError: of any kind. What cannot work is refused on every rank before the run folder is touched.
     """
-    topology = start_topology(config.parallel.nodes)
+    topology = start_topology(config.parallel.nodes, partial(mesh_on_nodes, config.parallel))
     log.configure(rank=topology.rank, node_index=topology.node_index, level=config.log.level)
     use_own_cores(topology)
     check_same_options(config, topology)

@@ -30,12 +30,14 @@ from hpczero.plan.batch import Batch
 from hpczero.planner.choice import Foretold
 from hpczero.run.checkpoints import RunCheckpoints, Start
 from hpczero.run.evaluation import Evaluation
+from hpczero.run.passes import Passes
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
 from hpczero.run.results.records import Records
 from hpczero.run.starting import resume
 from hpczero.run.starting.building import build, set_options
 from hpczero.run.starting.choosing import choose_settings, earlier_settings, taken_over
+from hpczero.run.starting.dividing import passes_of
 from hpczero.run.starting.header import tell_header
 from hpczero.run.starting.own_text import open_tokens
 from hpczero.run.starting.recomputing import recompute_blocks
@@ -143,6 +145,14 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
         deadline.check_room(save_s=checkpoints.save_s)
     begin = checkpoints.begin(identity)
     set_options(optimizer, asked.config.train)
+    with given.topology.agreed("lay out the passes of a step"):
+        passes = passes_of(
+            asked.config.parallel,
+            asked.adapter,
+            model,
+            accumulation=asked.batch.accumulation,
+            accelerator=given.accelerator,
+        )
     scheduler = LambdaLR(
         optimizer, asked.config.train.learning_rate_factor, last_epoch=begin.step - 1
     )
@@ -165,8 +175,8 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
         lock=lock,
         model=model,
         checkpointing=checkpointing,
-        step=_training_step(asked, samples, model, optimizer, scheduler, checkpointing),
-        evaluation=_evaluation(asked, samples, model),
+        step=_training_step(asked, samples, model, optimizer, scheduler, passes, checkpointing),
+        evaluation=_evaluation(asked, samples, model, passes),
         checkpoints=checkpoints,
         identity=identity,
         start=begin.step,
@@ -323,6 +333,7 @@ def _training_step(
     model: nn.Module,
     optimizer: AdamW,
     scheduler: LambdaLR,
+    passes: Passes,
     checkpointing: Checkpointing | None,
 ) -> TrainingStep:
     rank, size = asked.given.topology.data.rank, asked.given.topology.data.size
@@ -330,9 +341,8 @@ def _training_step(
     return TrainingStep(
         model,
         optimizer,
-        loss=asked.adapter.loss,
+        passes=passes,
         samples=lambda number, micro: batches.micro_batch(number, micro, rank, size, accumulation),
-        accumulation=accumulation,
         accelerator=asked.given.accelerator,
         clip=asked.config.train.clip or None,
         scheduler=scheduler,
@@ -340,11 +350,11 @@ def _training_step(
     )
 
 
-def _evaluation(asked: _Asked, samples: _Samples, model: nn.Module) -> Evaluation:
+def _evaluation(asked: _Asked, samples: _Samples, model: nn.Module, passes: Passes) -> Evaluation:
     return Evaluation(
         model,
         samples.held_out,
-        loss=asked.adapter.loss,
+        passes=passes,
         topology=asked.given.topology,
         accelerator=asked.given.accelerator,
         micro_batch=asked.batch.micro_batch,

@@ -7,24 +7,19 @@ come from, what follows a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import hpczero
 from hpczero.accelerator import Accelerator
 from hpczero.activations import Checkpointing
+from hpczero.run.passes import Passes, Samples
 from hpczero.run.results.metrics import Stopwatch
 from hpczero.tier import Flow
 
-# (step, micro step) -> inputs and targets of this rank, NumPy arrays.
-Samples = Callable[[int, int], tuple[Any, Any]]
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 WORK = ("data", "forward", "backward")
 
 
@@ -33,7 +28,7 @@ class Taken:
     """A step that is done, as this rank saw it.
 
     Attributes:
-        losses: mean over the samples of each rank of the data group, before the update, in rank order.
+        losses: mean over the tokens of each rank with tokens of its own, before the update, in rank order.
         grad_norm: 2-norm of the mean gradient before clipping.
         learning_rate: that of the first group in this update.
         step_s: seconds the step took.
@@ -76,9 +71,8 @@ class TrainingStep:
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        loss: Loss,
+        passes: Passes,
         samples: Samples,
-        accumulation: int,
         accelerator: Accelerator,
         clip: float | None = None,
         scheduler: LRScheduler | None = None,
@@ -90,9 +84,8 @@ class TrainingStep:
         Args:
             model: zeroified with ``optimizer``.
             optimizer: its parameters are this rank's shards.
-            loss: mean loss of a micro batch, from the model, inputs and targets.
+            passes: forward and backward of its micro batches.
             samples: gives the samples of this rank for a step and a micro step.
-            accumulation: micro steps in a step.
             accelerator: device of the model.
             clip: largest norm of the gradient; None leaves it as it is.
             scheduler: scheduler of the learning rate; it steps after each update.
@@ -101,7 +94,7 @@ class TrainingStep:
             checkpointing: what calls the model's blocks; None where that is nobody's business.
         """
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
-        self._loss, self._samples, self._accumulation = loss, samples, accumulation
+        self._passes, self._samples = passes, samples
         self._accelerator, self._exact = accelerator, exact and not accelerator.is_host
         self._clip = math.inf if clip is None else clip
         sharding = hpczero.sharding(model)
@@ -119,19 +112,7 @@ class TrainingStep:
         """
         exposed_s, moved, rested = self._exposed_s(), self._moved(), self._moved_inputs()
         watch = Stopwatch(self._waited_s)
-        micro_losses: list[Tensor] = []
-        for micro_step in range(self._accumulation):
-            with watch.phase("data"):
-                arrays = self._samples(number, micro_step)
-            with hpczero.accumulate(self._model, micro_step, self._accumulation):
-                with watch.phase("forward"):
-                    inputs, targets = (self._accelerator.bring(torch.from_numpy(a)) for a in arrays)
-                    loss = self._loss(self._model, inputs, targets)
-                with watch.phase("backward"):
-                    loss.backward()  # type: ignore[no-untyped-call]
-                    if micro_step == self._accumulation - 1:
-                        self._finish()
-            micro_losses.append(loss.detach() / self._accumulation)
+        loss = self._passes.take(number, self._samples, watch, self._finish)
         with watch.phase("optimizer"):
             grad_norm = hpczero.clip_grad_norm_(self._model, self._clip)
             self._optimizer.step()
@@ -141,7 +122,7 @@ class TrainingStep:
         if self._scheduler is not None:
             self._scheduler.step()
         with watch.phase("communication"):
-            losses = self._topology.data.gather(sum(loss.item() for loss in micro_losses))
+            losses = self._topology.data_sequence.gather(loss())
         return Taken(
             losses=losses,
             grad_norm=grad_norm,
@@ -168,7 +149,8 @@ class TrainingStep:
 
     def _waited_s(self) -> float:
         """Seconds that this rank has stood still for collectives so far, by the clock of the device that computes."""
-        return self._known_exposed_s if self._exact else self._collectives.stats.seconds
+        shards = self._known_exposed_s if self._exact else self._collectives.stats.seconds
+        return shards + self._passes.waited_s
 
     def _exposed_s(self) -> float:
         return self._collectives.exposed.seconds() or 0.0

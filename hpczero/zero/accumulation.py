@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from hpczero.errors import ConfigError, StepError
+from hpczero.zero.sharding import Sharding
 from hpczero.zero.zeroify import sharding
 
 
@@ -31,8 +32,7 @@ def accumulate(model: nn.Module, part: int, parts: int) -> Iterator[None]:
         StepError: the part is not the next one; or gradients were never reduced when the first one begins.
     """
     state = sharding(model)
-    rank, schedule = state.topology.rank, state.schedule
-    assert schedule is not None, "zeroify attaches the schedule"
+    rank = state.topology.rank
     if not 0 <= part < parts:
         raise ConfigError(
             f"accumulate: got part {part} of {parts}, expected one of 0 to {parts - 1}"
@@ -47,11 +47,23 @@ def accumulate(model: nn.Module, part: int, parts: int) -> Iterator[None]:
             f"rank {rank}: accumulate begins, but gradients of no_sync or of parts that were never completed are "
             "waiting, and its factor is not theirs; call optimizer.zero_grad(), or keep to one way for the whole step"
         )
-    before = schedule.backward.sync, state.micro_batches
-    schedule.backward.sync, state.micro_batches = part == parts - 1, parts
     state.next_part = None
-    try:
+    with counted(state, parts, reduces=part == parts - 1):
         yield
         state.next_part = (part + 1, parts)
+
+
+@contextmanager
+def counted(state: Sharding, parts: int, *, reduces: bool) -> Iterator[None]:
+    """Context for one of ``parts`` backwards whose mean is wanted; ``reduces``: gradients are reduced in it.
+
+    Whoever calls it keeps the order. Not collective; a backward inside that reduces is.
+    """
+    schedule = state.schedule
+    assert schedule is not None, "zeroify attaches the schedule"
+    before = schedule.backward.sync, state.micro_batches
+    schedule.backward.sync, state.micro_batches = reduces, parts
+    try:
+        yield
     finally:
         schedule.backward.sync, state.micro_batches = before

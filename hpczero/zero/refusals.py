@@ -15,6 +15,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from hpczero.errors import PlanError
+from hpczero.job.mesh import Mesh
+from hpczero.plan.placement import part_of
 from hpczero.plan.precision import Precision
 from hpczero.zero.units.guard import is_guarded
 
@@ -163,4 +165,20 @@ def _check_meta(title: str, module: nn.Module) -> None:
         raise PlanError(
             f"{title} has torch.nn.utils.weight_norm on the meta device, whose weight is a tensor that nothing fills; "
             "use torch.nn.utils.parametrizations.weight_norm, or build the model on the CPU"
+        )
+
+
+def check_degrees(model: nn.Module, mesh: Mesh) -> None:
+    """Refuse a whole model where ranks are to hold parts of one: each of them would train all of it by itself.
+
+    Raises:
+        PlanError: names the degrees.
+    """
+    degrees = (("tensor", mesh.tensor), ("sequence", mesh.sequence), ("pipeline", mesh.pipeline))
+    more = [f"{name} {degree}" for name, degree in degrees if degree > 1]
+    if more and part_of(model) is None:
+        raise PlanError(
+            f"got a mesh of {', '.join(more)} and a whole model, expected one whose layers, tokens or blocks are split "
+            "over these ranks: call hpczero.parallel.split, share_sequence or cut on it first (docs/parallel.md). For "
+            "several jobs side by side, give each Topology.create(comm) of its own ranks"
         )

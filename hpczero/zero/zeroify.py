@@ -35,7 +35,7 @@ from hpczero.plan.precision import Precision
 from hpczero.plan.rules import default_rule
 from hpczero.zero.filling import Initializer, fill
 from hpczero.zero.offloading import open_away, parts_of, tell
-from hpczero.zero.refusals import check_gradients, check_modules
+from hpczero.zero.refusals import check_degrees, check_gradients, check_modules
 from hpczero.zero.sharding import KEY, Sharding
 from hpczero.zero.units.away_shard import NOTHING_AWAY
 from hpczero.zero.units.module_buffers import persistent_buffers
@@ -53,6 +53,7 @@ def zeroify(
     transport: str | Collectives = "auto",
     algorithms: str = "auto",
     overlap: bool = True,
+    secondary: bool = False,
     device: str | Accelerator | None = None,
     initialize: Initializer | None = None,
     offload: Offload | None = None,
@@ -79,6 +80,8 @@ def zeroify(
             "all_gather=ring,reduce_scatter=pairwise".
         overlap: between nodes and on devices, gather the next unit and reduce the last one while the model computes,
             on a thread of its own; holds one unit more. Never changes a bit of the result.
+        secondary: at stage 3, each node keeps one copy of the parameters that forward has gathered, for backward.
+            Backward then gathers inside the node. Nothing on one node. Never changes a bit of the result.
         device: where it trains: "cpu", "cuda" (the device of this rank's place on its node), or what
             ``choose_accelerator`` gave before MPI was started; None: where the model lies, which is the CPU for meta.
         initialize: fills one whole fp32 parameter in place, given its name; must give the same values on every rank.
@@ -101,7 +104,7 @@ def zeroify(
     topology = topology or (_topology_of(given) if given else Topology.of_world())
     with topology.agreed("plan the model"):
         _check_arguments(model, optimizer, offload)
-        _check_degrees(model, topology)
+        check_degrees(model, topology.mesh)
         optimizers = OptimizerSet.of(optimizer)
         environment = Environment.read()
         precision = Precision.of(precision)
@@ -123,6 +126,11 @@ def zeroify(
         else:
             model.requires_grad_(False)
             groups = {}
+        if secondary and not stage.shards_parameters:
+            raise PlanError(
+                f"secondary: a copy of gathered parameters, and stage {int(stage)} keeps them whole; use stage=3, or "
+                "leave it out"
+            )
         plan = Plan.build(
             model,
             num_shards=topology.shard.size,
@@ -143,6 +151,7 @@ def zeroify(
         node_dtype=DTYPES[precision.reduce],
         algorithms=environment.algorithms if algorithms == "auto" else algorithms,
         overlap=overlap and environment.overlap,
+        secondary=secondary,
         accelerator=accelerator,
     )
     with torch.no_grad():
@@ -316,19 +325,6 @@ def _topology_of(collectives: Collectives) -> Topology:
             "the transport was made over a group of ranks; give zeroify its topology too"
         )
     return collectives.topology
-
-
-def _check_degrees(model: nn.Module, topology: Topology) -> None:
-    """Refuse a whole model where ranks are to hold parts of one: each of them would train all of it by itself."""
-    mesh = topology.mesh
-    degrees = (("tensor", mesh.tensor), ("sequence", mesh.sequence), ("pipeline", mesh.pipeline))
-    more = [f"{name} {degree}" for name, degree in degrees if degree > 1]
-    if more and part_of(model) is None:
-        raise PlanError(
-            f"got a mesh of {', '.join(more)} and a whole model, expected one whose layers, tokens or blocks are split "
-            "over these ranks: call hpczero.parallel.split, share_sequence or cut on it first (docs/parallel.md). For "
-            "several jobs side by side, give each Topology.create(comm) of its own ranks"
-        )
 
 
 def _check_transport(collectives: Collectives, topology: Topology, precision: Precision) -> None:

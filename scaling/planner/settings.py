@@ -21,6 +21,7 @@ from hpczero.models.config import GPTConfig, parameter_shapes
 from hpczero.plan.offload import MIB, Offload
 from hpczero.plan.peak import Network, Run
 from hpczero.plan.transports import fastest_transport
+from hpczero.run.passes import PlainPasses
 from hpczero.run.step import TrainingStep
 
 WINDOW_MIB = 8
@@ -136,9 +137,13 @@ class Training:
         self._step = TrainingStep(
             model,
             optimizer,
-            loss=adapter.loss,
+            passes=PlainPasses(
+                model,
+                loss=adapter.loss,
+                accumulation=run.accumulation,
+                accelerator=HostAccelerator(),
+            ),
             samples=self._samples,
-            accumulation=run.accumulation,
             accelerator=HostAccelerator(),
             clip=1.0,
         )

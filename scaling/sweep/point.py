@@ -209,6 +209,7 @@ class Trainer:
         import hpczero
         from hpczero.data import Batches
         from hpczero.models import GPT
+        from hpczero.run.passes import PlainPasses
         from hpczero.run.step import TrainingStep
 
         self.topology, self.point, self.accelerator = topology, point, accelerator
@@ -231,9 +232,13 @@ class Trainer:
         self._step = TrainingStep(
             self.model,
             self.optimizer,
-            loss=lambda model, inputs, targets: model(inputs, targets),
+            passes=PlainPasses(
+                self.model,
+                loss=lambda model, inputs, targets: model(inputs, targets),
+                accumulation=point.batch // point.micro_batch,
+                accelerator=accelerator,
+            ),
             samples=self._samples,
-            accumulation=point.batch // point.micro_batch,
             accelerator=accelerator,
             clip=1.0,
             exact=True,

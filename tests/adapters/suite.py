@@ -13,6 +13,7 @@ import hpczero
 from hpczero.accelerator import HostAccelerator
 from hpczero.adapters.base import Adapter
 from hpczero.errors import PlanError
+from hpczero.run.passes import PlainPasses
 from hpczero.run.step import TrainingStep
 from tests.helpers.parallel import parallel_assert
 
@@ -135,9 +136,10 @@ class AdapterSuite:
         step = TrainingStep(
             model,
             optimizer,
-            loss=adapter.loss,
+            passes=PlainPasses(
+                model, loss=adapter.loss, accumulation=1, accelerator=HostAccelerator()
+            ),
             samples=lambda number, micro: arrays,
-            accumulation=1,
             accelerator=HostAccelerator(),
         )
         losses = [step.take(number).loss for number in range(40)]

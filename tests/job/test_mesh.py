@@ -122,7 +122,9 @@ def test_ranks_with_other_meshes_are_refused_on_all(comm: MPI.Intracomm) -> None
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-def test_a_whole_model_is_not_trained_over_ranks_that_are_to_hold_parts_of_one(comm: MPI.Intracomm) -> None:
+def test_a_whole_model_is_not_trained_over_ranks_that_are_to_hold_parts_of_one(
+    comm: MPI.Intracomm,
+) -> None:
     import hpczero
 
     topology = hpczero.Topology.create(comm, mesh=Mesh(tensor=2))

@@ -144,6 +144,7 @@ def test_model_that_can_be_cut_is_let_through(options: LayoutOptions) -> None:
     ("options", "stage", "auto", "expected"),
     [
         (LayoutOptions(secondary=True), 2, False, ["parallel.secondary", "stage 2"]),
+        (LayoutOptions(secondary=True, pipeline=2), 3, False, ["parallel.secondary", "2 stages"]),
         (LayoutOptions(sequence=True), 3, False, ["parallel.sequence", "parallel.tensor"]),
         (LayoutOptions(schedule="gpipe"), 3, False, ["schedule gpipe without a pipeline"]),
         (LayoutOptions(interleave=2), 3, False, ["interleave 2 without a pipeline"]),

@@ -9,10 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+import torch
 from mpi4py import MPI
+from torch import Tensor
 from typing_extensions import override
 
-from hpczero.accelerator import Accelerator, HostAccelerator
+from hpczero.accelerator import Accelerator, HostAccelerator, Lane
 from hpczero.comm.algorithms import Exchange, Gather
 from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
 from hpczero.comm.devices.staged import StagedExchange, StagedGather
@@ -37,6 +39,20 @@ class Reach(ABC):
         self, kind: type[Exchange], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
     ) -> Exchange:
         """An algorithm of class ``kind`` on ``comm``. Not collective."""
+
+    def outgoing(self, data: Tensor) -> Tensor:
+        """Memory that MPI may read now, with the bytes of ``data``, a contiguous tensor that nobody writes to."""
+        self.accelerator.finish()
+        return data
+
+    def incoming(self, data: Tensor) -> Tensor:
+        """Memory that MPI may write to now, for the bytes of ``data``, a contiguous tensor; ``landed`` follows."""
+        self.accelerator.finish()  # its memory may have been another tensor's, which a kernel still reads
+        return data
+
+    def landed(self, data: Tensor, memory: Tensor) -> None:
+        """Have in ``data`` what MPI has written to ``memory``, which ``incoming`` gave."""
+        return
 
     def broadcast(self, comm: MPI.Intracomm, blocks: Blocks, root: int) -> None:
         """Give every rank ``root``'s block 0.
@@ -95,6 +111,35 @@ class StagedReach(Reach):
 
     name = "device memory through the host"
 
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator)
+        self._copies: Lane | None = None
+
+    @override
+    def outgoing(self, data: Tensor) -> Tensor:
+        memory = self._host_memory(data)
+        self._copy(memory, _bytes_of(data))
+        return memory
+
+    @override
+    def incoming(self, data: Tensor) -> Tensor:
+        return self._host_memory(data)
+
+    @override
+    def landed(self, data: Tensor, memory: Tensor) -> None:
+        self._copy(_bytes_of(data), memory)
+
+    def _host_memory(self, data: Tensor) -> Tensor:
+        return self.accelerator.pinned(data.numel() * data.element_size())
+
+    def _copy(self, into: Tensor, source: Tensor) -> None:
+        """Wait for the copy: MPI, or whoever gets the memory next, knows nothing of lanes."""
+        if self._copies is None:
+            self._copies = self.accelerator.lane()
+        self._copies.after(self.accelerator.mark())
+        self._copies.copy(into, source)
+        self._copies.finish()
+
     @override
     def gather(
         self, kind: type[Gather], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
@@ -106,6 +151,11 @@ class StagedReach(Reach):
         self, kind: type[Exchange], comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES
     ) -> Exchange:
         return StagedExchange(kind(comm, chunk_nbytes=chunk_nbytes), self.accelerator)
+
+
+def _bytes_of(data: Tensor) -> Tensor:
+    """(nbytes,) uint8 of a contiguous tensor; no copy."""
+    return data.view(-1).view(torch.uint8)
 
 
 class _DirectGather(Gather):

@@ -16,6 +16,7 @@ from hpczero.accelerator import Accelerator
 from hpczero.adapters.base import Adapter
 from hpczero.job.topology import Topology
 from hpczero.options.config import RunConfig, TrainOptions
+from hpczero.run.starting.dividing import divide
 from hpczero.run.starting.offloading import offload_of
 
 
@@ -28,6 +29,7 @@ def build(
     # A model on the meta device holds nothing; zeroify fills the shards of this rank.
     with torch.device("meta"):
         model = adapter.build()
+    divide(config.parallel, adapter, model, topology)
     optimizer = AdamW(
         decay_groups(model, adapter, config.train.weight_decay),
         lr=config.train.learning_rate,
@@ -43,6 +45,7 @@ def build(
         transport=config.parallel.transport,
         algorithms=config.parallel.algorithms,
         overlap=config.parallel.overlap,
+        secondary=config.parallel.secondary,
         device=accelerator,
         initialize=adapter.initializer(model, config.run.seed),
         offload=offload_of(config.offload),

@@ -172,6 +172,7 @@ class Unit:
         Inside a ``hold``. Where a value did not change, the fp32 master keeps its extra digits.
         """
         whole, new = self.whole, self.whole.flat_of_user
+        whole.forget_copy()
         self._comm.broadcast(new, root=root, name=self.spec.name).wait()
         mine = self._like_rest(new)
         if not same_place(self.rest.tensor, mine):

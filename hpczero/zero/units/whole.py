@@ -113,6 +113,7 @@ class WholeParameters:
     def load(self, values: Tensor) -> None:
         """Set the values, (padded_numel,) fp32 and equal on all ranks, and make the parameters views of the buffer."""
         self._buffer.take()
+        self.forget_copy()
         with torch.no_grad():
             if self.shared:
                 self.flat[self.mine].copy_(values[self.mine])
@@ -159,7 +160,7 @@ class WholeParameters:
             read(self.flat[self.mine])
         else:
             self._marks.read(read, self.flat[self.mine])
-        self._work = self._comm.all_gather(self.flat, name=self._spec.name)
+        self._work = self._comm.all_gather(self.flat, name=self._spec.name, again=True)
         self._gathered = True
 
     def wait_for_unshard(self, *, given_up: bool = False) -> None:
@@ -179,6 +180,7 @@ class WholeParameters:
         self.state = UnitState.WHOLE
         error = None if self._marks is None or given_up else self._marks.found(self.flat)
         if error is not None:
+            self.forget_copy()
             holds, self.holds = self.holds, 0
             self.reshard()
             self.holds = holds
@@ -214,11 +216,17 @@ class WholeParameters:
         Args:
             read: puts this rank's into its slice, (shard_numel,).
         """
+        self.forget_copy()
         self._gathered = False
         if self.lasts:
             read(self.flat[self.mine])
             self._work = self._comm.all_gather(self.flat, name=self._spec.name)
             self._gathered = True
+
+    def forget_copy(self) -> None:
+        """The values are others from now on: what the transport keeps of them must not serve the next unshard."""
+        if self._comm.secondary is not None:
+            self._comm.secondary.forget(self._spec.name)
 
     def wait_for_update(self) -> None:
         """Return when parameters that stay whole have the values of ``update``."""

@@ -1,0 +1,1 @@
+"""Pipeline: blocks of one model on several ranks, and the micro-batches that pass through them."""

@@ -1,0 +1,322 @@
+"""Pipeline: one training step, or one evaluation, of a model whose stages lie on several ranks.
+
+Owns: the run of a list of actions: which forward gets what, what is kept until its backward, and when gradients are
+reduced. Must not know: MPI, how shards are gathered and reduced, what is in a stage.
+
+    forward    receive x, call the stage, send x on; keep x and the place in its graph where the gradient comes in
+    backward   receive the gradient of what was sent, run the graph, send the gradient of x back
+
+Source: Narayanan et al., Megatron-LM, arXiv 2104.04473, sec. 2.2 (issue 19).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from hpczero.comm.stage_messages import Message, StageMessages
+from hpczero.errors import ConfigError, StepError
+from hpczero.parallel.pipeline.actions import Action, forwards_of, schedule_of
+from hpczero.parallel.pipeline.simulate import Simulation, simulate
+from hpczero.parallel.pipeline.stages import stage_of
+from hpczero.parallel.pipeline.ties import Ties
+from hpczero.plan.placement import part_of
+from hpczero.zero.accumulation import counted
+from hpczero.zero.zeroify import sharding
+
+REDUCE = ("once", "each")
+
+
+class _Kept(NamedTuple):
+    """Of one forward, until its backward: what came in, and where the gradient of what went out enters the graph."""
+
+    x: Tensor | None
+    out: GradientEdge | None
+
+
+class Pipeline:
+    """The steps of one zeroified stage. Methods are collective over the pipeline, and over its data parallel ranks.
+
+    An error inside a step is this rank's own: the other stages wait for it. Uncaught, it ends the job.
+
+    Attributes:
+        micro_batches: of one step.
+        simulation: what the schedule comes to with equal costs: ``bubble``, ``alive``.
+        messages: to and from neighbours, with ``stats``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        micro_batches: int,
+        schedule: str = "1f1b",
+        hold: bool = True,
+        reduce: str = "once",
+    ) -> None:
+        """Not collective; all stages pass the same options.
+
+        Args:
+            model: cut by ``hpczero.parallel.cut``, then zeroified.
+            micro_batches: of one step.
+            schedule: "1f1b", "gpipe" or "interleaved"; see ``actions.schedule_of``.
+            hold: whether units of ZeRO stage 3 stay whole from their first use in a step to its end. Each is gathered
+                once then; else in every forward and every backward.
+            reduce: "once", in the last backward of a step: the stage's whole gradient is held until then. "each": in
+                every backward, which sends ``micro_batches`` times the bytes, and at stages 2 and 3 holds shards only.
+
+        Raises:
+            PlanError: the model was not cut or not zeroified, or a tied weight is no unit of its own.
+            ConfigError: an option, or numbers that the schedule cannot run.
+        """
+        self._model, self._stage = model, stage_of(model)
+        state = sharding(model)
+        group, chunks = self._stage.group, len(self._stage.chunks)
+        lists = schedule_of(schedule, group.size, micro_batches, chunks=chunks)
+        self.simulation: Simulation = simulate(lists, micro_batches, chunks=chunks)
+        self.micro_batches = micro_batches
+        if reduce not in REDUCE:
+            raise ConfigError(f"reduce: got {reduce!r}, expected one of {', '.join(REDUCE)}")
+        if chunks > 1 and state.precision.loss_scale is not None:
+            raise ConfigError(
+                f"a pipeline of {chunks} chunks on each stage in fp16 would scale gradients in the middle of the "
+                "model; use precision='bf16' or 'fp32', or cut without interleave"
+            )
+        self._actions = lists[group.rank]
+        self._hold, self._each = hold, reduce == "each"
+        self._schedule = schedule
+        self.messages = StageMessages(group, chunks=chunks, reach=state.collectives.reach)
+        part = part_of(model)
+        assert part is not None, "a stage is a part"
+        self._ties = Ties(state, part, group.size)
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._results: list[Tensor] = []
+
+    def step(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> float:
+        """Forward and backward of all micro-batches; ``optimizer.step()`` follows.
+
+        Gradients are the mean over micro-batches and data parallel ranks.
+
+        Args:
+            inputs: of each micro-batch, a tensor or a tuple of them; None where this is not the first stage.
+            targets: the same; None where this is not the last stage.
+
+        Returns:
+            The mean loss over micro-batches of these data parallel ranks' pipeline, on each of its stages.
+
+        Raises:
+            StepError: gradients are there already; micro-batches of other shapes; a stage whose output does not depend
+                on its input; on this rank.
+        """
+        self._check_training()
+        given = self._given(inputs, targets)
+        with self._whole():
+            self._run(self._actions, given, "step")
+        self._ties.add_gradients(self.messages)
+        return self._mean_loss()
+
+    def evaluate(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> float:
+        """The mean loss over micro-batches, without gradients; call ``model.eval()`` before if it is wanted.
+
+        Args:
+            inputs: as of ``step``, of any number of micro-batches, the same on all stages.
+            targets: as of ``step``.
+        """
+        given = self._given(inputs, targets, any_number=True)
+        self._run_forwards(given, "evaluate")
+        return self._mean_loss()
+
+    def outputs(self, inputs: Sequence[Any] | None) -> list[Tensor] | None:
+        """What the model returns without targets, of each micro-batch, on the last stage; None on the others.
+
+        Args:
+            inputs: as of ``evaluate``.
+        """
+        self._run_forwards(self._given(inputs, None, any_number=True, targets_too=False), "outputs")
+        return self._results if self._stage.is_last(len(self._stage.chunks) - 1) else None
+
+    # --- parts of a step -----------------------------------------------------------------------------------------
+
+    def _run_forwards(self, given: _Given, purpose: str) -> None:
+        stages, chunks = self._stage.group.size, len(self._stage.chunks)
+        with torch.no_grad(), self._whole():
+            self._run(forwards_of(stages, given.number, chunks=chunks), given, purpose)
+
+    def _run(self, actions: Sequence[Action], given: _Given, purpose: str) -> None:
+        settings = (given.number, len(self._stage.chunks), self._schedule, purpose)
+        self.messages.begin(zlib.crc32(repr(settings).encode()))
+        self._kept.clear()
+        self._results = []
+        for place, action in enumerate(actions):
+            message = self._message(action)
+            came = None if message is None else self.messages.receive(message)
+            following = self._message(actions[place + 1]) if place + 1 < len(actions) else None
+            if following is not None:
+                self.messages.expect(following)
+            if action.kind == "F":
+                self._forward(action, came, given)
+            else:
+                self._backward(action, came)
+        self.messages.finish()
+
+    def _message(self, action: Action) -> Message | None:
+        """What an action begins with; None where that is not another stage's."""
+        piece = self._stage.piece(action.chunk)
+        if action.kind == "F":
+            first = self._stage.is_first(action.chunk)
+            return None if first else Message("F", piece, action.micro_batch)
+        last = self._stage.is_last(action.chunk)
+        return None if last else Message("B", piece, action.micro_batch)
+
+    def _forward(self, action: Action, x: Tensor | None, given: _Given) -> None:
+        chunk, i = action.chunk, action.micro_batch
+        inputs = given.inputs[i] if x is None else (x.requires_grad_(torch.is_grad_enabled()),)
+        if not self._stage.is_last(chunk):
+            y = self._model(*inputs, chunk=chunk)
+            if not isinstance(y, Tensor) or not y.is_floating_point():
+                found = f"a {y.dtype} tensor" if isinstance(y, Tensor) else type(y).__name__
+                raise StepError(
+                    f"{self._where(action)}: the last block returned {found}, expected one floating point tensor, "
+                    "which is what passes from stage to stage; have Stages.enter and Stages.call return one"
+                )
+            self._keep(action, x, y)
+            piece = self._stage.piece(chunk)
+            self.messages.send(Message("F", piece + 1, i), _to_send(y))
+            return
+        y = self._model(*inputs, targets=given.targets[i], chunk=chunk)
+        if given.wants_loss and (not isinstance(y, Tensor) or y.numel() != 1):
+            found = f"a tensor of {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+            raise StepError(
+                f"{self._where(action)}: the model returned {found}, expected the loss of the micro-batch, a scalar; "
+                "have Stages.leave return the mean loss where it is given targets"
+            )
+        self._keep(action, x, y)
+        self._results.append(y.detach())
+
+    def _keep(self, action: Action, x: Tensor | None, y: Tensor) -> None:
+        """Keep what the backward needs: of y its place in the graph, not its memory, which nobody reads any more."""
+        if not torch.is_grad_enabled():
+            return
+        if not y.requires_grad and any(unit.spec.trainable for unit in sharding(self._model).units):
+            raise StepError(
+                f"{self._where(action)}: what this stage computed does not depend on any of its trained parameters "
+                "(torch.no_grad, .detach()?), expected a gradient for them; freeze them before zeroify if that is meant"
+            )
+        edge = get_gradient_edge(y) if y.requires_grad else None
+        self._kept[action.chunk, action.micro_batch] = _Kept(x, edge)
+
+    def _backward(self, action: Action, gradient: Tensor | None) -> None:
+        x, out = self._kept.pop((action.chunk, action.micro_batch))
+        if out is not None:
+            state, reduces = sharding(self._model), self._each or action.reduces
+            with counted(state, self.micro_batches, reduces=reduces):
+                torch.autograd.backward(out, gradient)
+        if x is None:
+            return
+        if x.grad is None:
+            raise StepError(
+                f"{self._where(action)}: what this stage computed does not depend on what it was given (.detach()?), "
+                "so the stages before it would get no gradient; freeze their parameters and train this stage alone, or "
+                "let x through"
+            )
+        piece = self._stage.piece(action.chunk)
+        self.messages.send(Message("B", piece - 1, action.micro_batch), x.grad.contiguous())
+
+    def _mean_loss(self) -> float:
+        if self._results:  # on the last stage
+            losses = torch.stack([loss.reshape(()).double() for loss in self._results])
+            self._results = []
+            return self.messages.last_says(losses.mean().item())
+        return self.messages.last_says(0.0)
+
+    def _whole(self) -> AbstractContextManager[None]:
+        """Context in which units stay whole that are gathered, if that was asked for."""
+        schedule = sharding(self._model).schedule
+        assert schedule is not None, "zeroify attaches the schedule"
+        return schedule.residence.keep_whole() if self._hold else nullcontext()
+
+    # --- what is refused -----------------------------------------------------------------------------------------
+
+    def _where(self, action: Action) -> str:
+        stage = self._stage.group.rank
+        return f"stage {stage} of {self._stage.group.size}, {action}"
+
+    def _check_training(self) -> None:
+        state, stage = sharding(self._model), self._stage.group.rank
+        if not state.optimizers:
+            raise StepError(
+                f"stage {stage}: the model was zeroified without an optimizer, so nothing is trained; use "
+                "pipeline.evaluate, or give zeroify an optimizer"
+            )
+        trained = [unit for unit in state.units if unit.spec.trainable]
+        there = [u.spec.name for u in trained if u.gradients.present or u.gradients.waiting]
+        if there:
+            raise StepError(
+                f"stage {stage}: {len(there)} unit(s), first {there[0]!r}, have gradients already, and those of "
+                "weights on two stages would be added up twice; call optimizer.zero_grad() before pipeline.step"
+            )
+
+    def _given(
+        self,
+        inputs: Sequence[Any] | None,
+        targets: Sequence[Any] | None,
+        *,
+        any_number: bool = False,
+        targets_too: bool = True,
+    ) -> _Given:
+        """Inputs and targets by micro-batch."""
+        stage = self._stage
+        needs = {
+            "inputs": stage.is_first(0),
+            "targets": targets_too and stage.is_last(len(stage.chunks) - 1),
+        }
+        given = {"inputs": inputs, "targets": targets}
+        lengths = {name: len(value) for name, value in given.items() if value is not None}
+        number = (
+            next(iter(lengths.values()), self.micro_batches) if any_number else self.micro_batches
+        )
+        for name, needed in needs.items():
+            if needed and given[name] is None:
+                raise ConfigError(
+                    f"stage {stage.group.rank} of {stage.group.size} needs the {name} of the micro-batches, got None; "
+                    "only stages that are not the first need no inputs, and those that are not the last no targets"
+                )
+        if not number or any(length != number for length in lengths.values()):
+            found = ", ".join(f"{length} {name}" for name, length in lengths.items()) or "none"
+            expected = "equally many, at least 1" if any_number else f"{number} of each"
+            raise ConfigError(
+                f"stage {stage.group.rank} of {stage.group.size}: got {found}, expected {expected}: one for each "
+                "micro-batch"
+            )
+        return _Given(
+            number,
+            [_as_tuple(each) for each in inputs] if inputs is not None and needs["inputs"] else [],
+            [_as_tuple(each) for each in targets]
+            if targets is not None and needs["targets"]
+            else [()] * number,
+            targets_too,
+        )
+
+
+class _Given(NamedTuple):
+    number: int  # of micro-batches
+    inputs: list[tuple[Any, ...]]
+    targets: list[tuple[Any, ...]]
+    wants_loss: bool
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _to_send(y: Tensor) -> Tensor:
+    """The values of ``y`` in memory that stays as it is: not that of a parameter, nor of what the model may reuse."""
+    data = y.detach()
+    may_change = y._is_view() or y.grad_fn is None
+    return data.clone(memory_format=torch.contiguous_format) if may_change else data.contiguous()

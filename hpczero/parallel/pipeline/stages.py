@@ -1,0 +1,255 @@
+"""Stages: a model cut into the stages of a pipeline, each with some of its blocks.
+
+Owns: which modules lie on which stage, names in the whole model, and the forward of a stage. Must not know: shards,
+MPI, schedules, any model.
+
+    whole model     before | block 0 .. block n-1 | after
+    2 stages        before, blocks 0 .. k-1  |  blocks k .. n-1, after
+    interleave 2    stage s has pieces s and stages + s, of 2 * stages pieces of consecutive blocks
+
+What is not this stage's is taken out of the model. Blocks keep their number in the whole model, and so their names.
+Modules without parameters and without persistent buffers stay on all stages.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from hpczero.comm.stage_messages import give_all
+from hpczero.errors import PlanError
+from hpczero.job.group import Group
+from hpczero.job.topology import Topology
+from hpczero.parallel.pipeline.owners import Owners, persistent_buffers
+from hpczero.parallel.pipeline.refusals import check_model
+from hpczero.plan.placement import KEY, ModelPart, Placement
+
+STAGE = "_hpczero_stage"  # in the ``__dict__`` of a model that was cut
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How a model's forward falls into parts.
+
+    ``leave(model, call(model, block, ... enter(model, *inputs)), *targets)``, with ``call`` for each block in turn,
+    must be what ``model(*inputs, *targets)`` computes.
+
+    Attributes:
+        blocks: name of the ModuleList, ModuleDict or Sequential that the blocks are in.
+        before: names of modules, parameters and buffers that ``enter`` needs.
+        after: the same of ``leave``. One that both need has a name in each: the two are then tied.
+        enter: f(model, *inputs) -> x, a floating point tensor.
+        call: f(model, block, x) -> x.
+        leave: f(model, x, *targets) -> the loss, a scalar; without targets the outputs.
+    """
+
+    blocks: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    enter: Callable[..., Tensor]
+    call: Callable[[nn.Module, nn.Module, Tensor], Tensor]
+    leave: Callable[..., Any]
+
+
+class Stage:
+    """The forward of one stage, in place of the model's.
+
+    Attributes:
+        group: the stages.
+        chunks: (chunks of this stage,) the names of their blocks.
+    """
+
+    def __init__(
+        self, model: nn.Module, stages: Stages, group: Group, chunks: Sequence[Sequence[str]]
+    ) -> None:
+        self._model, self._stages = model, stages
+        self.group = group
+        self.chunks = tuple(tuple(names) for names in chunks)
+
+    def piece(self, chunk: int) -> int:
+        """Which piece of the whole model a chunk is."""
+        return chunk * self.group.size + self.group.rank
+
+    def is_first(self, chunk: int) -> bool:
+        """Whether a chunk takes the inputs of the model."""
+        return self.piece(chunk) == 0
+
+    def is_last(self, chunk: int) -> bool:
+        """Whether a chunk makes the outputs of the model."""
+        return self.piece(chunk) == self.group.size * len(self.chunks) - 1
+
+    def __call__(self, *inputs: Any, targets: tuple[Any, ...] = (), chunk: int = 0) -> Any:
+        """One chunk's part of the model's forward.
+
+        Args:
+            inputs: of the model, where the chunk is the first; else the x of the piece before.
+            targets: of the model, where the chunk is the last.
+            chunk: which.
+
+        Returns:
+            x for the piece after, or what the model returns.
+        """
+        model, stages = self._model, self._stages
+        if self.is_first(chunk):
+            x = stages.enter(model, *inputs)
+        else:
+            (x,) = inputs
+        container = model.get_submodule(stages.blocks)
+        for name in self.chunks[chunk]:
+            x = stages.call(model, container.get_submodule(name), x)
+        return stages.leave(model, x, *targets) if self.is_last(chunk) else x
+
+
+def cut(
+    model: nn.Module,
+    topology: Topology,
+    stages: Stages,
+    *,
+    interleave: int = 1,
+    balance: Sequence[int] | None = None,
+) -> nn.Module:
+    """Keep this rank's stage of ``model``, in place. Collective over the topology's world.
+
+    Call it before tensor parallelism, the optimizer and ``zeroify``. ``model`` is then called by
+    ``hpczero.Pipeline`` alone. ``hpczero.plan.placement.part_of(model)`` says what of the whole model it is.
+
+    Args:
+        model: whole, on any device; where it has values, those of world rank 0 are given to all.
+        topology: its ``pipeline`` group has the stages, in order.
+        stages: how the model's forward falls into parts.
+        interleave: chunks of blocks on each stage.
+        balance: blocks of each of the ``interleave`` * stages pieces, in the order of the model; None: equal numbers,
+            the first pieces with one more where they do not divide.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        PlanError: the model cannot be cut so, or ranks have other models; the same on every rank.
+
+    Source: Narayanan et al., Megatron-LM, arXiv 2104.04473, sec. 2.2 (issue 19).
+    """
+    group = topology.pipeline
+    with topology.agreed("cut the model into stages"):
+        check_model(model)
+        container = _container(model, stages.blocks)
+        counts = _balance(len(container._modules), group.size, interleave, balance)
+        owners = Owners.of(model, stages.blocks, stages.before, stages.after, counts, group.size)
+        part = _part(model, owners, group)
+    _check_equal(model, topology, (stages.blocks, stages.before, stages.after, counts))
+    tensors = [*model.parameters(), *persistent_buffers(model).values()]
+    for tensor in tensors:
+        if not tensor.is_meta and topology.size > 1:
+            give_all(topology.world, tensor)
+    names = list(container._modules)
+    for name in names:
+        if owners.stage_of_block[name] != group.rank:
+            del container._modules[name]
+    for stage, taken in ((0, stages.before), (group.size - 1, stages.after)):
+        for path in taken if stage != group.rank else ():
+            _take_out(model, path)
+    starts = [sum(counts[:piece]) for piece in range(len(counts) + 1)]
+    mine = range(group.rank, len(counts), group.size)
+    chunks = [names[starts[piece] : starts[piece + 1]] for piece in mine]
+    stage_forward = Stage(model, stages, group, chunks)
+    model.__dict__.update({KEY: part, STAGE: stage_forward, "forward": stage_forward})
+    return model
+
+
+def stage_of(model: nn.Module) -> Stage:
+    """What ``cut`` made of a model.
+
+    Raises:
+        PlanError: it was not cut.
+    """
+    found = model.__dict__.get(STAGE)
+    if not isinstance(found, Stage):
+        raise PlanError(
+            f"{type(model).__name__} was not cut into stages; call hpczero.parallel.cut(model, topology, stages) "
+            "before zeroify, and pass that model"
+        )
+    return found
+
+
+def _container(model: nn.Module, name: str) -> nn.Module:
+    container = dict(model.named_modules()).get(name)
+    if not isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        found = "nothing" if container is None else type(container).__name__
+        raise PlanError(
+            f"stages: blocks={name!r} is {found}, expected a ModuleList, ModuleDict or Sequential of the model, by its "
+            "name in model.named_modules()"
+        )
+    return container
+
+
+def _balance(
+    blocks: int, stages: int, interleave: int, given: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Blocks of each piece."""
+    if isinstance(interleave, bool) or not isinstance(interleave, int) or interleave < 1:
+        raise PlanError(f"cut: got interleave {interleave!r}, expected a number of at least 1")
+    if interleave > 1 and stages == 1:
+        raise PlanError(
+            f"cut: got interleave {interleave} for one stage, which has nobody to take turns with; leave it out, or "
+            "start more stages (Mesh(pipeline=...))"
+        )
+    pieces = stages * interleave
+    if given is None:
+        if blocks < pieces:
+            raise PlanError(
+                f"cut: the model has {blocks} block(s) for {stages} stage(s) of {interleave} chunk(s), expected at "
+                f"least {pieces}; take fewer stages, or less interleave"
+            )
+        return tuple(blocks // pieces + (piece < blocks % pieces) for piece in range(pieces))
+    counts = tuple(given)
+    whole = all(isinstance(count, int) and not isinstance(count, bool) for count in counts)
+    if len(counts) != pieces or not whole or min(counts) < 1 or sum(counts) != blocks:
+        raise PlanError(
+            f"cut: got balance={list(counts)}, expected {pieces} numbers of at least 1, one for each chunk of each "
+            f"stage in the order of the model, with the sum {blocks}"
+        )
+    return counts
+
+
+def _part(model: nn.Module, owners: Owners, group: Group) -> ModelPart:
+    """What of the whole model this rank's stage is going to be."""
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    placements = {
+        names[group.rank]: Placement(whole, shapes[whole], tied=True, counted=group.rank == 0)
+        for whole, names in owners.tied.items()
+        if group.rank in names
+    }
+    return ModelPart(
+        names=tuple(shapes),
+        aliases=owners.aliases,
+        placements=placements,
+        first=group.rank == 0,
+        last=group.rank == group.size - 1,
+    )
+
+
+def _check_equal(model: nn.Module, topology: Topology, decisions: object) -> None:
+    """All ranks must cut the same model the same way."""
+    tensors = [*model.named_parameters(), *persistent_buffers(model).items()]
+    described = [(name, tuple(t.shape), str(t.dtype), t.is_meta) for name, t in tensors]
+    words = topology.gather(float(zlib.crc32(repr((described, decisions)).encode())))
+    odd = [rank for rank, word in enumerate(words) if word != words[0]]
+    with topology.agreed("compare the models"):
+        if odd:
+            raise PlanError(
+                f"cut: rank(s) {odd[:8]} have another model, other stages or another balance than rank 0; every rank "
+                "must build the same whole model and cut it the same way"
+            )
+
+
+def _take_out(model: nn.Module, path: str) -> None:
+    """Leave None in the place of a module, parameter or buffer."""
+    parent_path, _, name = path.rpartition(".")
+    parent = model.get_submodule(parent_path)
+    for kind in (parent._modules, parent._parameters, parent._buffers):
+        if name in kind:
+            kind[name] = None

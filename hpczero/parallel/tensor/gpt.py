@@ -1,0 +1,98 @@
+"""The rule by which a GPT of ``hpczero.models`` is cut, and what it calls then: its loss, its logits, its attention.
+
+Owns: the names of its layers and their cuts. Must not know: how layers are cut, MPI.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor, nn
+
+from hpczero.comm.sums import Sums
+from hpczero.errors import PlanError
+from hpczero.models.config import GPTConfig
+from hpczero.models.gpt import GPT, Attention, attend
+from hpczero.parallel.tensor.layers import ColumnLinear, joined, words_of
+from hpczero.parallel.tensor.loss import split_cross_entropy
+from hpczero.parallel.tensor.masks import own_masks
+from hpczero.parallel.tensor.rule import Kept, Rule, Split
+from hpczero.plan.placement import Placement
+
+
+def gpt_rule(config: GPTConfig) -> Rule:
+    """How a GPT is cut: by heads, by the width of the MLP, by the vocabulary.
+
+    Heads and vocabulary need not divide by the degree. A call with targets gives the loss, without that any rank has
+    all logits; one without targets gives all of them on every rank.
+    """
+    layers: dict[str, Split | Kept] = {
+        "wte": Split(0),
+        "blocks.*.attention_norm": Kept.STREAM,
+        "blocks.*.attention.qkv": Split(0, strips=3, grain=config.head_size),
+        "blocks.*.attention.projection": Split(1, grain=config.head_size),
+        "blocks.*.mlp_norm": Kept.STREAM,
+        "blocks.*.mlp.expansion": Split(0),
+        "blocks.*.mlp.projection": Split(1),
+        "final_norm": Kept.STREAM,
+        "lm_head": Split(0),
+    }
+    if config.positions == "learned":
+        layers["wpe"] = Kept.POSITIONS
+    return Rule(
+        layers,
+        counts=("blocks.*.attention.heads",),
+        dropouts=("dropout", "blocks.*.dropout"),
+        finish=_finish,
+    )
+
+
+def _finish(model: nn.Module, sums: Sums, sequence: bool) -> None:
+    """Have the model call what knows of parts. A pipeline stage may have no head."""
+    head = getattr(model, "lm_head", None)
+    if isinstance(head, ColumnLinear):
+        if not isinstance(model, GPT):
+            raise PlanError(f"gpt_rule: got a {type(model).__name__} with a head, expected a GPT")
+        model.finish_logits = partial(_all_logits, sums=sums, placement=head.placement)
+        model.mean_loss = partial(_mean_loss, sums=sums, placement=head.placement)
+    for module in model.modules():
+        if isinstance(module, Attention) and module.dropout > 0.0:
+            module.attend = partial(_attend, sums=sums, inner=module.attend)
+
+
+def _all_logits(logits_BTV: Tensor, *, sums: Sums, placement: Placement) -> Tensor:
+    return joined(logits_BTV, sums, placement)
+
+
+def _mean_loss(
+    logits_BTV: Tensor, targets_BT: Tensor, *, sums: Sums, placement: Placement
+) -> Tensor:
+    """As ``models.gpt.mean_cross_entropy``: over all targets."""
+    total = split_cross_entropy(
+        logits_BTV.flatten(0, 1),
+        targets_BT.flatten(),
+        sums,
+        words_of(placement),
+        reduction="sum",
+    )
+    return total / targets_BT.numel()
+
+
+def _attend(
+    q_BHTD: Tensor,
+    k_BHTD: Tensor,
+    v_BHTD: Tensor,
+    rotary: bool,
+    dropout: float,
+    *,
+    sums: Sums,
+    inner: object = attend,
+) -> Tensor:
+    """Each rank has other heads, and drops by masks of its own."""
+    assert callable(inner), "an attention"
+    if dropout == 0.0:
+        out: Tensor = inner(q_BHTD, k_BHTD, v_BHTD, rotary, dropout)
+        return out
+    with own_masks(sums, q_BHTD.device):
+        dropped: Tensor = inner(q_BHTD, k_BHTD, v_BHTD, rotary, dropout)
+    return dropped

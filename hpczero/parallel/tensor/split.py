@@ -1,0 +1,248 @@
+"""split: a plain model becomes this rank's part of it, cut over the tensor parallel ranks.
+
+Owns: the order of doing so, and the layers that take the place of plain ones. Must not know: shards, MPI, which models
+there are.
+
+    model = split(model, topology, gpt_rule(config))     # before the optimizer is made
+    optimizer = torch.optim.AdamW(model.parameters())
+    zeroify(model, optimizer, topology=topology)
+"""
+
+from __future__ import annotations
+
+import zlib
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpczero.comm.sums import Sums, give_values, sums_over
+from hpczero.errors import PlanError
+from hpczero.job.topology import Topology
+from hpczero.parallel.tensor.functions import enter, gather, own_part
+from hpczero.parallel.tensor.inspection import Inspection, Layer, inspect
+from hpczero.parallel.tensor.layers import TIME, ColumnLinear, RowLinear, VocabularyEmbedding
+from hpczero.parallel.tensor.masks import PartDropout, check_streams
+from hpczero.parallel.tensor.rule import Kept, Rule
+from hpczero.plan.placement import KEY, Placement, part_of
+
+
+def split(model: nn.Module, topology: Topology, rule: Rule, *, sequence: bool = False) -> nn.Module:
+    """Cut the layers of ``model`` over ``topology.tensor``, in place. Collective over the world.
+
+    Parameters keep their names. Ranks may have built the model with different values: those of world rank 0 are given
+    to all first (of each stage's first rank, where the model is a pipeline stage). A model on the meta device gets its
+    values later. ``plan.placement.part_of(model)`` then says what of the whole model each parameter is.
+
+    Where a rank holds a parameter whole and sees only a part of what it acts on (``Placement.partial``), its gradient
+    is a partial sum; the sum over ``topology.tensor`` is the gradient. Every rank must be given the same samples.
+
+    Args:
+        model: a plain model, before its optimizer is made and before zeroify.
+        topology: its ``tensor`` group shares the layers. A group of one leaves the model as it is.
+        rule: what is cut, for instance ``gpt_rule(config)``.
+        sequence: whether what lies between the cut layers is cut along time: less memory, the same bytes.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        PlanError: the model cannot be split by this rule, or ranks have different models; on every rank, and the model
+            is as it was.
+        CommError: no memory can be shared between the ranks; on every rank.
+
+    Source: Shoeybi et al., arXiv 1909.08053, sec. 3; Korthikanti et al., arXiv 2205.05198, sec. 4.2.2; issue 19.
+    """
+    with topology.world.agreed("split the model"):
+        found = inspect(model, topology.tensor, rule, sequence=sequence)
+    if topology.tensor.size == 1:
+        return model
+    _check_equal(model, topology, rule, sequence=sequence)
+    _give(model, topology)
+    sums = sums_over(topology.tensor)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type != "meta":
+        sums.open(device)
+    _swap(model, _replacements(found, sums, sequence=sequence))
+    for module, attribute, value in found.counts:
+        setattr(module, attribute, value)
+    for module, argument in found.entries:
+        module.register_forward_pre_hook(
+            partial(_enter_argument, sums=sums, argument=argument, sequence=sequence),
+            with_kwargs=True,
+        )
+    if found.dropouts:
+        model.register_forward_pre_hook(partial(_look_at_streams, sums=sums), with_kwargs=True)
+    model.__dict__[KEY] = found.part
+    if rule.finish is not None:
+        rule.finish(model, sums, sequence)
+    return model
+
+
+def close(model: nn.Module) -> None:
+    """Give back the memory that ranks share for the activations of ``model``. Collective over its ranks.
+
+    A later call of the model takes it anew.
+    """
+    found: dict[int, Sums] = {}
+    for module in model.modules():
+        sums = module.__dict__.get("sums")
+        if isinstance(sums, Sums):
+            found[id(sums)] = sums
+    for sums in found.values():
+        sums.close()
+
+
+class PositionEmbedding(nn.Embedding):
+    """An embedding of positions that every rank holds whole, and whose output it keeps of own tokens."""
+
+    sums: Sums
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(own tokens, features) of (tokens,) positions. Backward is collective."""
+        return own_part(super().forward(input), self.sums, TIME)
+
+
+# --- values
+
+
+def _check_equal(model: nn.Module, topology: Topology, rule: Rule, *, sequence: bool) -> None:
+    """Refuse ranks with different models, before they wait for each other's parameters."""
+    facts = [
+        (name, tuple(p.shape), str(p.dtype), p.device.type, p.requires_grad)
+        for name, p in (*model.named_parameters(), *model.named_buffers())
+    ]
+    layers = sorted((pattern, str(word)) for pattern, word in rule.layers.items())
+    mine = zlib.crc32(repr((facts, layers, sequence)).encode())
+    group = topology.world if part_of(model) is None else topology.tensor
+    codes = group.gather(float(mine))
+    if len(set(codes)) > 1:
+        odd = next(rank for rank, code in enumerate(codes) if code != codes[0])
+        error = PlanError(
+            f"rank {odd} of {group.size} split a model with other parameters, buffers, devices, rule or sequence than "
+            "rank 0; build the same model on every rank"
+        )
+        error.agreed = group is topology.world
+        raise error
+
+
+def _give(model: nn.Module, topology: Topology) -> None:
+    groups = [topology.world]
+    if part_of(model) is not None:  # of this stage; the others have other parameters
+        groups = [topology.tensor, topology.data_sequence]
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            for group in groups:
+                give_values(group, tensor)
+
+
+# --- layers
+
+
+def _replacements(found: Inspection, sums: Sums, *, sequence: bool) -> dict[int, nn.Module]:
+    """What takes the place of each module, by its id."""
+    made: dict[int, nn.Parameter] = {}
+    replaced: dict[int, nn.Module] = {}
+
+    def cut(parameter: nn.Parameter) -> tuple[nn.Parameter, Placement]:
+        placement = found.part.placements[found.names[id(parameter)]]
+        if id(parameter) not in made:
+            made[id(parameter)] = _own(parameter, placement)
+        return made[id(parameter)], placement
+
+    for layer in found.layers:
+        module = _replacement(layer, cut, sums, sequence=sequence)
+        if module is not None:
+            module.train(layer.module.training)
+            replaced[id(layer.module)] = module
+    if sequence:
+        for dropout in found.dropouts.values():
+            assert isinstance(dropout, nn.Dropout), "inspected"
+            replaced[id(dropout)] = PartDropout(dropout, sums)
+    return replaced
+
+
+def _own(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
+    """This rank's part of ``parameter``, with what a user has written on it."""
+    if placement.dim is None:
+        return parameter
+    with torch.no_grad():
+        local = torch.empty(placement.local_shape, dtype=parameter.dtype, device=parameter.device)
+        if not local.is_meta:
+            placement.take(parameter.detach(), local)
+    own = nn.Parameter(local, requires_grad=parameter.requires_grad)
+    own.__dict__.update(parameter.__dict__)
+    return own
+
+
+def _replacement(layer: Layer, cut: Any, sums: Sums, *, sequence: bool) -> nn.Module | None:
+    """The layer in place of a plain one; None where it stays. ``cut`` gives own part and placement of a parameter."""
+    module, word = layer.module, layer.word
+    if word is Kept.POSITIONS and sequence:
+        assert isinstance(module, nn.Embedding), "inspected"
+        positions = PositionEmbedding(
+            1, 1, padding_idx=None, _weight=torch.empty(1, 1, device="meta")
+        )
+        positions.num_embeddings, positions.embedding_dim = module.weight.shape
+        positions.weight, positions.padding_idx = module.weight, module.padding_idx
+        positions.sums = sums
+        return positions
+    if isinstance(word, Kept):
+        return None
+    weight, placement = cut(module.weight)
+    if isinstance(module, nn.Embedding):
+        return VocabularyEmbedding(
+            weight, placement, sums, sequence=sequence, padding_idx=module.padding_idx
+        )
+    bias = None if module.bias is None else cut(module.bias)[0]
+    if word.dim == 1:
+        return RowLinear(weight, bias, placement, sums, sequence=sequence)
+    return ColumnLinear(
+        weight,
+        bias,
+        placement,
+        sums,
+        sequence=sequence,
+        entered=word.entered,
+        joined=word.joined,
+    )
+
+
+def _swap(model: nn.Module, replaced: dict[int, nn.Module]) -> None:
+    """Put the new modules wherever the old ones are."""
+    for parent in list(model.modules()):
+        for key, child in parent._modules.items():
+            if id(child) in replaced:
+                parent._modules[key] = replaced[id(child)]
+
+
+# --- hooks
+
+
+def _enter_argument(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    sums: Sums,
+    argument: str,
+    sequence: bool,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Enter the first argument once for all the cut layers that use it."""
+
+    def entered(x: Tensor) -> Tensor:
+        return gather(x, sums, TIME) if sequence else enter(x, sums)
+
+    if args:
+        return (entered(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, argument: entered(kwargs[argument])}
+
+
+def _look_at_streams(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, sums: Sums
+) -> None:
+    """Before a forward with dropout: masks that must be equal will be."""
+    if module.training:
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        check_streams(sums, next((x.device for x in tensors), torch.device("cpu")))

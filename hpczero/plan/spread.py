@@ -1,0 +1,259 @@
+"""Spread: a model over the ranks of a mesh, and what each pipeline stage holds.
+
+Owns: bytes of memory of one rank of each stage. Must not know: torch, MPI, time; what is sent is ``plan.sent``.
+
+    states of the stage's part, over the ranks of its group of shards     plan.Plan.memory
+    + units that stay whole for the step, under a pipeline with sharded parameters
+    + a second shard of the parameters inside the node
+    + own gradients until the last micro-batch, activations of the forwards alive, buffers between stages
+
+Source: issue 19; states: Rajbhandari et al., ZeRO, SC20, sec. 5; second shard: Wang et al., arXiv 2306.10209, sec. 3.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from math import ceil
+
+from hpczero.job.mesh import SHARD, Mesh
+from hpczero.models.config import GPTConfig
+from hpczero.options.parallel import Schedule
+from hpczero.plan.footprint import Footprint, footprint_of
+from hpczero.plan.held import Held, bubble, forwards_alive
+from hpczero.plan.parts import TIED, Part, part_of_gpt
+from hpczero.plan.plan import Plan, Stage
+from hpczero.plan.precision import Precision
+from hpczero.plan.sizing import accumulated_nbytes, blockwise_plan
+from hpczero.plan.spans import Span, span_of
+from hpczero.plan.transports import Named
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Bytes of one rank. Those from ``unsharded`` on are peaks within a step.
+
+    Attributes:
+        parameters, master, gradients, optimizer: what training keeps.
+        secondary: the second shard of the parameters, inside the node.
+        held: parameters that are whole for the step, because a pipeline would otherwise gather them for each
+            micro-batch.
+        unsharded: other whole parameters and gradients in use.
+        exchange: buffers through which gradients come.
+        accumulated: own whole gradients until the last micro-batch, and one that autograd hands over.
+        activations: of all forwards alive.
+        boundary: buffers for what comes from and goes to other stages.
+    """
+
+    parameters: int
+    master: int
+    gradients: int
+    optimizer: int
+    secondary: int
+    held: int
+    unsharded: int
+    exchange: int
+    accumulated: int
+    activations: int
+    boundary: int
+
+    @property
+    def states(self) -> int:
+        """Bytes held between steps."""
+        return self.parameters + self.master + self.gradients + self.optimizer + self.secondary
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak of a step."""
+        return sum(getattr(self, each.name) for each in fields(self))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What is trained, and over which ranks.
+
+    Attributes:
+        model: sizes of the whole model; its context is the length of a sample.
+        mesh: degrees.
+        ranks_per_node: nodes are filled one after the other.
+        stage: ZeRO stage.
+        precision: name.
+        micro_batch: samples of one forward on one data-parallel rank.
+        accumulation: forwards of a step; under a pipeline its micro-batches.
+        checkpointing: whether only inputs of blocks are kept.
+        sequence_parallel: whether norms share the tokens beside tensor parallelism.
+        secondary: whether the node has a second shard of the parameters.
+        schedule: of the pipeline.
+        interleave: groups of blocks on each stage.
+        transport: between the ranks that share parameters.
+    """
+
+    model: GPTConfig
+    mesh: Mesh
+    ranks_per_node: int
+    stage: int = 3
+    precision: str = "bf16"
+    micro_batch: int = 1
+    accumulation: int = 1
+    checkpointing: bool = False
+    sequence_parallel: bool = False
+    secondary: bool = False
+    schedule: Schedule = "1f1b"
+    interleave: int = 1
+    transport: Named = "hierarchical"
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step."""
+        return self.micro_batch * self.accumulation * self.mesh.replicate * self.mesh.shard
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch that one rank has."""
+        return -(-self.micro_batch * self.model.context // self.mesh.sequence)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a parameter and of an activation."""
+        return Precision.of(self.precision).param_itemsize
+
+    @property
+    def holds_units(self) -> bool:
+        """Whether parameters that are sharded are gathered once for all micro-batches of a step."""
+        return self.mesh.pipeline > 1 and Stage.of(self.stage).shards_parameters
+
+    @property
+    def bubble(self) -> Fraction:
+        """Idle over working time of a pipeline stage."""
+        return bubble(
+            pipeline=self.mesh.pipeline,
+            micro_batches=self.accumulation,
+            interleave=self.interleave,
+        )
+
+    def first_rank(self, place: int) -> int:
+        """The first rank of a pipeline stage."""
+        return place * (self.mesh.size // self.mesh.pipeline)
+
+    def span(self, place: int, *names: str) -> Span:
+        """A group of the first rank of a stage on its nodes."""
+        return span_of(self.mesh, self.ranks_per_node, *names, first=self.first_rank(place))
+
+    @cached_property
+    def shards(self) -> Span:
+        """The group that shares parameters; of the stages, that on most nodes."""
+        return max(
+            (self.span(place, *SHARD) for place in self.kinds),
+            key=lambda span: span.nodes,
+        )
+
+    @property
+    def footprint(self) -> Footprint:
+        """Footprint of the transport between the ranks that share parameters."""
+        return footprint_of(self.transport, ranks=self.shards.size, local_size=self.shards.local)
+
+    def part(self, place: int) -> Part:
+        """What of the model a rank of stage ``place`` has."""
+        return part_of_gpt(
+            self.model,
+            tensor=self.mesh.tensor,
+            pipeline=self.mesh.pipeline,
+            stage=place,
+            interleave=self.interleave,
+            partial=self.sequence_parallel,
+        )
+
+    def plan(self, place: int) -> Plan:
+        """The plan that ``zeroify`` makes of that part."""
+        return _plan(
+            self.part(place), self.mesh.shard * self.mesh.sequence, self.stage, self.precision
+        )
+
+    def held(self, place: int) -> Held:
+        """Sizes of the forwards of a stage."""
+        part = self.part(place)
+        return Held(
+            self.model,
+            self.tokens,
+            self.itemsize,
+            part.blocks,
+            tensor=self.mesh.tensor,
+            sequence_parallel=self.sequence_parallel,
+            checkpointing=self.checkpointing,
+            last=part.last,
+        )
+
+    def alive(self, place: int) -> Fraction:
+        """Forwards of a stage whose backward is still to come, at most."""
+        return forwards_alive(
+            self.schedule,
+            stage=place,
+            pipeline=self.mesh.pipeline,
+            micro_batches=self.accumulation,
+            interleave=self.interleave,
+        )
+
+    def shares(self, place: int) -> Shares:
+        """Bytes of one rank of stage ``place``. All ranks of a stage hold as much, padding included."""
+        plan, held, footprint = self.plan(place), self.held(place), self.footprint
+        memory = plan.memory(footprint=footprint)
+        whole = self.itemsize * sum(unit.layout.padded_numel for unit in plan.units)
+        unsharded, kept = memory.unsharded, 0
+        if self.holds_units and not footprint.lasting:
+            kept = whole // footprint.copies
+            unsharded = replace(plan, stage=Stage.of(2)).memory(footprint=footprint).unsharded
+        alive, part = self.alive(place), self.part(place)
+        sends, receives = self.messages(place)
+        # What comes and what goes on each side; what has gone stays in autograd's graph until its backward.
+        sides = min(sends + receives, 2)
+        boundary = ceil((2 * sides + alive * sends) * held.output_nbytes)
+        return Shares(
+            parameters=memory.parameters,
+            master=memory.master,
+            gradients=memory.gradients,
+            optimizer=memory.optimizer,
+            secondary=-(-whole // self.shards.local) if self.secondary else 0,
+            held=kept,
+            unsharded=unsharded,
+            exchange=memory.exchange,
+            accumulated=accumulated_nbytes(plan, self.accumulation) + self._arriving_nbytes(part),
+            activations=held.peak_nbytes(alive),
+            boundary=boundary,
+        )
+
+    def messages(self, place: int) -> tuple[int, int]:
+        """(outputs that leave a stage, inputs that come to it) in one forward; backward sends the other way."""
+        if self.mesh.pipeline == 1:
+            return 0, 0
+        part = self.part(place)
+        return self.interleave - part.last, self.interleave - part.first
+
+    def _arriving_nbytes(self, part: Part) -> int:
+        """Bytes of gradients that autograd holds before it hands them over, as ``sizing.arriving_nbytes`` says."""
+        sizes = {each.name: each.local_numel for each in part.placements}
+        both = self.model.tie_embeddings and self.mesh.pipeline == 1
+        return self.itemsize * max(max(sizes.values()), 3 * sizes[TIED] if both else 0)
+
+    @cached_property
+    def kinds(self) -> dict[int, int]:
+        """The first pipeline stage of each kind, with how many are alike; later ones of a kind hold no more."""
+        found: dict[tuple[object, ...], list[int]] = {}
+        for place in range(self.mesh.pipeline):
+            part = self.part(place)
+            kind = (part.blocks, part.first, part.last, self.span(place, *SHARD))
+            found.setdefault(kind, []).append(place)
+        return {places[0]: len(places) for places in found.values()}
+
+    @cached_property
+    def worst(self) -> int:
+        """The stage whose ranks hold most."""
+        return max(self.kinds, key=lambda place: self.shares(place).total)
+
+
+@lru_cache(maxsize=512)
+def _plan(part: Part, num_shards: int, stage: int, precision: str) -> Plan:
+    apart = [each.name for each in part.placements if each.tied and each.name == TIED]
+    return blockwise_plan(
+        part.shapes, num_shards=num_shards, stage=stage, precision=precision, apart=apart
+    )

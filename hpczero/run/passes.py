@@ -1,0 +1,141 @@
+"""Passes: forward and backward of one optimizer step, over the micro batches of a rank.
+
+Owns: which calls make the gradients of a step and the loss over held-out samples, with and without a pipeline. Must not
+know: optimizers, where samples come from, how anything is sharded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+import hpczero
+from hpczero.accelerator import Accelerator
+from hpczero.parallel.pipeline.runner import Pipeline
+from hpczero.run.results.metrics import Stopwatch
+
+# (step, micro step) -> inputs and targets of this rank, NumPy arrays.
+Samples = Callable[[int, int], tuple[Any, Any]]
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+class Passes(Protocol):
+    """One way to come from samples to gradients. Collective over the topology of the model."""
+
+    def take(
+        self, number: int, samples: Samples, watch: Stopwatch, finish: Callable[[], None]
+    ) -> Callable[[], float]:
+        """Forward and backward of step ``number``; gradients are reduced at the end.
+
+        Args:
+            number: of the step.
+            samples: gives the samples of this rank for a step and a micro step.
+            watch: told of the phases ``data``, ``forward``, ``backward``.
+            finish: called when the last backward has been started.
+
+        Returns:
+            Gives the mean loss over this rank's samples; it may wait for a device.
+        """
+        ...
+
+    def held_out(self, parts: Iterable[tuple[Tensor, Tensor, int]]) -> float:
+        """The loss summed over samples, without gradients.
+
+        Args:
+            parts: inputs, targets and number of samples of each forward.
+        """
+        ...
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited for others in passes so far, beside what collectives count."""
+        ...
+
+
+class PlainPasses:
+    """Of a model that each rank calls by itself."""
+
+    waited_s = 0.0
+
+    def __init__(
+        self, model: nn.Module, *, loss: Loss, accumulation: int, accelerator: Accelerator
+    ) -> None:
+        """Not collective.
+
+        Args:
+            model: zeroified, or any model for ``held_out``.
+            loss: mean loss of a micro batch, from the model, inputs and targets.
+            accumulation: micro steps in a step.
+            accelerator: device of the model.
+        """
+        self._model, self._loss = model, loss
+        self._accumulation, self._accelerator = accumulation, accelerator
+
+    def take(
+        self, number: int, samples: Samples, watch: Stopwatch, finish: Callable[[], None]
+    ) -> Callable[[], float]:
+        """As of every way."""
+        losses: list[Tensor] = []
+        for micro_step in range(self._accumulation):
+            with watch.phase("data"):
+                arrays = samples(number, micro_step)
+            with hpczero.accumulate(self._model, micro_step, self._accumulation):
+                with watch.phase("forward"):
+                    inputs, targets = (self._accelerator.bring(torch.from_numpy(a)) for a in arrays)
+                    loss = self._loss(self._model, inputs, targets)
+                with watch.phase("backward"):
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    if micro_step == self._accumulation - 1:
+                        finish()
+            losses.append(loss.detach() / self._accumulation)
+        return lambda: sum(loss.item() for loss in losses)
+
+    def held_out(self, parts: Iterable[tuple[Tensor, Tensor, int]]) -> float:
+        """As of every way."""
+        return sum(self._loss(self._model, x, y).item() * number for x, y, number in parts)
+
+
+class PipelinePasses:
+    """Of a stage of a pipeline, whose micro batches pass from stage to stage."""
+
+    def __init__(self, pipeline: Pipeline, *, accelerator: Accelerator) -> None:
+        """Not collective.
+
+        Args:
+            pipeline: of the stage.
+            accelerator: device of the stage.
+        """
+        self._pipeline, self._accelerator = pipeline, accelerator
+
+    def take(
+        self, number: int, samples: Samples, watch: Stopwatch, finish: Callable[[], None]
+    ) -> Callable[[], float]:
+        """As of every way. Forwards and backwards are interleaved, so both count as ``backward``."""
+        with watch.phase("data"):
+            micro_steps = [samples(number, each) for each in range(self._pipeline.micro_batches)]
+        with watch.phase("backward"):
+            pairs = [
+                [self._accelerator.bring(torch.from_numpy(a)) for a in arrays]
+                for arrays in micro_steps
+            ]
+            loss = self._pipeline.step([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+            finish()
+        return lambda: loss
+
+    def held_out(self, parts: Iterable[tuple[Tensor, Tensor, int]]) -> float:
+        """As of every way; forwards of equally many samples pass one after the other."""
+        total = 0.0
+        for number, group in itertools.groupby(parts, key=lambda part: part[2]):
+            alike = list(group)
+            mean = self._pipeline.evaluate([x for x, _, _ in alike], [y for _, y, _ in alike])
+            total += mean * number * len(alike)
+        return total
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this stage has waited for messages so far: the bubble is among them."""
+        return self._pipeline.messages.stats.waited_s

@@ -1,0 +1,259 @@
+"""Sums of activations: on every path the bits of NumPy's fp32 sums in rank order, and gathers of whatever shape."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hpczero.accelerator import HostAccelerator
+from hpczero.comm.sums import Sums, give_values, sums_over
+from hpczero.comm.sums.messages import Messages
+from hpczero.comm.sums.shared import Shared
+from hpczero.comm.sums.sums import WHOLE_NBYTES
+from hpczero.errors import CommError
+from hpczero.job.topology import Topology
+from tests.helpers.late import LateAccelerator
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import raises_on_all
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero.job.group import Group
+
+HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, *HALVES)
+LARGE = WHOLE_NBYTES // 2 + 1237  # each rank sums a part, in any dtype
+SHAPES = ((), (1,), (7,), (3, 5, 2), (0,), (2, 0, 3), (LARGE,), (3, 17, 1201))
+PATHS: dict[str, Callable[[Group, torch.device], Any]] = {
+    "shared": lambda group, _: Shared(group, HostAccelerator()),
+    "shared, small": lambda group, _: Shared(group, HostAccelerator(), room_nbytes=1000),
+    "late": lambda group, _: Shared(group, LateAccelerator()),
+    "messages": lambda group, _: Messages(group),
+    "messages, small": lambda group, _: Messages(group, room_nbytes=1000),
+}
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(params=PATHS)
+def sums(request: pytest.FixtureRequest, topology: Topology) -> Iterator[Sums]:
+    sums = Sums(topology.world, PATHS[request.param])
+    yield sums
+    sums.close()
+
+
+def brought(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """What ``rank`` brings: magnitudes that differ by rank, so that the order of a sum shows in its bits."""
+    generator = torch.Generator().manual_seed(1000 * rank + len(shape))
+    return (torch.randn(shape, generator=generator) * 10.0 ** (rank - 1)).to(dtype)
+
+
+def in_numpy(tensors: list[Tensor]) -> Tensor:
+    """Their sum in fp32 by NumPy, one behind the other, rounded once."""
+    total = tensors[0].float().numpy().astype(np.float32)
+    for tensor in tensors[1:]:
+        total = np.add(total, tensor.float().numpy(), dtype=np.float32)
+    return torch.from_numpy(np.asarray(total)).to(tensors[0].dtype)
+
+
+def bits(tensor: Tensor) -> tuple[Any, ...]:
+    flat = tensor.contiguous().view(-1)
+    return (
+        tensor.dtype,
+        tensor.shape,
+        flat.view(torch.uint8).numpy().tobytes() if len(flat) else b"",
+    )
+
+
+def expected(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return in_numpy([brought(rank, shape, dtype) for rank in range(size)])
+
+
+def test_all_reduce_has_the_bits_of_numpys_sum_in_rank_order(
+    comm: MPI.Intracomm, sums: Sums
+) -> None:
+    for dtype, shape in product(DTYPES, SHAPES):
+        own = brought(comm.rank, shape, dtype)
+        found = sums.all_reduce(own)
+        same = bits(found) == bits(expected(comm.size, shape, dtype))
+        parallel_assert(comm, same, f"{dtype} {shape}")
+        unchanged = bits(own) == bits(brought(comm.rank, shape, dtype))
+        parallel_assert(comm, unchanged and (comm.size == 1 or found is not own), "argument")
+
+
+def test_non_contiguous_tensors_are_summed_as_what_they_show(
+    comm: MPI.Intracomm, sums: Sums
+) -> None:
+    for dtype, shape in product(DTYPES, ((3, 5, 2), (3, 17, 1201))):
+        found = sums.all_reduce(brought(comm.rank, shape, dtype).transpose(0, 2)[1:])
+        whole = expected(comm.size, shape, dtype).transpose(0, 2)[1:]
+        parallel_assert(comm, bits(found) == bits(whole), f"{dtype} {shape}")
+
+
+def test_reduce_scatter_gives_parts_of_the_same_sum_also_where_they_differ_in_size(
+    comm: MPI.Intracomm, sums: Sums
+) -> None:
+    for dtype, shape in product(DTYPES, ((7,), (2, 9, 5), (2, 1, 3), (0, 4, 2), (3, 17, 1201))):
+        for dim in range(len(shape)):
+            found = sums.reduce_scatter(brought(comm.rank, shape, dtype), dim)
+            whole = expected(comm.size, shape, dtype)
+            mine = np.array_split(np.arange(shape[dim]), comm.size)[comm.rank]
+            part = whole.index_select(dim, torch.from_numpy(mine))
+            parallel_assert(comm, bits(found) == bits(part), f"{dtype} {shape} {dim}")
+
+
+def test_all_gather_joins_tensors_of_different_lengths(comm: MPI.Intracomm, sums: Sums) -> None:
+    for dtype, dim in product((*DTYPES, torch.int64, torch.bool), range(3)):
+
+        def of(rank: int, dim: int = dim, dtype: torch.dtype = dtype) -> Tensor:
+            shape = [2, 3, 5]
+            shape[dim] = (rank * 2) % 5  # none on rank 0
+            return (brought(rank, tuple(shape), torch.float32) * 10).to(dtype)
+
+        found = sums.all_gather(of(comm.rank), dim)
+        joined = torch.cat([of(rank) for rank in range(comm.size)], dim)
+        parallel_assert(comm, torch.equal(found, joined), f"{dtype} {dim}")
+
+
+def test_own_parts_gathered_are_the_whole(comm: MPI.Intracomm, sums: Sums) -> None:
+    whole = brought(5, (3, 11, 401), torch.float32)
+    for dim in range(3):
+        found = sums.all_gather(sums.own_part(whole, dim), dim)
+        parallel_assert(comm, torch.equal(found, whole), str(dim))
+
+
+def test_all_to_all_moves_parts_and_its_inverse_brings_them_back(
+    comm: MPI.Intracomm, sums: Sums
+) -> None:
+    for dtype, rows in product(DTYPES, (3, 501)):
+        shape = (2, 2 * comm.size, rows, 3)
+        own = brought(comm.rank, shape, dtype)
+        found = sums.all_to_all(own, 1, 2)
+        heads = slice(2 * comm.rank, 2 * comm.rank + 2)
+        joined = torch.cat([brought(r, shape, dtype)[:, heads] for r in range(comm.size)], 2)
+        parallel_assert(comm, torch.equal(found, joined), f"{dtype} {rows}")
+        parallel_assert(comm, torch.equal(sums.all_to_all(found, 2, 1), own), "back")
+
+
+def test_maximum_is_numpys_and_shows_a_nan_of_any_rank(comm: MPI.Intracomm, sums: Sums) -> None:
+    own = brought(comm.rank, (3, 301), torch.float32)
+    own[0, comm.rank] = torch.nan
+    found = sums.maximum(own)
+    all_of_them = [brought(rank, (3, 301), torch.float32) for rank in range(comm.size)]
+    for rank, tensor in enumerate(all_of_them):
+        tensor[0, rank] = torch.nan
+    most = np.maximum.reduce([tensor.numpy() for tensor in all_of_them])
+    parallel_assert(comm, np.array_equal(found.numpy(), most, equal_nan=True))
+
+
+def test_infinities_and_zeros_of_both_signs_are_summed_as_in_numpy(
+    comm: MPI.Intracomm, sums: Sums
+) -> None:
+    values = torch.tensor([-0.0, 0.0, torch.inf, 3e38, 1e-45, 6e4])
+    for dtype in DTYPES:
+        with np.errstate(over="ignore"):
+            whole = in_numpy([values.to(dtype)] * comm.size)
+        found = sums.all_reduce(values.to(dtype))
+        parallel_assert(comm, bits(found) == bits(whole), f"{dtype} {found}")
+
+
+def test_results_stay_as_they_are_in_later_calls(comm: MPI.Intracomm, sums: Sums) -> None:
+    found = [
+        (sums.all_reduce(own), sums.reduce_scatter(own, 0), sums.all_gather(own, 0))
+        for own in (brought(comm.rank, (9, 3), torch.float32) + k for k in range(5))
+    ]
+    before = [[tensor.clone() for tensor in three] for three in found]
+    for _ in range(3):
+        sums.all_reduce(torch.full((500,), torch.nan))
+        sums.all_gather(torch.full((100,), torch.nan), 0)
+    kept = all(
+        torch.equal(a, b)
+        for x, y in zip(found, before, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
+    parallel_assert(comm, kept)
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_in_different_calls_are_told_which_and_go_on(comm: MPI.Intracomm, sums: Sums) -> None:
+    own = torch.ones(2 + comm.rank % 2, 3)
+    message = raises_on_all(comm, CommError, "different calls", lambda: sums.all_reduce(own))
+    parallel_assert(comm, "rank 1 of the group in all_reduce of (3, 3)" in message, message)
+    parallel_assert(
+        comm, bits(sums.all_reduce(torch.ones(2))) == bits(torch.full((2,), float(comm.size)))
+    )
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_summed_or_cut_is_refused_by_name(comm: MPI.Intracomm, sums: Sums) -> None:
+    def said(call: Callable[[], object]) -> str:
+        with pytest.raises(CommError) as caught:
+            call()
+        return str(caught.value)
+
+    ok = "int64" in said(lambda: sums.all_reduce(torch.ones(3, dtype=torch.int64)))
+    ok &= "multiple of 2 ranks" in said(lambda: sums.all_to_all(torch.ones(3, 2), 0, 1))
+    ok &= "state_dict" in said(lambda: pickle.dumps(sums))
+    parallel_assert(comm, ok)
+
+
+@pytest.mark.ranks(2, 3)
+def test_accounts_have_calls_and_the_bytes_that_others_read(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    sums = sums_over(topology.world)
+    sums.all_reduce(torch.ones(5, dtype=torch.bfloat16))
+    sums.reduce_scatter(torch.ones(comm.size * 4, 2), 0)
+    sums.all_gather(torch.ones(6), 0)
+    others = comm.size - 1
+    found = {verb: (sums.stats.calls[verb], n) for verb, n in sums.stats.sent_nbytes.items()}
+    wanted = {
+        "all_reduce": (1, others * 10),
+        "reduce_scatter": (1, others * 32),
+        "all_gather": (1, others * 24),
+    }
+    parallel_assert(comm, found == wanted and sums.stats.seconds > 0, str(found))
+    sums.close()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("nodes", [[0, 0, 0, 0], [0, 1, 0, 1], [0, 0, 0, 1]])
+def test_nodes_decide_the_path_and_not_the_bits(comm: MPI.Intracomm, nodes: list[int]) -> None:
+    topology = Topology.create(comm, nodes)
+    sums = sums_over(topology.world)
+    for dtype, shape in product(DTYPES, SHAPES):
+        found = sums.all_reduce(brought(comm.rank, shape, dtype))
+        same = bits(found) == bits(expected(comm.size, shape, dtype))
+        parallel_assert(comm, same, f"{dtype} {shape}")
+    kinds = {type(path) for path in sums._paths.values()}
+    parallel_assert(comm, kinds == {Shared if len(set(nodes)) == 1 else Messages}, str(kinds))
+    sums.close()
+    topology.free()
+
+
+def test_a_copy_of_what_holds_sums_exchanges_over_the_same_ranks(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    sums = sums_over(topology.world)
+    parallel_assert(comm, copy.deepcopy({"s": sums})["s"] is sums)
+
+
+def test_values_of_rank_0_are_given_to_all_in_any_layout(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    for dtype in (*DTYPES, torch.int64, torch.bool):
+        own = (brought(comm.rank, (5, 7, 2), torch.float32) * 3).to(dtype)
+        given = own.clone().transpose(0, 2)
+        give_values(topology.world, given)
+        first = (brought(0, (5, 7, 2), torch.float32) * 3).to(dtype).transpose(0, 2)
+        parallel_assert(comm, torch.equal(given, first), str(dtype))
+    give_values(topology.world, torch.ones(0))

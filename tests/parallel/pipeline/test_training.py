@@ -1,0 +1,246 @@
+"""Stages of a model train what one process trains: losses, norms, gradients and weights, whatever the layout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import hpczero
+from hpczero.plan.placement import part_of
+from tests.helpers.parallel import parallel_assert
+from tests.parallel.pipeline.models import Left, Staged, alone, batch, gpt, trained_plainly
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+pytestmark = pytest.mark.mpi
+# Sums in another order; one fp32 rounding is 6e-8. Adam with this eps magnifies little of it.
+TOLERANCE = 2e-6
+
+
+def check_equal(comm: MPI.Intracomm, found: Left, expected: Left) -> None:
+    """Numbers, and the tensors of this stage. Collective."""
+    wrong = []
+    for what in ("losses", "norms"):
+        pairs = zip(getattr(found, what), getattr(expected, what), strict=True)
+        wrong += [f"{what}: {a!r}, expected {b!r}" for a, b in pairs if not abs(a - b) <= 1e-6 * b]
+    for what in ("gradients", "weights"):
+        theirs = getattr(expected, what)
+        for name, value in getattr(found, what).items():
+            error = (value - theirs[name]).abs().max() / theirs[name].abs().max()
+            if not error <= TOLERANCE:
+                wrong.append(f"{what} of {name!r} are off by {error:.1e}")
+    parallel_assert(comm, not wrong, "; ".join(wrong))
+    everywhere = {n for names in comm.allgather(list(found.weights)) for n in names}
+    parallel_assert(comm, everywhere == expected.weights.keys(), f"{everywhere}")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether two stages' gradients are equal in every bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("schedule", "interleave", "micro_batches"),
+    [("1f1b", 1, 3), ("gpipe", 1, 1), ("interleaved", 2, 4)],
+)
+def test_two_stages_equal_one_process(
+    comm: MPI.Intracomm, stage: int, tied: bool, schedule: str, interleave: int, micro_batches: int
+) -> None:
+    """Ranks begin with other values: those of rank 0 count."""
+    degree = comm.size // 2
+    batches = [[batch(10 * s + d, micro_batches) for d in range(degree)] for s in range(4)]
+    staged = Staged(
+        comm,
+        gpt(seed=1 + comm.rank, tie_embeddings=tied),
+        pipeline=2,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        interleave=interleave,
+        stage=stage,
+    )
+    found = staged.train(batches)
+    staged.release()
+    expected = trained_plainly(gpt(tie_embeddings=tied), batches)
+    check_equal(comm, found, expected)
+    if not tied:
+        return
+    held = set(found.weights) & {"wte.weight", "lm_head.weight"}
+    last = comm.rank >= degree
+    parallel_assert(comm, held == ({"lm_head.weight"} if last else {"wte.weight"}))
+    ours = found.weights["lm_head.weight" if last else "wte.weight"]
+    parallel_assert(comm, torch.equal(comm.bcast(ours, root=0), ours), "stages hold other values")
+
+
+@pytest.mark.ranks(3, 4)
+@pytest.mark.parametrize("micro_batches", [1, 2, 5])
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 3, "transport": "flat"}], ids=str)
+def test_as_many_stages_as_ranks_with_uneven_blocks(
+    comm: MPI.Intracomm, micro_batches: int, options: dict[str, Any]
+) -> None:
+    """Also with fewer micro-batches than stages."""
+    batches = [[batch(s, micro_batches)] for s in range(3)]
+    balance = [1, 3, 1] if comm.size == 3 else [1, 1, 2, 1]
+    staged = Staged(
+        comm, gpt(), pipeline=comm.size, micro_batches=micro_batches, balance=balance, **options
+    )
+    kept = [n for n, _ in staged.model.named_modules() if n.count(".") == 1 and "blocks" in n]
+    parallel_assert(comm, len(kept) == balance[comm.rank], f"{kept}")
+    check_equal(comm, staged.train(batches), trained_plainly(gpt(), batches))
+    staged.release()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_of_a_pipeline_have_the_bits_of_one_rank(
+    comm: MPI.Intracomm, stage: int, precision: str
+) -> None:
+    """Without a tie the additions are the same ones, in the same order; so are the casts."""
+    data, options = batch(3, 5), {"stage": stage, "precision": precision}
+    staged = Staged(comm, gpt(tie_embeddings=False), pipeline=2, micro_batches=5, **options)
+    found = staged.gradients(*data)
+    staged.release()
+    expected = alone(gpt(tie_embeddings=False), *data, **options)
+    wrong = [name for name in found if not torch.equal(found[name], expected[name])]
+    parallel_assert(comm, found and not wrong, f"{wrong}")
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_schedules_give_the_same_bits(comm: MPI.Intracomm, stage: int, precision: str) -> None:
+    """Of one layout of blocks: runs of one piece, then runs of two pieces."""
+    inputs, targets = batch(comm.rank % (comm.size // 2), 4)
+    for interleave, schedules in (1, ("1f1b", "gpipe")), (2, ("interleaved", "gpipe")):
+        found = []
+        for schedule in schedules:
+            staged = Staged(
+                comm,
+                gpt(),
+                pipeline=2,
+                micro_batches=4,
+                schedule=schedule,
+                interleave=interleave,
+                stage=stage,
+                precision=precision,
+            )
+            found.append(staged.gradients(inputs, targets))
+            staged.release()
+        parallel_assert(comm, same(*found), f"{interleave}: {schedules}")
+        parallel_assert(comm, all(value.any() for value in found[0].values()))
+
+
+@pytest.mark.ranks(2)
+def test_interleaved_gives_the_bits_of_one_rank(comm: MPI.Intracomm) -> None:
+    data = batch(3, 4)
+    staged = Staged(
+        comm, gpt(tie_embeddings=False), pipeline=2, micro_batches=4, interleave=2, stage=1
+    )
+    found = staged.gradients(*data)
+    staged.release()
+    expected = alone(gpt(tie_embeddings=False), *data, stage=1)
+    parallel_assert(comm, found and all(torch.equal(found[n], expected[n]) for n in found))
+    blocks = sorted({int(n.split(".")[1]) for n in found if n.startswith("blocks.")})
+    parallel_assert(comm, blocks == ([0, 1, 3] if comm.rank == 0 else [2, 4]), f"{blocks}")
+
+
+@pytest.mark.ranks(2, 4)
+def test_reducing_each_micro_batch_gives_the_same_gradients(comm: MPI.Intracomm) -> None:
+    """Up to the order of additions."""
+    inputs, targets = batch(comm.rank % (comm.size // 2), 3)
+    found = []
+    for reduce in ("once", "each"):
+        staged = Staged(
+            comm, gpt(), pipeline=2, micro_batches=3, reduce=reduce, stage=2, transport="flat"
+        )
+        stats = staged.state.collectives.stats
+        stats.reset()
+        found.append(staged.gradients(inputs, targets))
+        calls, units = stats.calls["reduce_scatter"], len(staged.state.units)
+        parallel_assert(comm, calls == units * (3 if reduce == "each" else 1), f"{calls} {units}")
+        staged.release()
+    once, each = found
+    worst = max(((once[n] - each[n]).abs().max() / once[n].abs().max()).item() for n in once)
+    parallel_assert(comm, once.keys() == each.keys() and worst < 1e-6, f"{worst}")
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(("schedule", "interleave"), [("1f1b", 1), ("gpipe", 1), ("1f1b", 2)])
+def test_units_are_gathered_and_reduced_once_in_a_step(
+    comm: MPI.Intracomm, schedule: str, interleave: int
+) -> None:
+    inputs, targets = batch(0, 4)
+    for hold in (True, False):
+        staged = Staged(
+            comm,
+            gpt(),
+            pipeline=2,
+            micro_batches=4,
+            schedule=schedule,
+            interleave=interleave,
+            hold=hold,
+            stage=3,
+            transport="flat",
+        )
+        calls, units = staged.state.collectives.stats.calls, len(staged.state.units)
+        for _ in range(2):
+            calls.clear()
+            staged.pipeline.step(inputs, targets)
+            told = f"{dict(calls)} of {units} units"
+            parallel_assert(comm, calls["reduce_scatter"] == units, told)
+            gathers = calls["all_gather"]
+            parallel_assert(comm, gathers == units if hold else gathers > units, told)
+            held = staged.state.memory.current.get("unsharded", 0)
+            parallel_assert(comm, held == 0, f"{held} bytes are whole after the step")
+            staged.optimizer.step()
+            staged.optimizer.zero_grad()
+        staged.release()
+
+
+@pytest.mark.ranks(2)
+def test_a_model_on_the_meta_device_gets_the_values_of_the_whole_one(comm: MPI.Intracomm) -> None:
+    """By names in the whole model, the tied weight too."""
+    from functools import partial
+
+    from hpczero.models import GPT
+
+    config = gpt().config
+    with torch.device("meta"):
+        model = GPT(config)
+    data = batch(0, 2)
+    staged = Staged(
+        comm,
+        model,
+        pipeline=2,
+        micro_batches=2,
+        stage=1,
+        initialize=partial(gpt().initialize, seed=1),
+    )
+    found = staged.gradients(*data)
+    staged.release()
+    valued = Staged(comm, gpt(seed=1), pipeline=2, micro_batches=2, stage=1)
+    parallel_assert(comm, same(found, valued.gradients(*data)))
+    valued.release()
+
+
+@pytest.mark.ranks(2)
+def test_norm_counts_a_tied_weight_once(comm: MPI.Intracomm) -> None:
+    data = batch(0, 2)
+    staged = Staged(comm, gpt(), pipeline=2, micro_batches=2, stage=1)
+    part = part_of(staged.model)
+    assert part is not None
+    tied = [p.counted for p in part.placements.values() if p.tied]
+    parallel_assert(comm, tied == [comm.rank == 0])
+    staged.pipeline.step(*data)
+    norm = hpczero.clip_grad_norm_(staged.model, float("inf"))
+    plain = gpt()
+    sum(plain(x, y) / 2 for x, y in zip(*data, strict=True)).backward()  # type: ignore[union-attr]
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), float("inf")).item()
+    parallel_assert(comm, abs(norm - expected) < 1e-6 * expected, f"{norm} {expected}")
+    staged.release()

@@ -1,0 +1,68 @@
+"""Every layout of ranks trains what one process trains: losses, norms and parameters, at every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hpczero.options.parallel import LayoutOptions
+from tests.helpers.parallel import parallel_assert
+from tests.parallel.layouts import clip_of, problems, sizes, train_alone, train_laid_out
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3, 4)]
+
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    2: [{"pipeline": 2}, {"tensor": 2}, {"tensor": 2, "sequence": True}],
+    3: [{"pipeline": 3}, {"tensor": 3}, {"tensor": 3, "sequence": True}],
+    4: [
+        {"tensor": 2},
+        {"tensor": 2, "sequence": True},
+        {"tensor": 4},
+        {"tensor": 4, "sequence": True},
+        {"tensor": 2, "pipeline": 2},
+        {"tensor": 2, "pipeline": 2, "sequence": True},
+        {"tensor": 2, "shard": "1"},
+        {"pipeline": 2},
+        {"pipeline": 4},
+        {"pipeline": 2, "schedule": "gpipe"},
+        {"pipeline": 2, "shard": "1"},
+        {"shard": "2"},
+    ],
+}
+
+
+@contextmanager
+def laid_out(comm: MPI.Intracomm, options: LayoutOptions) -> Iterator[Topology]:
+    from hpczero import Topology
+    from hpczero.plan.degrees import mesh_of
+
+    topology = Topology.create(comm, mesh=mesh_of(options, comm.size, comm.size))
+    yield topology
+    topology.free()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_layout_trains_what_one_process_trains(
+    comm: MPI.Intracomm, stage: int, tied: bool
+) -> None:
+    config = sizes(tie_embeddings=tied, positions="rotary" if stage % 2 else "learned")
+    said: list[str] = []
+    for layout in LAYOUTS[comm.size]:
+        options = LayoutOptions(**layout)
+        with laid_out(comm, options) as topology:
+            found = train_laid_out(config, topology, options, stage=stage)
+            if topology.is_root:
+                expected = train_alone(config, topology.data.size)
+                if not min(expected.norms) < clip_of(topology.data.size) < max(expected.norms):
+                    said.append(f"clip some steps, not all: {expected.norms}")
+                said += [f"{layout}: {each}" for each in problems(found, expected)]
+    parallel_assert(comm, not said, "\n".join(said[:8]))

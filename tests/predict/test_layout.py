@@ -1,0 +1,130 @@
+"""Time of a step of a layout: plain layouts as before, and each further part by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from hpczero.job.mesh import Mesh
+from hpczero.models.config import GPTConfig
+from hpczero.models.presets import PRESETS
+from hpczero.plan.spread import Spread
+from hpczero.predict.job import Job
+from hpczero.predict.layout import LayoutPrediction, predict_layout
+from hpczero.predict.machine import load_machine
+from hpczero.predict.model import predict
+
+MACHINE = load_machine("dgx-a100")
+MODEL = GPTConfig(vocab_size=1024, context=128, layers=8, hidden=512, heads=8)
+
+
+def foretold(mesh: Mesh, model: GPTConfig = MODEL, **more: Any) -> LayoutPrediction:
+    return predict_layout(Spread(model, mesh, 8, **more), MACHINE)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("transport", ["flat", "hierarchical", "ipc"])
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+@pytest.mark.parametrize(("accumulation", "checkpointing"), [(1, False), (3, True)])
+def test_one_set_of_shards_takes_the_time_that_it_took(
+    stage: int, transport: Any, ranks: int, accumulation: int, checkpointing: bool
+) -> None:
+    same = {
+        "stage": stage,
+        "precision": "bf16",
+        "micro_batch": 2,
+        "accumulation": accumulation,
+        "checkpointing": checkpointing,
+        "transport": transport,
+    }
+    model = PRESETS["gpt2-xl"]
+    before = predict(Job(model=model, machine=MACHINE, ranks=ranks, **same))
+    now = foretold(Mesh(shard=ranks), model, **same)
+    for name in ("forward_s", "backward_s", "communication_s", "hidden_s", "update_s", "step_s"):
+        assert getattr(now, name) == pytest.approx(getattr(before, name), rel=1e-12, abs=1e-15)
+    assert now.tflops == pytest.approx(before.tflops)
+
+
+def test_sums_of_tensor_ranks_are_eight_blocks_to_each_other() -> None:
+    found = foretold(Mesh(shard=2, tensor=4), micro_batch=3, accumulation=2)
+    block = 3 * 128 * 512 * 2 / 4
+    one_way = 3 * (MACHINE.node_latency + block / MACHINE.node_rate)
+    assert found.sums_s == pytest.approx(2 * (8 * 4 + 2) * 2 * one_way)
+    spread = foretold(Mesh(tensor=16), dataclasses.replace(MODEL, heads=16), micro_batch=3)
+    block = 3 * 128 * 512 * 2 / 16
+    one_way = 15 * (MACHINE.nic_latency + block / MACHINE.nic_rate)
+    assert spread.sums_s == pytest.approx((8 * 4 + 2) * 2 * one_way)
+
+
+def test_sequence_parallelism_divides_norms_and_not_the_sums() -> None:
+    plain, parallel = (
+        foretold(Mesh(shard=2, tensor=4), micro_batch=3, sequence_parallel=on)
+        for on in (False, True)
+    )
+    assert parallel.sums_s == plain.sums_s
+    assert parallel.forward_s < plain.forward_s
+
+
+def test_fill_is_the_turn_of_all_other_stages_over_the_groups() -> None:
+    """With one token id the head is nothing, so that all stages but the first are equal."""
+    model = dataclasses.replace(MODEL, vocab_size=8, context=512)
+    busy = []
+    for interleave, schedule in ((1, "1f1b"), (2, "interleaved")):
+        found = foretold(
+            Mesh(pipeline=4),
+            model,
+            stage=1,
+            accumulation=6,
+            schedule=schedule,
+            interleave=interleave,
+        )
+        turns = found.forward_s + found.backward_s + found.messages_s
+        assert found.fill_s == pytest.approx(turns * float(found.spread.bubble), rel=0.05)
+        busy.append(found)
+    assert busy[1].fill_s < 0.6 * busy[0].fill_s
+    assert busy[1].messages_s > 1.9 * busy[0].messages_s
+
+
+def test_messages_cross_nodes_where_the_next_stage_is_elsewhere() -> None:
+    near = foretold(Mesh(pipeline=2), stage=1, micro_batch=4, accumulation=3)
+    nbytes = 4 * 128 * 512 * 2
+    assert near.messages_s == pytest.approx(3 * (MACHINE.node_latency + nbytes / MACHINE.node_rate))
+    far = foretold(Mesh(pipeline=2, shard=8), stage=1, micro_batch=4, accumulation=3)
+    assert far.messages_s == pytest.approx(3 * (MACHINE.nic_latency + nbytes / MACHINE.rail_rate))
+
+
+def test_stage_3_under_a_pipeline_pays_for_one_gather_a_step() -> None:
+    few, many = (
+        foretold(Mesh(pipeline=2, shard=16), stage=3, accumulation=times) for times in (4, 16)
+    )
+    assert few.communication_s == pytest.approx(many.communication_s)
+    assert many.forward_s == pytest.approx(4 * few.forward_s)
+
+
+def test_second_shard_saves_time_between_nodes_and_replicas_too() -> None:
+    model = PRESETS["gpt2-xl"]
+    plain, second = (foretold(Mesh(shard=64), model, stage=3, secondary=on) for on in (False, True))
+    assert second.communication_s + second.hidden_s < plain.communication_s + plain.hidden_s
+    replicas = foretold(Mesh(replicate=8, shard=8), model, stage=3)
+    shard = sum(unit.layout.shard_numel for unit in replicas.spread.plan(0).units)
+    block = shard / 8 * 4
+    expected = 2 * 7 * (MACHINE.nic_latency + block / MACHINE.rail_rate)
+    assert replicas.replicas_s == pytest.approx(expected)
+
+
+def test_parts_of_a_step_add_up() -> None:
+    found = foretold(
+        Mesh(pipeline=2, replicate=2, shard=2, sequence=2, tensor=2),
+        stage=1,
+        micro_batch=2,
+        accumulation=4,
+    )
+    parts = [
+        value for name, value in vars(found).items() if name.endswith("_s") and name != "hidden_s"
+    ]
+    assert len(parts) == 9
+    assert found.step_s == pytest.approx(sum(parts))
+    assert found.spread.global_batch == 2 * 4 * 4
+    assert found.tokens_per_s == pytest.approx(32 * 128 / found.step_s)
