@@ -83,7 +83,7 @@ class Layer(nn.Module):
 class Part(nn.Module):
     """What one rank has of the whole model."""
 
-    def __init__(self, mesh: Mesh, rank: int) -> None:
+    def __init__(self, mesh: Mesh, rank: int, *, in_turn: bool = False) -> None:
         super().__init__()
         pipeline, _, _, _, tensor = mesh.coordinates(rank)
         first, last = pipeline == 0, pipeline == mesh.pipeline - 1
@@ -91,6 +91,8 @@ class Part(nn.Module):
         for name, (shape, cut) in whole_shapes().items():
             layer = int(name.split(".")[1]) if name.startswith("blocks.") else None
             stage = 0 if layer is None else layer * mesh.pipeline // LAYERS
+            if in_turn and layer is not None:
+                stage = layer % mesh.pipeline
             stage = mesh.pipeline - 1 if name.startswith("last.") else stage
             if stage == pipeline:
                 self.placed[name] = placement_of(name, shape, cut, mesh.tensor, tensor)
@@ -154,11 +156,20 @@ class Program:
         *,
         made_by: int | None = None,
         swapped: bool = False,
+        in_turn: bool = False,
         **options: Any,
     ) -> None:
-        """``made_by``: all values, of a model that is not on "meta"; ``swapped``: groups in the other order."""
+        """One that trains.
+
+        Args:
+            topology: the ranks.
+            made_by: all values, of a model that is not on "meta".
+            swapped: groups of the optimizer in the other order.
+            in_turn: stages have every so manieth layer.
+            options: of ``zeroify``.
+        """
         self.topology = topology
-        self.model = Part(topology.mesh, topology.rank)
+        self.model = Part(topology.mesh, topology.rank, in_turn=in_turn)
         if made_by is not None:
             frozen = {n for n, p in self.model.named_parameters() if not p.requires_grad}
             self.model.to_empty(device="cpu")

@@ -139,6 +139,30 @@ def test_what_a_layout_has_trained_is_the_file_of_one_process(
     parallel_assert(comm, described(folder / layout / origin.name) == described(origin))
 
 
+@pytest.mark.ranks(2, 4)
+def test_stages_that_have_layers_in_turn_write_the_same_file(
+    comm: MPI.Intracomm, folder: Path, origin: Path
+) -> None:
+    with first_ranks(comm, {"pipeline": comm.size}) as topology:
+        assert topology is not None
+        program = Program(topology, stage=1, in_turn=True)
+        program.train(STEPS)
+        path = save(program, folder / "mine")
+        wrong = differences(program, trained_by_torch(STEPS))
+        means = {n: b for n, b in program.model.named_buffers() if n.endswith("mean")}
+        for buffer in means.values():
+            buffer.zero_()
+        hpczero.checkpoint.load(path, program.model, program.optimizer)
+        for name, buffer in means.items():
+            layer = int(name.split(".")[1])
+            if not torch.equal(buffer, torch.full((layer + 1,), 0.5 + layer)):
+                wrong.append(name)
+        program.close()
+    parallel_assert(comm, not wrong, str(wrong))
+    parallel_assert(comm, contents(path) == contents(origin))
+    parallel_assert(comm, described(path) == described(origin))
+
+
 @pytest.mark.ranks(4)
 def test_every_layout_goes_on_from_every_other(
     comm: MPI.Intracomm, folder: Path, origin: Path

@@ -229,12 +229,8 @@ def test_foreign_weights_reach_every_part(
     wrong: list[str] = []
     with first_ranks(comm, degrees) as topology:
         if topology is not None:
-            options = (
-                {"offload": Offload("host", "host", "host", window=16384, buffers=4)}
-                if away
-                else {}
-            )
-            program = Program(topology, stage=3, **options)
+            offload = Offload("host", "host", "host", window=16384, buffers=4) if away else None
+            program = Program(topology, stage=3, offload=offload)
             hpczero.checkpoint.import_weights(folder / "model.safetensors", program.model)
             found = hpczero.full_state_dict(program.model)
             if topology.is_root:
