@@ -10,12 +10,15 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import h5py
 import torch
 from torch import Tensor, nn
 
 import hpczero
+from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.job.mesh import Mesh
 from hpczero.plan.placement import KEY, ModelPart, Placement
 
@@ -254,3 +257,28 @@ def part_of(program: Program, name: str, whole: dict[str, dict[str, Tensor]], ke
     local = torch.full(placement.local_shape, 9.0)
     placement.take(whole[placement.name][key], local)
     return local
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Every dataset but the random streams, which are each rank's own."""
+    found: dict[str, bytes] = {}
+    with h5py.File(path / "state.h5") as file:
+        file.visititems(
+            lambda name, item: (
+                found.update({name: item[()].tobytes()})
+                if isinstance(item, h5py.Dataset) and name != "rng"
+                else None
+            )
+        )
+    return found
+
+
+def described(path: Path) -> tuple[Any, ...]:
+    """What a manifest says of the model and its optimizer."""
+    manifest = read_manifest(path)
+    return (
+        manifest.table,
+        manifest.meta["optimizer"],
+        manifest.meta["buffers"],
+        manifest.meta["skipped_steps"],
+    )

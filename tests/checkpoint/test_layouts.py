@@ -6,17 +6,22 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import h5py
 import pytest
 import torch
 from torch import Tensor
 
 import hpczero
 from hpczero.checkpoint import Checkpoints, exchange, held
-from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.verify import Verdict, verify
 from hpczero.plan.offload import Offload
-from tests.checkpoint.layouts import Program, first_ranks, part_of, trained_by_torch
+from tests.checkpoint.layouts import (
+    Program,
+    contents,
+    described,
+    first_ranks,
+    part_of,
+    trained_by_torch,
+)
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:
@@ -49,31 +54,6 @@ def save(program: Program, folder: Path, **options: Any) -> Path:
     ) as checkpoints:
         checkpoints.save(program.step, {"step": program.step})
     return folder / f"step-{program.step:09d}"
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    """Every dataset but the random streams, which are each rank's own."""
-    found: dict[str, bytes] = {}
-    with h5py.File(path / "state.h5") as file:
-        file.visititems(
-            lambda name, item: (
-                found.update({name: item[()].tobytes()})
-                if isinstance(item, h5py.Dataset) and name != "rng"
-                else None
-            )
-        )
-    return found
-
-
-def described(path: Path) -> tuple[Any, ...]:
-    """What a manifest says of the model and its optimizer."""
-    manifest = read_manifest(path)
-    return (
-        manifest.table,
-        manifest.meta["optimizer"],
-        manifest.meta["buffers"],
-        manifest.meta["skipped_steps"],
-    )
 
 
 def differences(program: Program, expected: dict[str, dict[str, Tensor]]) -> list[str]:
