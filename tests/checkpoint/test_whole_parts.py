@@ -205,6 +205,19 @@ def test_without_initialize_tensor_ranks_get_the_first_ones_whole_parameters(
         program.close()
 
 
+@pytest.mark.ranks(4)
+def test_without_initialize_parts_of_a_tied_weight_may_differ(comm: MPI.Intracomm) -> None:
+    """Between tensor ranks, which hold other rows of it; not between stages."""
+    with first_ranks(comm, {"tensor": 2, "pipeline": 2}) as topology:
+        assert topology is not None
+        program = Program(topology, initialize=None, made_by=topology.tensor.rank)
+        name = "first.table" if topology.pipeline.rank == 0 else "last.head"
+        with hpczero.gathered(program.model):
+            held = dict(program.model.named_parameters())[name].detach().clone()
+        parallel_assert(comm, bool((held == topology.tensor.rank).all()))
+        program.close()
+
+
 @pytest.mark.ranks(2)
 def test_without_initialize_a_tied_weight_with_two_values_is_refused(comm: MPI.Intracomm) -> None:
     with first_ranks(comm, {"pipeline": 2}) as topology:
