@@ -77,7 +77,7 @@ set_up() {
     if [[ "$LAUNCHER" != srun && "$LAUNCHER" != mpirun ]]; then
         fail "LAUNCHER is '$LAUNCHER', expected srun or mpirun" "LAUNCHER=srun $CALLED"
     fi
-    for name in NODES RANKS_PER_NODE GPUS_PER_NODE CPUS_PER_RANK SIGNAL_S; do
+    for name in NODES RANKS_PER_NODE GPUS_PER_NODE CPUS_PER_RANK SIGNAL_S MODEL_PARALLEL; do
         if [[ -n "${!name:-}" && ! "${!name}" =~ ^[0-9]+$ ]]; then
             fail "$name is '${!name}', expected a number" "$name=1 $CALLED"
         fi

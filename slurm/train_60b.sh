@@ -11,6 +11,7 @@
 #
 #   sbatch slurm/train_60b.sh                            as it stands
 #   NODES=50 RANKS_PER_NODE=8 slurm/train_60b.sh         without sbatch it submits itself, with what variables say
+#   MODEL_PARALLEL=16 slurm/train_60b.sh                 as the paper ran it: 16 ranks share each copy of the model, at stage 2
 #   DRY_RUN=1 slurm/train_60b.sh                         shows the plan of bytes and the sbatch line, submits nothing
 #   slurm/train_60b.sh --train.clip 0.5                  further options of hpczero.train
 #
@@ -26,12 +27,10 @@ TIME="${TIME:-24:00:00}"
 SIGNAL_S="${SIGNAL_S:-600}"                # seconds before TIME at which the run is told to save and stop
 MEMORY="${MEMORY:-30GB}"                   # of one GPU of 32 GB, less what CUDA and MPI take
 MODEL="${MODEL:-gpt-60b}"                  # 132 layers, hidden 6144, 32 heads
-MICRO_BATCH="${MICRO_BATCH:-4}"            # x 400 ranks = 1600 sequences per step, as in the paper
-ACCUMULATION="${ACCUMULATION:-1}"
+MODEL_PARALLEL="${MODEL_PARALLEL:-1}"      # ranks of one copy of the model: tensor parallel in the node, stages beyond it
 STEPS="${STEPS:-20000}"
 LEARNING_RATE="${LEARNING_RATE:-1e-4}"
 WARMUP="${WARMUP:-500}"
-STAGE="${STAGE:-3}"                        # the paper: stage 2 and 16-way model parallelism, which hpczero has not
 PRECISION="${PRECISION:-fp16}"             # V100 has no bf16; A100 and later: bf16
 CHECKPOINT_EVERY="${CHECKPOINT_EVERY:-30}" # at about a minute per step, half an hour of lost work at most
 KEEP="${KEEP:-3}"                          # checkpoints of 0.7 TB
@@ -52,19 +51,38 @@ CHECKOUT="${CHECKOUT:-$(cd -- "$(dirname -- "$here")/.." && pwd)}"
 source "$CHECKOUT/slurm/lib.sh"
 set_up
 
+# As far as the node goes, ranks share every layer; what is left of MODEL_PARALLEL are stages of a pipeline.
+if ((MODEL_PARALLEL < 1)); then fail "MODEL_PARALLEL is $MODEL_PARALLEL, expected at least 1" "MODEL_PARALLEL=16 $CALLED"; fi
+tensor=$MODEL_PARALLEL rest=$RANKS_PER_NODE
+while ((rest > 0)); do
+    both=$((tensor % rest)) tensor=$rest
+    rest=$both
+done
+pipeline=$((MODEL_PARALLEL / tensor))
+# 4 sequences for each rank: x 400 = 1600 per step, as in the paper. A pipeline has them in several micro-batches.
+ACCUMULATION="${ACCUMULATION:-$((pipeline > 1 ? 4 * pipeline : 1))}"
+MICRO_BATCH="${MICRO_BATCH:-$((pipeline > 1 ? tensor : 4 * tensor))}"
+STAGE="${STAGE:-$((MODEL_PARALLEL > 1 ? 2 : 3))}" # the paper: 2
+parallel=()
+if ((MODEL_PARALLEL > 1)); then
+    # Sequence parallelism keeps a part of each block's input on each rank, as the paper's P_a does.
+    parallel+=(--parallel.tensor "$tensor" --parallel.pipeline "$pipeline")
+    if ((tensor > 1)); then parallel+=(--parallel.sequence true); fi
+fi
+
 # As the run will choose, or more than it needs: a node's GPUs read each other's memory, and the next block comes early.
 transport=hierarchical
 if ((GPUS_PER_NODE > 0 && RANKS_PER_NODE > 1)); then transport=ipc; fi
 "$PYTHON" -m hpczero.plan --model "$MODEL" --ranks $((NODES * RANKS_PER_NODE)) --ranks-per-node "$RANKS_PER_NODE" \
     --memory "$MEMORY" --precision "$PRECISION" --micro-batch "$MICRO_BATCH" --stage "$STAGE" \
-    --transport "$transport"
+    --transport "$transport" ${parallel:+--accumulation "$ACCUMULATION" "${parallel[@]}"}
 if ! in_job || [[ "${DRY_RUN:-0}" == 1 ]]; then
     submit train_60b.sh "$@"
     exit
 fi
 train --run.name "$RUN_NAME" --run.folder "$RUN_FOLDER" --run.seed "$SEED" ${DATA:+--data.path "$DATA"} \
     --model.preset "$MODEL" --model.checkpoint_activations true \
-    --parallel.stage "$STAGE" --parallel.precision "$PRECISION" \
+    --parallel.stage "$STAGE" --parallel.precision "$PRECISION" ${parallel:+"${parallel[@]}"} \
     --train.micro_batch "$MICRO_BATCH" --train.accumulation "$ACCUMULATION" --train.steps "$STEPS" \
     --train.learning_rate "$LEARNING_RATE" --train.warmup "$WARMUP" \
     --checkpoint.every "$CHECKPOINT_EVERY" --checkpoint.keep "$KEEP" "$@"

@@ -61,6 +61,8 @@ NOT_OURS = {
     "--section.key",
     "--signal",
     "--exclude",
+    "--distribution",
+    "--map-by",
 }  # of a launcher; a placeholder
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

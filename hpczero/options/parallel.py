@@ -113,7 +113,7 @@ class LayoutOptions:
             raise ConfigError(
                 f"parallel.auto: got true beside {', '.join(self.changed)}, but it chooses only among settings where "
                 "all ranks share one set of shards; expected parallel.auto false, or none of the others (python -m "
-                "hpczero.plan compares layouts)"
+                "hpczero.plan --auto --layouts compares layouts)"
             )
         if self.secondary and stage != 3:
             raise ConfigError(

@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpczero.parallel.pipeline.known import gpt_stages
+    from hpczero.parallel.pipeline.known import gpt_stages, hugging_face_stages
     from hpczero.parallel.pipeline.stages import Stages, cut
     from hpczero.parallel.tensor import close, gpt_rule, split
 
@@ -15,10 +15,11 @@ _HOME = {
     "cut": "hpczero.parallel.pipeline.stages",
     "gpt_rule": "hpczero.parallel.tensor",
     "gpt_stages": "hpczero.parallel.pipeline.known",
+    "hugging_face_stages": "hpczero.parallel.pipeline.known",
     "split": "hpczero.parallel.tensor",
 }
 
-__all__ = ["Stages", "close", "cut", "gpt_rule", "gpt_stages", "split"]
+__all__ = ["Stages", "close", "cut", "gpt_rule", "gpt_stages", "hugging_face_stages", "split"]
 
 
 def __getattr__(name: str) -> Any:

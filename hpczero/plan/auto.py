@@ -2,6 +2,7 @@
 
     mpirun -n 2 python -m hpczero.plan --auto --model gpt2-xl --global-batch 8 --folder /local/scratch
     python -m hpczero.plan --auto --model gpt-60b --global-batch 512 --machine dgx-h100 --ranks 64
+    python -m hpczero.plan --auto --layouts --model gpt-60b --global-batch 512 --machine dgx-h100 --ranks 256
 
 Owns: its options, and the report. Must not know: how settings are compared. Without ``--machine`` all ranks of the job
 probe the machine that they are on, for some seconds.
@@ -9,6 +10,7 @@ probe the machine that they are on, for some seconds.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from hpczero.plan.transports import fastest_transport
 from hpczero.planner.candidates import Freedom
 from hpczero.planner.choice import Choice, Foretold
 from hpczero.planner.foretell import balance_on, foretell_on
+from hpczero.planner.layouts import describe_layout, options_of_layout, search_layouts
 from hpczero.planner.search import search
 from hpczero.planner.words import describe, lines, options_of
 from hpczero.predict.machine import load_machine
@@ -51,6 +54,7 @@ class Options:
         machine: a description that comes with hpczero, such as dgx-h100, or a path to one like it; left out, the
             machine that this runs on, which all ranks of the job probe.
         ranks: of --machine.
+        layouts: a bare --layouts: which ranks of --machine should share what, of all layouts; nothing rests elsewhere.
         json: print one JSON object instead of lines.
     """
 
@@ -67,6 +71,7 @@ class Options:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     machine: str | None = None
     ranks: int | None = None
+    layouts: tyro.conf.UseCounterAction[int] = 0
     json: tyro.conf.UseCounterAction[int] = 0
 
     def __post_init__(self) -> None:
@@ -76,6 +81,10 @@ class Options:
                 raise ConfigError(f"--{name.replace('_', '-')}: got {value}, expected at least 1")
         if self.machine is not None and self.ranks is None:
             raise ConfigError("--ranks: got nothing, expected the number of ranks on --machine")
+        if self.layouts and self.machine is None:
+            raise ConfigError(
+                "--layouts: got no --machine; layouts are compared by the description of one, such as dgx-h100"
+            )
         if self.machine is None and self.ranks is not None:
             raise ConfigError(
                 f"--ranks: got {self.ranks} without --machine; start as many ranks: mpirun -n {self.ranks} python -m "
@@ -100,6 +109,8 @@ def main(arguments: list[str], choose_config: Callable[[Any], GPTConfig]) -> int
     )
     config = choose_config(options)
     sequence = options.sequence or config.context
+    if options.layouts:
+        return _say_layouts(options, config, sequence)
     if options.machine is not None:
         choice = _on_sheet(options, config, sequence)
         _say(options, choice, [])
@@ -178,6 +189,45 @@ def _on_sheet(options: Options, config: GPTConfig, sequence: int) -> Choice:
 
     foretell = foretell_on(config, machine)
     return search(base, freedom, foretell, fits=fits, balance=balance_on(base, machine))
+
+
+def _say_layouts(options: Options, config: GPTConfig, sequence: int) -> int:
+    """Print the layouts that fit, the best first; exit code 1 if none does."""
+    assert options.machine is not None
+    assert options.ranks is not None, "checked"
+    machine = load_machine(options.machine)
+    found = search_layouts(
+        dataclasses.replace(config, context=sequence),
+        machine,
+        ranks=options.ranks,
+        precision=options.precision,
+        global_batch=options.global_batch,
+    )
+    if options.json:
+        shown = [
+            {
+                **one.spread.as_json(),
+                "step_s": one.step.step_s,
+                "mfu": one.step.mfu,
+                "needed_nbytes": one.needed_nbytes,
+                "options": options_of_layout(one),
+            }
+            for one in found
+        ]
+        sys.stdout.write(f"{json.dumps({'fitting': shown}, indent=2)}\n")
+    elif found:
+        best = [f"  {describe_layout(one)}" for one in found[:SHOWN]]
+        said = [
+            f"of {len(found)} layouts that fit {options.ranks} ranks of {machine.title}, foretold, nothing was run:",
+            *best,
+            f"pin the first: {options_of_layout(found[0])}",
+        ]
+        sys.stdout.write("\n".join([*said, ""]))
+    else:
+        sys.stdout.write(
+            f"no layout of {options.ranks} ranks of {machine.title} fits a global batch of {options.global_batch}\n"
+        )
+    return 0 if found else EXIT_FAILURE
 
 
 def _say(options: Options, choice: Choice, troubles: list[str]) -> None:

@@ -99,6 +99,25 @@ def check_on_nodes(mesh: Mesh, nodes: Sequence[int], *, spread_tensor: bool) -> 
             )
 
 
+def check_micro_batches(options: LayoutOptions, micro_batches: int) -> None:
+    """Refuse a number of micro-batches that the schedule cannot run.
+
+    Args:
+        options: the pipeline.
+        micro_batches: forwards of a step.
+
+    Raises:
+        ConfigError: names both numbers and what would do.
+    """
+    if options.interleave > 1 and micro_batches % options.pipeline:
+        more = -(-micro_batches // options.pipeline) * options.pipeline
+        raise ConfigError(
+            f"parallel.interleave: got {options.interleave} groups of blocks with {micro_batches} micro-batch(es) for "
+            f"{options.pipeline} stages, which run them in groups of {options.pipeline}; expected a multiple, such as "
+            f"train.accumulation {more}, or parallel.interleave 1"
+        )
+
+
 def check_model(options: LayoutOptions, model: GPTConfig) -> None:
     """Refuse degrees that this model cannot be cut into.
 

@@ -5,10 +5,11 @@ On one rank it is ``sizing.activation_nbytes`` to the byte.
 
     of a token and block, in units of the width, ``t`` tensor ranks, ``f`` the MLP's multiple:
     4 + (4 + 2 f) / t       norms' inputs and outputs are whole; q, k, v, the attention's output and the MLP are cut
-    (8 + 2 f) / t           with sequence parallelism
+    2 + (6 + 2 f) / t       with sequence parallelism: norms' outputs are gathered, and kept so
 
 Korthikanti et al. count 34 bytes (10 + 24 / t) of 16-bit numbers, two of them for dropout's masks. Without dropout it
-is 32 (8 + 24 / t). Their ``5 a s / h`` is of attention scores, which fused attention never stores.
+is 32 (8 + 24 / t). With sequence parallelism they gather norms' outputs again in backward and have 34 / t; here it is 4
++ 28 / t. Their ``5 a s / h`` is of attention scores, which fused attention never stores.
 
 Source: Korthikanti et al., arXiv 2205.05198, table 2; forwards alive: Narayanan et al., arXiv 2104.04473, sec. 2.2.
 """
@@ -31,8 +32,8 @@ from hpczero.plan.sizing import (
     ROTARY_FACTOR,
 )
 
-# Of the block's own factor: inputs and outputs of both norms, which every tensor rank has whole.
-WHOLE_FACTOR = 4
+# Of the block's own factor: inputs of both norms, which sequence parallelism cuts, and their outputs, which it gathers.
+NORM_INPUTS, NORM_OUTPUTS = 2, 2
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,11 @@ class Held:
     @property
     def _block_numel(self) -> Fraction:
         """Elements that one block keeps for its backward."""
-        cut = BLOCK_FACTOR - WHOLE_FACTOR + BLOCK_FFN_FACTOR * self.model.ffn_multiple
+        cut = BLOCK_FACTOR - NORM_INPUTS - NORM_OUTPUTS
+        cut += BLOCK_FFN_FACTOR * self.model.ffn_multiple
         cut += ROTARY_FACTOR if self.model.positions == "rotary" else 0
-        return WHOLE_FACTOR * self._input_numel + Fraction(cut * self._wide, self.tensor)
+        norms = NORM_INPUTS * self._input_numel + NORM_OUTPUTS * self._wide
+        return norms + Fraction(cut * self._wide, self.tensor)
 
     @property
     def forward_nbytes(self) -> int:
@@ -95,7 +98,7 @@ class Held:
         """Bytes that the head of one forward keeps: the final norm and the logits; 0 before the last stage."""
         if not self.last:
             return 0
-        return ceil((2 * self._input_numel + self._logits) * self.itemsize)
+        return ceil((self._input_numel + self._wide + self._logits) * self.itemsize)
 
     @property
     def working_nbytes(self) -> int:
@@ -107,7 +110,7 @@ class Held:
             return ceil(live * self.itemsize)
         width = -(-self.model.vocab_size // self.tensor)
         piece = min(self._logits, max(LOSS_PIECE_NUMEL // width, 1) * width)
-        loss = (2 * self._input_numel + 2 * self._logits - piece) * self.itemsize
+        loss = (self._input_numel + self._wide + 2 * self._logits - piece) * self.itemsize
         return ceil(max(loss + LOSS_PIECE_BYTES * piece, live * self.itemsize))
 
     def peak_nbytes(self, alive: Fraction) -> int:

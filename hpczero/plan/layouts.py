@@ -11,7 +11,7 @@ from typing import Protocol
 
 from hpczero.models.config import GPTConfig
 from hpczero.options.parallel import LayoutOptions
-from hpczero.plan.degrees import check_model, mesh_of
+from hpczero.plan.degrees import check_micro_batches, check_model, mesh_of
 from hpczero.plan.sizing import Machine
 from hpczero.plan.spread import Spread
 from hpczero.plan.transports import Named
@@ -79,6 +79,7 @@ def layout_report(options: Sizes, config: GPTConfig, sequence: int, place: Place
     parallel.check(stage=3 if options.stage is None else options.stage)
     config = replace(config, context=sequence)
     check_model(parallel, config)
+    check_micro_batches(parallel, options.accumulation)
     mesh = mesh_of(parallel, options.ranks, place.ranks_per_node)
     spread = Spread(
         config,

@@ -6,7 +6,7 @@ With ``Psi`` parameters of the model, ``N`` ranks of a group, ``M`` micro-batche
 activations:
 
     shards     Psi / (t p) x (N - 1) / N each way: stage <= 2 once reduced and once gathered; stage 3 gathered 2 M
-               times, once under a pipeline; the second gather stays in the node with a second shard
+               times, once under a pipeline; with a second shard all gathers but the first stay in the node
     replicas   fp32 shard x 2 (R - 1) / R
     tensor     8 b s h (t - 1) / t elements for each block and micro-batch (12 with checkpointing)
     context    8 b s h / (t c) x (c - 1) / c elements for each block and micro-batch (12 with checkpointing)
@@ -112,8 +112,8 @@ def gathers_of(spread: Spread) -> tuple[int, int]:
         return 1, 0  # of updated parameters; at stage 0 of reduced gradients
     if spread.holds_units:
         return 1, 0
-    if spread.secondary:
-        return spread.accumulation, spread.accumulation
+    if spread.secondary:  # it serves all gathers of a step but the first
+        return 1, 2 * spread.accumulation - 1
     return 2 * spread.accumulation, 0
 
 
@@ -154,7 +154,13 @@ def _of_tensor(spread: Spread, place: int) -> Wire:
     sums = (SUMS + 2 * spread.checkpointing) * part.blocks
     sums += part.first + part.last  # the embedding's output, the gradient of the head's input
     block = -(-wide // span.size) * spread.itemsize
-    return blocks_sent(span, block, 2 * sums * spread.accumulation)
+    total = blocks_sent(span, block, 2 * sums * spread.accumulation)
+    if spread.sequence_parallel and part.first and spread.model.positions == "learned":
+        # Each rank adds the positions of its own tokens; backward gathers the gradient of them all.
+        positions = spread.model.context // spread.mesh.sequence * spread.model.hidden
+        block = -(-positions // span.size) * spread.itemsize
+        total += blocks_sent(span, block, spread.accumulation)
+    return total
 
 
 def _of_context(spread: Spread, place: int) -> Wire:

@@ -12,7 +12,7 @@ from math import prod
 
 from hpczero.job.mesh import DEGREES, Mesh
 
-MOST_SHOWN = 64  # ranks that the map names one by one
+MOST_SHOWN = 16  # ranks that the map names one by one
 
 
 @dataclass(frozen=True)

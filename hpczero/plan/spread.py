@@ -17,7 +17,7 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from math import ceil
 
-from hpczero.job.mesh import SHARD, Mesh
+from hpczero.job.mesh import DEGREES, SHARD, Mesh
 from hpczero.models.config import GPTConfig
 from hpczero.options.parallel import Schedule
 from hpczero.plan.footprint import Footprint, footprint_of
@@ -102,6 +102,12 @@ class Spread:
     schedule: Schedule = "1f1b"
     interleave: int = 1
     transport: Named = "hierarchical"
+
+    def as_json(self) -> dict[str, object]:
+        """For programs: everything but the model."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        del values["model"]
+        return {**values, "mesh": dict(zip(DEGREES, self.mesh.degrees, strict=True))}
 
     @property
     def global_batch(self) -> int:

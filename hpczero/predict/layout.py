@@ -218,14 +218,23 @@ class StageNetwork(Network):
         super().__init__(job)
         self._spread = job.spread
 
+    def _gather_of(self, unit: UnitSpec) -> float:
+        """Seconds of the gather for forward; with a second shard the mean over micro-batches, of which one is far."""
+        far = super()._gather_of(unit)
+        if not self._spread.secondary:
+            return far
+        times = self._spread.accumulation
+        return (far + (times - 1) * self._in_node_s(unit)) / times
+
     def _gather_again_of(self, unit: UnitSpec) -> float:
         """Seconds of the gather for backward: none where units are held, in the node with a second shard."""
         if self._spread.holds_units:
             return 0.0
-        if self._spread.secondary:
-            whole = unit.layout.padded_numel * self._item
-            return self._inside_s(whole // self._local, self._local, shared=True)
-        return super()._gather_again_of(unit)
+        return self._in_node_s(unit) if self._spread.secondary else super()._gather_of(unit)
+
+    def _in_node_s(self, unit: UnitSpec) -> float:
+        whole = unit.layout.padded_numel * self._item
+        return self._inside_s(whole // self._local, self._local, shared=True)
 
 
 class StageTime:

@@ -143,7 +143,8 @@ def _table(report: LayoutReport) -> str:
         *_predicted(report),
     ]
     return "\n".join(
-        f"{label:<26}" + "".join(f"{cell:>12}" for cell in cells).rstrip() for label, cells in table
+        (f"{label:<26}" + "".join(f"{cell:>12}" for cell in cells)).rstrip()
+        for label, cells in table
     )
 
 

@@ -2,6 +2,7 @@
 
     python -m scaling.predict --machine dgx-h100 --model gpt-60b --ranks 64 512 4096
     python -m scaling.predict --paper          # the ZeRO paper's super-linear speed-up
+    python -m scaling.predict --published      # runs of other programs with tensor and pipeline parallelism
     python -m scaling.predict --check          # measures this host, trains, compares
 
 Owns: its options. Must not know: any formula.
@@ -46,6 +47,7 @@ class Options:
         no_overlap: a bare --no_overlap: nothing is hidden between nodes.
         sources: a bare --sources: where the machine's numbers come from.
         paper: a bare --paper: the runs of the ZeRO paper, nothing else.
+        published: a bare --published: runs of other programs in layouts that hpczero has, nothing else.
         check: a bare --check: predict and measure on this host, in turn.
         workloads: of --check.
         rounds: of --check; from 6 on there is a 95 % interval.
@@ -67,6 +69,7 @@ class Options:
     no_overlap: tyro.conf.UseCounterAction[int] = 0
     sources: tyro.conf.UseCounterAction[int] = 0
     paper: tyro.conf.UseCounterAction[int] = 0
+    published: tyro.conf.UseCounterAction[int] = 0
     check: tyro.conf.UseCounterAction[int] = 0
     workloads: tuple[Literal["gpt-8x512", "gpt-12x768", "tiny"], ...] = ("gpt-8x512", "gpt-12x768")
     rounds: int = 6
@@ -100,6 +103,11 @@ def main() -> int:
     )
     if options.paper:
         return show_paper(options.plot)
+    if options.published:
+        from scaling.predict.published import published_text
+
+        sys.stdout.write(f"{published_text()}\n")
+        return 0
     if options.check:
         return check(options)
     found = list(forecast(options))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from hpczero.models.config import GPTConfig
 from hpczero.options.parallel import LayoutOptions
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from hpczero import Topology
 
 STEPS, MICRO_BATCHES = 10, 3
@@ -52,6 +55,17 @@ def clip_of(data: int) -> float:
 def optimizer_of(model: nn.Module, *, eps: float = 1e-3) -> torch.optim.Optimizer:
     """AdamW; with its usual eps it would blow up gradients that are exactly zero but for rounding (key biases)."""
     return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, eps=eps)
+
+
+@contextmanager
+def laid_out(comm: MPI.Intracomm, options: LayoutOptions) -> Iterator[Topology]:
+    """The topology that the options mean for the ranks of ``comm``, all on one node. Collective."""
+    from hpczero import Topology
+    from hpczero.plan.degrees import mesh_of
+
+    topology = Topology.create(comm, mesh=mesh_of(options, comm.size, comm.size))
+    yield topology
+    topology.free()
 
 
 def train_alone(

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from hpczero.options.parallel import LayoutOptions
 from tests.helpers.parallel import parallel_assert
-from tests.parallel.layouts import clip_of, problems, sizes, train_alone, train_laid_out
+from tests.parallel.layouts import clip_of, laid_out, problems, sizes, train_alone, train_laid_out
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpczero import Topology
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3, 4)]
 
@@ -37,16 +34,6 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         {"shard": "2"},
     ],
 }
-
-
-@contextmanager
-def laid_out(comm: MPI.Intracomm, options: LayoutOptions) -> Iterator[Topology]:
-    from hpczero import Topology
-    from hpczero.plan.degrees import mesh_of
-
-    topology = Topology.create(comm, mesh=mesh_of(options, comm.size, comm.size))
-    yield topology
-    topology.free()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 
 import pytest
 
-from tests.helpers.mpirun import Finished, run_command
+from tests.helpers.mpirun import ROOT, Finished, run_command
 
 SMALL = ("--model", "gpt2", "--ranks", "16", "--ranks-per-node", "8", "--memory", "16GB")
 GRID = ("--parallel.tensor", "2", "--parallel.pipeline", "4", "--accumulation", "8")
@@ -71,6 +72,10 @@ def test_replicas_and_second_shard_are_shown() -> None:
         (("--parallel.tensor", "16"), "parallel.tensor: got 16"),
         (("--parallel.pipeline", "16", "--parallel.tensor", "2"), "pipeline: got 16"),
         (("--parallel.schedule", "gpipe"), "without a pipeline"),
+        (
+            ("--parallel.pipeline", "4", "--parallel.interleave", "2", "--accumulation", "6"),
+            "such as train.accumulation 8",
+        ),
         (("--parallel.secondary", "true", "--stage", "2"), "parallel.secondary"),
         (("--parallel.tensor", "2", "--memory", "1MB", "--stage", "3"), "--stage 3 in this layout"),
     ],
@@ -84,3 +89,16 @@ def test_layout_that_cannot_be_ends_with_78(args: tuple[str, ...], expected: str
 def test_without_degrees_the_answer_is_the_table_of_before() -> None:
     done = plan(*SMALL, "--parallel.tensor", "1")
     assert "paper's 2+2+12 bytes" in done.stdout
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_page_of_layouts_shows_what_the_command_prints(place: int) -> None:
+    page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
+    shown = re.findall(
+        r"```bash\npython -m hpczero\.plan ([^\n]*)\n```\n\n```text\n(.*?)```", page, re.DOTALL
+    )
+    assert len(shown) == 2
+    words, expected = shown[place]
+    done = run_command([sys.executable, "-m", "hpczero.plan", *words.split()], timeout=240)
+    assert done.returncode == 0, done
+    assert done.stdout == expected

@@ -42,7 +42,7 @@ def test_every_element_of_the_whole_model_is_counted_once(
                 assert place.shape == tuple(whole[place.name].shape)
                 if place.counted:
                     runs = place.runs()
-                    for start, count in zip(runs.whole, runs.count, strict=True):
+                    for start, count in zip(runs.whole, runs.numel, strict=True):
                         seen[place.name][start : start + count] += 1
     assert {name: set(times.tolist()) for name, times in seen.items()} == {
         name: {1} for name in whole

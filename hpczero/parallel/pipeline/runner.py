@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hpczero.comm.stage_messages import Message, StageMessages
-from hpczero.errors import ConfigError, StepError
+from hpczero.errors import ConfigError, PlanError, StepError
 from hpczero.parallel.pipeline.actions import Action, forwards_of, schedule_of
 from hpczero.parallel.pipeline.simulate import Simulation, simulate
 from hpczero.parallel.pipeline.stages import stage_of
 from hpczero.parallel.pipeline.ties import Ties
-from hpczero.plan.placement import part_of
 from hpczero.zero.accumulation import counted
 from hpczero.zero.zeroify import sharding
 
@@ -72,31 +71,30 @@ class Pipeline:
                 every backward, which sends ``micro_batches`` times the bytes, and at stages 2 and 3 holds shards only.
 
         Raises:
-            PlanError: the model was not cut or not zeroified, or a tied weight is no unit of its own.
+            PlanError: the model was not cut, not zeroified or over another topology, or a tied weight is no unit of its
+                own.
             ConfigError: an option, or numbers that the schedule cannot run.
         """
         self._model, self._stage = model, stage_of(model)
         state = sharding(model)
         group, chunks = self._stage.group, len(self._stage.chunks)
+        if state.topology.pipeline is not group:
+            raise PlanError(
+                f"stage {group.rank} of {group.size}: the model was zeroified over another topology than it was cut "
+                "for, so norms and skipped steps would not be those of all stages; pass both the same topology"
+            )
         lists = schedule_of(schedule, group.size, micro_batches, chunks=chunks)
         self.simulation: Simulation = simulate(lists, micro_batches, chunks=chunks)
         self.micro_batches = micro_batches
         if reduce not in REDUCE:
             raise ConfigError(f"reduce: got {reduce!r}, expected one of {', '.join(REDUCE)}")
-        if chunks > 1 and state.precision.loss_scale is not None:
-            raise ConfigError(
-                f"a pipeline of {chunks} chunks on each stage in fp16 would scale gradients in the middle of the "
-                "model; use precision='bf16' or 'fp32', or cut without interleave"
-            )
         self._actions = lists[group.rank]
         self._hold, self._each = hold, reduce == "each"
         self._schedule = schedule
         self.messages = StageMessages(group, chunks=chunks, reach=state.collectives.reach)
-        part = part_of(model)
-        assert part is not None, "a stage is a part"
-        self._ties = Ties(state, part, group.size)
+        self._ties = Ties(state, self._stage.part(), group.size)
         self._kept: dict[tuple[int, int], _Kept] = {}
-        self._results: list[Tensor] = []
+        self._results: list[Any] = []
 
     def step(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> float:
         """Forward and backward of all micro-batches; ``optimizer.step()`` follows.
@@ -132,14 +130,15 @@ class Pipeline:
         self._run_forwards(given, "evaluate")
         return self._mean_loss()
 
-    def outputs(self, inputs: Sequence[Any] | None) -> list[Tensor] | None:
+    def outputs(self, inputs: Sequence[Any] | None) -> list[Any] | None:
         """What the model returns without targets, of each micro-batch, on the last stage; None on the others.
 
         Args:
             inputs: as of ``evaluate``.
         """
         self._run_forwards(self._given(inputs, None, any_number=True, targets_too=False), "outputs")
-        return self._results if self._stage.is_last(len(self._stage.chunks) - 1) else None
+        found, self._results = self._results, []
+        return found if self._stage.is_last(len(self._stage.chunks) - 1) else None
 
     # --- parts of a step -----------------------------------------------------------------------------------------
 
@@ -153,16 +152,21 @@ class Pipeline:
         self.messages.begin(zlib.crc32(repr(settings).encode()))
         self._kept.clear()
         self._results = []
+        casting = sharding(self._model).casting
+        assert casting is not None, "zeroify attaches it"
         for place, action in enumerate(actions):
             message = self._message(action)
             came = None if message is None else self.messages.receive(message)
             following = self._message(actions[place + 1]) if place + 1 < len(actions) else None
             if following is not None:
                 self.messages.expect(following)
+            # Casts to and from fp32, and the loss scale, are for the ends of the whole model.
+            casting.part = self._stage.part(action.chunk)
             if action.kind == "F":
                 self._forward(action, came, given)
             else:
                 self._backward(action, came)
+        casting.part = self._stage.part()
         self.messages.finish()
 
     def _message(self, action: Action) -> Message | None:
@@ -197,7 +201,7 @@ class Pipeline:
                 "have Stages.leave return the mean loss where it is given targets"
             )
         self._keep(action, x, y)
-        self._results.append(y.detach())
+        self._results.append(y.detach() if isinstance(y, Tensor) else y)
 
     def _keep(self, action: Action, x: Tensor | None, y: Tensor) -> None:
         """Keep what the backward needs: of y its place in the graph, not its memory, which nobody reads any more."""
@@ -249,6 +253,11 @@ class Pipeline:
 
     def _check_training(self) -> None:
         state, stage = sharding(self._model), self._stage.group.rank
+        if not torch.is_grad_enabled():
+            raise StepError(
+                f"stage {stage}: pipeline.step inside of torch.no_grad() or torch.inference_mode(), expected outside; "
+                "pipeline.evaluate computes losses without gradients"
+            )
         if not state.optimizers:
             raise StepError(
                 f"stage {stage}: the model was zeroified without an optimizer, so nothing is trained; use "

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.parallel.pipeline.owners import Owners, persistent_buffers
 from hpczero.parallel.pipeline.refusals import check_model
-from hpczero.plan.placement import KEY, ModelPart, Placement
+from hpczero.plan.placement import KEY, ModelPart, Placement, part_of
 
 STAGE = "_hpczero_stage"  # in the ``__dict__`` of a model that was cut
 
@@ -81,6 +81,14 @@ class Stage:
     def is_last(self, chunk: int) -> bool:
         """Whether a chunk makes the outputs of the model."""
         return self.piece(chunk) == self.group.size * len(self.chunks) - 1
+
+    def part(self, chunk: int | None = None) -> ModelPart:
+        """What of the whole model the stage is, or one chunk of it."""
+        part = part_of(self._model)
+        assert part is not None, "noted by the cut"
+        if chunk is None:
+            return part
+        return replace(part, first=self.is_first(chunk), last=self.is_last(chunk))
 
     def __call__(self, *inputs: Any, targets: tuple[Any, ...] = (), chunk: int = 0) -> Any:
         """One chunk's part of the model's forward.

@@ -33,7 +33,11 @@ WHOLE = ModelPart(())
 
 
 class Casting:
-    """Hooks on the root module; none in fp32."""
+    """Hooks on the root module; none in fp32.
+
+    Attributes:
+        part: what of a whole model a call is. Where one stage has several chunks of it, each chunk's call has its own.
+    """
 
     def __init__(
         self,
@@ -58,7 +62,7 @@ class Casting:
             part: what of a whole model this is. What goes from one stage of a pipeline to the next stays in ``dtype``,
                 and the loss scale enters once, at the outputs of the last.
         """
-        self._part = part
+        self.part = part
         self._dtype = dtype
         self._scale = scale
         self._scales = scaled
@@ -123,7 +127,7 @@ class Casting:
             # Within a call of the model: all is cast already, and the loss scale must enter once.
             self._open.append(None)
             return args, kwargs
-        unscale = self._scale if self._scales and self._part.first else None
+        unscale = self._scale if self._scales and self.part.first else None
         cast = _Cast(self._dtype, unscale)
         self._open.append(cast)
         try:
@@ -164,7 +168,7 @@ class Casting:
                 return tensor if given is None else given
             if cast.is_made_here(tensor) or (tensor.requires_grad and tensor.is_leaf):
                 return self._scaled_output(tensor)  # the model's own, or one of its parameters
-            return tensor.float() if self._part.last else tensor
+            return tensor.float() if self.part.last else tensor
 
         def change_argument(tensor: Tensor) -> Tensor:
             given = cast.given(tensor)
@@ -194,7 +198,7 @@ class Casting:
             error.args = (f"{text}\n{_WHY}",)
 
     def _scaled_output(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() or not self._part.last:
+        if not tensor.is_floating_point() or not self.part.last:
             return tensor
         result: Tensor = _ScaledOutput.apply(tensor, self._scale)  # type: ignore[no-untyped-call]
         if result.grad_fn is not None:
@@ -211,7 +215,7 @@ class Casting:
 
         What a stage of a pipeline gets from the next one carries it already.
         """
-        return not self._part.last or self._scaled_task == current_task()
+        return not self.part.last or self._scaled_task == current_task()
 
 
 _TOO_MANY = (

@@ -178,9 +178,9 @@ def _owned(unit: Unit, positions: Sequence[int]) -> list[torch.Tensor]:
 
 
 def _rests_finite(unit: Unit, positions: Sequence[int]) -> bool:
-    if all(map(math.isfinite, squares_of(unit))):
+    if not unit.spec.uncounted and all(map(math.isfinite, squares_of(unit))):
         return True
-    if len(positions) == len(unit.gradients.usage):
+    if not unit.spec.uncounted and len(positions) == len(unit.gradients.usage):
         return False
     with unit.gradients.rest.at_hand():
         return all_finite(_owned(unit, positions))

@@ -93,9 +93,19 @@ class GradientNorms:
         of_part = math.fsum(everybody) if square else largest(everybody)
         parts = self._model_ranks.share(np.array([of_part]))[:, 0].tolist()
         norm = math.sqrt(math.fsum(parts)) if square else largest(parts)
-        if math.isfinite(norm):
+        if math.isfinite(norm) and self._others_are_finite():
             self.note_finite()
         return norm
+
+    def _others_are_finite(self) -> bool:
+        """Whether what this rank has of gradients that another rank counts is finite; the norm says nothing of it."""
+        for unit in self._units:
+            if unit.spec.uncounted and unit.gradients.present:
+                with unit.gradients.rest.at_hand():
+                    parts = pieces_of(unit, unit.spec.uncounted)
+                    if not all(bool(part.isfinite().all()) for part in parts):
+                        return False
+        return True
 
     def _squares(self) -> list[float]:
         """Of this rank's gradients; those in memory at once, with one transfer from a device."""
@@ -203,5 +213,11 @@ def counted(unit: Unit) -> list[Tensor]:
     """Of the gradient that this rank owns what no other rank with the same parameter adds to a norm."""
     if not unit.spec.uncounted:
         return [unit.gradients.owned]
-    places = set(range(len(unit.spec.layout.slots))).difference(unit.spec.uncounted)
-    return [part for at in sorted(places) for part in unit.gradients.pieces_at(at, owned=True)]
+    return pieces_of(
+        unit, sorted(set(range(len(unit.spec.layout.slots))).difference(unit.spec.uncounted))
+    )
+
+
+def pieces_of(unit: Unit, slots: Sequence[int]) -> list[Tensor]:
+    """What this rank owns of the gradients of these slots."""
+    return [part for place in slots for part in unit.gradients.pieces_at(place, owned=True)]

@@ -176,11 +176,13 @@ class Step:
         norm = self.norms.of_all(norm_type)
         factor = max_norm / (norm + 1e-6)
         if math.isfinite(norm) and factor < 1.0:
+            finite = self.norms.are_finite
             for unit in self._units:
                 if unit.gradients.present:
                     unit.gradients.scale(factor)
             self.norms.forget()
-            self.norms.note_finite()  # finite numbers times one below 1
+            if finite:
+                self.norms.note_finite()  # finite numbers times one below 1
         return norm
 
     def _check_reduced(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hpczero
 from hpczero import Mesh, Pipeline, Topology
 from hpczero.models import GPT
-from hpczero.parallel import cut, gpt_stages
+from hpczero.parallel import close, cut, gpt_rule, gpt_stages, split
 from tests.helpers.small_models import adamw, tiny_gpt
 
 if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
@@ -73,7 +73,7 @@ class Staged:
     def __init__(
         self,
         comm: MPI.Intracomm,
-        model: nn.Module,
+        model: GPT,
         *,
         pipeline: int,
         micro_batches: int,
@@ -83,14 +83,20 @@ class Staged:
         nodes: Sequence[int] | None = None,
         hold: bool = True,
         reduce: str = "once",
+        tensor: int = 1,
+        replicate: int = 1,
+        sequence: bool = False,
         change: Callable[[nn.Module], object] = lambda model: None,
         **options: Any,
     ) -> None:
         """Collective. ``options`` are those of ``zeroify``; ``change`` is called between it and the cut."""
-        self.topology = Topology.create(comm, nodes, mesh=Mesh.of(comm.size, pipeline=pipeline))
+        mesh = Mesh.of(comm.size, pipeline=pipeline, tensor=tensor, replicate=replicate)
+        self.topology = Topology.create(comm, nodes, mesh=mesh)
         self.model = cut(
             model, self.topology, gpt_stages(model), interleave=interleave, balance=balance
         )
+        if tensor > 1:
+            split(self.model, self.topology, gpt_rule(model.config), sequence=sequence)
         change(self.model)
         self.optimizer = adamw(self.model, lr=1e-3, eps=1e-2)
         hpczero.zeroify(self.model, self.optimizer, topology=self.topology, **options)
@@ -102,7 +108,7 @@ class Staged:
     def state(self) -> hpczero.Sharding:
         return hpczero.sharding(self.model)
 
-    def gradients(self, inputs: Sequence[Any], targets: Sequence[Any]) -> dict[str, Tensor]:
+    def gradients(self, inputs: Any, targets: Any) -> dict[str, Tensor]:
         """Of one step that is not taken, by the names on this stage. Collective."""
         self.pipeline.step(inputs, targets)
         found = hpczero.full_gradients(self.model)
@@ -126,6 +132,8 @@ class Staged:
     def release(self) -> None:
         """Collective."""
         hpczero.release(self.model)
+        if self.topology.tensor.size > 1:
+            close(self.model)
         self.topology.free()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -128,7 +129,7 @@ def swap(one: int, other: int) -> object:
     return change
 
 
-def replace(place: int, **fields: object) -> object:
+def replace(place: int, **fields: Any) -> object:
     def change(actions: list[Action]) -> None:
         actions[place] = actions[place]._replace(**fields)
 

@@ -63,12 +63,20 @@ def leave(model: Any, x: Tensor, *targets: Tensor) -> Tensor:
     return (out - targets[0]).square().mean() if targets else out
 
 
+def enter(model: Any, x: Tensor) -> Any:
+    return model.down(x)
+
+
+def call(model: Any, block: Any, x: Tensor) -> Any:
+    return model.act(block(x))
+
+
 SANDWICH = Stages(
     blocks="layers",
     before=("down",),
     after=("up",),
-    enter=lambda model, x: model.down(x),
-    call=lambda model, block, x: model.act(block(x)),
+    enter=enter,
+    call=call,
     leave=leave,
 )
 
@@ -136,12 +144,14 @@ def test_forwards_of_the_stages_follow_each_other_to_that_of_the_model(
         comm.send(model(x).detach(), 1)
     loss = model(comm.recv(source=0), targets=(y,)) if comm.rank else Sandwich()(x, y)
     parallel_assert(comm, torch.equal(comm.bcast(loss.detach(), root=1), comm.bcast(loss.detach())))
-    parallel_assert(comm, comm.rank == 0 or torch.equal(model.up.scale, torch.ones(3)))  # type: ignore[union-attr, arg-type]
+    parallel_assert(
+        comm, comm.rank == 0 or torch.equal(model.get_buffer("up.scale"), torch.ones(3))
+    )
 
 
 def share(one: str, other: str) -> Callable[[nn.Module], None]:
     def add(model: nn.Module) -> None:
-        model.get_submodule(other).weight = model.get_submodule(one).weight  # type: ignore[assignment]
+        model.get_submodule(other).weight = model.get_submodule(one).weight
 
     return add
 
@@ -220,7 +230,9 @@ def test_what_cannot_be_cut_is_refused_and_left_as_it_was(
 def test_only_the_first_and_the_last_stage_can_share_a_parameter(
     comm: MPI.Intracomm, stages_of_ranks: Topology
 ) -> None:
-    model = Sandwich(share("layers.a", "layers.c"))  # a and b on the first stage, c on the second
+    model: nn.Module = Sandwich(
+        share("layers.a", "layers.c")
+    )  # a and b on the first stage, c on the second
     said = (
         r"'layers.a.weight' is shared by the stages .0, 1., as 'layers.a.weight', 'layers.c.weight'"
     )

@@ -95,6 +95,55 @@ def test_as_many_stages_as_ranks_with_uneven_blocks(
     staged.release()
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("nodes", [None, [0, 1, 0, 1], [0, 0, 1, 1]], ids=str)
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_replicas_of_stages_on_nodes_equal_one_process(
+    comm: MPI.Intracomm, stage: int, nodes: list[int] | None, replicate: int
+) -> None:
+    """Two stages of two ranks, which share shards or have a replica each."""
+    batches = [[batch(10 * s + d, 2) for d in range(2)] for s in range(3)]
+    staged = Staged(
+        comm,
+        gpt(),
+        pipeline=2,
+        replicate=replicate,
+        nodes=nodes,
+        micro_batches=2,
+        stage=stage,
+    )
+    found = staged.train(batches)
+    staged.release()
+    check_equal(comm, found, trained_plainly(gpt(), batches))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole tokens", "tokens along ranks"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("stage", "interleave"), [(1, 1), (3, 2)])
+def test_stages_whose_layers_are_split_equal_one_process(
+    comm: MPI.Intracomm, stage: int, interleave: int, tied: bool, sequence: bool
+) -> None:
+    """Two stages of two tensor ranks; losses and norms, for gradients are of parts."""
+    batches = [[batch(s, 2)] for s in range(3)]
+    staged = Staged(
+        comm,
+        gpt(seed=1 + comm.rank, tie_embeddings=tied),
+        pipeline=2,
+        tensor=2,
+        sequence=sequence,
+        micro_batches=2,
+        interleave=interleave,
+        stage=stage,
+    )
+    found = staged.train(batches)
+    staged.release()
+    expected = trained_plainly(gpt(tie_embeddings=tied), batches)
+    pairs = zip(found.losses + found.norms, expected.losses + expected.norms, strict=True)
+    parallel_assert(comm, all(abs(a - b) < 1e-6 * b for a, b in pairs), f"{found.losses}")
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [1, 3])
@@ -102,7 +151,8 @@ def test_gradients_of_a_pipeline_have_the_bits_of_one_rank(
     comm: MPI.Intracomm, stage: int, precision: str
 ) -> None:
     """Without a tie the additions are the same ones, in the same order; so are the casts."""
-    data, options = batch(3, 5), {"stage": stage, "precision": precision}
+    data = batch(3, 5)
+    options: dict[str, Any] = {"stage": stage, "precision": precision}
     staged = Staged(comm, gpt(tie_embeddings=False), pipeline=2, micro_batches=5, **options)
     found = staged.gradients(*data)
     staged.release()
@@ -137,16 +187,22 @@ def test_schedules_give_the_same_bits(comm: MPI.Intracomm, stage: int, precision
 
 
 @pytest.mark.ranks(2)
-def test_interleaved_gives_the_bits_of_one_rank(comm: MPI.Intracomm) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_interleaved_gives_the_bits_of_one_rank(comm: MPI.Intracomm, precision: str) -> None:
+    """What passes from chunk to chunk has the width of parameters: it is no end of the model."""
     data = batch(3, 4)
+    options: dict[str, Any] = {"stage": 1, "precision": precision}
     staged = Staged(
-        comm, gpt(tie_embeddings=False), pipeline=2, micro_batches=4, interleave=2, stage=1
+        comm, gpt(tie_embeddings=False), pipeline=2, micro_batches=4, interleave=2, **options
     )
     found = staged.gradients(*data)
+    names = [name for name, _ in staged.model.named_parameters()]
+    sent = 4 * 3 * (2 * 9 * 18) * (4 if precision == "fp32" else 2)
+    parallel_assert(comm, staged.pipeline.messages.stats.sent_nbytes == sent)
     staged.release()
-    expected = alone(gpt(tie_embeddings=False), *data, stage=1)
+    expected = alone(gpt(tie_embeddings=False), *data, **options)
     parallel_assert(comm, found and all(torch.equal(found[n], expected[n]) for n in found))
-    blocks = sorted({int(n.split(".")[1]) for n in found if n.startswith("blocks.")})
+    blocks = sorted({int(n.split(".")[1]) for n in names if n.startswith("blocks.")})
     parallel_assert(comm, blocks == ([0, 1, 3] if comm.rank == 0 else [2, 4]), f"{blocks}")
 
 
@@ -240,7 +296,7 @@ def test_norm_counts_a_tied_weight_once(comm: MPI.Intracomm) -> None:
     staged.pipeline.step(*data)
     norm = hpczero.clip_grad_norm_(staged.model, float("inf"))
     plain = gpt()
-    sum(plain(x, y) / 2 for x, y in zip(*data, strict=True)).backward()  # type: ignore[union-attr]
+    sum(plain(x, y) / 2 for x, y in zip(*data, strict=True)).backward()
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), float("inf")).item()
     parallel_assert(comm, abs(norm - expected) < 1e-6 * expected, f"{norm} {expected}")
     staged.release()

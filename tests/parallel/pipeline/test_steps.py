@@ -1,0 +1,331 @@
+"""What a step does beside the sums: random numbers, modes, recomputation, memory, evaluation, and what it refuses."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hpczero
+from hpczero import Pipeline, Topology
+from hpczero.errors import ConfigError, PlanError, StepError
+from hpczero.models.gpt import checkpointed
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import adamw, raises_on_all
+from tests.parallel.pipeline.models import Staged, alone, batch, gpt
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_dropout_does_not_repeat_between_micro_batches(comm: MPI.Intracomm, stage: int) -> None:
+    """The same micro-batch again and again: equal without dropout, different with it."""
+    (x, *_), _ = batch(0, 1)
+    staged = Staged(
+        comm, gpt(dropout=0.2), pipeline=comm.size, micro_batches=3, stage=stage, transport="flat"
+    )
+    torch.manual_seed(7)
+    found = staged.pipeline.outputs([x, x, x])
+    parallel_assert(comm, (found is not None) == (comm.rank == comm.size - 1))
+    different = found is None or not any(torch.equal(found[0], other) for other in found[1:])
+    parallel_assert(comm, different, "masks repeat")
+    staged.model.eval()
+    found = staged.pipeline.outputs([x, x, x])
+    parallel_assert(comm, found is None or all(torch.equal(found[0], each) for each in found[1:]))
+    plain = gpt()(x)
+    parallel_assert(comm, found is None or torch.allclose(found[0], plain, atol=1e-6))
+    staged.release()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("interleave", [1, 2])
+def test_recomputation_gives_the_bits_of_what_is_kept(
+    comm: MPI.Intracomm, stage: int, interleave: int
+) -> None:
+    """With dropout, whose masks must come again."""
+    data, found = batch(0, 4), []
+    for call in (None, checkpointed):
+        model = gpt(dropout=0.2)
+        model.call_block = call or model.call_block
+        staged = Staged(
+            comm, model, pipeline=2, micro_batches=4, interleave=interleave, stage=stage
+        )
+        torch.manual_seed(3)
+        found.append(staged.gradients(*data))
+        staged.release()
+    kept, again = found
+    parallel_assert(comm, kept and all(torch.equal(kept[n], again[n]) for n in kept))
+
+
+@pytest.mark.ranks(2)
+def test_inputs_of_blocks_rest_on_disk_beside_a_pipeline(comm: MPI.Intracomm, folder: Path) -> None:
+    from hpczero.activations import Checkpointing
+
+    data, found = batch(0, 3), []
+    for tier in (None, "disk"):
+        model = gpt()
+        checkpointing = None
+        if tier:
+            checkpointing = Checkpointing.create(tier, folder=folder)
+            model.call_block = checkpointing
+        staged = Staged(comm, model, pipeline=2, micro_batches=3, stage=3)
+        if checkpointing:
+            checkpointing.join(staged.model)
+        found.append(staged.gradients(*data))
+        staged.release()
+    kept, rested = found
+    parallel_assert(comm, kept and all(torch.equal(kept[n], rested[n]) for n in kept))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("interleave", [1, 2])
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_evaluation_is_that_of_one_process_and_leaves_nothing(
+    comm: MPI.Intracomm, interleave: int, number: int
+) -> None:
+    """Of any number of micro-batches; a step afterwards is as it would have been."""
+    data = batch(9, number)
+    staged = Staged(
+        comm, gpt(dropout=0.1), pipeline=2, micro_batches=4, interleave=interleave, stage=3
+    )
+    staged.model.eval()
+    loss = staged.pipeline.evaluate(*data)
+    plain = gpt()
+    expected = sum(plain(x, y).item() for x, y in zip(*data, strict=True)) / number
+    parallel_assert(comm, abs(loss - expected) < 1e-6 * expected, f"{loss} {expected}")
+    parallel_assert(comm, not hpczero.full_gradients(staged.model))
+    first, last = comm.rank == 0, comm.rank == 1
+    again = staged.pipeline.evaluate(data[0] if first else None, data[1] if last else None)
+    parallel_assert(comm, again == loss)
+    staged.release()
+
+
+@pytest.mark.ranks(2)
+def test_a_stage_needs_only_its_own_of_inputs_and_targets(comm: MPI.Intracomm) -> None:
+    inputs, targets = batch(0, 3)
+    staged = Staged(comm, gpt(), pipeline=2, micro_batches=3, stage=1)
+    loss = staged.pipeline.step(inputs if comm.rank == 0 else None, targets if comm.rank else None)
+    found = hpczero.full_gradients(staged.model)
+    staged.optimizer.zero_grad()
+    whole = staged.gradients(torch.stack(inputs), [(target,) for target in targets])
+    parallel_assert(comm, all(torch.equal(found[n], whole[n]) for n in whole))
+    parallel_assert(comm, comm.bcast(loss, root=1) == loss)
+    staged.release()
+
+
+@pytest.mark.ranks(2)
+def test_what_was_sent_is_not_kept_for_the_backward(comm: MPI.Intracomm) -> None:
+    """Of what a stage has returned its place in the graph is enough."""
+    made: list[weakref.ref[Tensor]] = []
+
+    def call(block: nn.Module, x: Tensor) -> Tensor:
+        if (
+            made and len(made) % 3 == 0 and comm.rank == 0
+        ):  # the first block of the next micro-batch
+            alive.append(sum(each() is not None for each in made[2::3]))
+        y: Tensor = checkpoint(block, x, use_reentrant=False)
+        made.append(weakref.ref(y))
+        return y
+
+    alive: list[int] = []
+    model = gpt()
+    model.call_block = call
+    staged = Staged(comm, model, pipeline=2, micro_batches=4, schedule="gpipe", stage=1)
+    staged.pipeline.step(*batch(0, 4))
+    parallel_assert(comm, comm.rank == 1 or alive == [0, 0, 0], f"{alive}")
+    parallel_assert(comm, staged.pipeline.simulation.alive == (4, 4))
+    staged.release()
+
+
+@pytest.mark.ranks(2)
+def test_accounts_are_those_of_the_messages(comm: MPI.Intracomm) -> None:
+    """By hand: activations forward, gradients back, and of the tied weight 5 words and a gradient."""
+    staged = Staged(comm, gpt(tie_embeddings=False), pipeline=2, micro_batches=3, stage=1)
+    staged.pipeline.step(*batch(0, 3))
+    stats = staged.pipeline.messages.stats
+    expected = (3, 3 * 2 * 9 * 18 * 4)
+    parallel_assert(comm, (stats.messages, stats.sent_nbytes) == expected, f"{stats}")
+    staged.release()
+    staged = Staged(comm, gpt(), pipeline=2, micro_batches=3, stage=1)
+    staged.pipeline.step(*batch(0, 3))
+    stats = staged.pipeline.messages.stats
+    shard = -(-61 * 18 // 64) * 64
+    expected = (5, expected[1] + 40 + shard * 4)
+    parallel_assert(comm, (stats.messages, stats.sent_nbytes) == expected, f"{stats}")
+    staged.release()
+
+
+@pytest.mark.ranks(2)
+def test_micro_batches_of_another_step_may_have_another_shape(comm: MPI.Intracomm) -> None:
+    staged = Staged(comm, gpt(tie_embeddings=False), pipeline=2, micro_batches=2, stage=3)
+    for size in (1, 3, 2):
+        data = batch(size, 2, size=size)
+        found = staged.gradients(*data)
+        expected = alone(gpt(tie_embeddings=False), *data)
+        parallel_assert(comm, found and all(torch.equal(found[n], expected[n]) for n in found))
+    staged.release()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_frozen_stage_lets_gradients_through(comm: MPI.Intracomm, where: int) -> None:
+    """Blocks and ends of one stage are frozen: the other one trains as if it were whole."""
+    data = batch(0, 3)
+
+    def freeze(model: nn.Module) -> None:
+        if comm.rank == where:
+            model.requires_grad_(False)
+
+    model = gpt(tie_embeddings=False)
+    staged = Staged(comm, model, pipeline=2, micro_batches=3, stage=3, change=freeze)
+    found = staged.gradients(*data)
+    mine = {n for n, p in staged.model.named_parameters() if p.requires_grad}
+    parallel_assert(comm, bool(mine) == (comm.rank != where))
+    parallel_assert(comm, found.keys() == comm.bcast(mine, root=1 - where), f"{found.keys()}")
+    staged.release()
+    expected = alone(gpt(tie_embeddings=False), *data)
+    parallel_assert(comm, all(torch.equal(found[n], expected[n]) for n in found))
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_gradient_that_is_not_finite_on_one_stage_skips_the_step_on_all(
+    comm: MPI.Intracomm, where: int
+) -> None:
+    """The loss scale falls everywhere alike, and the next step is taken."""
+    inputs, targets = batch(0, 2)
+    poison = [1.0]
+    staged = Staged(comm, gpt(), pipeline=2, micro_batches=2, stage=2, precision="fp16")
+    if staged.topology.pipeline.rank == where:
+        block = next(staged.model.get_submodule("blocks").children())
+        next(block.parameters()).register_hook(lambda gradient: gradient * poison[0])
+    for value, skipped in (float("nan"), 1), (1.0, 1):
+        poison[0] = value
+        scale = staged.state.loss_scale
+        staged.pipeline.step(inputs, targets)
+        staged.optimizer.step()
+        staged.optimizer.zero_grad()
+        now = (staged.state.skipped_steps, staged.state.loss_scale)
+        parallel_assert(comm, now[0] == skipped and comm.bcast(now) == now, f"{now}")
+        parallel_assert(comm, (now[1] < scale) == (value != 1.0), f"{scale} {now}")
+    staged.release()
+
+
+@pytest.mark.ranks(2)
+def test_gradients_that_are_there_already_are_refused(comm: MPI.Intracomm) -> None:
+    """All stages see it, and go on after zero_grad."""
+    data = batch(0, 2)
+    staged = Staged(comm, gpt(), pipeline=2, micro_batches=2, stage=2)
+    staged.pipeline.step(*data)
+    with pytest.raises(StepError, match=f"stage {comm.rank}: .*have gradients already.*zero_grad"):
+        staged.pipeline.step(*data)
+    staged.optimizer.zero_grad()
+    with pytest.raises(StepError, match=r"inside of torch\.no_grad"), torch.no_grad():
+        staged.pipeline.step(*data)
+    staged.pipeline.step(*data)
+    staged.optimizer.step()
+    staged.release()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"micro_batches": 0}, "micro_batches 0"),
+        ({"micro_batches": 2, "schedule": "zb"}, "'zb', expected one of gpipe"),
+        ({"micro_batches": 2, "schedule": "interleaved"}, "cut the model with interleave=2"),
+        ({"micro_batches": 2, "reduce": "never"}, "'never', expected one of once, each"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(
+    comm: MPI.Intracomm, options: dict[str, Any], said: str
+) -> None:
+    staged = Staged(comm, gpt(), pipeline=2, micro_batches=2, stage=1)
+    with pytest.raises(ConfigError, match=said):
+        Pipeline(staged.model, **options)
+    for number in (1, 3):
+        with pytest.raises(ConfigError, match=f"stage {comm.rank} of 2: got {number} inputs"):
+            staged.pipeline.step(*batch(0, number))
+    staged.release()
+
+
+@pytest.mark.ranks(2)
+def test_models_that_are_no_stages_are_refused(comm: MPI.Intracomm) -> None:
+    model = gpt()
+    with pytest.raises(PlanError, match="GPT was not cut into stages"):
+        Pipeline(model, micro_batches=2)
+    optimizer, topology = adamw(model), Topology.alone()
+    hpczero.zeroify(model, optimizer, topology=topology)
+    with pytest.raises(PlanError, match="GPT was not cut into stages"):
+        Pipeline(model, micro_batches=2)
+    hpczero.release(model)
+    topology.free()
+
+
+@pytest.mark.ranks(2)
+def test_a_rule_that_puts_a_tied_weight_beside_others_is_refused(comm: MPI.Intracomm) -> None:
+    from hpczero import Mesh
+    from hpczero.parallel import cut, gpt_stages
+
+    topology = Topology.create(comm, mesh=Mesh(pipeline=2))
+    model = cut(gpt(), topology, gpt_stages(gpt()))
+    optimizer = adamw(model)
+    hpczero.zeroify(model, optimizer, topology=topology, rule=lambda model: [])
+    with pytest.raises(PlanError, match="unit 'root' has a weight that the first and the last"):
+        Pipeline(model, micro_batches=2)
+    hpczero.release(model)
+    topology.free()
+
+
+@pytest.mark.ranks(2)
+def test_a_model_without_an_optimizer_is_evaluated_only(comm: MPI.Intracomm) -> None:
+    from hpczero import Mesh
+    from hpczero.parallel import cut, gpt_stages
+
+    topology = Topology.create(comm, mesh=Mesh(pipeline=2))
+    model = cut(gpt(), topology, gpt_stages(gpt()))
+    hpczero.zeroify(model, None, topology=topology)
+    pipeline = Pipeline(model, micro_batches=2)
+    data = batch(0, 2)
+    plain = gpt()
+    expected = sum(plain(x, y).item() for x, y in zip(*data, strict=True)) / 2
+    parallel_assert(comm, abs(pipeline.evaluate(*data) - expected) < 1e-5)
+    with pytest.raises(StepError, match="zeroified without an optimizer"):
+        pipeline.step(*data)
+    hpczero.release(model)
+    topology.free()
+
+
+@pytest.mark.ranks(2)
+def test_stages_are_zeroified_over_the_topology_that_cut_them(comm: MPI.Intracomm) -> None:
+    """Else a norm would be that of one stage, or gradients of two stages would be taken for those of one model."""
+    from hpczero import Mesh
+    from hpczero.parallel import cut, gpt_stages
+
+    topology = Topology.create(comm, mesh=Mesh(pipeline=2))
+    model = cut(gpt(), topology, gpt_stages(gpt()))
+    other = Topology.create(comm)
+    raises_on_all(
+        comm,
+        PlanError,
+        "built another model",
+        lambda: hpczero.zeroify(model, adamw(model), topology=other),
+    )
+    alone = Topology.alone()
+    hpczero.zeroify(model, adamw(model), topology=alone)
+    with pytest.raises(PlanError, match="zeroified over another topology than it was cut for"):
+        Pipeline(model, micro_batches=2)
+    hpczero.release(model)
+    alone.free()
+    other.free()
+    topology.free()

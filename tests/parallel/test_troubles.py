@@ -1,0 +1,98 @@
+"""A rank of any kind of group that raises, stands still or leaves ends the job, which says where. Real MPI jobs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.helpers.mpirun import Finished, run_ranks
+
+LOOP = """
+import sys, time
+import torch
+import hpczero
+from hpczero.options.parallel import LayoutOptions
+from hpczero.plan.degrees import mesh_of
+from tests.parallel.layouts import sizes, train_laid_out
+
+options = LayoutOptions(**{layout!r})
+world = hpczero.Topology.of_world()
+topology = hpczero.Topology.create(world.world.comm, mesh=mesh_of(options, world.size, world.size))
+calls = 0
+
+class Trouble(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+def trouble():
+    {trouble}
+
+def before(module, args):
+    global calls
+    calls += 1
+    if calls == {call} and topology.rank == {rank}:
+        trouble()
+
+import hpczero.run.starting.dividing as dividing
+make = dividing.passes_of
+def passes_of(options, adapter, model, **rest):
+    for name, module in model.named_modules():
+        if name.startswith("blocks.") and name.count(".") == 1:
+            module.register_forward_pre_hook(before)
+    return make(options, adapter, model, **rest)
+dividing.passes_of = passes_of
+train_laid_out(sizes(), topology, options, stage={stage}, steps=50)
+"""
+
+LAYOUTS = [
+    # Groups of shards have one rank in the first three: the others learn of an error by the end of the job alone.
+    ({"tensor": 2}, 2, 1),
+    ({"pipeline": 2}, 2, 0),
+    ({"pipeline": 2}, 2, 1),
+    ({"shard": "1"}, 2, 1),
+    ({"tensor": 2, "pipeline": 2}, 4, 1),
+    ({"tensor": 2}, 4, 3),
+]
+IDS = [f"{layout} rank {rank} of {ranks}" for layout, ranks, rank in LAYOUTS]
+
+
+def run_loop(
+    trouble: str, layout: dict[str, object], ranks: int, rank: int, *, call: int = 17, **env: str
+) -> Finished:
+    """The loop with ``trouble`` on ``rank`` before block call number ``call`` of it."""
+    program = LOOP.format(trouble=trouble, layout=layout, rank=rank, call=call, stage=1)
+    return run_ranks(ranks, ["-c", program], timeout=90, env=env)
+
+
+@pytest.mark.parametrize(("layout", "ranks", "rank"), LAYOUTS, ids=IDS)
+def test_a_rank_that_raises_ends_the_job(layout: dict[str, object], ranks: int, rank: int) -> None:
+    job = run_loop("raise RuntimeError('a bad sample')", layout, ranks, rank)
+    assert job.returncode == 1, job
+    assert "a bad sample" in job.stderr, job
+    assert job.seconds < 60, job  # the watchdog waits half an hour
+
+
+@pytest.mark.parametrize(("layout", "ranks", "rank"), LAYOUTS[:4], ids=IDS[:4])
+def test_a_rank_that_leaves_ends_the_job(layout: dict[str, object], ranks: int, rank: int) -> None:
+    job = run_loop("sys.exit(0)", layout, ranks, rank, HPCZERO_TIMEOUT="3")
+    assert job.returncode == 86, job
+    assert "hang:" in job.stderr, job
+
+
+def test_a_stage_that_stands_still_is_named() -> None:
+    job = run_loop("time.sleep(600)", {"pipeline": 2}, 2, 0, HPCZERO_TIMEOUT="3")
+    assert job.returncode == 86, job
+    (line,) = [line for line in job.stderr.splitlines() if "hang:" in line and "[rank 1]" in line]
+    # The 17th block call of stage 0: 2 blocks, 3 micro-batches a step, so the third step's third micro-batch.
+    assert re.search(r"micro-batch 2 from stage 0 \(forward\)", line), job
+    assert re.search(r"missing: rank 0 ", job.stderr), job
+
+
+def test_a_tensor_rank_that_stands_still_is_named() -> None:
+    job = run_loop("time.sleep(600)", {"tensor": 2}, 2, 1, HPCZERO_TIMEOUT="3")
+    assert job.returncode == 86, job
+    (line,) = [line for line in job.stderr.splitlines() if "hang:" in line and "[rank 0]" in line]
+    assert "all_reduce" in line or "tensor" in line, job
+    assert re.search(r"missing: rank 1 ", job.stderr), job
