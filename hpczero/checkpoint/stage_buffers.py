@@ -13,6 +13,7 @@ import torch
 
 from hpczero.errors import CheckpointError
 from hpczero.job.topology import Topology
+from hpczero.plan.placement import part_of
 from hpczero.zero.sharding import Sharding
 
 
@@ -41,7 +42,7 @@ class Kept:
 
 
 def buffers_of(sharding: Sharding) -> list[Kept]:
-    """Of all stages, in their order, each once. Collective over world where there are stages.
+    """Of all stages, in the order of the whole model, each once. Collective over world where there are stages.
 
     Raises:
         CheckpointError: on every rank: two stages have one of a name with other shapes or dtypes.
@@ -53,7 +54,8 @@ def buffers_of(sharding: Sharding) -> list[Kept]:
     with topology.watchdog.watch("checkpoint: buffers of all stages"):
         stages = topology.pipeline.comm.allgather(own)
     with topology.agreed("put the buffers of all stages together"):
-        return _merged(stages)
+        part = part_of(sharding.model)
+        return _merged(stages, part.names if part else ())
 
 
 def speaks_for(topology: Topology, kept: Kept) -> bool:
@@ -81,13 +83,31 @@ def _own(sharding: Sharding, stage: int) -> list[Kept]:
     ]
 
 
-def _merged(stages: Sequence[Sequence[Kept]]) -> list[Kept]:
-    found: dict[str, Kept] = {}
-    for kept in (kept for stage in stages for kept in stage):
-        before = found.setdefault(kept.name, kept)
-        if (before.dtype, before.shape) != (kept.dtype, kept.shape):
-            raise CheckpointError(
-                f"buffer {kept.name!r} is {kept.dtype} {kept.shape} on stage {kept.stage}, and {before.dtype} "
-                f"{before.shape} on stage {before.stage}; give buffers of stages other names, or the same form"
-            )
-    return list(found.values())
+def _merged(stages: Sequence[Sequence[Kept]], names: Sequence[str]) -> list[Kept]:
+    """Each once, where its module's parameters come in ``names``: a stage may have blocks 0 and 2.
+
+    Raises:
+        CheckpointError: two stages have one of a name with other shapes or dtypes.
+    """
+    first: dict[str, int] = {}  # parameter of a module and what is in it
+    for index, name in enumerate(names):
+        for prefix in _prefixes(name):
+            first.setdefault(prefix, index)
+    found: dict[str, tuple[int, Kept]] = {}
+    for stage in stages:
+        at = 0  # its own order is that of the whole model
+        for kept in stage:
+            at = max(at, next((first[p] for p in _prefixes(kept.name) if p in first), 0))
+            _, before = found.setdefault(kept.name, (at, kept))
+            if (before.dtype, before.shape) != (kept.dtype, kept.shape):
+                raise CheckpointError(
+                    f"buffer {kept.name!r} is {kept.dtype} {kept.shape} on stage {kept.stage}, and {before.dtype} "
+                    f"{before.shape} on stage {before.stage}; give buffers of stages other names, or the same form"
+                )
+    return [kept for _, kept in sorted(found.values(), key=lambda pair: pair[0])]
+
+
+def _prefixes(name: str) -> list[str]:
+    """Modules that ``name`` is in, the innermost first."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]

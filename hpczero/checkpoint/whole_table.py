@@ -12,7 +12,7 @@ Source: issue 19.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from mpi4py import MPI
@@ -57,8 +57,11 @@ def share_of(sharding: Sharding) -> Share:
     with topology.agreed("look at this rank's part of the model"):
         placements = _placements(sharding, part)
         own = _rows(sharding, placements)
-    with topology.watchdog.watch("checkpoint: parameters of all stages"):
+    with topology.watchdog.watch("checkpoint: parts of tensor ranks, parameters of all stages"):
+        beside = topology.tensor.comm.allgather(list(placements.values()))
         stages = topology.pipeline.comm.allgather(own)
+    with topology.agreed("compare the parts of tensor ranks"):
+        _check_cuts(beside)
     with topology.agreed("put the tables of all stages together"):
         table = _merged(stages, part or _whole(sharding))
     _check_equal(sharding, table)
@@ -165,6 +168,25 @@ def _merged(stages: Sequence[Rows], part: ModelPart) -> Table:
     return Table.build([(name, *found[name]) for name in part.names], part.aliases)
 
 
+def _check_cuts(ranks: Sequence[Sequence[Placement]]) -> None:
+    """Refuse tensor ranks that cut a parameter differently, or save the same part of it.
+
+    Raises:
+        CheckpointError: the message names the parameter.
+    """
+    found: dict[str, list[Placement]] = {}
+    for placement in (placement for rank in ranks for placement in rank if placement.counted):
+        others = found.setdefault(placement.name, [])
+        for other in others:
+            if replace(other, part=0) != replace(placement, part=0) or other.part == placement.part:
+                raise CheckpointError(
+                    f"two tensor ranks hold part {other.part} of {other.parts} and part {placement.part} of "
+                    f"{placement.parts} of {placement.name!r}, expected other parts of one cut: got {other} and "
+                    f"{placement}; give each rank its own part, and count one of equal copies"
+                )
+        others.append(placement)
+
+
 def _told(shape: tuple[int, ...], group: int) -> str:
     return f"{shape} and {'frozen' if group < 0 else f'in group {group} of the optimizer'}"
 
@@ -188,9 +210,9 @@ def _check_equal(sharding: Sharding, table: Table) -> None:
 def _lines(sharding: Sharding, table: Table) -> Iterator[str]:
     groups, classes = len(sharding.optimizers.groups), sharding.optimizers.classes
     yield f"{groups} group(s) of {', '.join(classes) or 'no optimizer'}"
-    for row in table.rows:
+    for place, row in enumerate(table.rows):
         tied = "" if row.tied_to is None else f", tied to {table.rows[row.tied_to].name!r}"
-        yield f"{row.name!r} of {_told(row.shape, row.group)}{tied}"
+        yield f"{row.name!r} at place {place} of {_told(row.shape, row.group)}{tied}"
 
 
 def _first(text: str) -> str:

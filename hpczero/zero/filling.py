@@ -142,9 +142,9 @@ class Filling:
             PlanError: on every rank; the message names a parameter.
         """
         topology = self._topology
-        drawn = [f"{name!r} with checksum {value}" for name, value in self.checksums.items()]
-        if self._initialize is None:  # then the sums are of parts, which differ
-            drawn = []
+        drawn = []
+        if self._initialize is not None:  # otherwise checksums are of parts, which differ
+            drawn = [f"{name!r} with checksum {value}" for name, value in self.checksums.items()]
         here = unlike(topology.tensor, drawn)
         with topology.agreed("compare the first values of tensor ranks"):
             if here is not None:

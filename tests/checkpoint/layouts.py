@@ -10,12 +10,15 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import h5py
 import torch
 from torch import Tensor, nn
 
 import hpczero
+from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.job.mesh import Mesh
 from hpczero.plan.placement import KEY, ModelPart, Placement
 
@@ -32,6 +35,7 @@ def whole_shapes() -> dict[str, tuple[tuple[int, ...], dict[str, Any]]]:
         "first.table": ((13, 6), {"dim": 0}),
         FROZEN: ((3, 5, 2), {"dim": 1}),
         "first.nothing": ((0, 4), {}),
+        "first.wide": ((211, 38), {"dim": 1, "strips": 2}),
     }
     for layer in range(LAYERS):
         at = f"blocks.{layer}."
@@ -82,7 +86,7 @@ class Layer(nn.Module):
 class Part(nn.Module):
     """What one rank has of the whole model."""
 
-    def __init__(self, mesh: Mesh, rank: int) -> None:
+    def __init__(self, mesh: Mesh, rank: int, *, in_turn: bool = False) -> None:
         super().__init__()
         pipeline, _, _, _, tensor = mesh.coordinates(rank)
         first, last = pipeline == 0, pipeline == mesh.pipeline - 1
@@ -90,6 +94,8 @@ class Part(nn.Module):
         for name, (shape, cut) in whole_shapes().items():
             layer = int(name.split(".")[1]) if name.startswith("blocks.") else None
             stage = 0 if layer is None else layer * mesh.pipeline // LAYERS
+            if in_turn and layer is not None:
+                stage = layer % mesh.pipeline
             stage = mesh.pipeline - 1 if name.startswith("last.") else stage
             if stage == pipeline:
                 self.placed[name] = placement_of(name, shape, cut, mesh.tensor, tensor)
@@ -148,10 +154,25 @@ class Program:
     """A part of the model in training."""
 
     def __init__(
-        self, topology: hpczero.Topology, *, made_by: int | None = None, **options: Any
+        self,
+        topology: hpczero.Topology,
+        *,
+        made_by: int | None = None,
+        swapped: bool = False,
+        in_turn: bool = False,
+        **options: Any,
     ) -> None:
+        """One that trains.
+
+        Args:
+            topology: the ranks.
+            made_by: all values, of a model that is not on "meta".
+            swapped: groups of the optimizer in the other order.
+            in_turn: stages have every so manieth layer.
+            options: of ``zeroify``.
+        """
         self.topology = topology
-        self.model = Part(topology.mesh, topology.rank)
+        self.model = Part(topology.mesh, topology.rank, in_turn=in_turn)
         if made_by is not None:
             frozen = {n for n, p in self.model.named_parameters() if not p.requires_grad}
             self.model.to_empty(device="cpu")
@@ -165,6 +186,7 @@ class Program:
             {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
             {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
         ]
+        groups = groups[::-1] if swapped else groups
         self.optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=False)
         options = {"initialize": initialize, "rule": rule, **options}
         hpczero.zeroify(self.model, self.optimizer, topology=topology, **options)
@@ -235,3 +257,28 @@ def part_of(program: Program, name: str, whole: dict[str, dict[str, Tensor]], ke
     local = torch.full(placement.local_shape, 9.0)
     placement.take(whole[placement.name][key], local)
     return local
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Every dataset but the random streams, which are each rank's own."""
+    found: dict[str, bytes] = {}
+    with h5py.File(path / "state.h5") as file:
+        file.visititems(
+            lambda name, item: (
+                found.update({name: item[()].tobytes()})
+                if isinstance(item, h5py.Dataset) and name != "rng"
+                else None
+            )
+        )
+    return found
+
+
+def described(path: Path) -> tuple[Any, ...]:
+    """What a manifest says of the model and its optimizer."""
+    manifest = read_manifest(path)
+    return (
+        manifest.table,
+        manifest.meta["optimizer"],
+        manifest.meta["buffers"],
+        manifest.meta["skipped_steps"],
+    )

@@ -6,15 +6,22 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import h5py
 import pytest
 import torch
 from torch import Tensor
 
 import hpczero
-from hpczero.checkpoint import Checkpoints
-from hpczero.checkpoint.disk.folder import read_manifest
-from tests.checkpoint.layouts import Program, first_ranks, part_of, trained_by_torch
+from hpczero.checkpoint import Checkpoints, exchange, held
+from hpczero.checkpoint.verify import Verdict, verify
+from hpczero.plan.offload import Offload
+from tests.checkpoint.layouts import (
+    Program,
+    contents,
+    described,
+    first_ranks,
+    part_of,
+    trained_by_torch,
+)
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:
@@ -22,8 +29,9 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.mpi]
 
-SLAB_NBYTES = 200  # many slabs, and none of them on the edge of anything
+SLAB_NBYTES = 1000  # many slabs, and none of them on the edge of anything
 STEPS = 3
+MOMENTS = ("exp_avg", "exp_avg_sq")
 LAYOUTS: dict[str, dict[str, int]] = {
     "one": {},
     "tensor2": {"tensor": 2},
@@ -48,31 +56,6 @@ def save(program: Program, folder: Path, **options: Any) -> Path:
     return folder / f"step-{program.step:09d}"
 
 
-def contents(path: Path) -> dict[str, bytes]:
-    """Every dataset but the random streams, which are each rank's own."""
-    found: dict[str, bytes] = {}
-    with h5py.File(path / "state.h5") as file:
-        file.visititems(
-            lambda name, item: (
-                found.update({name: item[()].tobytes()})
-                if isinstance(item, h5py.Dataset) and name != "rng"
-                else None
-            )
-        )
-    return found
-
-
-def described(path: Path) -> tuple[Any, ...]:
-    """What a manifest says of the model and its optimizer."""
-    manifest = read_manifest(path)
-    return (
-        manifest.table,
-        manifest.meta["optimizer"],
-        manifest.meta["buffers"],
-        manifest.meta["skipped_steps"],
-    )
-
-
 def differences(program: Program, expected: dict[str, dict[str, Tensor]]) -> list[str]:
     """Parameters of this rank whose part is not that of ``expected``, padding zero. Collective."""
     found = []
@@ -84,12 +67,20 @@ def differences(program: Program, expected: dict[str, dict[str, Tensor]]) -> lis
     for unit in state.units:
         if not unit.spec.trainable:
             continue
+        layout, index = unit.spec.layout, state.topology.shard_index
+        moments = {key: torch.full((layout.shard_numel,), 7.0) for key in MOMENTS}
+        if unit.away is not None:
+            for key in MOMENTS:
+                unit.away.read(key, moments[key])
         for position, shard in unit.owned_shards():
-            slot = unit.spec.layout.slots[position]
-            own = unit.spec.layout.overlap(state.topology.shard_index, slot.name)
-            for key in ("exp_avg", "exp_avg_sq"):
+            slot = layout.slots[position]
+            own = layout.overlap(index, slot.name)
+            for key in MOMENTS:
                 part = part_of(program, slot.name, expected, key).view(-1)[own.start : own.stop]
-                held = program.optimizer.state[shard][key].view(-1)
+                begin = slot.offset + own.start - layout.shard_range(index).start
+                held = moments[key][begin : begin + len(own)]
+                if unit.away is None:
+                    held = program.optimizer.state[shard][key].view(-1)
                 if not torch.equal(held, part):
                     found.append(f"{slot.name} {key}")
             if program.optimizer.state[shard]["step"].item() != STEPS:
@@ -128,22 +119,53 @@ def test_what_a_layout_has_trained_is_the_file_of_one_process(
     parallel_assert(comm, described(folder / layout / origin.name) == described(origin))
 
 
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_goes_on_from_every_other(
-    comm: MPI.Intracomm, folder: Path, origin: Path, layout: str
+@pytest.mark.ranks(2, 4)
+def test_stages_that_have_layers_in_turn_write_the_same_file(
+    comm: MPI.Intracomm, folder: Path, origin: Path
 ) -> None:
-    """From one process to this layout, from its file to each other layout, and from theirs to the file of before."""
+    with first_ranks(comm, {"pipeline": comm.size}) as topology:
+        assert topology is not None
+        program = Program(topology, stage=1, in_turn=True)
+        program.train(STEPS)
+        path = save(program, folder / "mine")
+        wrong = differences(program, trained_by_torch(STEPS))
+        means = {n: b for n, b in program.model.named_buffers() if n.endswith("mean")}
+        for buffer in means.values():
+            buffer.zero_()
+        hpczero.checkpoint.load(path, program.model, program.optimizer)
+        for name, buffer in means.items():
+            layer = int(name.split(".")[1])
+            if not torch.equal(buffer, torch.full((layer + 1,), 0.5 + layer)):
+                wrong.append(name)
+        program.close()
+    parallel_assert(comm, not wrong, str(wrong))
+    parallel_assert(comm, contents(path) == contents(origin))
+    parallel_assert(comm, described(path) == described(origin))
+
+
+@pytest.mark.ranks(4)
+def test_every_layout_goes_on_from_every_other(
+    comm: MPI.Intracomm, folder: Path, origin: Path
+) -> None:
+    """From one process to each layout; from the file of each to all of them, and from there to the file of before."""
     expected = trained_by_torch(STEPS)
     wrong: list[str] = []
-    go_on(comm, LAYOUTS[layout], STAGES[layout], origin, folder / "mine", expected, wrong)
-    for other, degrees in LAYOUTS.items():
-        stage = (STAGES[other] + 1) % 4
-        source = folder / "mine" / origin.name
-        go_on(comm, degrees, stage, source, folder / other, expected, wrong)
-        if contents(folder / other / origin.name) != contents(origin):
-            wrong.append(f"the file of {other}")
-    parallel_assert(comm, not wrong, f"{layout}: {wrong}")
+    for layout, degrees in LAYOUTS.items():
+        go_on(comm, degrees, STAGES[layout], origin, folder / layout, expected, wrong)
+        if contents(folder / layout / origin.name) != contents(origin):
+            wrong.append(f"the file of {layout}")
+    for layout, degrees in LAYOUTS.items():
+        with first_ranks(comm, degrees) as topology:
+            if topology is None:
+                continue
+            program = Program(topology, stage=(STAGES[layout] + 1) % 4)
+            for other in LAYOUTS:
+                program.train(1)  # so that there is something to replace
+                source = folder / other / origin.name
+                hpczero.checkpoint.load(source, program.model, program.optimizer)
+                wrong += [f"{other} to {layout}: {t}" for t in differences(program, expected)]
+            program.close()
+    parallel_assert(comm, not wrong, str(wrong))
 
 
 def go_on(
@@ -154,13 +176,79 @@ def go_on(
     target: Path,
     expected: dict[str, dict[str, Tensor]],
     wrong: list[str],
+    **options: Any,
 ) -> None:
     """Load ``source``, compare, and save it as ``target``."""
     with first_ranks(comm, degrees) as topology:
         if topology is not None:
-            program = Program(topology, stage=stage, initialize=lambda name, t: t.fill_(5.0))
+            options = {"stage": stage, "initialize": lambda name, t: t.fill_(5.0), **options}
+            program = Program(topology, **options)
             program.train(1)  # so that there is something to replace
             program.step = hpczero.checkpoint.load(source, program.model, program.optimizer).step
             wrong += [f"{degrees}: {text}" for text in differences(program, expected)]
             save(program, target)
+            program.train(1)
+            save(program, target)
             program.close()
+
+
+WINDOW = 2**14
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("medium", ["host", "disk"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tensor2",
+        "tensor3",
+        "tensor4",
+        "tensor2_pipeline2",
+        "tensor2_shard2",
+        "pipeline2_replicate2",
+    ],
+)
+def test_parts_on_a_tier_are_saved_and_loaded_as_those_in_memory(
+    comm: MPI.Intracomm,
+    folder: Path,
+    origin: Path,
+    layout: str,
+    medium: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Many rounds, many windows, and hardly one stays open."""
+    monkeypatch.setattr(exchange, "ROUND_NBYTES", 3000)
+    monkeypatch.setattr(held, "OPEN_NBYTES", WINDOW // 2)
+    scratch = folder if medium == "disk" else None
+    wrong: list[str] = []
+    expected = trained_by_torch(STEPS)
+    target = folder / "target"
+    for fraction in (1.0, 0.4):
+        away = Offload(medium, medium, medium, scratch, WINDOW, 4, fraction=fraction)
+        go_on(comm, LAYOUTS[layout], 3, origin, target, expected, wrong, offload=away)
+        if contents(target / origin.name) != contents(origin):
+            wrong.append(f"the file, with {fraction} away")
+    go_on(comm, LAYOUTS[layout], 1, origin, folder / "memory", expected, wrong)
+    later = f"step-{STEPS + 1:09d}"
+    if contents(target / later) != contents(folder / "memory" / later):
+        wrong.append("the file of a step more")
+    parallel_assert(comm, not wrong, str(wrong))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("layout", ["tensor2_pipeline2", "tensor2_shard2", "pipeline2_replicate2"])
+def test_a_save_in_the_background_holds_the_values_of_its_step(
+    comm: MPI.Intracomm, folder: Path, origin: Path, layout: str
+) -> None:
+    with first_ranks(comm, LAYOUTS[layout]) as topology:
+        assert topology is not None
+        program = Program(topology, stage=2)
+        program.train(STEPS)
+        with Checkpoints(
+            folder / "mine", program.model, slab_nbytes=SLAB_NBYTES, background=True
+        ) as saved:
+            saved.save(program.step, {"step": program.step})
+            program.train(2)
+        program.close()
+    parallel_assert(comm, contents(folder / "mine" / origin.name) == contents(origin))
+    parallel_assert(comm, verify(folder / "mine" / origin.name).verdict is Verdict.SOUND)
