@@ -13,6 +13,7 @@ import hpczero
 from hpczero.errors import EXIT_REQUEUE
 from hpczero.job import log
 from hpczero.options.config import RunConfig
+from hpczero.parallel.tensor import close
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.metrics import process_peak_nbytes, read_metrics
 from hpczero.run.results.weights import begin_weights
@@ -94,6 +95,7 @@ def _write_weights(run: Run) -> None:
 
 def _give_back(run: Run) -> None:
     hpczero.release(run.model)
+    close(run.model)
     if run.checkpointing is not None:
         run.checkpointing.close()
     run.tokens.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from hpczero.accelerator import Accelerator
 from hpczero.adapters.base import Adapter
 from hpczero.options.parallel import LayoutOptions
 from hpczero.parallel.pipeline.runner import Pipeline
+from hpczero.parallel.tensor import own_tokens
 from hpczero.run.results.metrics import Stopwatch
 
 # (step, micro step) -> inputs and targets of this rank, NumPy arrays.
@@ -64,7 +66,13 @@ class PlainPasses:
     waited_s = 0.0
 
     def __init__(
-        self, model: nn.Module, *, loss: Loss, accumulation: int, accelerator: Accelerator
+        self,
+        model: nn.Module,
+        *,
+        loss: Loss,
+        accumulation: int,
+        accelerator: Accelerator,
+        own: Callable[[Tensor], Tensor] = lambda tokens: tokens,
     ) -> None:
         """Not collective.
 
@@ -73,8 +81,9 @@ class PlainPasses:
             loss: mean loss of a micro batch, from the model, inputs and targets.
             accumulation: micro steps in a step.
             accelerator: device of the model.
+            own: this rank's part of inputs and targets, where ranks share the tokens of a sample.
         """
-        self._model, self._loss = model, loss
+        self._model, self._loss, self._own = model, loss, own
         self._accumulation, self._accelerator = accumulation, accelerator
 
     def take(
@@ -87,7 +96,9 @@ class PlainPasses:
                 arrays = samples(number, micro_step)
             with hpczero.accumulate(self._model, micro_step, self._accumulation):
                 with watch.phase("forward"):
-                    inputs, targets = (self._accelerator.bring(torch.from_numpy(a)) for a in arrays)
+                    inputs, targets = (
+                        self._accelerator.bring(self._own(torch.from_numpy(a))) for a in arrays
+                    )
                     loss = self._loss(self._model, inputs, targets)
                 with watch.phase("backward"):
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -98,20 +109,30 @@ class PlainPasses:
 
     def held_out(self, parts: Iterable[tuple[Tensor, Tensor, int]]) -> float:
         """As of every way."""
-        return sum(self._loss(self._model, x, y).item() * number for x, y, number in parts)
+        own = self._own
+        return sum(
+            self._loss(self._model, own(x), own(y)).item() * number for x, y, number in parts
+        )
 
 
 class PipelinePasses:
     """Of a stage of a pipeline, whose micro batches pass from stage to stage."""
 
-    def __init__(self, pipeline: Pipeline, *, accelerator: Accelerator) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        accelerator: Accelerator,
+        own: Callable[[Tensor], Tensor] = lambda tokens: tokens,
+    ) -> None:
         """Not collective.
 
         Args:
             pipeline: of the stage.
             accelerator: device of the stage.
+            own: as of ``PlainPasses``.
         """
-        self._pipeline, self._accelerator = pipeline, accelerator
+        self._pipeline, self._accelerator, self._own = pipeline, accelerator, own
 
     def take(
         self, number: int, samples: Samples, watch: Stopwatch, finish: Callable[[], None]
@@ -121,7 +142,7 @@ class PipelinePasses:
             micro_steps = [samples(number, each) for each in range(self._pipeline.micro_batches)]
         with watch.phase("backward"):
             pairs = [
-                [self._accelerator.bring(torch.from_numpy(a)) for a in arrays]
+                [self._accelerator.bring(self._own(torch.from_numpy(a))) for a in arrays]
                 for arrays in micro_steps
             ]
             loss = self._pipeline.step([pair[0] for pair in pairs], [pair[1] for pair in pairs])
@@ -130,10 +151,12 @@ class PipelinePasses:
 
     def held_out(self, parts: Iterable[tuple[Tensor, Tensor, int]]) -> float:
         """As of every way; forwards of equally many samples pass one after the other."""
-        total = 0.0
+        total, own = 0.0, self._own
         for number, group in itertools.groupby(parts, key=lambda part: part[2]):
             alike = list(group)
-            mean = self._pipeline.evaluate([x for x, _, _ in alike], [y for _, y, _ in alike])
+            mean = self._pipeline.evaluate(
+                [own(x) for x, _, _ in alike], [own(y) for _, y, _ in alike]
+            )
             total += mean * number * len(alike)
         return total
 
@@ -163,9 +186,14 @@ def passes_of(
     Raises:
         ConfigError: numbers that the schedule cannot run.
     """
+    own = partial(own_tokens, topology=hpczero.sharding(model).topology)
     if options.pipeline == 1:
         return PlainPasses(
-            model, loss=adapter.loss, accumulation=accumulation, accelerator=accelerator
+            model,
+            loss=adapter.loss,
+            accumulation=accumulation,
+            accelerator=accelerator,
+            own=own,
         )
     pipeline = Pipeline(model, micro_batches=accumulation, schedule=options.order)
-    return PipelinePasses(pipeline, accelerator=accelerator)
+    return PipelinePasses(pipeline, accelerator=accelerator, own=own)

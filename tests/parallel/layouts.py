@@ -129,6 +129,7 @@ def train_laid_out(
     import hpczero
     from hpczero.accelerator import HostAccelerator
     from hpczero.adapters.gpt import GPTAdapter
+    from hpczero.parallel.tensor import close
     from hpczero.run.passes import passes_of
     from hpczero.run.results.metrics import Stopwatch
     from hpczero.run.starting.dividing import divide
@@ -167,6 +168,7 @@ def train_laid_out(
         found.losses.append(sum(losses) / len(losses))
     found.state = hpczero.full_state_dict(model)
     hpczero.release(model)
+    close(model)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,6 +36,7 @@ def spoil(model: Any) -> None:
         for shard in unit.shards
         if shard.grad is not None and shard.numel()
     )
+    assert shard.grad is not None, "chosen so"
     shard.grad.mul_(torch.nan)
 
 
@@ -111,14 +113,10 @@ def test_options_that_differ_on_one_rank_are_refused_on_all(comm: MPI.Intracomm)
         with laid_out(comm, options) as topology:
             if topology.data_sequence.size == 1:
                 continue
-            raises_on_all(
-                comm,
-                StepError,
-                "lr",
-                lambda topology=topology, options=options, around=around: train_laid_out(
-                    sizes(), topology, options, stage=1, steps=3, around=around
-                ),
+            train = partial(
+                train_laid_out, sizes(), topology, options, stage=1, steps=3, around=around
             )
+            raises_on_all(comm, StepError, "lr", train)
 
 
 def test_the_norm_of_one_parameter_of_a_part_is_refused(comm: MPI.Intracomm) -> None:

@@ -87,7 +87,7 @@ def inspect(model: nn.Module, group: Group, rule: Rule, *, sequence: bool) -> In
     _check_patterns(modules, rule, before)
     if rule.check is not None:
         rule.check(model)
-    names, aliases = _names(model)
+    names, aliases = names_of(model)
     part = before or ModelPart(tuple(names.values()), aliases)
     return Inspection(
         layers,
@@ -242,7 +242,7 @@ def _counts(
 # --- where parameters go
 
 
-def _names(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
+def names_of(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
     """The first name of each parameter, by its id; and further names, with the first."""
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}

@@ -25,8 +25,10 @@ from hpczero.errors import ConfigError, PlanError
 from hpczero.job.topology import Topology
 from hpczero.models.gpt import GPT, Attention
 from hpczero.parallel.tensor.functions import exchange
+from hpczero.parallel.tensor.inspection import names_of
 from hpczero.parallel.tensor.masks import PartDropout, own_masks
 from hpczero.parallel.tensor.split import SUMS, Model
+from hpczero.plan.placement import KEY, ModelPart
 
 Attend = Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]
 HEADS, TIME = 1, 2  # of (B, H, T, D)
@@ -62,6 +64,8 @@ def share_sequence(model: Model, topology: Topology) -> Model:
         for key, child in parent._modules.items():
             if isinstance(child, nn.Dropout) and child.p > 0.0:
                 parent._modules[key] = PartDropout(child, sums)
+    names, aliases = names_of(model)
+    model.__dict__.setdefault(KEY, ModelPart(tuple(names.values()), aliases))
     model.span = partial(_own_span, sums=sums, context=model.config.context)
     return model
 

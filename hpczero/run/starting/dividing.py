@@ -12,7 +12,7 @@ from hpczero.adapters.base import Adapter
 from hpczero.job.topology import Topology
 from hpczero.options.parallel import LayoutOptions
 from hpczero.parallel.pipeline.stages import cut
-from hpczero.parallel.tensor import split
+from hpczero.parallel.tensor import share_sequence, split
 
 
 def divide(
@@ -36,4 +36,6 @@ def divide(
         cut(model, topology, adapter.stages(model), interleave=options.interleave)
     if options.tensor > 1:
         split(model, topology, adapter.tensor_rule(), sequence=options.sequence)
+    if options.context > 1:
+        share_sequence(model, topology)
     return model
