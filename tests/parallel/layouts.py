@@ -111,6 +111,7 @@ def train_laid_out(
     micro_batches: int = MICRO_BATCHES,
     seed: int = 3,
     around: Callable[[Any, Any, int], None] = lambda model, optimizer, step: None,
+    prepare: Callable[[Any, Any], Callable[[], None]] = lambda adapter, model: lambda: None,
     **of_zeroify: Any,
 ) -> Trained:
     """Over the ranks of ``topology``, as the training command does it. Collective over its world.
@@ -124,6 +125,7 @@ def train_laid_out(
         micro_batches: of each data parallel rank and step.
         seed: of the initial weights.
         around: called before each optimizer step, with model, optimizer and step.
+        prepare: called with adapter and zeroified model; what it returns is called at the end.
         of_zeroify: further arguments of it.
     """
     import hpczero
@@ -149,6 +151,7 @@ def train_laid_out(
         secondary=options.secondary,
         **of_zeroify,
     )
+    end = prepare(adapter, model)
     passes = passes_of(
         options, adapter, model, accumulation=micro_batches, accelerator=HostAccelerator()
     )
@@ -169,6 +172,7 @@ def train_laid_out(
     found.state = hpczero.full_state_dict(model)
     hpczero.release(model)
     close(model)
+    end()
     return found
 
 
