@@ -186,9 +186,7 @@ class Group:
         if self.size == 1:
             return values[None]
         found = np.empty((self.size, len(values)), dtype=np.float64)
-        with self.watchdog.watch(
-            f"an exchange of {len(values)} number(s) in {self.comm.Get_name()}"
-        ):
+        with self.watchdog.watch("Topology.share"):
             self.comm.Allgather(np.ascontiguousarray(values), found)
         return found
 
