@@ -115,7 +115,8 @@ def counted(topology: Topology) -> Iterator[tuple[Topology, Wire]]:
         node=Inside(world.node),
         rail=world.rail and Inside(world.rail),
     )
-    yield dataclasses.replace(topology, world=counting, data=counting, shard=counting), wire
+    groups = ("world", "data", "shard", "data_sequence")
+    yield dataclasses.replace(topology, **dict.fromkeys(groups, counting)), wire
 
 
 def train_step(
