@@ -115,8 +115,12 @@ def counted(topology: Topology) -> Iterator[tuple[Topology, Wire]]:
         node=Inside(world.node),
         rail=world.rail and Inside(world.rail),
     )
-    groups = ("world", "data", "shard", "data_sequence")
-    yield dataclasses.replace(topology, **dict.fromkeys(groups, counting)), wire
+    yield (
+        dataclasses.replace(
+            topology, world=counting, data=counting, shard=counting, data_sequence=counting
+        ),
+        wire,
+    )
 
 
 def train_step(
