@@ -69,11 +69,11 @@ class StockBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) in and out; T may be a part of the tokens, where the norms stand."""
         y = self.norm1(x)
-        heads = [
+        q, k, v = (
             layer(y).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for layer in (self.q, self.k, self.v)
-        ]
-        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(-2))
         out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
         return out
@@ -203,7 +203,7 @@ def shard_by_fsdp2(model: StockGPT, mesh: DeviceMesh, again: bool | int = True) 
 def whole(tensor: Any) -> Tensor:
     """The whole value of a DTensor or of a plain tensor. Collective for DTensors."""
     value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return value.detach().clone()  # type: ignore[no-any-return]
+    return value.detach().clone()
 
 
 def train_stock(
@@ -236,7 +236,7 @@ def train_stock(
         for micro in range(micro_batches):
             tokens = text(step, micro, rank, config.context)
             loss = mean_loss(model(tokens[:, :-1]), tokens[:, 1:]) / micro_batches
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += loss.item()
         losses = comm.allgather(total)
         seen.losses.append(sum(losses) / len(losses))

@@ -53,7 +53,7 @@ def stock(comm: MPI.Intracomm, divide: Callable[[StockGPT], None], *, data: int,
     )
 
 
-def ours(
+def train_here(
     topology: Topology, options: LayoutOptions, *, stage: int, micro_batches: int = MICRO_BATCHES
 ) -> Seen:
     """The same steps with hpczero. Collective over the topology's world."""
@@ -89,11 +89,11 @@ def disagreements(mine: Seen, theirs: Seen, data: int) -> list[str]:
         worst = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
         if not worst <= 1e-6:
             said.append(f"{name} off by {worst:.2g}")
-    for step, (found, expected) in enumerate(zip(mine.gradients, theirs.gradients, strict=True)):
-        if found.keys() != expected.keys():
-            said.append(f"step {step}: names {sorted(found.keys() ^ expected.keys())[:4]}")
-        for name in found.keys() & expected.keys():
-            worst = off(found[name], expected[name])
+    for step, (ours, right) in enumerate(zip(mine.gradients, theirs.gradients, strict=True)):
+        if ours.keys() != right.keys():
+            said.append(f"step {step}: names {sorted(ours.keys() ^ right.keys())[:4]}")
+        for name in ours.keys() & right.keys():
+            worst = off(ours[name], right[name])
             if not worst <= (LATER_GRADIENTS if step else FIRST_GRADIENTS):
                 said.append(f"step {step}: gradient of {name} off by {worst:.2g}")
     return said
@@ -112,7 +112,7 @@ def compared(
     said: list[str] = []
     for stage in stages:
         with laid_out(comm, options, nodes) as topology:
-            mine = ours(topology, options, stage=stage, micro_batches=micro_batches)
+            mine = train_here(topology, options, stage=stage, micro_batches=micro_batches)
             if topology.is_root:
                 wrong = disagreements(mine, theirs, topology.data.size)
                 said += [f"stage {stage}, {each}" for each in wrong]
