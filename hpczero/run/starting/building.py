@@ -16,6 +16,7 @@ from hpczero.accelerator import Accelerator
 from hpczero.adapters.base import Adapter
 from hpczero.job.topology import Topology
 from hpczero.options.config import RunConfig, TrainOptions
+from hpczero.plan.precision import Precision
 from hpczero.run.starting.dividing import divide
 from hpczero.run.starting.offloading import offload_of
 
@@ -41,7 +42,7 @@ def build(
         optimizer,
         stage=config.parallel.stage,
         topology=topology,
-        precision=config.parallel.precision,
+        precision=Precision.of(config.parallel.precision, reduce=config.parallel.reduce),
         transport=config.parallel.transport,
         algorithms=config.parallel.algorithms,
         overlap=config.parallel.overlap,
