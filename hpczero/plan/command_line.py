@@ -27,6 +27,7 @@ def command_line(run: Run, title: str, *, memory_nbytes: int | None = None) -> s
     words += [f"--layers {model.layers}", f"--hidden {model.hidden}", f"--vocab {model.vocab_size}"]
     words += [f"--positions {model.positions}", f"--sequence {run.sequence}"]
     words += [f"--precision {run.precision}", f"--micro-batch {run.micro_batch}"]
+    words += [f"--reduce {run.reduce}"] * (run.reduce != "fp32")
     words += [f"--accumulation {run.accumulation}"] * (run.accumulation > 1)
     return " ".join(words)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -58,12 +58,15 @@ def optimizer_of(model: nn.Module, *, eps: float = 1e-3) -> torch.optim.Optimize
 
 
 @contextmanager
-def laid_out(comm: MPI.Intracomm, options: LayoutOptions) -> Iterator[Topology]:
-    """The topology that the options mean for the ranks of ``comm``, all on one node. Collective."""
+def laid_out(
+    comm: MPI.Intracomm, options: LayoutOptions, nodes: Sequence[int] | None = None
+) -> Iterator[Topology]:
+    """The topology that the options mean for the ranks of ``comm``, all on one node or on these. Collective."""
     from hpczero import Topology
-    from hpczero.plan.degrees import mesh_of
+    from hpczero.plan.degrees import mesh_on_nodes
 
-    topology = Topology.create(comm, mesh=mesh_of(options, comm.size, comm.size))
+    mesh = mesh_on_nodes(options, nodes or [0] * comm.size)
+    topology = Topology.create(comm, nodes, mesh=mesh)
     yield topology
     topology.free()
 

@@ -135,6 +135,7 @@ def run_of(
         transport=transport,
         stage=config.parallel.stage,
         precision=config.parallel.precision,
+        reduce=config.parallel.reduce,
         sequence=model.context,
         micro_batch=batch.micro_batch,
         accumulation=batch.accumulation,
