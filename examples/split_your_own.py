@@ -1,4 +1,4 @@
-"""A plain torch model of your own over tensor ranks and pipeline stages: ``mpirun -n 4 python examples/split_your_own.py``.
+"""A plain torch model of your own over tensor ranks and stages: ``mpirun -n 4 python examples/split_your_own.py``.
 
 The model knows nothing of ranks. A rule says which layers are cut and how; ``Stages`` says how the forward falls into
 parts. Both name modules as ``model.named_modules()`` does. Any number of ranks works that 2 x 2 divides.
