@@ -295,13 +295,20 @@ class Plan:
         return sum(parts, TrafficPlan())
 
     def describe(
-        self, footprint: Footprint | None = None, *, memory: MemoryPlan | None = None
+        self,
+        footprint: Footprint | None = None,
+        *,
+        memory: MemoryPlan | None = None,
+        of: str = "",
+        sent: str = "",
     ) -> str:
         """A few lines for a run header: units, bytes held, bytes sent by a transport of this footprint.
 
         Args:
             footprint: of the transport.
             memory: bytes held, where they are not those of this plan alone.
+            of: what of a whole model the parameters are, where they are not all of it.
+            sent: the line about bytes sent, where they are not those of this plan alone.
         """
         memory = memory or self.memory(footprint=footprint)
         traffic = self.traffic(footprint=footprint)
@@ -310,7 +317,7 @@ class Plan:
         mib = 2**20
         units = (
             f"plan: stage {int(self.stage)}, {self.precision.param} parameters, "
-            f"{self.numel:,} parameters (+{self.padding_numel:,} padding) in "
+            f"{self.numel:,} parameters{of} (+{self.padding_numel:,} padding) in "
             f"{len(self.units)} units of {spread} over {self.num_shards} shards"
         )
         staging = f" + staging {memory.staging / mib:,.1f}" if memory.staging else ""
@@ -320,6 +327,8 @@ class Plan:
             f"{memory.gradients / mib:,.1f} + optimizer {memory.optimizer / mib:,.1f}{staging}; in flight up to "
             f"{memory.unsharded / mib:,.1f} unsharded + {memory.exchange / mib:,.1f} exchange"
         )
+        if sent:
+            return "\n".join((units, held, sent))
         sent = (
             f"  sent per rank and step: {traffic.nbytes / mib:,.1f} MiB in "
             f"{traffic.all_gathers} all-gathers and {traffic.reduce_scatters} reduce-scatters"
