@@ -50,6 +50,7 @@ class Options:
         rate_mbit: what a node's link carries; then bytes are counted on its interface eth0. 0: not known.
         nap_ms: forward of one micro-batch where blocks sleep; 0: no such pipelines.
         naps: measured steps of each of them.
+        nap_kib: size of the messages of one more such pipeline; 0: none.
         algorithms: between nodes, as in --parallel.algorithms.
         emulated: the nodes are emulated on one machine: say so in every table.
         seed: of the order in the rounds.
@@ -70,6 +71,7 @@ class Options:
     rate_mbit: float = 0.0
     nap_ms: float = 20.0
     naps: int = 7
+    nap_kib: int = 128
     algorithms: str = "auto"
     emulated: tyro.conf.UseCounterAction[int] = 0  # a bare --emulated
     seed: int = 0
@@ -80,7 +82,7 @@ class Options:
         for name in (*positive, "micro_batches", "rounds", "steps", "warm_up", "naps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name}: got {getattr(self, name)}, expected at least 1")
-        for name in ("rate_mbit", "nap_ms"):
+        for name in ("rate_mbit", "nap_ms", "nap_kib"):
             if not 0 <= getattr(self, name) < 1e9:
                 raise ConfigError(f"--{name}: got {getattr(self, name)}, expected 0 or above")
 
@@ -237,7 +239,10 @@ def _idle(topology: Topology, options: Options) -> Iterator[Row]:
     stages = topology.num_nodes
     make = partial(SleepingPipeline, topology, _nodes(topology), stages=stages)
     nap_s = options.nap_ms / 1e3
-    pipelines = [make(order, nap_s=nap_s) for order in orders_of(stages, options.micro_batches)]
+    orders = orders_of(stages, options.micro_batches, options.nap_kib * 1024)
+    pipelines = [make(order, nap_s=nap_s) for order in orders]
+    # The ranks of a node send at once, and share its link.
+    rank_rate = options.rate_mbit * 1e6 / 8 / len(topology.world.nodes[0])
     for pipeline in pipelines:
         pipeline.step()
     order = random.Random(options.seed)
@@ -249,7 +254,7 @@ def _idle(topology: Topology, options: Options) -> Iterator[Row]:
                 "round": number,
                 "stages": stages,
                 "nap_s": nap_s,
-                "simulated": pipeline.simulated,
+                "simulated": pipeline.simulated(rank_rate),
                 "formula": pipeline.order.formula(stages),
                 "ranks": pipeline.step(),
             }

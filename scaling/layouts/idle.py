@@ -4,7 +4,8 @@ Owns: the pipeline whose blocks sleep, and the clocks around its steps. Must not
 
 Ranks that outnumber the cores compute in turns, and a stage that stands still gives its core to another one. So the
 blocks here sleep: forward for some milliseconds, backward for twice as many. Everything else is what trains: the cut,
-the schedule, the messages, ``zeroify``. What is sent is small, so that a link takes next to no time.
+the schedule, the messages, ``zeroify``. Messages are small, so that a link takes next to no time, or as large as asked
+for: MPI libraries move large ones only while both sides are in a call, and a stage that computes is not.
 
     idle    waits for messages (``StageMessages.stats``), and for the last stage to be through with its last backward
     busy    all other time of the stage: its sleeps, and what Python adds to them
@@ -25,7 +26,9 @@ from typing_extensions import override
 import hpczero
 from hpczero.job.mesh import Mesh
 from hpczero.job.topology import Topology
+from hpczero.parallel.pipeline.actions import schedule_of
 from hpczero.parallel.pipeline.runner import Pipeline
+from hpczero.parallel.pipeline.simulate import Costs, simulate
 from hpczero.parallel.pipeline.stages import Stages, cut
 
 WIDTH = 16
@@ -88,30 +91,40 @@ class Order:
         schedule: its order.
         micro_batches: of a step.
         interleave: groups of blocks on each stage.
+        message_nbytes: of what goes from stage to stage, at least.
     """
 
     schedule: str
     micro_batches: int
     interleave: int = 1
+    message_nbytes: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Of a micro-batch."""
+        return max(self.message_nbytes // (4 * WIDTH), 1)
 
     @property
     def name(self) -> str:
         """For tables."""
         groups = f" {self.interleave}" if self.interleave > 1 else ""
-        return f"{self.schedule}{groups}, {self.micro_batches} micro-batches"
+        sent = f", {self.message_nbytes // 1024} KiB" if self.message_nbytes else ""
+        return f"{self.schedule}{groups}, {self.micro_batches} micro-batches{sent}"
 
     def formula(self, stages: int) -> float:
         """(p - 1) / (v m): idle over busy time."""
         return (stages - 1) / (self.interleave * self.micro_batches)
 
 
-def orders_of(stages: int, micro_batches: int) -> list[Order]:
-    """All schedules with as many micro-batches as given, 1F1B with half as many too."""
+def orders_of(stages: int, micro_batches: int, message_nbytes: int) -> list[Order]:
+    """All schedules with as many micro-batches as given, 1F1B with half as many too, and with large messages."""
     found = [Order("gpipe", micro_batches), Order("1f1b", micro_batches)]
     if micro_batches > 1:
         found.append(Order("1f1b", micro_batches // 2))
     if micro_batches % stages == 0:
         found.append(Order("interleaved", micro_batches, 2))
+    if message_nbytes:
+        found.append(Order("1f1b", micro_batches, message_nbytes=message_nbytes))
     return found
 
 
@@ -142,12 +155,24 @@ class SleepingPipeline:
         self._pipeline = Pipeline(
             model, micro_batches=order.micro_batches, schedule=order.schedule
         )
-        self._inputs = [torch.ones(2, WIDTH) for _ in range(order.micro_batches)]
+        self._inputs = [torch.ones(order.rows, WIDTH) for _ in range(order.micro_batches)]
+        self._stages, self._nap_s = stages, nap_s
 
-    @property
-    def simulated(self) -> float:
-        """Idle over busy time, by the simulation of the lists with equal costs."""
-        return self._pipeline.simulation.bubble
+    def simulated(self, rank_rate: float) -> float:
+        """Idle over busy time, by the simulation of the lists with equal costs.
+
+        Args:
+            rank_rate: bytes per second between stages of one rank; 0: messages take no time.
+        """
+        order, nap_s = self.order, self._nap_s / self.order.interleave
+        message_s = 4 * order.rows * WIDTH / rank_rate if rank_rate else 0.0
+        lists = schedule_of(
+            order.schedule, self._stages, order.micro_batches, chunks=order.interleave
+        )
+        costs = Costs(nap_s, BACKWARD * nap_s, message_s)
+        return simulate(
+            lists, order.micro_batches, chunks=order.interleave, costs=costs
+        ).bubble
 
     def step(self) -> list[dict[str, float]]:
         """One step: of each rank its stage, and seconds ``busy``, ``waited`` for messages, ``idle``. Collective."""
