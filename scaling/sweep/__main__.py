@@ -109,7 +109,9 @@ class Options:
                 f"--checkpoint_every: got {self.checkpoint_every}, expected 0 or above"
             )
         if self.grow and self.kind != "weak":
-            raise ConfigError(f"--grow: a study of {self.kind} keeps the model; it goes with weak only")
+            raise ConfigError(
+                f"--grow: a study of {self.kind} keeps the model; it goes with weak only"
+            )
         if (self.kind == "layouts") != bool(self.layouts):
             raise ConfigError(
                 f"--layouts: got {' '.join(self.layouts) or 'nothing'} for the study {self.kind}; expected layouts for "

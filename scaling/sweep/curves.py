@@ -92,7 +92,13 @@ class Measured:
         point, found = self.point, []
         for row in self.rows:
             transport = transport_of(row["transport"])
-            if point.layout != PLAIN or point.nodes > 1 or point.precision != "fp32" or not row["probe"] or not transport:
+            if (
+                point.layout != PLAIN
+                or point.nodes > 1
+                or point.precision != "fp32"
+                or not row["probe"]
+                or not transport
+            ):
                 return None
             found.append(
                 predict_on_host(

@@ -34,7 +34,9 @@ DEFINITIONS = {
     "layouts": "Layouts: fixed model, global batch and number of ranks; each layout over the first one, T / T(first).",
 }
 PLAIN = LayoutOptions()
-FILLED = 2  # micro-batches of a pipeline for each stage, where the batch has so many and nobody chose
+FILLED = (
+    2  # micro-batches of a pipeline for each stage, where the batch has so many and nobody chose
+)
 DEFAULT_STEPS = 30  # after warm-up; Hoefler and Belli, SC15, and enough for a 95 % interval
 DEFAULT_BATCH = 4  # sequences of a rank in a weak study
 DEFAULT_MICRO_BATCH = 8  # most of one forward, where the batch is not given
