@@ -69,12 +69,14 @@ class Contender(base.GlooContender):
         """Give every layer its part of the weights."""
         sequence = self.sequence
         between = Shard(1) if sequence else Replicate()
-        enter = {
+        enter: dict[str, Any] = {
             name: PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
             for name in ("attention", "mlp")
         }
-        norms = {name: SequenceParallel() for name in ("attention_norm", "mlp_norm")}
-        layers = {
+        norms: dict[str, Any] = {
+            name: SequenceParallel() for name in ("attention_norm", "mlp_norm")
+        }
+        layers: dict[str, Any] = {
             "attention.qkv": ColwiseParallel(),
             "attention.projection": RowwiseParallel(output_layouts=between),
             "mlp.expansion": ColwiseParallel(),

@@ -136,7 +136,9 @@ class Crew:
         if self.entry.python == "peers":
             python = str(PEERS_PYTHON)
             environment |= peers_environment()
-        self._spawn(["bash", "-c", ALL_RANKS, "ranks", str(self._size), python, *command], environment)
+        self._spawn(
+            ["bash", "-c", ALL_RANKS, "ranks", str(self._size), python, *command], environment
+        )
 
     def _spawn(self, command: Sequence[str], environment: dict[str, str]) -> None:
         process = subprocess.Popen(

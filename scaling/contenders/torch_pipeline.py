@@ -26,6 +26,7 @@ class Part(nn.Module):
         blocks = blocks_of(len(model.blocks), stages, stage)
         self.blocks = nn.ModuleList(model.blocks[block] for block in blocks)
         if self._first:
+            assert model.wpe is not None, "workloads have learned positions"
             self.wte, self.wpe = model.wte, model.wpe
         if self._last:
             self.final_norm, self.lm_head = model.final_norm, model.lm_head

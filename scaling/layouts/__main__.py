@@ -156,7 +156,9 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
 
 def _cases(topology: Topology, options: Options) -> list[Case]:
     nodes = topology.world.nodes
-    if not topology.is_rectangular or [r for node in nodes for r in node] != [*range(topology.size)]:
+    if not topology.is_rectangular or [r for node in nodes for r in node] != [
+        *range(topology.size)
+    ]:
         raise ConfigError(
             f"ranks lie as {nodes}; expected as many on every node, one node after the other (mpirun --map-by core)"
         )
@@ -213,7 +215,8 @@ def _layouts(topology: Topology, cases: Sequence[Case], options: Options) -> Ite
             training, found = trainings[name], losses[name]
             sent, waited = _sent(topology, options), training.waited_s
             took = seconds(
-                topology, lambda t=training, f=found: f.extend(t.steps(options.steps))  # type: ignore[misc]
+                topology,
+                lambda t=training, f=found: f.extend(t.steps(options.steps)),  # type: ignore[misc]
             )
             after = _sent(topology, options)
             waits = topology.gather((training.waited_s - waited) / options.steps)

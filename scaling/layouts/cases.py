@@ -117,8 +117,9 @@ class Case:
 
 
 def cases_of(work: Work, nodes: int, local: int) -> list[Case]:
-    """Layouts that one may choose among, for ``nodes`` of ``local`` ranks. Those that need several nodes or ranks on
-    one are left out where there are none.
+    """Layouts that one may choose among, for ``nodes`` of ``local`` ranks.
+
+    Those that need several nodes, or several ranks on one, are left out where there are none.
     """
     case = partial(Case, work=work, ranks=nodes * local, local=local)
     found = [case("shards over all, stage 3", LayoutOptions(), 3)]

@@ -60,7 +60,7 @@ class Sleeper(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Nap.apply(x, self.weight, self._nap_s)  # type: ignore[no-untyped-call]
+        out: Tensor = _Nap.apply(x, self.weight, self._nap_s)
         return out
 
 
@@ -152,9 +152,7 @@ class SleepingPipeline:
             model, self._optimizer, stage=1, topology=self.topology, algorithms="default"
         )
         self._model, self.order = model, order
-        self._pipeline = Pipeline(
-            model, micro_batches=order.micro_batches, schedule=order.schedule
-        )
+        self._pipeline = Pipeline(model, micro_batches=order.micro_batches, schedule=order.schedule)
         self._inputs = [torch.ones(order.rows, WIDTH) for _ in range(order.micro_batches)]
         self._stages, self._nap_s = stages, nap_s
 
@@ -170,9 +168,7 @@ class SleepingPipeline:
             order.schedule, self._stages, order.micro_batches, chunks=order.interleave
         )
         costs = Costs(nap_s, BACKWARD * nap_s, message_s)
-        return simulate(
-            lists, order.micro_batches, chunks=order.interleave, costs=costs
-        ).bubble
+        return simulate(lists, order.micro_batches, chunks=order.interleave, costs=costs).bubble
 
     def step(self) -> list[dict[str, float]]:
         """One step: of each rank its stage, and seconds ``busy``, ``waited`` for messages, ``idle``. Collective."""

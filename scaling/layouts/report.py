@@ -130,7 +130,8 @@ def _order(rows: list[Row], found: dict[str, dict[int, float]]) -> list[str]:
     both = agreement(foretold, seen)
     said = (
         f"{both.alike} of {both.pairs} pairs of layouts are foretold in the order in which they were seen (Kendall's "
-        f"tau {both.tau:.2f}); of the {both.clear} pairs whose intervals (with five rounds or fewer: ranges) do not overlap, {both.clear_alike}."
+        f"tau {both.tau:.2f}); of the {both.clear} pairs whose intervals (up to five rounds: ranges) do "
+        f"not overlap, {both.clear_alike}."
     )
     return [table(["place", "foretold", "seen"], cells), said]
 

@@ -26,7 +26,15 @@ def times(rows: list[Row], contender: str) -> dict[int, float]:
 
 def text(rows: list[Row]) -> str:
     """Heading and table; markdown."""
-    header = ["layout", "hpczero, ms", "torch, ms", "hpczero / torch", "goal", "met", "losses apart"]
+    header = [
+        "layout",
+        "hpczero, ms",
+        "torch, ms",
+        "hpczero / torch",
+        "goal",
+        "met",
+        "losses apart",
+    ]
     cells = []
     for row in of_kind(rows, "match"):
         own, other = times(rows, row["own"]), times(rows, row["other"])
@@ -73,6 +81,8 @@ def draw(rows: list[Row], path: Path) -> None:
             spread = Spread.of(ratios)
             bars.append(Bar(row["match"], spread.median, spread.low, spread.high))
     head = next(of_kind(rows, "run"))
-    title = f"{head['description']}, {head['precision']}, {head['ranks']} ranks\n{where_and_when(head)}"
+    title = (
+        f"{head['description']}, {head['precision']}, {head['ranks']} ranks\n{where_and_when(head)}"
+    )
     if bars:
         draw_bars({"step time, hpczero / torch": bars}, path, title=title)
