@@ -15,8 +15,9 @@ from hpczero.adapters.gpt import GPTAdapter
 from hpczero.job.topology import Topology
 from hpczero.options.parallel import LayoutOptions
 from hpczero.plan.degrees import mesh_of
+from hpczero.run.passes import passes_of
 from hpczero.run.results.metrics import Stopwatch
-from hpczero.run.starting.dividing import divide, passes_of
+from hpczero.run.starting.dividing import divide
 from scaling.contenders import base
 from scaling.contenders.workload import SEED, Workload
 from scaling.evidence.record import versions

@@ -15,8 +15,8 @@ import hpczero
 from hpczero.accelerator import HostAccelerator
 from hpczero.adapters.gpt import GPTAdapter
 from hpczero.job.topology import Topology
-from hpczero.run.passes import PipelinePasses
-from hpczero.run.starting.dividing import divide, passes_of
+from hpczero.run.passes import PipelinePasses, passes_of
+from hpczero.run.starting.dividing import divide
 from hpczero.run.step import TrainingStep
 from scaling.contenders.workload import LEARNING_RATE, SEED
 from scaling.layouts.cases import Case

@@ -209,7 +209,8 @@ class Trainer:
         import hpczero
         from hpczero.adapters.gpt import GPTAdapter
         from hpczero.data import Batches
-        from hpczero.run.starting.dividing import divide, passes_of
+        from hpczero.run.passes import passes_of
+        from hpczero.run.starting.dividing import divide
         from hpczero.run.step import TrainingStep
 
         self.topology, self.point, self.accelerator = topology, point, accelerator
