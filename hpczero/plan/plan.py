@@ -81,6 +81,7 @@ class UnitSpec:
         trainable: whether gradients, masters and optimizer state exist.
         uncounted: slots that another rank counts in norms, because it holds the same (``Placement.counted``).
         partial: slots of whose gradients every tensor rank has a part of the sum (``Placement.partial``).
+        kept: slots that every tensor rank holds whole, where the model is a part of one.
     """
 
     name: str
@@ -90,6 +91,7 @@ class UnitSpec:
     trainable: bool
     uncounted: tuple[int, ...] = ()
     partial: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
 
     @property
     def is_root(self) -> bool:
@@ -159,6 +161,7 @@ class Plan:
                     trainable=trainable,
                     uncounted=tuple(i for i, each in enumerate(placed) if not each.counted),
                     partial=tuple(i for i, each in enumerate(placed) if each.partial),
+                    kept=tuple(i for i, each in enumerate(placed) if part.names and each.dim is None),
                 )
             )
         return cls(Stage.of(stage), precision, num_shards, tuple(units))

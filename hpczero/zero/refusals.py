@@ -182,3 +182,29 @@ def check_degrees(model: nn.Module, mesh: Mesh) -> None:
             "over these ranks: call hpczero.parallel.split, share_sequence or cut on it first (docs/parallel.md). For "
             "several jobs side by side, give each Topology.create(comm) of its own ranks"
         )
+
+
+def check_part(model: nn.Module) -> None:
+    """Refuse parameters that came to a part of a model, or changed shape, after it was made one.
+
+    Nobody has said then which ranks hold them: norms would count them several times, and files not at all.
+
+    Raises:
+        PlanError: names the parameter.
+    """
+    part = part_of(model)
+    if part is None:
+        return
+    known = {*part.names, *part.placements}  # a further name of a tied one is known by the first name
+    for name, parameter in model.named_parameters():
+        placement = part.placements.get(name)
+        if name not in known:
+            what = "which was put into the model after that, so that no rank knows who else has it"
+        elif placement is not None and tuple(parameter.shape) != placement.local_shape:
+            what = f"expected one of {placement.local_shape}, this rank's part"
+        else:
+            continue
+        raise PlanError(
+            f"parameter {name!r} of shape {tuple(parameter.shape)} in a model that was split or cut, {what}; add and "
+            "replace parameters (adapters, heads) before hpczero.parallel.split and cut, and name them in the rule"
+        )

@@ -35,7 +35,7 @@ from hpczero.plan.precision import Precision
 from hpczero.plan.rules import default_rule
 from hpczero.zero.filling import Initializer, fill
 from hpczero.zero.offloading import open_away, parts_of, tell
-from hpczero.zero.refusals import check_degrees, check_gradients, check_modules
+from hpczero.zero.refusals import check_degrees, check_gradients, check_modules, check_part
 from hpczero.zero.sharding import KEY, Sharding
 from hpczero.zero.units.away_shard import NOTHING_AWAY
 from hpczero.zero.units.module_buffers import persistent_buffers
@@ -105,6 +105,7 @@ def zeroify(
     with topology.agreed("plan the model"):
         _check_arguments(model, optimizer, offload)
         check_degrees(model, topology.mesh)
+        check_part(model)
         optimizers = OptimizerSet.of(optimizer)
         environment = Environment.read()
         precision = Precision.of(precision)

@@ -161,6 +161,39 @@ def test_a_model_is_split_once_and_before_zeroify(comm: MPI.Intracomm) -> None:
             hpczero.release(other)
 
 
+def put_in(model: nn.Module) -> None:
+    model.register_parameter("gate", nn.Parameter(torch.ones(2)))
+
+
+def untied(model: nn.Module) -> None:
+    model.lm_head = nn.Linear(CONFIG.hidden, CONFIG.vocab_size, bias=False)
+
+
+def replaced(model: nn.Module) -> None:
+    model.wte = nn.Embedding(CONFIG.vocab_size, CONFIG.hidden)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (put_in, "'gate' .* was put into the model"),
+        (untied, "'lm_head.weight' .* was put into the model"),
+        (replaced, "'wte.weight' .* expected one of"),
+    ],
+)
+def test_parameters_that_come_after_split_are_refused(
+    comm: MPI.Intracomm, change: Callable[[nn.Module], None], said: str
+) -> None:
+    with tensor_ranks(comm) as topology:
+        model = split(GPT(CONFIG), topology, gpt_rule(CONFIG))
+        change(model)
+        optimizer = torch.optim.SGD(model.parameters())
+        raises_on_all(
+            comm, PlanError, said, lambda: hpczero.zeroify(model, optimizer, topology=topology)
+        )
+        close(model)
+
+
 def test_streams_that_differ_are_refused_where_there_is_dropout(comm: MPI.Intracomm) -> None:
     config = dataclasses.replace(CONFIG, dropout=0.1)
     with tensor_ranks(comm) as topology:

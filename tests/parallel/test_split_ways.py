@@ -174,6 +174,67 @@ def test_parameters_that_are_not_trained_have_no_gradient(
         close(model)
 
 
+class Mixed(nn.Module):
+    """Layers where all ranks have all tokens, then ones where each has its own, then all again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_norm, self.last_norm = nn.LayerNorm(6), nn.LayerNorm(6)
+        self.up, self.down = nn.Linear(6, 7), nn.Linear(7, 6)
+        self.norm, self.second_up, self.second_down = nn.LayerNorm(6), nn.Linear(6, 5), nn.Linear(5, 6)
+        self.middle = nn.Sequential(self.norm, self.second_up, nn.Tanh(), self.second_down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, 6) in and out."""
+        x = self.down(torch.tanh(self.up(self.first_norm(x))))
+        out: Tensor = self.last_norm(self.middle(x))
+        return out
+
+
+@SEQUENCE
+def test_layers_where_all_tokens_are_have_the_plain_models_gradients(
+    comm: MPI.Intracomm, sequence: bool
+) -> None:
+    plain = Mixed()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.normal_(0.0, 0.5, generator=generator)
+    x = torch.randn(2, 5, 6, generator=generator)
+    weight = torch.randn(2, 5, 6, generator=generator)
+    wanted = plain(x)
+    (wanted * weight).sum().backward()
+    rule = Rule(
+        {
+            "first_norm": Kept.ALL_TOKENS,
+            "up": Split(0, all_tokens=True),
+            "down": Split(1, all_tokens=True),
+            "norm": Kept.STREAM,
+            "second_up": Split(0),
+            "second_down": Split(1),
+            "middle.0": Kept.STREAM,
+            "middle.1": Split(0),
+            "middle.3": Split(1),
+            "last_norm": Kept.ALL_TOKENS,
+        },
+        cut_before=("middle",),
+        join_after=("middle",),
+    )
+    with tensor_ranks(comm) as topology:
+        model = copy.deepcopy(plain)
+        model.zero_grad()
+        split(model, topology, rule, sequence=sequence)
+        found = model(x)
+        (found * weight).sum().backward()
+        parallel_assert(comm, off(found, wanted) < 1e-6, "output")
+        gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        for name, gradient in whole_values(comm, model, gradients=True).items():
+            expected = gradients[name]
+            assert expected is not None
+            parallel_assert(comm, off(gradient, expected) < 3e-6, name)
+        close(model)
+
+
 @pytest.mark.slow
 @pytest.mark.fresh
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -11,6 +11,7 @@ Source: Narayanan et al., Megatron-LM, arXiv 2104.04473, sec. 2.2 (issue 19).
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -35,8 +36,43 @@ REDUCE = ("once", "each")
 class _Kept(NamedTuple):
     """Of one forward, until its backward: what came in, and where the gradient of what went out enters the graph."""
 
-    x: Tensor | None
+    x: _Arrived | None
     out: GradientEdge | None
+
+
+class _Arrived:
+    """An activation of the stage before.
+
+    A leaf that requires a gradient could not be changed in place, as blocks of the whole model may do (``x += ...``).
+    What the stage gets is therefore the output of a node that keeps the gradient.
+
+    Attributes:
+        values: for the stage.
+        gradient: of the loss in it; None before the backward, or where nothing depends on it.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.gradient: Tensor | None = None
+        anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
+        self.values: Tensor = _Arrive.apply(x, anchor, self)  # type: ignore[no-untyped-call]
+
+
+class _Arrive(torch.autograd.Function):
+    """(x, anchor, arrived) -> x, whose gradient is left in ``arrived``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, arrived: _Arrived) -> Tensor:
+        """The memory of ``x``."""
+        ctx.arrived = weakref.ref(arrived)  # which has the output, and so this node
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        """Keep it."""
+        arrived = ctx.arrived()
+        if arrived is not None:
+            arrived.gradient = gradient
+        return None, None, None
 
 
 class Pipeline:
@@ -180,7 +216,8 @@ class Pipeline:
 
     def _forward(self, action: Action, x: Tensor | None, given: _Given) -> None:
         chunk, i = action.chunk, action.micro_batch
-        inputs = given.inputs[i] if x is None else (x.requires_grad_(torch.is_grad_enabled()),)
+        arrived = None if x is None else _Arrived(x)
+        inputs = given.inputs[i] if arrived is None else (arrived.values,)
         if not self._stage.is_last(chunk):
             y = self._model(*inputs, chunk=chunk)
             if not isinstance(y, Tensor) or not y.is_floating_point():
@@ -189,7 +226,7 @@ class Pipeline:
                     f"{self._where(action)}: the last block returned {found}, expected one floating point tensor, "
                     "which is what passes from stage to stage; have Stages.enter and Stages.call return one"
                 )
-            self._keep(action, x, y)
+            self._keep(action, arrived, y)
             piece = self._stage.piece(chunk)
             self.messages.send(Message("F", piece + 1, i), _to_send(y))
             return
@@ -200,10 +237,10 @@ class Pipeline:
                 f"{self._where(action)}: the model returned {found}, expected the loss of the micro-batch, a scalar; "
                 "have Stages.leave return the mean loss where it is given targets"
             )
-        self._keep(action, x, y)
+        self._keep(action, arrived, y)
         self._results.append(y.detach() if isinstance(y, Tensor) else y)
 
-    def _keep(self, action: Action, x: Tensor | None, y: Tensor) -> None:
+    def _keep(self, action: Action, x: _Arrived | None, y: Tensor) -> None:
         """Keep what the backward needs: of y its place in the graph, not its memory, which nobody reads any more."""
         if not torch.is_grad_enabled():
             return
@@ -223,14 +260,14 @@ class Pipeline:
                 torch.autograd.backward(out, gradient)
         if x is None:
             return
-        if x.grad is None:
+        if x.gradient is None:
             raise StepError(
                 f"{self._where(action)}: what this stage computed does not depend on what it was given (.detach()?), "
                 "so the stages before it would get no gradient; freeze their parameters and train this stage alone, or "
                 "let x through"
             )
         piece = self._stage.piece(action.chunk)
-        self.messages.send(Message("B", piece - 1, action.micro_batch), x.grad.contiguous())
+        self.messages.send(Message("B", piece - 1, action.micro_batch), x.gradient.contiguous())
 
     def _mean_loss(self) -> float:
         if self._results:  # on the last stage

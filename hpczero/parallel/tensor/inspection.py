@@ -84,6 +84,13 @@ def inspect(model: nn.Module, group: Group, rule: Rule, *, sequence: bool) -> In
     before = part_of(model)
     if before is not None and any(p.parts > 1 for p in before.placements.values()):
         raise PlanError("the model was split already; split it once")
+    is_stage = before is not None and not (before.first and before.last)
+    if is_stage and sequence and (rule.cut_before or rule.join_after):
+        raise PlanError(
+            "sequence=True with a rule that cuts tokens between modules (Rule.cut_before, join_after), on a pipeline "
+            "stage: positions and masks that a stage makes of what comes in would be those of own tokens; take "
+            "sequence=False, or no pipeline"
+        )
     _check_patterns(modules, rule, before)
     if rule.check is not None:
         rule.check(model)
@@ -130,7 +137,7 @@ def _check_layer(layer: Layer) -> None:
     """Refuse modules that do something else than the layers that would replace them."""
     name, module, word = layer
     title = f"module {name!r} ({type(module).__name__})"
-    if word in (Kept.STREAM, Kept.INSIDE):
+    if word in (Kept.STREAM, Kept.INSIDE, Kept.ALL_TOKENS):
         return
     kind = type(module)
     linear = isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward
@@ -257,10 +264,10 @@ def _placed(
 ) -> ModelPart:
     """The part of the whole model that this rank will have."""
     placements: dict[str, Placement] = {}
-    for user, parameter, word in _uses(layers):
+    for user, parameter, word, own_tokens in _uses(layers):
         name = names[id(parameter)]
         before = part.placement(name, tuple(parameter.shape))
-        placement = _placement(before, user, word, group, sequence=sequence)
+        placement = _placement(before, user, word, group, sequence=sequence and own_tokens)
         if placements.setdefault(name, placement) != placement:
             raise PlanError(
                 f"parameter {name!r} is {user!r} too, and the rule cuts them in different ways; tied parameters must "
@@ -269,13 +276,14 @@ def _placed(
     return replace(part, placements={**part.placements, **placements})
 
 
-def _uses(layers: list[Layer]) -> Iterator[tuple[str, Tensor, Word]]:
-    """Each parameter of each layer, with what happens to it."""
+def _uses(layers: list[Layer]) -> Iterator[tuple[str, Tensor, Word, bool]]:
+    """Each parameter of each layer, with what happens to it, and whether it may see own tokens alone."""
     for name, module, word in layers:
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 whole = isinstance(word, Split) and word.dim == 1 and key == "bias"
-                yield f"{name}.{key}", parameter, Kept.STREAM if whole else word
+                own_tokens = not (isinstance(word, Split) and word.all_tokens)
+                yield f"{name}.{key}", parameter, Kept.STREAM if whole else word, own_tokens
 
 
 def _placement(

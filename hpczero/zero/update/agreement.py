@@ -22,6 +22,7 @@ from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.usage import Flags
 from hpczero.zero.update.gradient_norms import squares_of
 from hpczero.zero.update.replicas import Replicas
+from hpczero.zero.update.tensor_copies import TensorCopies
 
 Slots = Mapping[Unit, Sequence[int]]
 """Of units the positions of some of their parameters."""
@@ -31,7 +32,8 @@ class Agreement:
     """Of the ranks that train one model. All methods are collective over the topology's world.
 
     Ranks that hold the same part of the model compare what they have called and set, and which parameters were used.
-    Ranks that hold other parts of one copy then learn what matters to all: errors, and gradients that are not finite.
+    Tensor ranks compare what each of them holds whole. Ranks that hold other parts of one copy then learn what matters
+    to all: errors, and gradients that are not finite.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Agreement:
         self._topology = topology
         self._advice = advice
         self.replicas = Replicas(self._units, comm)
+        self._copies = TensorCopies(self._units, topology)
 
     def reach(
         self,
@@ -89,6 +92,7 @@ class Agreement:
         # Last: here a device is waited for, which is better busy while the host does the rest.
         bad = [not known_finite and not are_finite(held) for held in owned]
         error = error or next(filter(None, (u.gradients.rest.failure for u in self._units)), None)
+        error = self._copies.error(options) or error  # collective, whatever is wrong here
         verdict = np.array([error is not None, *bad], dtype=np.uint8)
         mine = np.concatenate([seen, ~seen, verdict, np.packbits(used)])
         agreed = self._comm.agree(mine, name="step")

@@ -176,6 +176,27 @@ def test_micro_batches_of_another_step_may_have_another_shape(comm: MPI.Intracom
     staged.release()
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_block_may_change_what_it_is_given_in_place(comm: MPI.Intracomm, schedule: str) -> None:
+    """As in one process, where it is the output of the block before: ``x += ...``, ``nn.ReLU(inplace=True)``."""
+
+    def halved(block: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = block(x.mul_(0.5))
+        return out
+
+    data = batch(0, 3)
+    plain, cut_one = gpt(), gpt()
+    plain.call_block = cut_one.call_block = halved
+    staged = Staged(comm, cut_one, pipeline=comm.size, micro_batches=3, schedule=schedule)
+    found = staged.gradients(*data)
+    staged.release()
+    expected = alone(plain, *data)
+    parallel_assert(comm, found.keys() == expected.keys())
+    worst = max(float((found[n] - expected[n]).abs().max()) for n in found)
+    parallel_assert(comm, worst < 1e-6, f"{worst}")
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_frozen_stage_lets_gradients_through(comm: MPI.Intracomm, where: int) -> None:

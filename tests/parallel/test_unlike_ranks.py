@@ -1,0 +1,131 @@
+"""Tensor ranks that are given other data, options or a wrong rule: a named error on all, never each its own model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hpczero
+from hpczero.errors import StepError
+from hpczero.parallel import Kept, Rule, Split, close, split
+from tests.helpers.small_models import raises_on_all
+from tests.parallel.wholes import tensor_ranks
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+pytestmark = pytest.mark.mpi
+
+STREAM = Kept.STREAM
+RULE = Rule({"norm": STREAM, "up": Split(0), "scale": Kept.INSIDE, "down": Split(1), "head": STREAM})
+
+
+class Scale(nn.Module):
+    """One factor for all features that a rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape."""
+        return x * self.weight
+
+
+class Net(nn.Module):
+    """A block without token ids, which are compared by themselves."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.scale = nn.LayerNorm(6), nn.Linear(6, 7), Scale()
+        self.down, self.head = nn.Linear(7, 6), nn.Linear(6, 3)
+        self.dropout = dropout
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(0.0, 0.5, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, 6) in, (B, T, 3) out."""
+        x = F.dropout(x, self.dropout)
+        x = x + self.down(torch.tanh(self.scale(self.up(self.norm(x)))))
+        out: Tensor = self.head(x)
+        return out
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def train(
+    comm: MPI.Intracomm,
+    *,
+    rule: Rule = RULE,
+    targets: int = 2,
+    factor: float = 1.0,
+    rate: float = 0.1,
+    max_norm: float = 1.0,
+    dropout: float = 0.0,
+    stage: int = 1,
+    **degrees: int,
+) -> None:
+    """One step of a split model; the same calls on every rank."""
+    with tensor_ranks(comm, **degrees) as topology:
+        model = split(Net(dropout), topology, rule)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        hpczero.zeroify(model, optimizer, topology=topology, stage=stage)
+        try:
+            loss = F.mse_loss(model(drawn(1, 2, 4, 6)), drawn(targets, 2, 4, 3))
+            (factor * loss).backward()
+            hpczero.clip_grad_norm_(model, max_norm)
+            optimizer.step()
+        finally:
+            hpczero.release(model)
+            close(model)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_ranks_that_do_the_same_are_let_through(comm: MPI.Intracomm, stage: int) -> None:
+    train(comm, stage=stage)
+
+
+def _dropped_otherwise(comm: MPI.Intracomm) -> None:
+    torch.manual_seed(comm.rank)
+    train(comm, dropout=0.5)
+
+
+WRONG: dict[str, tuple[str, Callable[[MPI.Intracomm], None]]] = {
+    "targets": ("same samples, targets", lambda comm: train(comm, targets=2 + comm.rank)),
+    "loss": ("same samples, targets", lambda comm: train(comm, factor=1.0 + comm.rank)),
+    "masks": ("same seed", _dropped_otherwise),
+    "rule": (
+        r"'scale.weight'.*Kept\.INSIDE",
+        lambda comm: train(comm, rule=Rule({**RULE.layers, "scale": STREAM})),
+    ),
+    "learning rate": ("options of the optimizer", lambda comm: train(comm, rate=0.1 + comm.rank)),
+    "clipping": ("max_norm", lambda comm: train(comm, max_norm=0.1 + comm.rank)),
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("what", WRONG)
+def test_what_tensor_ranks_do_otherwise_is_named_at_the_step(comm: MPI.Intracomm, what: str) -> None:
+    pattern, call = WRONG[what]
+    raises_on_all(comm, StepError, pattern, lambda: call(comm))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("odd", range(4))
+def test_one_rank_that_does_otherwise_is_told_to_those_that_share_no_layer_with_it(
+    comm: MPI.Intracomm, odd: int
+) -> None:
+    factor = 1.0 + (comm.rank == odd)
+    raises_on_all(
+        comm, StepError, "same samples, targets", lambda: train(comm, factor=factor, tensor=2)
+    )
