@@ -161,7 +161,9 @@ class Plan:
                     trainable=trainable,
                     uncounted=tuple(i for i, each in enumerate(placed) if not each.counted),
                     partial=tuple(i for i, each in enumerate(placed) if each.partial),
-                    kept=tuple(i for i, each in enumerate(placed) if part.names and each.dim is None),
+                    kept=tuple(
+                        i for i, each in enumerate(placed) if part.names and each.dim is None
+                    ),
                 )
             )
         return cls(Stage.of(stage), precision, num_shards, tuple(units))

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.mpi
 
 STREAM = Kept.STREAM
-RULE = Rule({"norm": STREAM, "up": Split(0), "scale": Kept.INSIDE, "down": Split(1), "head": STREAM})
+RULE = Rule(
+    {"norm": STREAM, "up": Split(0), "scale": Kept.INSIDE, "down": Split(1), "head": STREAM}
+)
 
 
 class Scale(nn.Module):
@@ -115,7 +117,9 @@ WRONG: dict[str, tuple[str, Callable[[MPI.Intracomm], None]]] = {
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("what", WRONG)
-def test_what_tensor_ranks_do_otherwise_is_named_at_the_step(comm: MPI.Intracomm, what: str) -> None:
+def test_what_tensor_ranks_do_otherwise_is_named_at_the_step(
+    comm: MPI.Intracomm, what: str
+) -> None:
     pattern, call = WRONG[what]
     raises_on_all(comm, StepError, pattern, lambda: call(comm))
 
