@@ -24,6 +24,7 @@ from hpczero.plan.memory import MemoryPlan
 from hpczero.plan.placement import ModelPart, part_of
 from hpczero.plan.precision import Precision
 from hpczero.plan.traffic import TrafficPlan, unit_traffic
+from hpczero.plan.unit_spec import UnitSpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,36 +68,6 @@ class Stage:
     def keeps_local_gradients(self) -> bool:
         """Whether a rank's own whole gradient stays allocated between steps, beside its reduced shard."""
         return self.shards_optimizer and not self.shards_gradients
-
-
-@dataclass(frozen=True)
-class UnitSpec:
-    """One communicated group of parameters.
-
-    Attributes:
-        name: the first module's name, or ``root`` for what belongs to no other unit. `` (frozen)`` marks a frozen part.
-        modules: names of the modules whose calls need the parameters; ``""`` is the model itself.
-        layout: parameters (qualified names) in registration order, divided over the shard group.
-        groups: optimizer group of each slot; -1 for frozen parameters.
-        trainable: whether gradients, masters and optimizer state exist.
-        uncounted: slots that another rank counts in norms, because it holds the same (``Placement.counted``).
-        partial: slots of whose gradients every tensor rank has a part of the sum (``Placement.partial``).
-        kept: slots that every tensor rank holds whole, where the model is a part of one.
-    """
-
-    name: str
-    modules: tuple[str, ...]
-    layout: ShardLayout
-    groups: tuple[int, ...]
-    trainable: bool
-    uncounted: tuple[int, ...] = ()
-    partial: tuple[int, ...] = ()
-    kept: tuple[int, ...] = ()
-
-    @property
-    def is_root(self) -> bool:
-        """Whether the unit lives from the start of the model's forward to its end."""
-        return self.modules == ("",)
 
 
 @dataclass(frozen=True)

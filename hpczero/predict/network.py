@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from hpczero.plan.plan import UnitSpec
+from hpczero.plan.unit_spec import UnitSpec
 from hpczero.predict.job import Job
 
 AGREEMENTS = 3  # small collectives of a step: loss, finite check and norm, flags

@@ -55,8 +55,7 @@ def test_tensor_ranks_keep_a_part_each(
     if whole.state is not None and parted.state is not None:
         same &= all(torch.equal(value, parted.state[name]) for name, value in whole.state.items())
     parallel_assert(comm, same, f"{whole.losses} and {parted.losses}")
-    # A half of every input alive: blocks of the stage times its forwards alive. What another stage has sent is whole.
-    moving = config.layers // options.pipeline - (stage_of_rank > 0)
-    alive = moving * (options.pipeline - stage_of_rank)
+    # A half of every input alive: blocks of the stage times its forwards alive.
+    alive = config.layers // options.pipeline * (options.pipeline - stage_of_rank)
     input_nbytes = 2 * config.context * config.hidden * 4
     parallel_assert(comm, peaks == [0, alive * input_nbytes // 2], f"{peaks}, {alive} alive")
