@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
+from hpczero.errors import CommError
 from hpczero.job.agreed import agreed, is_job, spans
 from hpczero.job.watchdog import Watchdog
 
@@ -182,12 +183,24 @@ class Group:
         return [float(v) for v in found]
 
     def share(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """``values`` of every rank in rank order, on every rank, as (size, len(values)). Collective over the group."""
+        """``values`` of every rank in rank order, on every rank, as (size, len(values)). Collective over the group.
+
+        Raises:
+            CommError: a rank brings another number of values: it is in another call.
+        """
         if self.size == 1:
             return values[None]
         found = np.empty((self.size, len(values)), dtype=np.float64)
-        with self.watchdog.watch("Topology.share"):
-            self.comm.Allgather(np.ascontiguousarray(values), found)
+        what = f"an exchange of {len(values)} number(s) over {self.size} ranks"
+        with self.watchdog.watch(what):
+            try:
+                self.comm.Allgather(np.ascontiguousarray(values), found)
+            except MPI.Exception as error:
+                raise CommError(
+                    f"rank {self.rank} of the group: {what} ended with {error}: another rank brought more or fewer, so "
+                    "it is in another call; make the same calls on all ranks (clip_grad_norm_, optimizer.step, "
+                    "full_state_dict, ...). HPCZERO_STRICT=1 may show which rank departs where"
+                ) from error
         return found
 
     def gather_text(self, text: str) -> list[str]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hpczero.errors import ConfigError, StepError, TierError
 from hpczero.job.parcels import hand_out
 from hpczero.zero.calls.backward import next_node_number
+from hpczero.zero.modifiers import check_copies, root_of
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.whole import UnitState
@@ -32,14 +33,16 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
     Args:
         model: zeroified.
         modifier_rank: world rank whose changes of parameters and persistent buffers all ranks, and the optimizer's
-            masters, get at the end. None allows no changes.
+            masters, get at the end. None allows no changes. Where ranks hold parts of a model, those of
+            ``topology.model_parallel`` of this rank hold its copy, and each of them changes its part.
 
     Raises:
         ConfigError: there is no such rank.
         StepError: on every rank. Parameters were changed without a ``modifier_rank``, got values of another shape or
-            dtype, or share memory. Ranks have other buffers than ``modifier_rank``. Or, without a ``modifier_rank``,
-            the block before did not end well. After this error, and if an exception leaves the block after a change,
-            the model refuses to be used until a block ends well or a checkpoint is loaded.
+            dtype, or share memory. Ranks have other buffers than ``modifier_rank``. Only some of the ranks that share
+            layers with it have changed them. Or, without a ``modifier_rank``, the block before did not end well. After
+            this error, and if an exception leaves the block after a change, the model refuses to be used until a block
+            ends well or a checkpoint is loaded.
     """
     state = sharding(model)
     units, schedule = state.units, state.schedule
@@ -136,13 +139,15 @@ def _keep_changes(state: Sharding, modifier_rank: int) -> None:
         for unit in state.units:
             unit.whole.watch.check_guards()
         _check_apart(state)
-    state.shared_buffers.check_equal(modifier_rank)
+    check_copies(state.units, state.topology, modifier_rank)
+    root = root_of(state.topology, modifier_rank)
+    state.shared_buffers.check_equal(root)
     with state.topology.agreed("keep what was changed inside gathered"):
         for unit in state.units:
             unit.take_over()
     for unit in state.units:
-        unit.write_back(modifier_rank)
-    state.shared_buffers.share(modifier_rank)
+        unit.write_back(root)
+    state.shared_buffers.share(root)
 
 
 def _refuse_changes(state: Sharding) -> NoReturn:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import StepError
+from hpczero.job.mesh import DATA_SEQUENCE
 from hpczero.job.topology import Topology
 from hpczero.job.unlike import unlike
 from hpczero.zero.units.module_buffers import (
@@ -65,7 +66,7 @@ class SharedBuffers:
         return [text for text in now if text not in first] + gone
 
     def check_equal(self, root: int) -> None:
-        """Refuse to share buffers if ranks have other buffers than rank ``root``. Collective over world.
+        """Refuse to share buffers if ranks have others than rank ``root`` of ``data_sequence``. Collective over world.
 
         Raises:
             StepError: on every rank; the message names buffers.
@@ -73,10 +74,11 @@ class SharedBuffers:
         here = self._describe()
         self._any = bool(here)
         differs = unlike(self._topology.data_sequence, here, root)
+        first = self._topology.mesh.members(self._topology.rank, *DATA_SEQUENCE)[root]
         with self._topology.agreed("share the buffers"):
             if differs:
                 raise StepError(
-                    f"rank {self._topology.rank}: the model has {differs[0]}, where rank {root} has {differs[1]}; "
+                    f"rank {self._topology.rank}: the model has {differs[0]}, where rank {first} has {differs[1]}; "
                     "change shapes and dtypes of buffers, add and remove them on every rank alike"
                 )
 

@@ -221,9 +221,9 @@ def test_ranks_with_other_samples_are_told(comm: MPI.Intracomm) -> None:
     with tensor_ranks(comm) as topology:
         model = split(GPT(CONFIG), topology, gpt_rule(CONFIG))
         same, own = torch.ones(2, 1, 4, dtype=torch.int64), torch.full((1, 4), comm.rank)
-        message = "with token ids of checksum .* give all of them .* the same samples"
+        message = "with inputs of the model, token ids of checksum .* give all of them .* the same samples"
         raises_on_all(comm, CommError, message, lambda: model(own))
-        message = "with targets of checksum"
+        message = "with inputs of the model, token ids of checksum"
         raises_on_all(comm, CommError, message, lambda: model(same[0], own))
         parallel_assert(comm, model(same[0], same[1]).isfinite())
         close(model)

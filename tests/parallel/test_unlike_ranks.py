@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hpczero
-from hpczero.errors import StepError
+from hpczero.errors import CommError, StepError
 from hpczero.parallel import Kept, Rule, Split, close, split
 from tests.helpers.small_models import raises_on_all
 from tests.parallel.wholes import tensor_ranks
@@ -68,6 +68,7 @@ def train(
     comm: MPI.Intracomm,
     *,
     rule: Rule = RULE,
+    inputs: int = 1,
     targets: int = 2,
     factor: float = 1.0,
     rate: float = 0.1,
@@ -82,7 +83,7 @@ def train(
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
         hpczero.zeroify(model, optimizer, topology=topology, stage=stage)
         try:
-            loss = F.mse_loss(model(drawn(1, 2, 4, 6)), drawn(targets, 2, 4, 3))
+            loss = F.mse_loss(model(drawn(inputs, 2, 4, 6)), drawn(targets, 2, 4, 3))
             (factor * loss).backward()
             hpczero.clip_grad_norm_(model, max_norm)
             optimizer.step()
@@ -122,6 +123,31 @@ def test_what_tensor_ranks_do_otherwise_is_named_at_the_step(
 ) -> None:
     pattern, call = WRONG[what]
     raises_on_all(comm, StepError, pattern, lambda: call(comm))
+
+
+@pytest.mark.ranks(2, 3)
+def test_other_inputs_are_named_in_the_forward(comm: MPI.Intracomm) -> None:
+    raises_on_all(comm, CommError, "inputs of the model", lambda: train(comm, inputs=1 + comm.rank))
+
+
+@pytest.mark.ranks(2)
+def test_arguments_by_name_and_within_others_are_inputs_too(comm: MPI.Intracomm) -> None:
+    class Masked(Net):
+        def forward(self, x: Tensor, extra: dict[str, Tensor] | None = None) -> Tensor:
+            """(B, T, 6) in, (B, T, 3) out."""
+            assert extra is not None
+            return super().forward(x) * extra["mask"]
+
+    with tensor_ranks(comm) as topology:
+        model = split(Masked(), topology, RULE)
+        mask = torch.ones(2, 4, 1, dtype=torch.bool)
+        x = drawn(1, 2, 4, 6)
+        model(x, extra={"mask": mask})
+        mask[0, 1] = comm.rank == 0
+        raises_on_all(
+            comm, CommError, "inputs of the model", lambda: model(x, extra={"mask": mask})
+        )
+        close(model)
 
 
 @pytest.mark.ranks(4)

@@ -22,6 +22,7 @@ from hpczero.comm.sums import Sums, give_values, sums_over
 from hpczero.errors import PlanError
 from hpczero.job.topology import Topology
 from hpczero.parallel.tensor.functions import enter, gather, own_part, whole
+from hpczero.parallel.tensor.inputs import compare_inputs
 from hpczero.parallel.tensor.inspection import Inspection, Layer, inspect
 from hpczero.parallel.tensor.layers import TIME, ColumnLinear, RowLinear, VocabularyEmbedding
 from hpczero.parallel.tensor.masks import PartDropout, check_streams
@@ -40,7 +41,8 @@ def split(model: Model, topology: Topology, rule: Rule, *, sequence: bool = Fals
     values later. ``plan.placement.part_of(model)`` then says what of the whole model each parameter is.
 
     Where a rank holds a parameter whole and sees only a part of what it acts on (``Placement.partial``), its gradient
-    is a partial sum; the sum over ``topology.tensor`` is the gradient. Every rank must be given the same samples.
+    is a partial sum; the sum over ``topology.tensor`` is the gradient. Every rank must be given the same samples. On the
+    host inputs of the model are compared; gradients of what is whole on all ranks are at each ``optimizer.step``.
 
     Args:
         model: a plain model, before its optimizer is made and before zeroify.
@@ -72,6 +74,7 @@ def split(model: Model, topology: Topology, rule: Rule, *, sequence: bool = Fals
     for module, attribute, value in found.counts:
         setattr(module, attribute, value)
     _hook(found, sums, sequence=sequence)
+    model.register_forward_pre_hook(partial(compare_inputs, sums=sums), with_kwargs=True)
     if found.dropouts:
         model.register_forward_pre_hook(partial(_look_at_streams, sums=sums), with_kwargs=True)
     model.__dict__[KEY] = found.part

@@ -167,9 +167,10 @@ class Unit:
             self.rest.read(self.whole.flat)
 
     def write_back(self, root: int) -> None:
-        """Make the values world rank ``root`` holds in the whole parameters everybody's, masters included. Collective.
+        """Make what ``root`` holds in the whole parameters everybody's, masters included. Collective.
 
-        Inside a ``hold``. Where a value did not change, the fp32 master keeps its extra digits.
+        ``root`` is a rank of ``topology.data_sequence``. Inside a ``hold``. Where a value did not change, the fp32
+        master keeps its extra digits.
         """
         whole, new = self.whole, self.whole.flat_of_user
         whole.forget_copy()
