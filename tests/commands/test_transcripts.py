@@ -98,6 +98,7 @@ class Verdict:
 
 SMALL = "--train.steps 1 --model.layers 1 --evaluation.batches 1"
 MAKE = f'ARGS="{SMALL}"'
+ONE_LAYOUT = "--only 0 --layers 1 --rounds 1 --steps 1 --warm_up 1 --nap_ms 0"
 STUDY = "--models tiny --stages 0 --batches 2 --steps 2 --warm_up 1"
 CLUSTER = "cluster|SLURM"
 BY_SBATCH = (
@@ -202,6 +203,15 @@ TABLE = {
     ),
     "mpirun -n 2 python -m scaling.tiers": Verdict(after="--workload tiny --rounds 1 --fio_mib 0"),
     "mpirun -n 2 python -m scaling.transports": Verdict(after="--workload tiny --rounds 1"),
+    "mpirun -n 8 python -m scaling.layouts": Verdict(after=ONE_LAYOUT),
+    "python -m tests.cluster --hosts 4 --ranks-per-host 2 --rate 250 -- -m scaling.layouts --rate_mbit 250 "
+    "--emulated": Verdict(after=ONE_LAYOUT, needs="root"),
+    "python -m scaling.layouts": Verdict("parse"),
+    "python -m scaling.parallel": Verdict("parse"),
+    "python -m scaling.sweep layouts": Verdict("parse", after="--layouts plain"),
+    "python -m hpczero.plan --auto --layouts": Verdict(
+        after="--model gpt2 --global-batch 16 --machine dgx-a100 --ranks 8 --precision bf16"
+    ),
     "python -m scaling.peers": Verdict("parse"),
     "python -m scaling.start": Verdict("parse"),
     "python -m scaling.checkpoint": Verdict("parse"),
