@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import tyro
 
 from hpczero.errors import ConfigError, run
+from hpczero.options.parallel import LayoutOptions
 from hpczero.options.reading import parse_command_line
 from hpczero.run.starting.first_seconds import tell_start_aside
 
@@ -31,6 +32,7 @@ class SampleOptions:
         seed: of the choices.
         stage: ZeRO stage; at 3 every rank holds its shard of the weights only.
         token_file: token file that the run was trained on; needed where an earlier version saved the checkpoint.
+        parallel: which ranks share what; it need not be what the run was trained with.
     """
 
     weights: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
@@ -41,12 +43,46 @@ class SampleOptions:
     seed: int = 0
     stage: Literal[0, 1, 2, 3] = 3
     token_file: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    parallel: LayoutOptions = field(default_factory=LayoutOptions)
 
     def __post_init__(self) -> None:
         for name in ("tokens", "temperature", "top_k", "seed"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ConfigError(f"--{name}: got {value!r}, expected a finite number, 0 or above")
+        check_layout(self.parallel, self.stage)
+
+
+def check_layout(options: LayoutOptions, stage: int) -> None:
+    """Refuse what cannot work, or would do nothing, where text is written one token after the other.
+
+    Args:
+        options: degrees.
+        stage: of ZeRO.
+
+    Raises:
+        ConfigError: names the option and what to change.
+    """
+    if options.context > 1:
+        raise ConfigError(
+            f"--parallel.context: got {options.context}, but a text grows by one token, and most of its lengths do not "
+            f"divide by {options.context}; expected 1 (--parallel.tensor and --parallel.pipeline divide a model "
+            "that is too large for a rank)"
+        )
+    useless = {
+        "secondary": (options.secondary, "nothing is gathered for a backward"),
+        "schedule": (options.schedule, "there is no backward to order"),
+        "interleave": (
+            options.interleave if options.interleave > 1 else None,
+            "one text fills no pipeline",
+        ),
+    }
+    for name, (got, why) in useless.items():
+        if got:
+            raise ConfigError(
+                f"--parallel.{name}: got {str(got).lower()}, but in sampling {why}; leave it out"
+            )
+    options.check(stage=stage)
 
 
 def main() -> int:
@@ -70,6 +106,7 @@ def main() -> int:
         seed=options.seed,
         stage=options.stage,
         token_file=options.token_file,
+        parallel=options.parallel,
     )
     return 0
 

@@ -35,6 +35,7 @@ def test_every_example_is_in_the_list_and_is_run_here() -> None:
         "convnet.py",
         "resume_later.py",
         "larger_than_memory.py",
+        "split_your_own.py",
     }
     listed = re.findall(r"^\| \[([\w.]+)\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(names)
@@ -45,6 +46,17 @@ def test_every_example_is_in_the_list_and_is_run_here() -> None:
 def test_own_loop_learns() -> None:
     first, last = losses(run_example(2, "own_loop.py"))
     assert last < 0.4 * first
+
+
+@pytest.mark.limit(2 * LIMIT_S)
+@pytest.mark.slow
+def test_a_model_of_ones_own_learns_alike_in_any_layout() -> None:
+    alone, over_tensor, over_both = (
+        losses(run_example(ranks, "split_your_own.py")) for ranks in (1, 2, 4)
+    )
+    assert alone[1] < 0.4 * alone[0]
+    for found in (over_tensor, over_both):  # one data parallel rank each: the same batches
+        assert found == pytest.approx(alone, abs=2e-3)
 
 
 @pytest.mark.limit(LIMIT_S + 30)

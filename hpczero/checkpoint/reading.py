@@ -269,7 +269,8 @@ def _set_buffers(sharding: Sharding, manifest: Manifest, data: Tensor) -> None:
 def _set_streams(topology: Topology, manifest: Manifest, data: Tensor) -> None:
     sizes = {name: int(size) for name, size in manifest.meta["rng"]}
     row = sum(sizes.values())
-    rank = topology.rank
+    # Tensor ranks go on with one stream, whoever had it when the checkpoint was saved: their masks must be equal.
+    rank = topology.rank - topology.tensor.rank
     if not manifest.world_size:
         return  # made of another program's weights: the caller's streams are the caller's
     if rank >= manifest.world_size:

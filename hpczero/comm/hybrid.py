@@ -114,9 +114,10 @@ class Hybrid(Collectives):
 
     @override
     def describe(self) -> str:
+        when = ", while the model computes" if self._background is not None else ""
         return (
             f"{self.group.size} shards: {self._inside.describe()}; {self._replicas} replicas of each: "
-            f"{self._outside.describe()}"
+            f"{self._outside.describe()}{when}"
         )
 
     @override

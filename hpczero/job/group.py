@@ -191,7 +191,7 @@ class Group:
         if self.size == 1:
             return values[None]
         found = np.empty((self.size, len(values)), dtype=np.float64)
-        what = f"an exchange of {len(values)} number(s) in {self.comm.Get_name()}"
+        what = f"an exchange of {len(values)} number(s) over {self.size} ranks"
         with self.watchdog.watch(what):
             try:
                 self.comm.Allgather(np.ascontiguousarray(values), found)

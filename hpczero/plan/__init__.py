@@ -4,8 +4,9 @@ import importlib
 from typing import Any
 
 from hpczero.plan.memory import MemoryPlan
-from hpczero.plan.plan import Plan, Stage, UnitSpec
+from hpczero.plan.plan import Plan, Stage
 from hpczero.plan.traffic import TrafficPlan
+from hpczero.plan.unit_spec import UnitSpec
 
 __all__ = ["MemoryPlan", "Plan", "Stage", "TrafficPlan", "UnitSpec"]
 

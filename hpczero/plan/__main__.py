@@ -23,6 +23,7 @@ from hpczero.models.presets import PRESETS
 from hpczero.options.parallel import LayoutOptions
 from hpczero.options.reading import parse_command_line
 from hpczero.plan.layouts import Place, layout_report
+from hpczero.plan.precision import Precision
 from hpczero.plan.sizing import Fit, Machine, fit
 from hpczero.plan.transports import Named, fastest_transport
 from hpczero.predict.answer import (
@@ -68,6 +69,7 @@ class Options:
         positions: learned or rotary; None: of the preset, learned without one.
         sequence: tokens per sample; None: the context of the preset, 1024 without one.
         precision: of parameters, activations and the wire; masters and sums are fp32 in any case.
+        reduce: of gradients' partial sums that travel between nodes and between replicas: fp32 or bf16.
         micro_batch: samples per rank and forward that must fit.
         accumulation: forwards of a step; with more than one, whole gradients of each rank wait for the last.
         stage: the stage that must fit; given, the command ends with 78 where it does not.
@@ -91,6 +93,7 @@ class Options:
     positions: Literal["learned", "rotary"] | None = None
     sequence: int | None = None
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    reduce: Literal["fp32", "bf16"] = "fp32"
     micro_batch: int = 1
     accumulation: int = 1
     stage: Literal[0, 1, 2, 3] | None = None
@@ -220,7 +223,7 @@ def build_report(options: Options) -> Report:
             parameter_shapes(config),
             dataclasses.replace(machine, ranks=ranks, local_size=of_node(ranks)),
             stage=stage,
-            precision=options.precision,
+            precision=Precision.of(options.precision, reduce=options.reduce),
             sequence=sequence,
             micro_batch=options.micro_batch,
             accumulation=options.accumulation,
@@ -233,6 +236,7 @@ def build_report(options: Options) -> Report:
             ranks=options.ranks,
             stage=row.stage,
             precision=options.precision,
+            reduce=options.reduce,
             micro_batch=options.micro_batch,
             accumulation=options.accumulation,
             checkpointing=row.micro_batch < options.micro_batch,

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import math
 import shlex
+from dataclasses import fields
 
+from hpczero.options.parallel import LayoutOptions
 from hpczero.plan.peak import Run
+from hpczero.plan.peak_of_part import PartRun
 
 
 def command_line(run: Run, title: str, *, memory_nbytes: int | None = None) -> str:
@@ -27,8 +30,21 @@ def command_line(run: Run, title: str, *, memory_nbytes: int | None = None) -> s
     words += [f"--layers {model.layers}", f"--hidden {model.hidden}", f"--vocab {model.vocab_size}"]
     words += [f"--positions {model.positions}", f"--sequence {run.sequence}"]
     words += [f"--precision {run.precision}", f"--micro-batch {run.micro_batch}"]
+    words += [f"--reduce {run.reduce}"] * (run.reduce != "fp32")
     words += [f"--accumulation {run.accumulation}"] * (run.accumulation > 1)
+    if isinstance(run, PartRun):
+        words += layout_words(run.layout)
     return " ".join(words)
+
+
+def layout_words(layout: LayoutOptions) -> list[str]:
+    """The degrees as they are typed; those that are not the default."""
+    chosen = [
+        (each.name, getattr(layout, each.name))
+        for each in fields(LayoutOptions)
+        if getattr(layout, each.name) != each.default
+    ]
+    return [f"--parallel.{name} {str(value).lower()}" for name, value in chosen]
 
 
 def _size(nbytes: int) -> str:

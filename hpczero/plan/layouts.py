@@ -12,6 +12,7 @@ from typing import Protocol
 from hpczero.models.config import GPTConfig
 from hpczero.options.parallel import LayoutOptions
 from hpczero.plan.degrees import check_micro_batches, check_model, mesh_of
+from hpczero.plan.precision import DType
 from hpczero.plan.sizing import Machine
 from hpczero.plan.spread import Spread
 from hpczero.plan.transports import Named
@@ -38,6 +39,10 @@ class Sizes(Protocol):
     @property
     def precision(self) -> str:
         """Of parameters."""
+
+    @property
+    def reduce(self) -> DType:
+        """Of gradients' partial sums between nodes and replicas."""
 
     @property
     def micro_batch(self) -> int:
@@ -86,6 +91,7 @@ def layout_report(options: Sizes, config: GPTConfig, sequence: int, place: Place
         mesh,
         place.ranks_per_node,
         precision=options.precision,
+        reduce=options.reduce,
         micro_batch=options.micro_batch,
         accumulation=options.accumulation,
         sequence_parallel=parallel.sequence,

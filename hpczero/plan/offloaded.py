@@ -16,8 +16,9 @@ from functools import cached_property
 from hpczero.plan.footprint import Footprint
 from hpczero.plan.memory import MemoryPlan
 from hpczero.plan.offload import Offload
-from hpczero.plan.plan import FP32_BYTES, Plan, UnitSpec
+from hpczero.plan.plan import FP32_BYTES, Plan
 from hpczero.plan.splitting import units_away
+from hpczero.plan.unit_spec import UnitSpec
 from hpczero.plan.windows import windows_of
 
 ADAM_STATES = 2

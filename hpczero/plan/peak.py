@@ -15,6 +15,7 @@ from hpczero.plan.memory import MemoryPlan
 from hpczero.plan.offload import NOTHING_AWAY, Medium, Offload
 from hpczero.plan.offloaded import ADAM_STATES, OffloadedPlan
 from hpczero.plan.plan import FP32_BYTES, Plan
+from hpczero.plan.precision import DType, Precision
 from hpczero.plan.sizing import (
     Transformer,
     accumulated_nbytes,
@@ -55,13 +56,13 @@ class Network:
     model: Transformer
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
-    def plan(self, ranks: int, stage: int, precision: str) -> Plan:
+    def plan(self, ranks: int, stage: int, precision: Precision) -> Plan:
         """The plan that ``zeroify`` will make."""
         return _plan(self, ranks, stage, precision)
 
 
 @lru_cache(maxsize=8)  # the stages, on these ranks and on more
-def _plan(network: Network, ranks: int, stage: int, precision: str) -> Plan:
+def _plan(network: Network, ranks: int, stage: int, precision: Precision) -> Plan:
     return blockwise_plan(network.shapes, num_shards=ranks, stage=stage, precision=precision)
 
 
@@ -72,7 +73,7 @@ def _memory(
     local_size: int,
     transport: Named,
     stage: int,
-    precision: str,
+    precision: Precision,
     offload: Offload,
 ) -> MemoryPlan:
     plan = OffloadedPlan(network.plan(ranks, stage, precision), offload)
@@ -98,6 +99,7 @@ class Run:
         laid_out: whether the number of nodes was given, not found.
         offload: what rests on a memory tier. The host's memory is one with that of the ranks' processes.
         kept: with checkpointing: what is kept of blocks, and where their inputs rest.
+        reduce: dtype of gradients' partial sums between nodes.
     """
 
     network: Network
@@ -114,6 +116,7 @@ class Run:
     laid_out: bool = False
     offload: Offload = NOTHING_AWAY
     kept: Activations = EVERYTHING_KEPT
+    reduce: DType = "fp32"
 
     @property
     def global_batch(self) -> int:
@@ -123,7 +126,11 @@ class Run:
     @cached_property
     def plan(self) -> Plan:
         """The plan that ``zeroify`` will make."""
-        return self.network.plan(self.ranks, self.stage, self.precision)
+        return self.network.plan(self.ranks, self.stage, self._dtypes)
+
+    @property
+    def _dtypes(self) -> Precision:
+        return Precision.of(self.precision, reduce=self.reduce)
 
     @property
     def offloaded(self) -> OffloadedPlan:
@@ -148,7 +155,7 @@ class Run:
             self.local_size,
             self.transport,
             self.stage,
-            self.precision,
+            self._dtypes,
             self.offload,
         )
 

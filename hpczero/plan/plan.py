@@ -24,6 +24,7 @@ from hpczero.plan.memory import MemoryPlan
 from hpczero.plan.placement import ModelPart, part_of
 from hpczero.plan.precision import Precision
 from hpczero.plan.traffic import TrafficPlan, unit_traffic
+from hpczero.plan.unit_spec import UnitSpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,36 +68,6 @@ class Stage:
     def keeps_local_gradients(self) -> bool:
         """Whether a rank's own whole gradient stays allocated between steps, beside its reduced shard."""
         return self.shards_optimizer and not self.shards_gradients
-
-
-@dataclass(frozen=True)
-class UnitSpec:
-    """One communicated group of parameters.
-
-    Attributes:
-        name: the first module's name, or ``root`` for what belongs to no other unit. `` (frozen)`` marks a frozen part.
-        modules: names of the modules whose calls need the parameters; ``""`` is the model itself.
-        layout: parameters (qualified names) in registration order, divided over the shard group.
-        groups: optimizer group of each slot; -1 for frozen parameters.
-        trainable: whether gradients, masters and optimizer state exist.
-        uncounted: slots that another rank counts in norms, because it holds the same (``Placement.counted``).
-        partial: slots of whose gradients every tensor rank has a part of the sum (``Placement.partial``).
-        kept: slots that every tensor rank holds whole, where the model is a part of one.
-    """
-
-    name: str
-    modules: tuple[str, ...]
-    layout: ShardLayout
-    groups: tuple[int, ...]
-    trainable: bool
-    uncounted: tuple[int, ...] = ()
-    partial: tuple[int, ...] = ()
-    kept: tuple[int, ...] = ()
-
-    @property
-    def is_root(self) -> bool:
-        """Whether the unit lives from the start of the model's forward to its end."""
-        return self.modules == ("",)
 
 
 @dataclass(frozen=True)
@@ -161,7 +132,9 @@ class Plan:
                     trainable=trainable,
                     uncounted=tuple(i for i, each in enumerate(placed) if not each.counted),
                     partial=tuple(i for i, each in enumerate(placed) if each.partial),
-                    kept=tuple(i for i, each in enumerate(placed) if part.names and each.dim is None),
+                    kept=tuple(
+                        i for i, each in enumerate(placed) if part.names and each.dim is None
+                    ),
                 )
             )
         return cls(Stage.of(stage), precision, num_shards, tuple(units))
@@ -298,13 +271,20 @@ class Plan:
         return sum(parts, TrafficPlan())
 
     def describe(
-        self, footprint: Footprint | None = None, *, memory: MemoryPlan | None = None
+        self,
+        footprint: Footprint | None = None,
+        *,
+        memory: MemoryPlan | None = None,
+        of: str = "",
+        sent: str = "",
     ) -> str:
         """A few lines for a run header: units, bytes held, bytes sent by a transport of this footprint.
 
         Args:
             footprint: of the transport.
             memory: bytes held, where they are not those of this plan alone.
+            of: what of a whole model the parameters are, where they are not all of it.
+            sent: the line about bytes sent, where they are not those of this plan alone.
         """
         memory = memory or self.memory(footprint=footprint)
         traffic = self.traffic(footprint=footprint)
@@ -313,7 +293,7 @@ class Plan:
         mib = 2**20
         units = (
             f"plan: stage {int(self.stage)}, {self.precision.param} parameters, "
-            f"{self.numel:,} parameters (+{self.padding_numel:,} padding) in "
+            f"{self.numel:,} parameters{of} (+{self.padding_numel:,} padding) in "
             f"{len(self.units)} units of {spread} over {self.num_shards} shards"
         )
         staging = f" + staging {memory.staging / mib:,.1f}" if memory.staging else ""
@@ -323,6 +303,8 @@ class Plan:
             f"{memory.gradients / mib:,.1f} + optimizer {memory.optimizer / mib:,.1f}{staging}; in flight up to "
             f"{memory.unsharded / mib:,.1f} unsharded + {memory.exchange / mib:,.1f} exchange"
         )
+        if sent:
+            return "\n".join((units, held, sent))
         sent = (
             f"  sent per rank and step: {traffic.nbytes / mib:,.1f} MiB in "
             f"{traffic.all_gathers} all-gathers and {traffic.reduce_scatters} reduce-scatters"

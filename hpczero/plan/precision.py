@@ -67,10 +67,14 @@ class Precision:
             )
 
     @classmethod
-    def of(cls, precision: str | Precision) -> Precision:
+    def of(cls, precision: str | Precision, *, reduce: DType = "fp32") -> Precision:
         """The precision ``"fp32"``, ``"bf16"`` or ``"fp16"``, which has dynamic loss scaling.
 
         A Precision is returned as it is.
+
+        Args:
+            precision: its name.
+            reduce: dtype of partial sums between nodes, beside a name.
 
         Raises:
             ConfigError: the name is unknown.
@@ -78,9 +82,9 @@ class Precision:
         if isinstance(precision, Precision):
             return precision
         if precision == "fp16":
-            return cls(param="fp16", loss_scale=LossScale())
+            return cls(param="fp16", reduce=reduce, loss_scale=LossScale())
         if precision in ITEMSIZE:
-            return cls(param=precision)  # type: ignore[arg-type]  # membership was just checked
+            return cls(param=precision, reduce=reduce)  # type: ignore[arg-type]  # membership was just checked
         raise ConfigError(
             f"precision: got {precision!r}, expected one of {', '.join(ITEMSIZE)} or a Precision"
         )

@@ -7,7 +7,7 @@ activations:
 
     shards     Psi / (t p) x (N - 1) / N each way: stage <= 2 once reduced and once gathered; stage 3 gathered 2 M
                times, once under a pipeline; with a second shard all gathers but the first stay in the node
-    replicas   fp32 shard x 2 (R - 1) / R
+    replicas   shard x 2 (R - 1) / R: reduced in the dtype of partial sums, gathered in fp32
     tensor     8 b s h (t - 1) / t elements for each block and micro-batch (12 with checkpointing)
     context    8 b s h / (t c) x (c - 1) / c elements for each block and micro-batch (12 with checkpointing)
     pipeline   b s h elements for each boundary, direction and micro-batch; tied weights: one fp32 shard
@@ -141,10 +141,10 @@ def _of_shards(spread: Spread, plan: Plan, place: int) -> tuple[Wire, int, int]:
 
 
 def _of_replicas(spread: Spread, plan: Plan, place: int) -> Wire:
-    """An all-reduce of a shard: a reduction and a gather of parts of it."""
+    """An all-reduce of each shard: a reduction of its parts in the dtype of partial sums, and a gather in fp32."""
     span = spread.span(place, "replicate")
-    shard = sum(unit.layout.shard_numel for unit in plan.trainable_units)
-    return blocks_sent(span, -(-shard // span.size) * FP32_BYTES, 2)
+    parts = sum(-(-unit.layout.shard_numel // span.size) for unit in plan.trainable_units)
+    return blocks_sent(span, parts * (plan.node_itemsize + FP32_BYTES))
 
 
 def _of_tensor(spread: Spread, place: int) -> Wire:

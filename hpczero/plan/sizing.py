@@ -18,10 +18,11 @@ from hpczero.plan.activations import EVERYTHING_KEPT, Activations
 from hpczero.plan.footprint import Footprint, footprint_of
 from hpczero.plan.layout import ShardLayout
 from hpczero.plan.memory import MemoryPlan
-from hpczero.plan.plan import FP32_BYTES, Plan, Stage, UnitSpec
+from hpczero.plan.plan import FP32_BYTES, Plan, Stage
 from hpczero.plan.precision import Precision
 from hpczero.plan.traffic import TrafficPlan
 from hpczero.plan.transports import Named
+from hpczero.plan.unit_spec import UnitSpec
 
 HALF_BYTES = 2
 # fp32 master, momentum and variance of mixed-precision Adam (ZeRO paper, sec. 3.1).

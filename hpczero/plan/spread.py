@@ -24,7 +24,7 @@ from hpczero.plan.footprint import Footprint, footprint_of
 from hpczero.plan.held import Held, bubble, forwards_alive
 from hpczero.plan.parts import TIED, Part, part_of_gpt
 from hpczero.plan.plan import Plan, Stage
-from hpczero.plan.precision import Precision
+from hpczero.plan.precision import DType, Precision
 from hpczero.plan.sizing import accumulated_nbytes, blockwise_plan
 from hpczero.plan.spans import Span, span_of
 from hpczero.plan.transports import Named
@@ -79,6 +79,7 @@ class Spread:
         ranks_per_node: nodes are filled one after the other.
         stage: ZeRO stage.
         precision: name.
+        reduce: dtype of gradients' partial sums between nodes and replicas.
         micro_batch: samples of one forward on one data-parallel rank.
         accumulation: forwards of a step; under a pipeline its micro-batches.
         checkpointing: whether only inputs of blocks are kept.
@@ -94,6 +95,7 @@ class Spread:
     ranks_per_node: int
     stage: int = 3
     precision: str = "bf16"
+    reduce: DType = "fp32"
     micro_batch: int = 1
     accumulation: int = 1
     checkpointing: bool = False
@@ -172,9 +174,8 @@ class Spread:
 
     def plan(self, place: int) -> Plan:
         """The plan that ``zeroify`` makes of that part."""
-        return _plan(
-            self.part(place), self.mesh.shard * self.mesh.sequence, self.stage, self.precision
-        )
+        precision = Precision.of(self.precision, reduce=self.reduce)
+        return _plan(self.part(place), self.mesh.shard * self.mesh.sequence, self.stage, precision)
 
     def held(self, place: int) -> Held:
         """Sizes of the forwards of a stage."""
@@ -258,7 +259,7 @@ class Spread:
 
 
 @lru_cache(maxsize=512)
-def _plan(part: Part, num_shards: int, stage: int, precision: str) -> Plan:
+def _plan(part: Part, num_shards: int, stage: int, precision: Precision) -> Plan:
     apart = [each.name for each in part.placements if each.tied and each.name == TIED]
     return blockwise_plan(
         part.shapes, num_shards=num_shards, stage=stage, precision=precision, apart=apart

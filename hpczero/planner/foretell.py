@@ -34,6 +34,7 @@ def foretell_on(
             ranks=run.ranks,
             stage=run.stage,
             precision=run.precision,
+            reduce=run.reduce,
             micro_batch=run.micro_batch,
             accumulation=run.accumulation,
             checkpointing=run.checkpointing,

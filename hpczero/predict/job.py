@@ -16,6 +16,7 @@ from hpczero.plan.footprint import Footprint
 from hpczero.plan.offload import NOTHING_AWAY, Offload
 from hpczero.plan.offloaded import OffloadedPlan
 from hpczero.plan.plan import Plan
+from hpczero.plan.precision import DType, Precision
 from hpczero.plan.sizing import Fit, activation_nbytes, blockwise_plan, fit
 from hpczero.plan.sizing import Machine as Room
 from hpczero.predict.machine import Kernels, Machine, Roofline
@@ -56,6 +57,7 @@ class Job:
         ranks_per_node: of the job; None takes that of the machine.
         offload: what rests on a memory tier.
         kept: with checkpointing: where inputs of blocks rest.
+        reduce: dtype of gradients' partial sums between nodes.
     """
 
     model: GPTConfig
@@ -73,6 +75,7 @@ class Job:
     ranks_per_node: int | None = None
     offload: Offload = NOTHING_AWAY
     kept: Activations = EVERYTHING_KEPT
+    reduce: DType = "fp32"
 
     def __post_init__(self) -> None:
         per_node = self.ranks_per_node or self.machine.ranks_per_node
@@ -125,9 +128,8 @@ class Job:
     @property
     def plan(self) -> Plan:
         """Plan of one slice of the model."""
-        return plan_of(
-            self.model, self.model_parallel, self.data_parallel, self.stage, self.precision
-        )
+        precision = Precision.of(self.precision, reduce=self.reduce)
+        return plan_of(self.model, self.model_parallel, self.data_parallel, self.stage, precision)
 
     @property
     def offloaded(self) -> OffloadedPlan:
@@ -201,7 +203,7 @@ class Job:
 
 
 @lru_cache(maxsize=16)  # many jobs are tried with one model
-def plan_of(model: GPTConfig, cut: int, ranks: int, stage: int, precision: str) -> Plan:
+def plan_of(model: GPTConfig, cut: int, ranks: int, stage: int, precision: Precision) -> Plan:
     """Plan of one of ``cut`` slices of a model over so many ranks."""
     shapes = [(name, _sliced(shape, cut)) for name, shape in parameter_shapes(model)]
     return blockwise_plan(shapes, num_shards=ranks, stage=stage, precision=precision)

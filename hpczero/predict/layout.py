@@ -27,10 +27,11 @@ from functools import cached_property
 
 from hpczero.models.config import flops_per_token
 from hpczero.plan.footprint import Footprint
-from hpczero.plan.plan import FP32_BYTES, Plan, UnitSpec
+from hpczero.plan.plan import FP32_BYTES, Plan
 from hpczero.plan.sent import EXCHANGES, SUMS
 from hpczero.plan.spans import Span
 from hpczero.plan.spread import Spread
+from hpczero.plan.unit_spec import UnitSpec
 from hpczero.predict.host_step import update_s as seconds_of_update
 from hpczero.predict.job import Job, Pass
 from hpczero.predict.machine import Kernels, Machine
@@ -152,6 +153,7 @@ class StageJob(Job):
             ranks=spread.mesh.size,
             stage=spread.stage,
             precision=spread.precision,
+            reduce=spread.reduce,
             micro_batch=spread.micro_batch,
             accumulation=spread.accumulation,
             checkpointing=spread.checkpointing,
@@ -312,10 +314,12 @@ class StageTime:
 
     @cached_property
     def replicas_s(self) -> float:
-        """Of a step: a shard summed over replicas in fp32, and over the two stages that hold a tied weight."""
+        """Of a step: a shard summed over replicas, and over the two stages that hold a tied weight."""
         span, plan = self.spread.span(self.job.place, "replicate"), self.job.plan
         shard = sum(unit.layout.shard_numel for unit in plan.trainable_units)
-        seconds = 2 * self._blocks_s(span, shard / span.size * FP32_BYTES)
+        part = shard / span.size  # reduced in the dtype of partial sums, gathered in fp32
+        seconds = self._blocks_s(span, part * plan.node_itemsize)
+        seconds += self._blocks_s(span, part * FP32_BYTES)
         tied = {each.name for each in self._part.placements if each.tied}
         held = [unit for unit in plan.units if tied & {slot.name for slot in unit.layout.slots}]
         shard = sum(unit.layout.shard_numel for unit in held)

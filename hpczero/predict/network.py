@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from hpczero.plan.plan import UnitSpec
+from hpczero.plan.unit_spec import UnitSpec
 from hpczero.predict.job import Job
 
 AGREEMENTS = 3  # small collectives of a step: loss, finite check and norm, flags
@@ -49,7 +49,8 @@ class Network:
             travel = self._flat_s(shard_numel * self._item) if nodes > 1 else 0.0
             travel = travel or self._inside_s(mine * self._item, local, shared=False)
             return copies + travel + work.sum_s(nodes * local, shard_numel)
-        wire = self._item if local == 1 else FP32_BYTES
+        sums = self.job.plan.node_itemsize
+        wire = min(self._item, sums) if local == 1 else sums
         rail = (nodes - 1) * (machine.nic_latency + shard_numel * wire / machine.rail_rate)
         inside = self._inside_s(mine * self._item, local, shared=True) + work.sum_s(local, mine)
         return inside + rail + (work.sum_s(nodes, shard_numel) if nodes > 1 else 0.0)

@@ -25,6 +25,7 @@ from hpczero.errors import ConfigError
 from hpczero.models.config import GPTConfig
 from hpczero.plan.offload import Offload
 from hpczero.plan.offloaded import OffloadedPlan, TierTraffic
+from hpczero.plan.precision import Precision
 from hpczero.predict.job import Job, Pass, plan_of
 from hpczero.predict.machine import Machine
 
@@ -176,7 +177,8 @@ def _rates(machine: Machine, medium: str) -> tuple[float, float]:
 def _moved_of(
     model: GPTConfig, cut: int, ranks: int, stage: int, precision: str, offload: Offload
 ) -> Moved:
-    return moved_of(OffloadedPlan(plan_of(model, cut, ranks, stage, precision), offload))
+    plan = plan_of(model, cut, ranks, stage, Precision.of(precision))
+    return moved_of(OffloadedPlan(plan, offload))
 
 
 def _moved(job: Job) -> Moved:

@@ -39,8 +39,9 @@ from hpczero.run.starting.building import build, set_options
 from hpczero.run.starting.choosing import choose_settings, earlier_settings, taken_over
 from hpczero.run.starting.header import tell_header
 from hpczero.run.starting.own_text import open_tokens
+from hpczero.run.starting.planned import run_of
 from hpczero.run.starting.recomputing import recompute_blocks
-from hpczero.run.starting.room_check import RoomCheck, run_of
+from hpczero.run.starting.room_check import RoomCheck
 from hpczero.run.step import TrainingStep
 from hpczero.run.stopping.attempts import Attempts
 from hpczero.run.stopping.deadline import Deadline
@@ -164,6 +165,7 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
         asked.batch,
         asked.adapter.context,
         checkpointing,
+        room.run,
     )
     return Run(
         given=asked.given,

@@ -40,8 +40,9 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
         ConfigError: there is no such rank.
         StepError: on every rank. Parameters were changed without a ``modifier_rank``, got values of another shape or
             dtype, or share memory. Ranks have other buffers than ``modifier_rank``. Only some of the ranks that share
-            layers with it have changed them. Or, without a ``modifier_rank``, the block before did not end well. After this error, and if an exception leaves the block after a change,
-            the model refuses to be used until a block ends well or a checkpoint is loaded.
+            layers with it have changed them. Or, without a ``modifier_rank``, the block before did not end well. After
+            this error, and if an exception leaves the block after a change, the model refuses to be used until a block
+            ends well or a checkpoint is loaded.
     """
     state = sharding(model)
     units, schedule = state.units, state.schedule

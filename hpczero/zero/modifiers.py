@@ -50,7 +50,9 @@ def check_copies(units: Sequence[Unit], topology: Topology, modifier_rank: int) 
     named, mine = [], []
     for unit in units:
         held = ", ".join(repr(slot.name) for slot in unit.spec.layout.slots[:NAMED])
-        named.append(f"one of {held} and so on" if len(unit.parameters) > NAMED else f"one of {held}")
+        named.append(
+            f"one of {held} and so on" if len(unit.parameters) > NAMED else f"one of {held}"
+        )
         mine.append(float(unit.whole.was_modified()))
         for place in unit.spec.kept:
             named.append(f"parameter {unit.spec.layout.slots[place].name!r}")

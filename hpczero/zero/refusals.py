@@ -195,7 +195,10 @@ def check_part(model: nn.Module) -> None:
     part = part_of(model)
     if part is None:
         return
-    known = {*part.names, *part.placements}  # a further name of a tied one is known by the first name
+    known = {
+        *part.names,
+        *part.placements,
+    }  # a further name of a tied one is known by the first name
     for name, parameter in model.named_parameters():
         placement = part.placements.get(name)
         if name not in known:

@@ -17,6 +17,8 @@ from hpczero.models.gpt import GPT
 from scaling.contenders.workload import LEARNING_RATE, SEED, Workload
 from scaling.evidence.record import versions
 
+CLIP = 1.0  # largest norm of the gradient, where a contender clips
+
 
 class Contender(ABC):
     """Made and driven by `scaling.contenders.rank`.
@@ -32,6 +34,11 @@ class Contender(ABC):
     size: int
     model: nn.Module
     optimizer: torch.optim.Optimizer
+
+    @property
+    def data_rank(self) -> int:
+        """Whose samples this rank has: those of rank ``data_rank``, where ranks share a model."""
+        return self.rank
 
     @abstractmethod
     def connect(self) -> None:

@@ -44,7 +44,9 @@ class Rank:
     def turn(self, steps: int) -> Reply:
         """Train ``steps`` steps; says how long all together took, and each loss."""
         ours = range(self._next_step, self._next_step + steps)
-        batches = [batch(self._workload, step=step, rank=self._contender.rank) for step in ours]
+        batches = [
+            batch(self._workload, step=step, rank=self._contender.data_rank) for step in ours
+        ]
         self._contender.barrier()
         faults, cpu, begin = _page_faults(), time.process_time(), time.perf_counter()
         losses = [self._contender.step(tokens, targets) for tokens, targets in batches]

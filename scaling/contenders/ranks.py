@@ -29,6 +29,14 @@ PEERS_PYTHON = ROOT / ".venv" / "peers" / "bin" / "python"
 START_TIMEOUT_S = 180.0  # importing, connecting
 ANSWER_TIMEOUT_S = 600.0
 END_TIMEOUT_S = 30.0
+# One session for all ranks, as mpirun makes it: the kernel shares a busy machine between sessions, not processes
+# (sched_autogroup), so ranks with a session each would get several times what the ranks of an MPI job get.
+ALL_RANKS = """
+size=$1
+shift
+for ((rank = 0; rank < size; rank++)); do RANK=$rank LOCAL_RANK=$rank "$@" & done
+for ((rank = 0; rank < size; rank++)); do wait -n || exit; done
+"""
 
 Answer = dict[str, Any]  # Any: JSON
 
@@ -128,9 +136,9 @@ class Crew:
         if self.entry.python == "peers":
             python = str(PEERS_PYTHON)
             environment |= peers_environment()
-        for rank in range(self._size):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._spawn([python, *command], environment | place)
+        self._spawn(
+            ["bash", "-c", ALL_RANKS, "ranks", str(self._size), python, *command], environment
+        )
 
     def _spawn(self, command: Sequence[str], environment: dict[str, str]) -> None:
         process = subprocess.Popen(

@@ -18,6 +18,8 @@ from scaling.checkpoint import report as checkpoint_report
 from scaling.collectives import report as collectives_report
 from scaling.evidence.record import HOME, Row, commit, of_kind, parse_rows
 from scaling.gpu import goals as gpu_goals
+from scaling.layouts import report as layouts_report
+from scaling.parallel import report as parallel_report
 from scaling.peers import report as peers_report
 from scaling.planner import report as planner_report
 from scaling.predict import report as predict_report
@@ -49,6 +51,8 @@ TEXT: dict[str, Callable[[list[Row]], str]] = {
     "checkpoint": checkpoint_report.text,
     "collectives": collectives_report.text,
     "gpu": gpu_text,
+    "layouts": layouts_report.text,
+    "parallel": parallel_report.text,
     "peers": peers_report.text,
     "planner": planner_report.text,
     "predict": predict_report.text,
@@ -61,6 +65,8 @@ DRAW: dict[str, Callable[[list[Row], Path], None]] = {
     "checkpoint": checkpoint_report.draw,
     "collectives": collectives_report.draw,
     "gpu": draw_nothing,
+    "layouts": layouts_report.draw,
+    "parallel": parallel_report.draw,
     "peers": peers_report.draw,
     "planner": planner_report.draw,
     "predict": predict_report.draw,

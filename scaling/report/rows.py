@@ -33,6 +33,21 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
         "call": ("operation", "mover", "shard_nbytes", "round", "seconds"),
     },
     "gpu": {"failure": ("check", "ranks", "said")},
+    "layouts": {
+        "run": (
+            *_WHERE,
+            *("description", "emulated", "placement", "ranks", "rate_mbit", "rounds", "steps"),
+            "tolerance",
+        ),
+        "layout": ("layout", "foretold_s", "planned_nbytes"),
+        "turn": ("layout", "round", "seconds", "sent_nbytes", "waited_s"),
+        "idle": ("pipeline", "stages", "nap_s", "simulated", "formula", "ranks"),
+    },
+    "parallel": {
+        "run": (*_WHERE, "description", "precision", "ranks", "rounds", "tolerance"),
+        "match": ("match", "title", "own", "other", "goal", "apart"),
+        "turn": ("contender", "round", "seconds", "steps", "window_s", "foreign_cpu_s"),
+    },
     "peers": {
         "run": (*_WHERE, "description", "ranks", "rounds", "titles", "versions"),
         "turn": (

@@ -1,6 +1,7 @@
-"""A weak or a strong scaling study: all its points, each measured in a job of its own.
+"""A scaling study, weak or strong, or a study of layouts: all its points, each measured in a job of its own.
 
     python -m scaling.sweep strong --ranks 1 2 --stages 0 3 --models gpt-8x512 --batches 8
+    python -m scaling.sweep layouts --ranks 4 --models tiny --layouts plain tensor=2 pipeline=2,shard=node --batches 16
     python -m scaling.sweep weak --by sbatch --ranks 8 16 32 --ranks_per_node 8 -- --partition=gpu --time=30:00
 
 Owns: which points are left to do, in which order they are started, collecting their rows into one file, which
@@ -27,7 +28,7 @@ from scaling.evidence.record import Recorder, Row, circumstances, commit, cores,
 from scaling.sweep.folder import StudyFolder, read_job, write_job
 from scaling.sweep.launchers import Local, Slurm, absolute
 from scaling.sweep.setting import Setting, local, slurm
-from scaling.sweep.study import DEFAULT_STEPS, Grid, Point
+from scaling.sweep.study import DEFAULT_STEPS, Grid, Point, parse_layout
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Options:
     """What to measure, and how jobs are started.
 
     Attributes:
-        kind: strong: fixed model and global batch; weak: fixed batch per rank.
+        kind: strong: fixed model and global batch; weak: fixed batch per rank; layouts: fixed model, global batch and
+            number of ranks.
         ranks: numbers of ranks; the smallest is the base of all ratios.
         ranks_per_node: most ranks of one node; several give a curve for each. Left out, one node. Without sbatch more
             nodes than one are emulated.
@@ -45,7 +47,9 @@ class Options:
         batches: sequences of one rank (weak) or of all ranks (strong). Left out: 4; strong: what all numbers of ranks
             divide, at least two for each rank.
         micro_batch: most sequences of one forward; left out, all that a rank has, or 8 at most where --batches is left
-            out too.
+            out too; under a pipeline so few that each stage has two micro-batches or more.
+        layouts: of a study of them, the first is what others are compared with; each is plain, or options of
+            [parallel] such as tensor=2,sequence=true.
         precision: of parameters and activations.
         transport: how ranks exchange; see hpczero.train.
         device: where ranks compute; auto: on GPUs where torch sees one.
@@ -65,7 +69,7 @@ class Options:
         limit_s: longest time of one local job.
     """
 
-    kind: tyro.conf.Positional[Literal["weak", "strong"]]
+    kind: tyro.conf.Positional[Literal["weak", "strong", "layouts"]]
     ranks: tuple[int, ...] = (1, 2)
     ranks_per_node: tuple[int, ...] | None = None
     models: tuple[str, ...] = ("gpt-8x512",)
@@ -73,6 +77,7 @@ class Options:
     stages: tuple[Literal[0, 1, 2, 3], ...] = (3,)
     batches: tuple[int, ...] | None = None
     micro_batch: int | None = None
+    layouts: tuple[str, ...] = ()
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     transport: Transport = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -103,8 +108,15 @@ class Options:
             raise ConfigError(
                 f"--checkpoint_every: got {self.checkpoint_every}, expected 0 or above"
             )
-        if self.grow and self.kind == "strong":
-            raise ConfigError("--grow: strong scaling keeps the model; it goes with weak only")
+        if self.grow and self.kind != "weak":
+            raise ConfigError(
+                f"--grow: a study of {self.kind} keeps the model; it goes with weak only"
+            )
+        if (self.kind == "layouts") != bool(self.layouts):
+            raise ConfigError(
+                f"--layouts: got {' '.join(self.layouts) or 'nothing'} for the study {self.kind}; expected layouts for "
+                "layouts, and none for another study"
+            )
 
     @property
     def grid(self) -> Grid:
@@ -119,6 +131,7 @@ class Options:
             ranks_per_node=self.ranks_per_node,
             jobs=self.jobs,
             micro_batch=self.micro_batch,
+            layouts=[parse_layout(text) for text in self.layouts or ("plain",)],
         )
 
     @property

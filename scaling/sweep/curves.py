@@ -20,7 +20,7 @@ from scaling.evidence.record import Row, of_kind
 from scaling.evidence.resampling import Ratio, ratio_of_jobs, spread_of_jobs
 from scaling.evidence.spread import Spread
 from scaling.predict.host import predict_on_host, transport_of
-from scaling.sweep.study import Point, nodes_of
+from scaling.sweep.study import PLAIN, Point, nodes_of
 
 PARTS = ("compute", "communication", "optimizer", "data", "other")
 
@@ -86,13 +86,19 @@ class Measured:
     def predicted_ms(self) -> float | None:
         """By `hpczero.predict.model`, from what the ranks themselves measured and for the transport they ran over.
 
-        None where they measured no links (several nodes), no such kernels (a device, other precisions than fp32), or
-        the model knows no such transport.
+        None where they measured no links (several nodes), no such kernels (a device, other precisions than fp32), the
+        model knows no such transport, or ranks share more than shards.
         """
         point, found = self.point, []
         for row in self.rows:
             transport = transport_of(row["transport"])
-            if point.nodes > 1 or point.precision != "fp32" or not row["probe"] or not transport:
+            if (
+                point.layout != PLAIN
+                or point.nodes > 1
+                or point.precision != "fp32"
+                or not row["probe"]
+                or not transport
+            ):
                 return None
             found.append(
                 predict_on_host(
@@ -184,9 +190,9 @@ def curves(rows: list[Row]) -> list[Curve]:
 def curve_name(head: Row, point: Point) -> str:
     """What the points of one curve have in common."""
     model = "growing model" if head["grow"] else point.model
-    strong = head["study"] == "strong"
-    batch = f"global batch {point.global_batch}" if strong else f"batch {point.batch} per rank"
-    return f"{model}, stage {point.stage}, {batch}"
+    weak = head["study"] == "weak"
+    batch = f"batch {point.batch} per rank" if weak else f"global batch {point.global_batch}"
+    return f"{model}, stage {point.stage}, {batch}{point.shared}"
 
 
 def circumstances_of(row: Row) -> dict[str, str]:

@@ -35,7 +35,10 @@ if TYPE_CHECKING:  # see scaling.evidence.plot
 
 def draw(rows: list[Row], path: Path) -> None:
     """All figures, as ``<stem>-<figure><suffix>`` beside ``path``; its suffix says PNG or SVG."""
+    layouts = next(of_kind(rows, "run"))["study"] == "layouts"
     for name, make in FIGURES.items():
+        if layouts and make is scaling_figure:  # of one number of ranks
+            continue
         figure = make(rows)
         figure.savefig(path.with_name(f"{path.stem}-{name}{path.suffix}"), facecolor="white")
 

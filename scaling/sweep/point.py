@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +48,9 @@ def main() -> int:
 
     accelerator = choose_accelerator(point.device)  # before MPI binds to a device
     from hpczero.job.launch import start_topology
+    from hpczero.plan.degrees import mesh_on_nodes
 
-    topology = start_topology(None)
+    topology = start_topology(None, lambda nodes: mesh_on_nodes(point.layout, nodes))
     use_threads(topology, point.threads)
     with topology.agreed("check the ranks of the point"):
         if topology.size != point.ranks or topology.num_nodes != point.nodes:
@@ -207,14 +207,18 @@ class Trainer:
         import torch
 
         import hpczero
+        from hpczero.adapters.gpt import GPTAdapter
         from hpczero.data import Batches
-        from hpczero.models import GPT
-        from hpczero.run.passes import PlainPasses
+        from hpczero.run.passes import passes_of
+        from hpczero.run.starting.dividing import divide
         from hpczero.run.step import TrainingStep
 
         self.topology, self.point, self.accelerator = topology, point, accelerator
+        adapter = GPTAdapter(point.config)
         with torch.device("meta"):
-            self.model = GPT(point.config)
+            self.model = adapter.build()
+        initialize = adapter.initializer(self.model, point.seed)
+        divide(point.layout, adapter, self.model, topology)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
         hpczero.zeroify(
             self.model,
@@ -224,7 +228,8 @@ class Trainer:
             precision=point.precision,
             transport=point.transport,
             device=accelerator,
-            initialize=partial(self.model.initialize, seed=point.seed),
+            initialize=initialize,
+            secondary=point.layout.secondary,
         )
         stack.push(self._release)
         tokens = draw_tokens(point.config.vocab_size, point.seed)
@@ -232,9 +237,10 @@ class Trainer:
         self._step = TrainingStep(
             self.model,
             self.optimizer,
-            passes=PlainPasses(
+            passes=passes_of(
+                point.layout,
+                adapter,
                 self.model,
-                loss=lambda model, inputs, targets: model(inputs, targets),
                 accumulation=point.batch // point.micro_batch,
                 accelerator=accelerator,
             ),
@@ -253,10 +259,8 @@ class Trainer:
             hpczero.release(self.model)
 
     def _samples(self, number: int, micro_step: int) -> tuple[Any, Any]:  # Any: numpy arrays
-        topology, accumulation = self.topology, self.point.batch // self.point.micro_batch
-        return self._batches.micro_batch(
-            number, micro_step, topology.rank, topology.size, accumulation
-        )
+        data, accumulation = self.topology.data, self.point.batch // self.point.micro_batch
+        return self._batches.micro_batch(number, micro_step, data.rank, data.size, accumulation)
 
     def step(self) -> tuple[Any, float]:  # Any: StepSplit, which would load the framework
         """One optimizer step: (its split on this rank, loss of this rank's samples). Collective."""
@@ -267,7 +271,8 @@ class Trainer:
         if self._checkpoints is not None and self._done % self.point.checkpoint_every == 0:
             with taken.watch.phase("checkpoint"):
                 self._checkpoints.save(self._done)
-        return StepSplit.of(taken.watch, taken.step_s), taken.losses[self.topology.rank]
+        own = taken.losses[self.topology.data_sequence.rank]
+        return StepSplit.of(taken.watch, taken.step_s), own
 
 
 def draw_tokens(vocab_size: int, seed: int) -> Any:  # Any: a numpy array

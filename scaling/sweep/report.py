@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
 from scaling.evidence.record import Row, of_kind
-from scaling.evidence.resampling import RESAMPLES, Ratio
+from scaling.evidence.resampling import RESAMPLES, Ratio, ratio_of_jobs
 from scaling.evidence.spread import CONFIDENCE, Spread
 from scaling.evidence.table import table
 from scaling.sweep.curves import (
@@ -42,12 +43,15 @@ LOSS_TOLERANCES = {"fp32": 1e-4, "bf16": 2**-8, "fp16": 2**-11}
 def text(rows: list[Row]) -> str:
     """Heading, conditions, tables, losses; markdown."""
     parts = [heading(rows), "", *conditions(rows), ""]
+    layouts = next(of_kind(rows, "run"))["study"] == "layouts"
+    if layouts:
+        parts.append(_layouts_table(rows))
     for curve in curves(rows):
         parts += [
             f"**{curve.name}**",
             "",
             *_mixture(curve),
-            _scaling_table(curve),
+            *([] if layouts else [_scaling_table(curve)]),
             _parts_table(curve),
         ]
         parts.append(_memory_table(curve))
@@ -61,8 +65,9 @@ def heading(rows: list[Row]) -> str:
     definition = f"Set up like {head['definition'][0].lower()}{head['definition'][1:]}"
     if busy(rows):
         said += "**Busy machine: these times are no result.** "
+    base = " N0 is the smallest number of ranks of a curve." * (head["study"] != "layouts")
     return (
-        f"{said}{definition if label(rows) else head['definition']} N0 is the smallest number of ranks of a curve. "
+        f"{said}{definition if label(rows) else head['definition']}{base} "
         f"{head['points_done']} of {head['points_asked']} points; {head['malformed']} malformed lines skipped. "
         f"{head['steps']} steps of each point after {head['warm_up']} to warm up; commit {commits(rows)}."
     )
@@ -162,6 +167,36 @@ def _scaling_table(curve: Curve) -> str:
             ]
         )
     return table(header, cells)
+
+
+def _layouts_table(rows: list[Row]) -> str:
+    """All layouts, in the order in which they were asked for; each over the first one with the same samples."""
+    order = {json.dumps(row["point"], sort_keys=True): n for n, row in enumerate(rows[1:])}
+    found = [curve.base for curve in curves(rows)]
+    found.sort(key=lambda one: order[json.dumps(one.rows[0]["point"], sort_keys=True)])
+    cells = []
+    for one in found:
+        point = one.point
+        alike = (point.model, point.stage, point.global_batch, point.nodes)
+        first = next(
+            other
+            for other in found
+            if alike
+            == (other.point.model, other.point.stage, other.point.global_batch, other.point.nodes)
+        )
+        times = point.batch // point.micro_batch
+        cells.append(
+            [
+                f"{point.model}, stage {point.stage}{point.shared or ', plain'}",
+                str(point.nodes),
+                f"{point.data} x {point.micro_batch} x {times}",
+                _with_spread(one.step),
+                "1" if one is first else _with_ratio(ratio_of_jobs(one.jobs_ms, first.jobs_ms)),
+                f"{one.worst('ledger_nbytes') / MIB:,.1f}",
+            ]
+        )
+    header = ["layout", "nodes", "data ranks x micro-batch x times", "step, ms", "over the first"]
+    return table([*header, "ledger, MiB"], cells)
 
 
 def _parts_table(curve: Curve) -> str:

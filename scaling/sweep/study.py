@@ -1,9 +1,10 @@
-"""What a weak or a strong scaling study is: its points, and what makes two points the same.
+"""What a study is, weak or strong scaling or one of layouts: its points, and what makes two points the same.
 
 Owns: the definitions, the grid, the key of a point. Must not know: how a point is measured or started, torch, MPI.
 
 Strong: the model and the global batch are fixed, ranks grow. Weak: the batch of each rank is fixed, ranks grow, with
-one model; or, with ``grow``, one model for each number of ranks, larger with the ranks.
+one model; or, with ``grow``, one model for each number of ranks, larger with the ranks. Layouts: the model, the global
+batch and the ranks are fixed, and ranks share other things.
 """
 
 from __future__ import annotations
@@ -15,20 +16,27 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hpczero.errors import ConfigError
 from hpczero.models.config import GPTConfig
+from hpczero.options.parallel import LayoutOptions, Schedule
+from hpczero.plan.degrees import check_micro_batches, check_model, mesh_of
 from scaling.contenders.workload import SEED, find_model
 
-Kind = Literal["weak", "strong"]
+Kind = Literal["weak", "strong", "layouts"]
 DEFINITIONS = {
     "strong": "Strong scaling: fixed model and fixed global batch; efficiency E(N) = T(N0) N0 / (T(N) N).",
     "weak": "Weak scaling: fixed model and fixed batch per rank, so the global batch grows with the ranks; efficiency "
     "E(N) = T(N0) / T(N).",
     "weak-grown": "Weak scaling: fixed batch per rank, and a larger model on more ranks; efficiency is model FLOP/s "
     "per rank over those at N0.",
+    "layouts": "Layouts: fixed model, global batch and number of ranks; each layout over the first one, T / T(first).",
 }
+PLAIN = LayoutOptions()
+FILLED = (
+    2  # micro-batches of a pipeline for each stage, where the batch has so many and nobody chose
+)
 DEFAULT_STEPS = 30  # after warm-up; Hoefler and Belli, SC15, and enough for a 95 % interval
 DEFAULT_BATCH = 4  # sequences of a rank in a weak study
 DEFAULT_MICRO_BATCH = 8  # most of one forward, where the batch is not given
@@ -44,7 +52,7 @@ class Point:
         stage: ZeRO stage.
         ranks: all of them.
         nodes: over which they are spread equally.
-        batch: sequences of one rank and step.
+        batch: sequences of one step and rank with samples of its own.
         micro_batch: sequences of one forward.
         precision: of parameters and activations.
         transport: as in ``zeroify``.
@@ -54,6 +62,7 @@ class Point:
         threads: of each rank, the same whatever the ranks; 0: as many as it has cores.
         device: cpu, cuda, or auto: cuda where torch sees one.
         job: number among jobs that measure the same.
+        layout: which ranks share what.
     """
 
     model: str
@@ -72,11 +81,17 @@ class Point:
     job: int = 0
     seed: int = SEED
     device: str = "cpu"  # of records that say nothing of it
+    layout: LayoutOptions = PLAIN
+
+    @property
+    def data(self) -> int:
+        """Ranks with samples of their own."""
+        return data_ranks(self.layout, self.ranks)
 
     @property
     def global_batch(self) -> int:
         """Sequences of all ranks in one step."""
-        return self.batch * self.ranks
+        return self.batch * self.data
 
     @property
     def ranks_per_node(self) -> int:
@@ -95,8 +110,11 @@ class Point:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
-        """For ``of_json``."""
-        return dataclasses.asdict(self)
+        """For ``of_json``. The plain layout is left out, so that points of old stay what they were."""
+        values = dataclasses.asdict(self)
+        if self.layout == PLAIN:
+            del values["layout"]
+        return values
 
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> Point:
@@ -106,7 +124,8 @@ class Point:
             ConfigError: it did not.
         """
         try:
-            return cls(**{**values, "config": GPTConfig(**values["config"])})
+            layout = LayoutOptions(**values.get("layout", {}))
+            return cls(**{**values, "config": GPTConfig(**values["config"]), "layout": layout})
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"not a point of a sweep: {error!r} in {values!r}") from error
 
@@ -115,8 +134,13 @@ class Point:
         again = f", job {self.job}" if self.job else ""
         return (
             f"{self.model}, stage {self.stage}, {self.ranks} rank(s) on {self.nodes} node(s), batch {self.batch} per "
-            f"rank{again}"
+            f"rank{self.shared}{again}"
         )
+
+    @property
+    def shared(self) -> str:
+        """The layout for names of curves and lines; empty for the plain one."""
+        return "".join(f", {word}" for word in self.layout.changed)
 
 
 @dataclass(frozen=True)
@@ -132,7 +156,8 @@ class Grid:
         batches: weak: sequences per rank; strong: sequences of all ranks; None: ``default_batch``.
         ranks_per_node: most ranks of one node, each value a curve of its own; None: all ranks on one node.
         jobs: how often each point is measured, each time in a job of its own.
-        micro_batch: most sequences of one forward; None: as many as a rank has.
+        micro_batch: most sequences of one forward; None: as many as a rank has, fewer where a pipeline wants several.
+        layouts: which ranks share what, each a curve of its own.
     """
 
     kind: Kind
@@ -144,6 +169,7 @@ class Grid:
     ranks_per_node: Sequence[int] | None = None
     jobs: int = 1
     micro_batch: int | None = None
+    layouts: Sequence[LayoutOptions] = (PLAIN,)
 
     @property
     def definition(self) -> str:
@@ -165,6 +191,8 @@ class Grid:
             ConfigError: numbers that do not divide, an unknown model, a model that is missing.
         """
         ranks = sorted(set(self.ranks))
+        if self.kind == "layouts" and len(ranks) > 1:
+            raise ConfigError(f"--ranks: got {ranks}, expected one number, which all layouts share")
         if self.grow and len(self.models) != len(ranks):
             raise ConfigError(
                 f"--grow: got {len(self.models)} models for {len(ranks)} numbers of ranks, expected one for each"
@@ -174,9 +202,11 @@ class Grid:
             for index, size in enumerate(ranks):
                 models = [self.models[index]] if self.grow else self.models
                 placements = [nodes_of(size, most) for most in self.ranks_per_node or (None,)]
-                cells = itertools.product(models, self.stages, self._batches, placements)
-                for model, stage, batch, nodes in cells:
-                    mine = self._batch_per_rank(batch, size)
+                cells = itertools.product(
+                    models, self.stages, self._batches, placements, self.layouts
+                )
+                for model, stage, batch, nodes, layout in cells:
+                    mine = self._batch_per_rank(batch, data_ranks(layout, size))
                     point = Point(
                         model=model,
                         config=find_model(model),
@@ -184,10 +214,12 @@ class Grid:
                         ranks=size,
                         nodes=nodes,
                         batch=mine,
-                        micro_batch=self._micro_batch(mine),
+                        micro_batch=self._micro_batch(mine, layout),
                         job=job,
+                        layout=layout,
                         **settings,
                     )
+                    _check(point)
                     found[point] = None  # few ranks lie in the same way whatever a node may hold
         return list(found)
 
@@ -207,7 +239,10 @@ class Grid:
             )
         return batch // ranks
 
-    def _micro_batch(self, batch: int) -> int:
+    def _micro_batch(self, batch: int, layout: LayoutOptions) -> int:
+        if layout.pipeline > 1 and self.micro_batch is None:
+            most = max(batch // (FILLED * layout.pipeline), 1)
+            return max(size for size in range(1, most + 1) if batch % size == 0)
         if self.batches is None:
             # A batch that nobody chose need not fit into memory at once, and divides as it happens to.
             most = min(self.micro_batch or DEFAULT_MICRO_BATCH, batch)
@@ -218,6 +253,53 @@ class Grid:
                 f"--micro_batch: got {most}, which does not divide the {batch} sequences of a rank"
             )
         return most
+
+
+def data_ranks(layout: LayoutOptions, ranks: int) -> int:
+    """How many of ``ranks`` have samples of their own; 1 or more, whether or not the degrees divide."""
+    return max(ranks // (layout.tensor * layout.pipeline * layout.context), 1)
+
+
+def _check(point: Point) -> None:
+    """Refuse a layout that the model, the ranks or the batch do not suit, before any job is started."""
+    if point.layout == PLAIN:
+        return
+    point.layout.check(stage=point.stage)
+    mesh_of(point.layout, point.ranks, point.ranks_per_node)
+    check_model(point.layout, point.config)
+    if point.layout.pipeline > 1:
+        check_micro_batches(point.layout, point.batch // point.micro_batch)
+
+
+def parse_layout(text: str) -> LayoutOptions:
+    """``tensor=2,sequence=true`` or ``pipeline=4,shard=node`` as options; ``plain`` is the default.
+
+    Raises:
+        ConfigError: no such option, or a value that it cannot be.
+    """
+    known = {each.name: each for each in dataclasses.fields(LayoutOptions)}
+    values: dict[str, Any] = {}
+    for word in filter(None, text.split(",") if text != "plain" else ()):
+        name, _, value = word.partition("=")
+        if name not in known:
+            raise ConfigError(
+                f"--layouts: got {word!r} in {text!r}, expected name=value with a name of {', '.join(known)}, or plain"
+            )
+        default = known[name].default
+        if isinstance(default, bool):
+            if value not in ("true", "false"):
+                raise ConfigError(f"--layouts: got {word!r}, expected {name}=true or {name}=false")
+            values[name] = value == "true"
+        elif isinstance(default, int):
+            if not value.isdecimal():
+                raise ConfigError(f"--layouts: got {word!r}, expected {name}= and a number")
+            values[name] = int(value)
+        elif name == "schedule" and value not in get_args(Schedule):
+            names = ", ".join(get_args(Schedule))
+            raise ConfigError(f"--layouts: got {word!r}, expected {name}= and one of {names}")
+        else:
+            values[name] = value
+    return LayoutOptions(**values)
 
 
 def nodes_of(ranks: int, ranks_per_node: int | None) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -13,27 +11,17 @@ from hpczero.models import GPT
 from tests.equality import models
 from tests.equality.cases import Case, Lane, gpt_case
 from tests.equality.reference import LATER_GRADIENTS, Record, differences, train_sharded
+from tests.helpers.gloo import gloo
 from tests.helpers.parallel import parallel_assert
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]  # gloo on more ranks than cores takes long
 
 
 @pytest.fixture
-def process_group(comm, monkeypatch):
-    """torch's own process group over the same ranks; it meets at a free port that rank 0 found."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-    def store(port: int) -> TCPStore:
-        return TCPStore(
-            "127.0.0.1", port, comm.size, is_master=comm.rank == 0, wait_for_workers=False
-        )
-
-    mine = store(0) if comm.rank == 0 else None
-    port = comm.bcast(mine.port if mine else None)
-    dist.init_process_group("gloo", store=mine or store(port), rank=comm.rank, world_size=comm.size)
-    yield
-    comm.Barrier()
-    dist.destroy_process_group()
+def process_group(comm):
+    """torch's own process group over the same ranks."""
+    with gloo(comm):
+        yield
 
 
 def train_fsdp2(case: Case, rank: int, allgather) -> list[Record]:

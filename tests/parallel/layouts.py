@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -58,12 +58,15 @@ def optimizer_of(model: nn.Module, *, eps: float = 1e-3) -> torch.optim.Optimize
 
 
 @contextmanager
-def laid_out(comm: MPI.Intracomm, options: LayoutOptions) -> Iterator[Topology]:
-    """The topology that the options mean for the ranks of ``comm``, all on one node. Collective."""
+def laid_out(
+    comm: MPI.Intracomm, options: LayoutOptions, nodes: Sequence[int] | None = None
+) -> Iterator[Topology]:
+    """The topology that the options mean for the ranks of ``comm``, all on one node or on these. Collective."""
     from hpczero import Topology
-    from hpczero.plan.degrees import mesh_of
+    from hpczero.plan.degrees import mesh_on_nodes
 
-    topology = Topology.create(comm, mesh=mesh_of(options, comm.size, comm.size))
+    mesh = mesh_on_nodes(options, nodes or [0] * comm.size)
+    topology = Topology.create(comm, nodes, mesh=mesh)
     yield topology
     topology.free()
 
@@ -111,6 +114,7 @@ def train_laid_out(
     micro_batches: int = MICRO_BATCHES,
     seed: int = 3,
     around: Callable[[Any, Any, int], None] = lambda model, optimizer, step: None,
+    prepare: Callable[[Any, Any], Callable[[], None]] = lambda adapter, model: lambda: None,
     **of_zeroify: Any,
 ) -> Trained:
     """Over the ranks of ``topology``, as the training command does it. Collective over its world.
@@ -124,6 +128,7 @@ def train_laid_out(
         micro_batches: of each data parallel rank and step.
         seed: of the initial weights.
         around: called before each optimizer step, with model, optimizer and step.
+        prepare: called with adapter and zeroified model; what it returns is called at the end.
         of_zeroify: further arguments of it.
     """
     import hpczero
@@ -149,6 +154,7 @@ def train_laid_out(
         secondary=options.secondary,
         **of_zeroify,
     )
+    end = prepare(adapter, model)
     passes = passes_of(
         options, adapter, model, accumulation=micro_batches, accelerator=HostAccelerator()
     )
@@ -169,6 +175,7 @@ def train_laid_out(
     found.state = hpczero.full_state_dict(model)
     hpczero.release(model)
     close(model)
+    end()
     return found
 
 

@@ -61,7 +61,9 @@ def _split_weight(model: GPT) -> None:
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize(("change", "said"), [(_norm, "'final_norm.weight'"), (_split_weight, "'wte.weight'")])
+@pytest.mark.parametrize(
+    ("change", "said"), [(_norm, "'final_norm.weight'"), (_split_weight, "'wte.weight'")]
+)
 def test_a_change_on_one_rank_of_a_copy_alone_is_refused(
     comm: MPI.Intracomm, change: Callable[[GPT], None], said: str
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 import hpczero
 from hpczero.job.mesh import Mesh
 from hpczero.models import GPT, GPTConfig
+from hpczero.plan.precision import DType, Precision
 from hpczero.plan.sent import sent_by
 from hpczero.plan.spread import Spread
 from tests.helpers.parallel import parallel_assert
@@ -29,7 +30,9 @@ def parameters_and_gradients(sent: Counter[str]) -> int:
     return sum(nbytes for verb, nbytes in sent.items() if verb != "agree")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "reduce"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")]
+)
 @pytest.mark.parametrize(
     ("mesh", "stage", "secondary"),
     [
@@ -42,7 +45,7 @@ def parameters_and_gradients(sent: Counter[str]) -> int:
     ],
 )
 def test_transports_send_what_the_plan_says(
-    comm: MPI.Intracomm, mesh: Mesh, stage: int, secondary: bool, precision: Any
+    comm: MPI.Intracomm, mesh: Mesh, stage: int, secondary: bool, precision: Any, reduce: DType
 ) -> None:
     topology = hpczero.Topology.create(comm, nodes=NODES, mesh=mesh)
     with torch.device("meta"):
@@ -53,7 +56,7 @@ def test_transports_send_what_the_plan_says(
         optimizer,
         stage=stage,
         topology=topology,
-        precision=precision,
+        precision=Precision.of(precision, reduce=reduce),
         transport="hierarchical",
         secondary=secondary,
         initialize=lambda name, tensor: model.initialize(name, tensor, seed=1),
@@ -71,6 +74,7 @@ def test_transports_send_what_the_plan_says(
         2,
         stage=stage,
         precision=precision,
+        reduce=reduce,
         micro_batch=2,
         accumulation=3,
         secondary=secondary,

@@ -181,7 +181,11 @@ class Mixed(nn.Module):
         super().__init__()
         self.first_norm, self.last_norm = nn.LayerNorm(6), nn.LayerNorm(6)
         self.up, self.down = nn.Linear(6, 7), nn.Linear(7, 6)
-        self.norm, self.second_up, self.second_down = nn.LayerNorm(6), nn.Linear(6, 5), nn.Linear(5, 6)
+        self.norm, self.second_up, self.second_down = (
+            nn.LayerNorm(6),
+            nn.Linear(6, 5),
+            nn.Linear(5, 6),
+        )
         self.middle = nn.Sequential(self.norm, self.second_up, nn.Tanh(), self.second_down)
 
     def forward(self, x: Tensor) -> Tensor:

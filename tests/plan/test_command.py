@@ -243,3 +243,14 @@ def test_accumulation_needs_room_for_whole_gradients() -> None:
     more = twice["stages"][3]["needed_nbytes"] - once["stages"][3]["needed_nbytes"]
     assert more == pytest.approx(4 * once["parameters"], rel=1e-3)
     assert twice["stages"][1]["needed_nbytes"] == once["stages"][1]["needed_nbytes"]
+
+
+def test_partial_sums_in_bf16_send_fewer_bytes_between_replicas_and_nodes() -> None:
+    sizes = ("--model", "gpt2", "--ranks", "8", "--ranks-per-node", "4", "--memory", "32GB")
+    layout = (*sizes, "--parallel.shard", "node", "--transport", "hierarchical")
+    both = [plan_json(*layout, "--reduce", dtype)["stages"][1] for dtype in ("fp32", "bf16")]
+    full, half = (row["pipeline"][0]["sent"]["replicas"]["between"] for row in both)
+    assert half * 8 == full * 6  # reduced in 2 bytes instead of 4, gathered in 4
+    plain = [plan_json(*sizes, "--reduce", dtype)["stages"][2] for dtype in ("fp32", "bf16")]
+    full, half = (row["traffic"]["reduce_scatter_nbytes"] for row in plain)
+    assert half * 2 == full  # between nodes; inside they share memory

@@ -12,6 +12,7 @@ from hpczero.models.config import GPTConfig, parameter_count, parameter_shapes
 from hpczero.plan.footprint import footprint_of
 from hpczero.plan.held import Held, bubble, forwards_alive
 from hpczero.plan.peak import Network, Run
+from hpczero.plan.precision import DType
 from hpczero.plan.sent import Wire, sent_by
 from hpczero.plan.sizing import activation_nbytes
 from hpczero.plan.spans import Span, rank_map, span_of
@@ -165,12 +166,15 @@ def test_second_shard_takes_its_part_of_the_node_and_saves_a_quarter_between_nod
     assert after.inside - before.inside == 3 * (whole // 4) - 6 * shard * 2
 
 
-def test_replicas_reduce_their_shard_in_fp32() -> None:
-    spread = Spread(ROUND, Mesh(replicate=3, shard=4), 4, stage=2, precision="bf16")
-    shard = sum(unit.layout.shard_numel for unit in spread.plan(0).units)
+@pytest.mark.parametrize(("reduce", "nbytes"), [("fp32", 4), ("bf16", 2)])
+def test_replicas_reduce_their_shard_in_the_dtype_of_partial_sums_and_gather_it_in_fp32(
+    reduce: DType, nbytes: int
+) -> None:
+    spread = Spread(ROUND, Mesh(replicate=3, shard=4), 4, stage=2, precision="bf16", reduce=reduce)
+    parts = sum(-(-unit.layout.shard_numel // 3) for unit in spread.plan(0).units)
     sent = sent_by(spread, 0)
     assert sent.shards.between == 0
-    assert sent.replicas == Wire(0, 2 * 2 * -(-shard // 3) * 4)
+    assert sent.replicas == Wire(0, 2 * parts * (nbytes + 4))
 
 
 @pytest.mark.parametrize(

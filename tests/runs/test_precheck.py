@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.errors import ConfigError
+from hpczero.errors import ConfigError, HpcZeroError
 from hpczero.models import PRESETS
 from hpczero.options.config import RunConfig
 from hpczero.options.environment import Environment
@@ -30,6 +30,7 @@ MISTAKES = {
     "context": "--data.path {folder}/tokens.h5 --model.context 4096",
     "batch": "--train.global_batch 9 --train.micro_batch 2",
     "nodes": "--parallel.nodes 2x2",
+    "degrees": "--parallel.tensor 2",
     "algorithms": "--parallel.algorithms all_gather=fastest",
     "nothing rests there": "--activations.rest disk --activations.folder {folder}",
     "the same memory": "--activations.checkpointing block --activations.rest host --parallel.device cpu",
@@ -273,3 +274,16 @@ def test_number_of_ranks_is_the_launchers(tmp_path: Path) -> None:
     three = Environment(launched_by="PMI_SIZE", launched_ranks=3, launched_rank=0)
     with pytest.raises(ConfigError, match="3 rank"):
         raise mistake_of(config, PRESETS["gpt-micro"], three) or AssertionError
+
+
+def test_ranks_that_share_layers_have_one_batch_between_them(tmp_path: Path) -> None:
+    """Of four ranks two have samples of their own, so an even batch will do, and an odd one will not."""
+    model = PRESETS["gpt-nano"]
+
+    def mistake(global_batch: int) -> HpcZeroError | None:
+        given = [f"--run.folder {tmp_path}", f"--train.global_batch {global_batch}"]
+        config = read_run_config(" ".join([*given, "--parallel.tensor 2"]).split())
+        return mistake_of(config, model, Environment(launched_ranks=4))
+
+    assert mistake(6) is None
+    assert "train.global_batch" in str(mistake(5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import torch
 from hpczero.data import ByteTokenizer
 from hpczero.errors import CheckpointError, ConfigError
 from hpczero.models import GPT, GPTConfig, generate
+from hpczero.options.parallel import LayoutOptions
 from hpczero.run.results.weights import Weights, write_weights
+from hpczero.sample import SampleOptions
 from tests.helpers.mpirun import run_ranks, run_typed
 
 MODEL = GPTConfig(vocab_size=257, context=16, layers=2, hidden=24, heads=2)
@@ -173,4 +176,62 @@ def test_bad_input_ends_the_job_with_its_code(
     assert done.returncode == code, done
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("n", "layout"),
+    [
+        (2, {"tensor": 2}),
+        (2, {"pipeline": 2, "shard": "1"}),
+        (4, {"tensor": 2, "pipeline": 2}),
+        (4, {"tensor": 2, "sequence": "true", "shard": "1"}),
+    ],
+)
+def test_divided_model_writes_the_text_of_the_dense_model(
+    n: int, layout: dict[str, int | str], tmp_path: Path
+) -> None:
+    model = dense_model()
+    save(model, tmp_path / "model.safetensors")
+    choices = ["--tokens", "30", "--temperature", "0.7", "--top-k", "9", "--seed", "5"]
+    degrees = [w for name, value in layout.items() for w in (f"--parallel.{name}", str(value))]
+    words = ["-m", "hpczero.sample", str(tmp_path), "--prompt", "def ", *choices, *degrees]
+    done = run_typed(n, words, timeout=100)
+    assert done.returncode == 0, done
+    expected = dense_text(model, b"def ", num_tokens=30, temperature=0.7, top_k=9, seed=5)
+    assert done.stdout.splitlines() == f"{expected}\n".splitlines()
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ({"context": 2}, "--parallel.context: got 2, but a text grows by one token"),
+        ({"secondary": True}, "--parallel.secondary: got true, but in sampling"),
+        ({"pipeline": 2, "schedule": "gpipe"}, "--parallel.schedule: got gpipe, but in sampling"),
+        ({"pipeline": 2, "interleave": 2}, "--parallel.interleave: got 2, but in sampling"),
+        ({"sequence": True}, "parallel.sequence: got true without tensor parallelism"),
+    ],
+)
+def test_degrees_that_do_nothing_for_a_text_are_refused(
+    layout: dict[str, object], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        SampleOptions("runs/mine", parallel=LayoutOptions(**layout))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--parallel.tensor", "3"], "for a model of 2 attention head(s)"),
+        (["--parallel.pipeline", "3"], "got 3 stages for a model of 2 block(s)"),
+        (["--parallel.tensor", "2"], "expected a divisor of the ranks, which are 3"),
+    ],
+)
+def test_degrees_that_the_model_or_the_ranks_do_not_suit_end_the_job(
+    args: list[str], expected: str, tmp_path: Path
+) -> None:
+    path = save(dense_model(), tmp_path / "model.safetensors")
+    done = run_ranks(3, ["-m", "hpczero.sample", path, *args], timeout=100)
+    assert done.returncode == 78, done
+    assert expected in done.stderr
     assert done.stdout == ""

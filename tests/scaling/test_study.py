@@ -8,7 +8,7 @@ import json
 import pytest
 
 from hpczero.errors import ConfigError
-from scaling.sweep.study import Grid, Point
+from scaling.sweep.study import Grid, Point, parse_layout
 
 WEAK = Grid("weak", False, ["tiny"], [0, 3], [2, 1, 4], [3])
 STRONG = dataclasses.replace(WEAK, kind="strong", batches=[8])
@@ -115,3 +115,53 @@ def test_the_device_and_the_setting_make_another_key() -> None:
     keys += [point.key("abc", {"partition": "h100"})]
     keys += [dataclasses.replace(point, device=device).key("abc") for device in ("auto", "cuda")]
     assert len(set(keys)) == 5
+
+
+LAYOUTS = dataclasses.replace(
+    WEAK,
+    kind="layouts",
+    ranks=[4],
+    stages=[1],
+    batches=[16],
+    layouts=[parse_layout(t) for t in ("plain", "tensor=2,sequence=true", "pipeline=2")],
+)
+
+
+def test_layouts_keep_the_global_batch_and_pipelines_have_several_micro_batches() -> None:
+    points = LAYOUTS.points()
+    assert [(p.shared, p.data, p.batch, p.global_batch, p.micro_batch) for p in points] == [
+        ("", 4, 4, 16, 4),
+        (", tensor 2, sequence True", 2, 8, 16, 8),
+        (", pipeline 2", 2, 8, 16, 2),
+    ]
+
+
+def test_layouts_are_part_of_a_point_and_the_plain_one_is_not_written() -> None:
+    plain, tensor, _ = LAYOUTS.points()
+    assert Point.of_json(json.loads(json.dumps(tensor.as_json()))) == tensor
+    assert "layout" not in plain.as_json()
+    assert len({point.key("abc") for point in LAYOUTS.points()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("tensr=2", "got 'tensr=2'.*expected name=value with a name of tensor"),
+        ("tensor=x", "got 'tensor=x', expected tensor= and a number"),
+        ("sequence=1", "expected sequence=true or sequence=false"),
+        ("schedule=best", "schedule= and one of 1f1b"),
+        ("tensor=3", "tensor"),
+        ("pipeline=4", "pipeline: got 4 stages for a model of 2 block"),
+        ("secondary=true", "secondary: got true at stage 1"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_before_a_job_is_started(
+    layout: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(LAYOUTS, layouts=[parse_layout(layout)]).points()
+
+
+def test_layouts_are_compared_on_one_number_of_ranks() -> None:
+    with pytest.raises(ConfigError, match=r"--ranks: got .*expected one number"):
+        dataclasses.replace(LAYOUTS, ranks=[2, 4]).points()

@@ -11,6 +11,7 @@ import pytest
 
 from hpczero.errors import ConfigError
 from scaling.evidence.record import parse_rows, read_rows
+from scaling.sweep import report
 from scaling.sweep.__main__ import collect
 from scaling.sweep.folder import StudyFolder
 from scaling.sweep.study import Grid
@@ -226,3 +227,22 @@ def test_a_study_of_emulated_nodes_may_vary_them_at_the_same_ranks(tmp_path: Pat
     )
     for nodes in (4, 2, 1):
         assert f"4 rank(s) on {nodes} node(s)" in done.stderr, done
+
+
+@pytest.mark.slow
+@pytest.mark.limit(300)
+def test_layouts_train_the_same_and_each_is_held_against_the_first(tmp_path: Path) -> None:
+    words = ["--ranks", "2", "--models", "tiny", "--batches", "8", "--steps", "2", "--warm_up", "1"]
+    done = sweep(
+        *("layouts", *words, "--layouts", "tensor=2", "pipeline=2"),
+        *("--folder", str(tmp_path)),
+        timeout=280,
+    )
+    assert done.returncode == 0, done
+    rows = read_rows(tmp_path / "sweep-layouts.jsonl")
+    first, second = (row for row in rows if row["kind"] == "point")
+    assert first["losses"] == pytest.approx(second["losses"], rel=0, abs=1e-5)
+    said = report.text(rows)
+    assert "| tiny, stage 3, tensor 2 " in said
+    assert "speed-up over" not in said
+    assert "2 points, at most" in said

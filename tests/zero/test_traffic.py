@@ -115,7 +115,12 @@ def counted(topology: Topology) -> Iterator[tuple[Topology, Wire]]:
         node=Inside(world.node),
         rail=world.rail and Inside(world.rail),
     )
-    yield dataclasses.replace(topology, world=counting, data=counting, shard=counting), wire
+    yield (
+        dataclasses.replace(
+            topology, world=counting, data=counting, shard=counting, data_sequence=counting
+        ),
+        wire,
+    )
 
 
 def train_step(

@@ -213,7 +213,7 @@ class Sums:
             before, checksum = self._compared or (what, 0)
             said = before if what in before else f"{before}, {what}"
             seen = as_bytes(tensor.detach().contiguous()).numpy()
-            self._compared = said, zlib.crc32(memoryview(seen), checksum)
+            self._compared = said, zlib.crc32(seen.data, checksum)
 
     def own_part(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's part of a tensor that all have whole: a view. Not collective.

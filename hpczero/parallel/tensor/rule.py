@@ -48,7 +48,9 @@ class Kept(enum.Enum):
     """Where a layer stands that every rank keeps whole. It decides whether ranks have parts of its gradient."""
 
     STREAM = "between cut layers: under sequence parallelism it sees own tokens, and gradients are partial sums"
-    ALL_TOKENS = "where all ranks have all tokens, under sequence parallelism too: before Rule.cut_before, behind join_after"
+    ALL_TOKENS = (
+        "where all ranks have all tokens, always: before Rule.cut_before, behind Rule.join_after"
+    )
     INSIDE = "within cut features, a norm of each head: gradients are partial sums"
     POSITIONS = "an embedding of positions: under sequence parallelism its output is cut along time"
 

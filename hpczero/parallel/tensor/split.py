@@ -41,8 +41,8 @@ def split(model: Model, topology: Topology, rule: Rule, *, sequence: bool = Fals
     values later. ``plan.placement.part_of(model)`` then says what of the whole model each parameter is.
 
     Where a rank holds a parameter whole and sees only a part of what it acts on (``Placement.partial``), its gradient
-    is a partial sum; the sum over ``topology.tensor`` is the gradient. Every rank must be given the same samples. On the
-    host inputs of the model are compared; gradients of what is whole on all ranks are at each ``optimizer.step``.
+    is a partial sum; the sum over ``topology.tensor`` is the gradient. Every rank must be given the same samples. On
+    the host inputs of the model are compared; gradients of what is whole on all ranks are at each ``optimizer.step``.
 
     Args:
         model: a plain model, before its optimizer is made and before zeroify.

@@ -7,15 +7,26 @@ Owns: the way from weights and a prompt to text on the screen. Must not know: ho
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 import hpczero
+from hpczero.adapters.gpt import GPTAdapter
 from hpczero.job.launch import start_topology, use_own_cores
-from hpczero.models import GPT, generate
+from hpczero.job.parcels import hand_out
+from hpczero.job.topology import Topology
+from hpczero.models import generate
+from hpczero.options.parallel import LayoutOptions
+from hpczero.parallel.pipeline.runner import Pipeline
+from hpczero.parallel.tensor import close
+from hpczero.plan.degrees import check_model, mesh_on_nodes
 from hpczero.run.sampling.sources import open_source
+from hpczero.run.starting.dividing import divide
 
 
 def sample(
@@ -28,11 +39,13 @@ def sample(
     seed: int,
     stage: int,
     token_file: str = "",
+    parallel: LayoutOptions | None = None,
 ) -> None:
     """Continue the prompt on all ranks together; rank 0 writes the text. Collective over MPI's world.
 
     Every rank runs the same forwards and draws the same random numbers, so all choose the same tokens. Only the weights
-    are sharded.
+    are sharded, or divided. Tensor ranks add up parts of products, so logits may differ in their last bits from those
+    of one rank; the text differs where two tokens are that close.
 
     Args:
         path: run folder, folder of checkpoints, checkpoint or weights file.
@@ -44,12 +57,15 @@ def sample(
         stage: ZeRO stage, 0 to 3.
         token_file: the token file that the run was trained on, for checkpoints of earlier versions; empty if the
             weights state their tokenizer.
+        parallel: which ranks share what; None: all share one set of shards.
 
     Raises:
-        ConfigError: there are no such weights, or their tokenizer is unknown.
+        ConfigError: there are no such weights, their tokenizer is unknown, or the ranks or the model do not suit the
+            degrees.
         CheckpointError: the weights are damaged; on every rank.
     """
-    topology = start_topology(None)
+    parallel = parallel or LayoutOptions()
+    topology = start_topology(None, partial(mesh_on_nodes, parallel))
     use_own_cores(topology)
     weights = open_source(Path(path), topology, token_file=Path(token_file) if token_file else None)
     tokenizer = weights.tokenizer
@@ -60,13 +76,17 @@ def sample(
         # surrogateescape: the very bytes of the command line, were they UTF-8 or not
         ids = tokenizer.encode(prompt.encode(errors="surrogateescape"))
         prompt_T = torch.from_numpy(ids if len(ids) else np.array([tokenizer.separator]))
+    with topology.agreed("hold the model against the degrees"):
+        check_model(parallel, weights.model)
+    adapter = GPTAdapter(weights.model)
     with torch.device("meta"):
-        model = GPT(weights.model)
+        model = adapter.build()
+    divide(parallel, adapter, model, topology)
     hpczero.zeroify(model, None, stage=stage, topology=topology, initialize=weights.read_into)
     weights.close()
     model.eval()
     tokens = generate(
-        model,
+        _logits_of(model, topology, weights.model.vocab_size),
         prompt_T,
         num_tokens=num_tokens,
         context=weights.model.context,
@@ -79,4 +99,22 @@ def sample(
         sys.stdout.buffer.write(f"{text}\n".encode())
         sys.stdout.flush()
     hpczero.release(model)
+    close(model)
     topology.free()
+
+
+def _logits_of(model: nn.Module, topology: Topology, vocab_size: int) -> Callable[[Tensor], Tensor]:
+    """The model's logits on every rank, whichever rank has computed them; of a pipeline those of the last token."""
+    stages = topology.pipeline
+    if stages.size == 1:
+        return model
+    pipeline = Pipeline(model, micro_batches=1)
+
+    def logits_of(tokens_BT: Tensor) -> Tensor:
+        last = stages.size - 1
+        found = pipeline.outputs([tokens_BT])
+        logits_V = torch.empty(vocab_size) if found is None else found[0][0, -1].float().cpu()
+        hand_out(stages, logits_V.numpy(), root=last)
+        return logits_V[None, None]
+
+    return logits_of

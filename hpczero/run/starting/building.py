@@ -16,6 +16,7 @@ from hpczero.accelerator import Accelerator
 from hpczero.adapters.base import Adapter
 from hpczero.job.topology import Topology
 from hpczero.options.config import RunConfig, TrainOptions
+from hpczero.plan.precision import Precision
 from hpczero.run.starting.dividing import divide
 from hpczero.run.starting.offloading import offload_of
 
@@ -25,7 +26,7 @@ def build(
 ) -> tuple[nn.Module, AdamW]:
     """Make the model in shards, with its initial weights, and its optimizer. Collective over the topology's world."""
     # Weights and samples have generators of their own; this is for whatever else a model draws.
-    torch.manual_seed(zlib.crc32(f"{config.run.seed} {topology.data.rank}".encode()))
+    torch.manual_seed(seed_of(config.run.seed, topology))
     # A model on the meta device holds nothing; zeroify fills the shards of this rank.
     with torch.device("meta"):
         model = adapter.build()
@@ -41,7 +42,7 @@ def build(
         optimizer,
         stage=config.parallel.stage,
         topology=topology,
-        precision=config.parallel.precision,
+        precision=Precision.of(config.parallel.precision, reduce=config.parallel.reduce),
         transport=config.parallel.transport,
         algorithms=config.parallel.algorithms,
         overlap=config.parallel.overlap,
@@ -51,6 +52,22 @@ def build(
         offload=offload_of(config.offload),
     )
     return model, optimizer
+
+
+def seed_of(seed: int, topology: Topology) -> int:
+    """The seed of what a model draws on this rank, dropout above all. Not collective.
+
+    Ranks that have other samples, other tokens or other blocks draw other numbers. Tensor ranks draw the same: what is
+    whole on all of them must be dropped alike. Where only a part lies on each, ``parallel.tensor.masks`` takes care.
+
+    Args:
+        seed: of the run.
+        topology: the ranks.
+    """
+    words = f"{seed} {topology.data_sequence.rank}"
+    if topology.pipeline.rank:  # the first stage draws what a rank without a pipeline does
+        words += f" stage {topology.pipeline.rank}"
+    return zlib.crc32(words.encode())
 
 
 def decay_groups(

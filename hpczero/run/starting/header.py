@@ -9,10 +9,15 @@ from hpczero.accelerator import Accelerator
 from hpczero.activations import Checkpointing
 from hpczero.data import TokenFile
 from hpczero.job import log
+from hpczero.job.group import Group
 from hpczero.job.launch import warn_of_shared_devices
 from hpczero.options.config import RunConfig
 from hpczero.plan.batch import Batch
 from hpczero.plan.offloaded import OffloadedPlan
+from hpczero.plan.peak import Run
+from hpczero.plan.peak_of_part import PartRun
+from hpczero.plan.sent import sent_by
+from hpczero.plan.spans import rank_map
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting.offloading import activations_of, offload_of
 from hpczero.zero.sharding import Sharding
@@ -26,33 +31,83 @@ def tell_header(
     batch: Batch,
     seq_len: int,
     checkpointing: Checkpointing | None = None,
+    run: Run | None = None,
 ) -> None:
-    """Log who takes part, what is sharded, what is read and what will be done. Collective over world."""
+    """Log who takes part, what is sharded, what is read and what will be done. Collective over world.
+
+    ``run`` is what the memory check has counted.
+    """
     topology = sharding.topology
     log.info("%s", topology.describe())
+    part = run if isinstance(run, PartRun) else None
+    for line in describe_layout(part) if part else []:
+        log.info("%s", line)
     log.info("device: %s", accelerator.describe())
     warn_of_shared_devices(topology, accelerator)
     log.info("transport: %s", sharding.collectives.describe())
     for line in sharding.collectives.measured():
         log.info("  %s", line)
-    for line in describe_plan(sharding, config):
+    for line in describe_plan(sharding, config, part):
         log.info("%s", line)
     if checkpointing is not None:
         log.info("%s", describe_activations(checkpointing, config))
     log.info("%s", describe_data(tokens))
-    log.info("%s", describe_run(config, batch, seq_len, topology.size))
+    log.info("%s", describe_run(config, batch, seq_len, topology.data))
 
 
-def describe_plan(sharding: Sharding, config: RunConfig) -> list[str]:
-    """Lines about what is sharded, and where it rests, for the run header."""
+def describe_layout(part: PartRun) -> list[str]:
+    """Lines about which rank shares what, and about the order of a pipeline, for the run header."""
+    spread = part.spread
+    lines = rank_map(spread.mesh, spread.ranks_per_node)
+    if spread.mesh.pipeline > 1:
+        lines.append(
+            f"pipeline: {spread.schedule}, {part.accumulation} micro batches over {spread.mesh.pipeline} stages: idle "
+            f"for {float(part.bubble):.0%} of the time that it works"
+        )
+    return lines
+
+
+def describe_plan(sharding: Sharding, config: RunConfig, part: PartRun | None = None) -> list[str]:
+    """Lines about what is sharded, and where it rests, for the run header; ``part``: of a model that is divided."""
     offloaded = OffloadedPlan(sharding.plan, offload_of(config.offload))
     footprint = sharding.collectives.footprint
-    held = offloaded.memory(footprint)
-    lines = [sharding.plan.describe(offloaded.footprint(footprint), memory=held)]
+    if part is None:
+        held = offloaded.memory(footprint)
+        lines = [sharding.plan.describe(offloaded.footprint(footprint), memory=held)]
+    else:
+        cut = sharding.plan.numel != part.whole_numel
+        lines = [
+            sharding.plan.describe(
+                offloaded.footprint(footprint),
+                memory=part.memory,
+                of=f" of {part.whole_numel:,} on rank {sharding.topology.rank}" if cut else "",
+                sent=describe_sent(part),
+            )
+        ]
     store = sharding.away.store
     if store is not None:
         lines += [offloaded.describe(), f"  tier: {store.tier.describe()}"]
     return lines
+
+
+def describe_sent(part: PartRun) -> str:
+    """The line about what a rank sends, by what it is for."""
+    sent = sent_by(part.counted, part.place)
+    shown = (
+        ("shards", sent.shards),
+        ("replicas", sent.replicas),
+        ("tensor", sent.tensor),
+        ("context", sent.context),
+        ("pipeline", sent.pipeline),
+        ("tied weights", sent.ties),
+    )
+    mib = 2**20
+    parts = " + ".join(f"{name} {wire.nbytes / mib:,.1f}" for name, wire in shown if wire.nbytes)
+    total = sent.total
+    return (
+        f"  sent per rank and step: {total.nbytes / mib:,.1f} MiB{f' = {parts}' if parts else ''}; "
+        f"{total.between / mib:,.1f} of it between nodes"
+    )
 
 
 def describe_activations(checkpointing: Checkpointing, config: RunConfig) -> str:
@@ -72,10 +127,11 @@ def describe_data(tokens: TokenFile) -> str:
     )
 
 
-def describe_run(config: RunConfig, batch: Batch, seq_len: int, world_size: int) -> str:
-    """Lines about what is done, and where results go, for the run header."""
+def describe_run(config: RunConfig, batch: Batch, seq_len: int, data: Group) -> str:
+    """Lines about what is done, and where results go, for the run header. Ranks of ``data`` have different samples."""
+    kind = "rank(s)" if data.is_job else "data parallel rank(s)"
     return (
         f"run: {config.train.steps} steps of {batch.global_batch * seq_len:,} tokens = micro batch "
-        f"{batch.micro_batch} x accumulation {batch.accumulation} x {world_size} rank(s) x {seq_len} "
+        f"{batch.micro_batch} x accumulation {batch.accumulation} x {data.size} {kind} x {seq_len} "
         f"tokens; results in {RunFolder.of(config.run).path}"
     )

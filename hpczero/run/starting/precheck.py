@@ -14,9 +14,11 @@ from hpczero.data import Batches, Corpus, TokenFile
 from hpczero.data.prepare import names_token_file
 from hpczero.errors import HpcZeroError
 from hpczero.job import log
+from hpczero.job.mesh import Mesh
 from hpczero.models import GPTConfig
 from hpczero.options.config import DEFAULT_RUN, RunConfig
 from hpczero.options.environment import Environment
+from hpczero.options.parallel import LayoutOptions
 from hpczero.options.values import check_algorithms, parse_nodes
 from hpczero.plan.batch import Batch
 from hpczero.run.results.folder import RunFolder
@@ -57,6 +59,7 @@ def _check(config: RunConfig, model: GPTConfig, environment: Environment) -> Non
     nodes = config.parallel.nodes or environment.fake_nodes
     if nodes is not None:
         parse_nodes(nodes, size)
+    ranks = data_ranks(config.parallel, size)
     folder = RunFolder.of(config.run)
     folder.check()
     attempts = Attempts(folder, environment)
@@ -66,8 +69,8 @@ def _check(config: RunConfig, model: GPTConfig, environment: Environment) -> Non
     at_rest = not is_claimed(folder.checkpoints)
     if at_rest:
         config = attempts.settle(config)
-        resume.check_ranks(config, folder, size)
-    batch = Batch.resolve(config.train, size)
+        resume.check_ranks(config, folder, ranks)
+    batch = Batch.resolve(config.train, ranks)
     _check_data(config, model, batch)
     # Which device there is, is not known yet: only what is asked for by name counts.
     activations_of(config).check(on_host=config.parallel.device == "cpu")
@@ -77,6 +80,16 @@ def _check(config: RunConfig, model: GPTConfig, environment: Environment) -> Non
         source = resume.choose(config.pinned(batch.global_batch), folder)
         if source is None and config.run.name != DEFAULT_RUN:  # that one makes room
             folder.refuse_older(config.run)
+
+
+def data_ranks(options: LayoutOptions, size: int) -> int:
+    """How many of ``size`` ranks train on different samples.
+
+    Raises:
+        ConfigError: the degrees do not divide the ranks.
+    """
+    mesh = Mesh.of(size, pipeline=options.pipeline, sequence=options.context, tensor=options.tensor)
+    return mesh.shard  # replicas of shards have their own samples, too
 
 
 def _check_data(config: RunConfig, model: GPTConfig, batch: Batch) -> None:

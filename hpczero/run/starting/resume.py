@@ -60,7 +60,7 @@ TELLING = {
         "betas",
         "clip",
     ),
-    "parallel": ("precision",),
+    "parallel": ("precision", "reduce"),
 }
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from socket import gethostname
 from types import TracebackType
@@ -20,16 +21,11 @@ from hpczero.accelerator import Accelerator
 from hpczero.errors import ConfigError, OutOfMemory, is_out_of_memory
 from hpczero.job.limits import Room, Usage, rooms, usage
 from hpczero.job.topology import Topology
-from hpczero.models import PRESETS, GPTConfig, parameter_count, parameter_shapes
-from hpczero.options.config import RunConfig
-from hpczero.options.environment import Environment
+from hpczero.models import PRESETS, parameter_count, parameter_shapes
 from hpczero.plan.alternatives import alternatives, on_these_ranks
-from hpczero.plan.batch import Batch
 from hpczero.plan.command_line import command_line
 from hpczero.plan.peak import Network, Run
-from hpczero.plan.plan import Stage
-from hpczero.plan.transports import fastest_transport
-from hpczero.run.starting.offloading import activations_of, offload_of
+from hpczero.plan.peak_of_part import PartRun
 
 logger = logging.getLogger("hpczero.room")
 
@@ -57,13 +53,24 @@ class Bound:
 
     def least(self, run: Run) -> float:
         """Low estimate of what the members hold at the peak of ``run``."""
-        return self.own + self._least_of_run(run)
+        return self.own + _mean(self._least_of_run(each) for each in self._held(run))
 
     def most(self, run: Run, *, members: int | None = None) -> float:
         """High estimate of what the members hold; with another number of ``members``, as if each were like these."""
         now, many = self.members, members or self.members
-        spread = GROWTH[self.room.kind] + FRAGMENTED * run.activations
-        return self.own * many / now + many * spread + self._most_of_run(run, many)
+        held = self._held(run)
+        spread = GROWTH[self.room.kind] + FRAGMENTED * _mean(each.activations for each in held)
+        return (
+            self.own * many / now
+            + many * spread
+            + _mean(self._most_of_run(each, many) for each in held)
+        )
+
+    def _held(self, run: Run) -> Sequence[Run]:
+        """One run for each of the members, where they hold different parts; else the one of all."""
+        if self.members == 1 or not isinstance(run, PartRun):
+            return (run,)
+        return [dataclasses.replace(run, place=place) for place in run.near]
 
     def free(self, *, strictly: bool) -> float:
         """Bytes that the members may have together.
@@ -101,51 +108,9 @@ class Bound:
         return many * max(run.most, ends)
 
 
-def run_of(
-    config: RunConfig,
-    model: GPTConfig,
-    batch: Batch,
-    topology: Topology,
-    *,
-    is_host: bool,
-) -> Run:
-    """What is about to be trained, as the plan counts it. Not collective.
-
-    Raises:
-        ConfigError: HPCZERO_TRANSPORT is not a transport.
-        PlanError: what is offloaded does not fit the stage; inputs of blocks elsewhere would save nothing.
-    """
-    offload, kept = offload_of(config.offload), activations_of(config)
-    offload.check(Stage.of(config.parallel.stage))
-    kept.check(on_host=is_host)
-    transport = config.parallel.transport
-    if transport == "auto":
-        transport = Environment.read().transport
-    if transport == "auto":
-        transport = fastest_transport(
-            topology.local_size,
-            topology.num_nodes,
-            on_host=is_host,
-            rectangular=topology.is_rectangular,
-        )
-    run = Run(
-        network=Network(model, tuple(parameter_shapes(model))),
-        ranks=topology.size,
-        local_size=topology.local_size,
-        transport=transport,
-        stage=config.parallel.stage,
-        precision=config.parallel.precision,
-        sequence=model.context,
-        micro_batch=batch.micro_batch,
-        accumulation=batch.accumulation,
-        checkpointing=model.checkpoint_activations or kept.checkpointing != "none",
-        copies=config.checkpoint.background,
-        laid_out=config.parallel.nodes is not None or Environment.read().fake_nodes is not None,
-        offload=offload,
-        kept=kept,
-    )
-    kept.check_saves(inputs=model.layers, input_nbytes=run.input_nbytes)
-    return run
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
 
 
 class RoomCheck:
@@ -300,7 +265,7 @@ def refusal(
 ) -> str:
     """One paragraph: what is needed, what there is, which limit binds, what would fit."""
     there, needed = bound.free(strictly=False), bound.least(run)
-    numel = run.plan.numel
+    numel = sum(math.prod(shape) for _, shape in run.network.shapes)
     states = run.memory.states + run.accumulated
     by = "states" if states > run.activations else "activations"
     where = f"{run.ranks} rank{'s' * (run.ranks > 1)}"
@@ -311,9 +276,16 @@ def refusal(
         if by == "states"
         else "train.micro_batch, model.context"
     )
-    fitting = what_fits(run, bounds)
+    fitting = "" if isinstance(run, PartRun) else what_fits(run, bounds)
     remedy = f"; {fitting} would fit" if fitting else ""
-    if not fitting:
+    if isinstance(run, PartRun):
+        degrees = ", ".join(run.layout.changed)
+        where += f" ({degrees})"
+        remedy = (
+            "; take a higher stage, more tensor or pipeline ranks, fewer replicas or a smaller micro-batch: the "
+            "command at the end says what this layout holds at every stage"
+        )
+    elif not fitting:
         smaller = smaller_model(run, bounds, overridden)
         choose = f"{smaller} would fit" if smaller else "choose a smaller model"
         remedy = f"; no stage, micro-batch or number of such nodes makes it fit; {choose}"

@@ -169,7 +169,8 @@ class Unit:
     def write_back(self, root: int) -> None:
         """Make what ``root`` holds in the whole parameters everybody's, masters included. Collective.
 
-        ``root`` is a rank of ``topology.data_sequence``. Inside a ``hold``. Where a value did not change, the fp32 master keeps its extra digits.
+        ``root`` is a rank of ``topology.data_sequence``. Inside a ``hold``. Where a value did not change, the fp32
+        master keeps its extra digits.
         """
         whole, new = self.whole, self.whole.flat_of_user
         whole.forget_copy()

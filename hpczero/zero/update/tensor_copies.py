@@ -1,12 +1,12 @@
-"""TensorCopies: what tensor ranks hold whole, each for itself, and must do alike: gradients, and the optimizers' options.
+"""TensorCopies: what tensor ranks hold whole, each for itself, and must do alike: gradients and optimizers' options.
 
-Owns: how they are compared before a step, and what is said where they differ. Must not know: layers, rules, what is done
-about an error.
+Owns: how they are compared before a step, and what is said where they differ. Must not know: layers, rules, what is
+done about an error.
 
 Every tensor rank steps norms, some biases and positions by itself. Their gradients are equal as long as all have the
-same samples, targets and loss, and as long as the rule says of every layer where it stands. Where one of that is not so,
-no shape need be wrong, and each rank would train a model of its own without a word. One norm for each such parameter
-and step finds it. Kernels that add in no fixed order may round differently, so norms may differ a little.
+same samples, targets and loss, and as long as the rule says of every layer where it stands. Where one of that is not
+so, no shape need be wrong, and each rank would train a model of its own without a word. One norm for each such
+parameter and step finds it. Kernels that add in no fixed order may round differently, so norms may differ a little.
 
 Source: issue 19.
 """

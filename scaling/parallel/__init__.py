@@ -1,0 +1,1 @@
+"""Own tensor and pipeline parallelism beside torch's: ``python -m scaling.parallel``."""

@@ -1,0 +1,199 @@
+"""The comparison of layouts: its arithmetic on rows made by hand, what is foretold, a run between fake nodes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpczero.errors import ConfigError
+from hpczero.models.config import GPTConfig, parameter_count
+from hpczero.predict.machine import load_machine
+from scaling.evidence.record import Row
+from scaling.evidence.spread import Spread
+from scaling.layouts.cases import Case, Work, cases_of, on_links
+from scaling.layouts.idle import Order, orders_of
+from scaling.layouts.report import agreement, draw, text
+from tests.helpers.mpirun import run_ranks
+
+MODEL = GPTConfig(vocab_size=64, context=8, layers=8, hidden=32, heads=4)
+WORK = Work(MODEL, global_batch=32, micro_batches=8)
+
+
+def rows() -> list[Row]:
+    head = {
+        "kind": "run",
+        "ranks": 8,
+        "placement": "4x2-block",
+        "emulated": True,
+        "rate_mbit": 250.0,
+        "rounds": 2,
+        "steps": 1,
+        "tolerance": 1e-4,
+        "cores": 2,
+        "cpu": "a CPU",
+        "commit": "abc",
+        "date": "2026-01-01",
+        "description": "a model",
+    }
+    found: list[Row] = [head]
+    for name, foretold in (("plain", 1.0), ("pipeline", 0.5)):
+        found.append(
+            {
+                "kind": "layout",
+                "layout": name,
+                "foretold_s": foretold,
+                "planned_nbytes": [1e6, 1e6],
+            }
+        )
+    for number in (0, 1):
+        for name, seconds in (("pipeline", 0.4), ("plain", 2.0)):
+            found.append(
+                {
+                    "kind": "turn",
+                    "layout": name,
+                    "round": number,
+                    "seconds": seconds * (1 + number),
+                    "sent_nbytes": [1.01e6, 1.03e6],
+                    "waited_s": [0.1, 0.3] if name == "pipeline" else [],
+                }
+            )
+        ranks = [
+            {"stage": 0.0, "busy": 2.0, "waited": 1.0, "idle": 1.1},
+            {"stage": 1.0, "busy": 2.0, "waited": 0.5, "idle": 0.9},
+        ]
+        found.append(
+            {
+                "kind": "idle",
+                "pipeline": "1f1b",
+                "round": number,
+                "stages": 2,
+                "nap_s": 0.02,
+                "simulated": 0.4,
+                "formula": 0.4,
+                "ranks": ranks,
+            }
+        )
+    return found
+
+
+def cells(said: str, begins: str) -> list[str]:
+    line = next(line for line in said.splitlines() if line.startswith(f"| {begins}"))
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+def test_text_compares_with_the_first_layout_within_rounds_and_with_what_was_foretold() -> None:
+    said = text(rows())
+    assert said.startswith("emulated nodes on one machine (not scaling): a model, 8 ranks")
+    assert cells(said, "plain")[1:4] == ["3.000 [2.000, 4.000]", "1", "1.000"]
+    found = cells(said, "pipeline ")
+    assert found[2:5] == ["0.20 [0.20, 0.20]", "0.500", "0.83"]
+    assert found[5:] == ["1.02", "1.00", "1.020", "0.200"]
+    assert "1 of 1 pairs of layouts" in said
+
+
+def test_idle_time_is_that_of_all_ranks_over_their_busy_time() -> None:
+    said = text(rows())
+    assert cells(said, "1f1b")[1:] == [
+        "0.500 [0.500, 0.500]",
+        "0.500 [0.500, 0.500]",
+        "0.400",
+        "0.400",
+        "1.25",
+    ]
+    assert "0 of 1 within 20% of the simulation" in said
+
+
+def test_plot_is_drawn(tmp_path: Path) -> None:
+    draw(rows(), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pairs_in_the_same_order_are_counted_those_that_are_told_apart_too() -> None:
+    seen = {
+        "a": Spread.of([1.0, 1.1]),
+        "b": Spread.of([1.05, 1.2]),
+        "c": Spread.of([3.0, 3.1]),
+    }
+    found = agreement({"a": 2.0, "b": 1.0, "c": 4.0}, seen)
+    assert (found.pairs, found.alike, found.clear, found.clear_alike) == (3, 2, 2, 2)
+    assert found.tau == pytest.approx(1 / 3)
+
+
+def test_layouts_for_four_nodes_of_two_send_what_their_formulas_say() -> None:
+    found = {case.name: case for case in cases_of(WORK, 4, 2)}
+    assert len(found) == 7
+    psi = parameter_count(MODEL)
+    # Of one rank, in fp32: every shard goes to three other nodes.
+    pure = found["shards over all, stage 3"].sent_between(0)
+    assert pure == pytest.approx(3 * psi / 8 * 3 * 4, rel=0.02)  # two gathers, one reduction
+    second = found["shards over all, second shard, stage 3"].sent_between(0)
+    assert second == pytest.approx(pure * 2 / 3, rel=0.01)
+    node = found["shards in the node, stage 3"].sent_between(0)
+    assert node == pytest.approx(2 * (psi / 2) * 3 / 4 * 4, rel=0.02)  # an all-reduce of a shard
+    pipeline = found["pipeline 4, stage 1"]
+    assert (pipeline.data, pipeline.accumulation) == (2, 8)
+    micro = 2 * MODEL.context * MODEL.hidden * 4
+    tied = MODEL.vocab_size * MODEL.hidden // 2 * 4
+    assert pipeline.sent_between(1) == 2 * 8 * micro  # forward and backward
+    assert pipeline.sent_between(0) == 8 * micro + tied
+
+
+def test_one_node_has_no_pipeline_between_nodes_and_single_ranks_no_tensor_ranks() -> None:
+    assert [case.name for case in cases_of(WORK, 1, 2)] == [
+        "shards over all, stage 3",
+        "tensor 2, stage 1",
+        "tensor 2, stage 3",
+    ]
+    assert [case.name for case in cases_of(WORK, 2, 1)] == [
+        "shards over all, stage 3",
+        "pipeline 2, stage 1",
+    ]
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:
+    work = Work(MODEL, global_batch=24, micro_batches=8)
+    cases: list[Case] = cases_of(work, 4, 2)
+    with pytest.raises(ConfigError, match=r"--global_batch: got 24.*expected a multiple of 16"):
+        _ = next(case for case in cases if case.name == "pipeline 4, stage 1").spread
+
+
+def test_a_link_is_shared_by_the_ranks_of_its_node() -> None:
+    machine = load_machine("dgx-h100")
+    linked = on_links(machine, 1000)
+    assert linked.nic_rate == 1.25e8
+    assert linked.rail_rate == pytest.approx(1.25e8 / machine.ranks_per_node)
+    assert on_links(machine, 0) is machine
+
+
+def test_pipelines_that_sleep_are_of_every_schedule() -> None:
+    found = orders_of(4, 8, 2**17)
+    assert {order.schedule for order in found} == {"gpipe", "1f1b", "interleaved"}
+    assert Order("interleaved", 8, 2).formula(4) == pytest.approx(3 / 16)
+    assert found[-1].rows * 4 * 16 == 2**17
+
+
+@pytest.mark.limit(300)
+def test_all_layouts_take_a_step_between_two_nodes_of_two(tmp_path: Path) -> None:
+    words = ["--layers", "2", "--hidden", "32", "--vocabulary", "64", "--context", "8"]
+    words += ["--global_batch", "16", "--micro_batches", "4", "--rounds", "1", "--steps", "1"]
+    words += ["--warm_up", "2", "--nap_ms", "10", "--naps", "1", "--results", str(tmp_path)]
+    done = run_ranks(
+        4, ["-m", "scaling.layouts", *words], timeout=280, env={"HPCZERO_FAKE_NODES": "2x2"}
+    )
+    assert done.returncode == 0, done
+    (file,) = tmp_path.rglob("layouts-2x2-block.jsonl")
+    found: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
+    turns = [row for row in found if row["kind"] == "turn"]
+    assert len({row["layout"] for row in turns}) == len(turns) == 7
+    assert all(row["seconds"] > 0 and row["sent_nbytes"] == [] for row in turns)
+    assert all(row["foretold_s"] > 0 for row in found if row["kind"] == "layout")
+    idle = {row["pipeline"]: row for row in found if row["kind"] == "idle"}
+    assert idle["1f1b, 4 micro-batches"]["simulated"] == pytest.approx(1 / 4)
+    for name, row in idle.items():  # a stage sleeps 30 ms for each micro-batch
+        slept = 0.03 * int(name.split(", ")[1].split()[0])
+        assert min(rank["busy"] for rank in row["ranks"]) >= slept
+        assert min(rank["idle"] for rank in row["ranks"]) >= slept * row["formula"] - 0.005
+    assert "Kendall's tau" in done.stdout
