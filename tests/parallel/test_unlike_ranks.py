@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import hpczero
 from hpczero.errors import CommError, StepError
-from hpczero.parallel import Kept, Rule, Split, close, split
+from hpczero.models import GPT, GPTConfig
+from hpczero.parallel import Kept, Rule, Split, close, gpt_rule, split
 from tests.helpers.small_models import raises_on_all
 from tests.parallel.wholes import tensor_ranks
 
@@ -159,3 +160,23 @@ def test_one_rank_that_does_otherwise_is_told_to_those_that_share_no_layer_with_
     raises_on_all(
         comm, StepError, "same samples, targets", lambda: train(comm, factor=factor, tensor=2)
     )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("inside", [True, False], ids=["own loss", "loss of logits"])
+def test_another_loss_is_named_in_the_backward_where_every_rank_has_all_gradients_in_parts(
+    comm: MPI.Intracomm, inside: bool
+) -> None:
+    """Under sequence parallelism gradients are sums over ranks, and so are equal whatever each rank has added."""
+    config = GPTConfig(vocab_size=61, context=8, layers=1, hidden=12, heads=4)
+    tokens = torch.arange(8)[None]
+    with tensor_ranks(comm) as topology:
+        model = split(GPT(config), topology, gpt_rule(config), sequence=True)
+
+        def backward(factor: float) -> None:
+            loss = model(tokens, tokens) if inside else model(tokens).square().mean()
+            (factor * loss).backward()
+
+        backward(2.0)
+        raises_on_all(comm, CommError, "with .*gradient", lambda: backward(2.0 + comm.rank))
+        close(model)

@@ -156,6 +156,7 @@ class _SplitLoss(Function):
         """(probability - 1 at the target) x ``d``, in the dtype of the logits."""
         logits, local, mine, counts, top, total = ctx.saved_tensors
         words = ctx.words
+        compare("the gradient of the loss", d, ctx.sums)
         if torch.is_grad_enabled():  # a gradient of the gradient is wanted
             with torch.enable_grad():
                 loss = _composed(logits, local, mine, counts, ctx.sums, words)
