@@ -38,6 +38,8 @@ HELP = {
     "scaling.checkpoint": ("",),
     "scaling.collectives": ("",),
     "scaling.gpu": ("",),
+    "scaling.layouts": ("",),
+    "scaling.parallel": ("",),
     "scaling.peers": ("",),
     "scaling.sweep.point": ("",),
     "scaling.planner": ("",),

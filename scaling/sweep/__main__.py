@@ -110,7 +110,7 @@ class Options:
             )
         if self.grow and self.kind != "weak":
             raise ConfigError(
-                f"--grow: a study of {self.kind} keeps the model; it goes with weak only"
+                f"--grow: a study of kind {self.kind} keeps the model; it goes with weak only"
             )
         if (self.kind == "layouts") != bool(self.layouts):
             raise ConfigError(

@@ -139,7 +139,7 @@ def test_rows_of_a_killed_job_leave_the_others(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["strong", "--ranks", "3", "--batches", "4"], "global batch of 4, which 3 ranks"),
-        (["strong", "--grow"], "--grow: strong scaling keeps the model"),
+        (["strong", "--grow"], "--grow: a study of kind strong keeps the model"),
         (["weak", "--models", "nothing"], "--models: got 'nothing'"),
         (
             ["strong", "--ranks", "16", "100", "--batches", "4"],
