@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple
@@ -27,6 +28,7 @@ from torch import Tensor
 from hpczero.comm.algorithms.base import wait_all
 from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
 from hpczero.comm.devices.access import HostReach, Reach
+from hpczero.comm.progress import progress
 from hpczero.errors import CommError, StepError
 from hpczero.job.group import Group
 
@@ -136,6 +138,10 @@ class StageMessages:
         """
         self._forms.clear()
         self._settings = settings
+
+    def moving(self) -> AbstractContextManager[None]:
+        """Context of a step's actions: between nodes messages go on while this stage computes."""
+        return progress(self._group, self._reach.accelerator)
 
     # --- sending -------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,8 @@ TURN_S = 0.12  # for each piece of work
 LEAST, MOST = 3, 10_000  # repetitions of each
 EXCHANGES = 5
 FRESH_NBYTES = 2**25
+WAIT_SIDE, WAITS, NAP_S = 256, 100, 50e-6  # about 1 ms of work before each wait
+LEAST_WAIT_S = 1e-7
 POOL_NBYTES = 2**26  # of operands: twice a large cache
 
 
@@ -166,6 +168,7 @@ def _kernels(topology: Topology, accelerator: Accelerator, dtype: torch.dtype) -
         "exchange": None,
         "between": None,
         "wait": None,
+        "wait_between": None,
     }
     return found
 
@@ -234,13 +237,30 @@ def _between_ranks(topology: Topology) -> dict[str, float | None]:
         )
         return half * mine.itemsize / took
 
+    work = torch.ones(3, WAIT_SIDE, WAIT_SIDE)
+
+    def worked() -> None:
+        torch.matmul(work[0], work[1], out=work[2])
+
+    def waited(barrier: Callable[[], Any]) -> float:  # Any: a request of MPI
+        """Of ranks that come from equal work: where they outnumber cores, one waits until the others had their turn."""
+
+        def meet() -> None:
+            worked()
+            met = barrier()
+            while not met.Test():
+                time.sleep(NAP_S)
+
+        return max(mean(meet, WAITS) - mean(worked, WAITS), LEAST_WAIT_S)
+
     # How many ranks a node has may differ, so all nodes time the same number of calls between the same barriers.
     alone = max(topology.gather(node.size)) == 1
     crossing = world.num_nodes > 1 and world.is_rectangular
     found = {
         "exchange": None if alone else gathered() or None,
         "between": sent() if crossing else None,
-        "wait": mean(topology.barrier, 200),
+        "wait": waited((world if alone else node).comm.Ibarrier),
+        "wait_between": waited(world.rail.Ibarrier) if crossing and world.rail else None,
     }
     node.free()
     return found

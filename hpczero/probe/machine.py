@@ -37,7 +37,7 @@ def machine_of(
         node_latency=measured.wait or 0.0,
         nics=ranks_per_node,  # the rate between nodes is that of one rank while all send
         nic_rate=between,
-        nic_latency=measured.wait or 0.0,
+        nic_latency=measured.wait_between or measured.wait or 0.0,
         disk_read=measured.disk_read or 0.0,
         disk_write=measured.disk_write or 0.0,
         host_read=measured.host_read or 0.0,

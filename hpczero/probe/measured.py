@@ -28,7 +28,8 @@ class Measured:
         memory_rate: bytes per second of a copy.
         dispatch: of one small operation.
         exchange: bytes per second from rank to rank, by messages; None for one rank.
-        wait: of a barrier; None for one rank.
+        wait: of a barrier of the ranks of a node, after equal work of all; None for one rank.
+        wait_between: the same of ranks on different nodes; None for one node.
         between: bytes per second from a rank to one on another node, while all ranks send; None for one node.
         disk_read, disk_write: bytes per second of one rank's disk tier, while all ranks do the same; None: no folder.
         host_read, host_write: the same of a tier in memory of the host; None where that is the device.
@@ -45,6 +46,7 @@ class Measured:
     exchange: float | None = None
     wait: float | None = None
     between: float | None = None
+    wait_between: float | None = None
     disk_read: float | None = None
     disk_write: float | None = None
     host_read: float | None = None
@@ -122,6 +124,7 @@ class Measured:
             exchange=if_any("exchange", rate),
             wait=if_any("wait", seconds),
             between=if_any("between", rate),
+            wait_between=if_any("wait_between", seconds),
             disk_read=if_any("disk_read", min),  # a step waits for the slowest
             disk_write=if_any("disk_write", min),
             host_read=if_any("host_read", min),

@@ -10,6 +10,7 @@ stages stand still.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -192,13 +193,16 @@ def _layouts(topology: Topology, cases: Sequence[Case], options: Options) -> Ite
     per_node = len(topology.world.nodes[0])
     machine = machine_of(measured, ranks_per_node=per_node, memory_nbytes=1.0, title="this machine")
     machine = on_links(machine, options.rate_mbit)
+    # The processors send messages too: where ranks outnumber them, computing and sending take turns.
+    here = topology.size if options.emulated else per_node
+    overlap = here <= len(os.sched_getaffinity(0))
     trainings: dict[str, Training] = {}
     losses: dict[str, list[float]] = {}
     for case in cases:
         training = Training(topology, _nodes(topology), case, algorithms=options.algorithms)
         trainings[case.name] = training
         losses[case.name] = training.steps(options.warm_up)
-        step = case.foretold(machine, measured)
+        step = case.foretold(machine, measured, overlap=overlap)
         mine = case.sent_between(training.topology.pipeline.rank)
         yield {
             "kind": "layout",

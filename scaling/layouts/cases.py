@@ -111,9 +111,17 @@ class Case:
         """Bytes that one rank of pipeline stage ``place`` sends to other nodes in a step, by the plan."""
         return sent_by(self.spread, place).total.between
 
-    def foretold(self, machine: Machine, kernels: Measured) -> LayoutPrediction:
-        """A step on nodes like ``machine``, whose ranks compute as ``kernels`` were measured."""
-        return predict_layout(self.spread, machine, kernels=kernels)
+    def foretold(
+        self, machine: Machine, kernels: Measured, *, overlap: bool = True
+    ) -> LayoutPrediction:
+        """A step on nodes like ``machine``, whose ranks compute as ``kernels`` were measured.
+
+        Args:
+            machine: each node.
+            kernels: of one rank.
+            overlap: whether computation hides messages between nodes.
+        """
+        return predict_layout(self.spread, machine, kernels=kernels, overlap=overlap)
 
 
 def cases_of(work: Work, nodes: int, local: int) -> list[Case]:

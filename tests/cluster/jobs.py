@@ -67,6 +67,33 @@ def send(nbytes_in_all: str) -> None:
     report(found)
 
 
+def stages() -> None:
+    """Seconds until a large activation of the first stage, which computes for a second then, is at the next."""
+    import torch
+
+    from hpczero import Mesh, Topology
+    from hpczero.comm.stage_messages import Message, StageMessages
+
+    topology = Topology.of_world(mesh=Mesh(pipeline=WORLD.size))
+    messages, first = StageMessages(topology.pipeline), WORLD.rank == 0
+    took = []
+    for number in range(3):  # the first one connects, and says the form
+        messages.begin(0)
+        topology.barrier()
+        begin = time.monotonic()
+        with messages.moving():
+            if first:
+                messages.send(Message("F", 1, number), torch.full((2**18,), float(number)))
+                time.sleep(1.0)
+            else:
+                came = messages.receive(Message("F", 1, number))
+                took.append(time.monotonic() - begin)
+                assert bool((came == number).all())
+            messages.finish()
+    report(took)
+    topology.free()
+
+
 def collectives(node_of_rank: str = "") -> None:
     """Digests of what ``Flat`` computes, on the nodes given (``0,0,1``) or else found."""
     import torch
@@ -217,6 +244,6 @@ def without_compiler(job: Callable[..., None]) -> Callable[..., None]:
 
 
 if __name__ == "__main__":
-    jobs = (nodes, send, collectives, train, differ, fail, part_with, hang, namespaces)
+    jobs = (nodes, send, stages, collectives, train, differ, fail, part_with, hang, namespaces)
     job = {job.__name__: job for job in jobs}[sys.argv[1]]
     (without_compiler(job) if job in (train, differ) else job)(*sys.argv[2:])

@@ -63,6 +63,15 @@ def test_rank_that_stays_away_is_named_across_nodes(cluster: EmulatedCluster) ->
     assert re.search(r"missing: rank 3 is outside of any collective for \d+ s", done.stderr), done
 
 
+def test_activation_arrives_while_its_sender_computes(cluster: EmulatedCluster) -> None:
+    """Not at the sender's next call of MPI, a second later: 1 MiB takes 8 ms on this link."""
+    done = cluster.run([*JOBS, "stages"], ranks_per_host=1, timeout=60)
+    assert done.returncode == 0, done
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found[0] == []
+    assert min(found[1][1:]) < 0.5, found
+
+
 def test_doctor_shows_what_was_measured_between_nodes(
     cluster: EmulatedCluster, tmp_path: Path
 ) -> None:

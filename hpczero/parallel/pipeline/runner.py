@@ -190,20 +190,21 @@ class Pipeline:
         self._results = []
         casting = sharding(self._model).casting
         assert casting is not None, "zeroify attaches it"
-        for place, action in enumerate(actions):
-            message = self._message(action)
-            came = None if message is None else self.messages.receive(message)
-            following = self._message(actions[place + 1]) if place + 1 < len(actions) else None
-            if following is not None:
-                self.messages.expect(following)
-            # Casts to and from fp32, and the loss scale, are for the ends of the whole model.
-            casting.part = self._stage.part(action.chunk)
-            if action.kind == "F":
-                self._forward(action, came, given)
-            else:
-                self._backward(action, came)
-        casting.part = self._stage.part()
-        self.messages.finish()
+        with self.messages.moving():
+            for place, action in enumerate(actions):
+                message = self._message(action)
+                came = None if message is None else self.messages.receive(message)
+                following = self._message(actions[place + 1]) if place + 1 < len(actions) else None
+                if following is not None:
+                    self.messages.expect(following)
+                # Casts to and from fp32, and the loss scale, are for the ends of the whole model.
+                casting.part = self._stage.part(action.chunk)
+                if action.kind == "F":
+                    self._forward(action, came, given)
+                else:
+                    self._backward(action, came)
+            casting.part = self._stage.part()
+            self.messages.finish()
 
     def _message(self, action: Action) -> Message | None:
         """What an action begins with; None where that is not another stage's."""
