@@ -273,7 +273,8 @@ def _set_streams(topology: Topology, manifest: Manifest, data: Tensor) -> None:
     rank = topology.rank - topology.tensor.rank
     if not manifest.world_size:
         return  # made of another program's weights: the caller's streams are the caller's
-    if rank >= manifest.world_size:
+    # So were theirs when it was saved: one of them goes on with it now, the others would draw the same.
+    if rank >= manifest.world_size or rank % int(manifest.meta.get("tensor", 1)):
         streams.start_anew(zlib.crc32(data[:row].numpy().tobytes()) + rank)
         return
     states, begin = {}, rank * row

@@ -159,6 +159,7 @@ def take(
                 "skipped_steps": sharding.skipped_steps,
                 "stage": int(sharding.plan.stage),
                 "precision": sharding.precision.param,
+                **({"tensor": topology.tensor.size} if topology.tensor.size > 1 else {}),
                 **json.loads(text),
                 "provenance": _provenance(),
             }

@@ -252,3 +252,26 @@ def test_a_save_in_the_background_holds_the_values_of_its_step(
         program.close()
     parallel_assert(comm, contents(folder / "mine" / origin.name) == contents(origin))
     parallel_assert(comm, verify(folder / "mine" / origin.name).verdict is Verdict.SOUND)
+
+
+@pytest.mark.ranks(4)
+def test_tensor_ranks_that_go_on_as_data_parallel_ranks_draw_different_numbers(
+    comm: MPI.Intracomm, folder: Path
+) -> None:
+    """Tensor ranks have one random stream together, so that their dropout masks are the same."""
+    drawn: dict[str, list[float]] = {}
+    for name, degrees in (("tensor2", {"tensor": 2}), ("plain", {})):
+        topology = hpczero.Topology.create(comm, mesh=hpczero.Mesh.of(comm.size, **degrees))
+        program = Program(topology, stage=1)
+        if name == "tensor2":
+            torch.manual_seed(topology.data.rank)
+            program.train(STEPS)
+            save(program, folder)
+        hpczero.checkpoint.load(folder / f"step-{STEPS:09d}", program.model, program.optimizer)
+        drawn[name] = comm.allgather(float(torch.rand(())))
+        program.close()
+        topology.free()
+    together, apart = drawn["tensor2"], drawn["plain"]
+    parallel_assert(comm, together[0] == together[1] != together[2] == together[3], str(together))
+    parallel_assert(comm, len(set(apart)) == 4, str(apart))
+    parallel_assert(comm, {apart[0], apart[2]} == set(together), str((apart, together)))

@@ -61,6 +61,8 @@ def _check(manifest: Manifest) -> None:
                 f"{expected.get(name, 'none of this name')}, as parameters, optimizer and buffers say",
             )
     whole(meta, "skipped_steps", "meta.")
+    if "tensor" in meta and not whole(meta, "tensor", "meta."):
+        raise refuse("meta.tensor", 0, "at least 1: how many ranks went on with one random stream")
     of_type(meta, "extra", dict, "meta.")
     _check_marks("meta.extra", lambda: extra_of(meta))
     scale = of_type(meta, "loss_scale", dict, "meta.")
