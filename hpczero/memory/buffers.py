@@ -26,6 +26,8 @@ def lasting(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> torch
 
     Made inside ``torch.inference_mode`` like any other, it could not be written to afterwards.
     """
+    if not torch.is_inference_mode_enabled():
+        return torch.empty(numel, dtype=dtype, device=device)
     with torch.inference_mode(False):
         return torch.empty(numel, dtype=dtype, device=device)
 

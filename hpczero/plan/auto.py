@@ -48,6 +48,7 @@ class Options:
         positions: learned or rotary; None: of the preset, learned without one.
         sequence: tokens per sample; None: the context of the preset, 1024 without one.
         precision: of parameters, activations and the wire.
+        reduce: of gradients' partial sums that travel between nodes and between replicas: fp32 or bf16.
         global_batch: samples of a step over all ranks.
         folder: on a disk of every node, where parts of the shards may rest; left out, nothing rests on disk.
         device: where this machine computes.
@@ -66,6 +67,7 @@ class Options:
     positions: Literal["learned", "rotary"] | None = None
     sequence: int | None = None
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    reduce: Literal["fp32", "bf16"] = "fp32"
     global_batch: int = 32
     folder: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -158,6 +160,7 @@ def _base(
         transport=transport,
         stage=3,
         precision=options.precision,
+        reduce=options.reduce,
         sequence=sequence,
         micro_batch=options.global_batch // ranks,
         accumulation=1,
@@ -201,6 +204,7 @@ def _say_layouts(options: Options, config: GPTConfig, sequence: int) -> int:
         machine,
         ranks=options.ranks,
         precision=options.precision,
+        reduce=options.reduce,
         global_batch=options.global_batch,
     )
     if options.json:

@@ -18,6 +18,7 @@ from hpczero.job.mesh import DEGREES
 from hpczero.models.config import GPTConfig
 from hpczero.options.parallel import LayoutOptions
 from hpczero.plan.degrees import check_model, mesh_of
+from hpczero.plan.precision import DType
 from hpczero.plan.spread import Spread
 from hpczero.plan.transports import fastest_transport
 from hpczero.predict.layout import LayoutPrediction, predict_layout
@@ -53,7 +54,13 @@ class FoundLayout:
 
 
 def search_layouts(
-    model: GPTConfig, machine: Machine, *, ranks: int, precision: str, global_batch: int
+    model: GPTConfig,
+    machine: Machine,
+    *,
+    ranks: int,
+    precision: str,
+    global_batch: int,
+    reduce: DType = "fp32",
 ) -> list[FoundLayout]:
     """Layouts that fit, the fastest by prediction first; of those within one percent the simplest comes first.
 
@@ -63,10 +70,11 @@ def search_layouts(
         ranks: of the job.
         precision: name.
         global_batch: samples of a step.
+        reduce: dtype of gradients' partial sums between nodes and replicas.
     """
     found = []
     for options, spread in candidates(model, machine, ranks, precision, global_batch):
-        fitting = _fitting(spread, machine.usable)
+        fitting = _fitting(replace(spread, reduce=reduce), machine.usable)
         if fitting is not None:
             found.append(FoundLayout(fitting, options, predict_layout(fitting, machine)))
     found.sort(key=lambda each: each.step.step_s)
@@ -177,6 +185,7 @@ def options_of_layout(found: FoundLayout) -> str:
     spread = found.spread
     words = [f"--parallel.stage {spread.stage}"]
     words += [f"--parallel.{text.lower()}" for text in found.options.changed]
+    words += [f"--parallel.reduce {spread.reduce}"] if spread.reduce != "fp32" else []
     words += [
         f"--train.micro_batch {spread.micro_batch} --train.accumulation {spread.accumulation}"
     ]

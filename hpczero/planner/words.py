@@ -15,7 +15,8 @@ PARTS = ("optimizer", "gradients", "parameters")
 def options_of(run: Run) -> list[str]:
     """The settings as options of ``hpczero.train``, each as it is typed."""
     offload = run.offload
-    typed = [
+    typed = [f"--parallel.reduce {run.reduce}"] if run.reduce != "fp32" else []
+    typed += [
         f"--parallel.stage {run.stage}",
         f"--train.micro_batch {run.micro_batch}",
         f"--train.accumulation {run.accumulation}",

@@ -95,3 +95,23 @@ def test_layouts_without_a_machine_are_refused() -> None:
     done = run_command([sys.executable, "-m", "hpczero.plan", *words], timeout=60)
     assert done.returncode == 78
     assert "--layouts: got no --machine" in done.stderr
+
+
+def test_partial_sums_of_half_the_bytes_can_be_asked_for() -> None:
+    """They change the result, so they are never chosen by the search itself."""
+    exact, half = (
+        search_layouts(MODEL, MACHINE, ranks=8, precision="bf16", global_batch=16, reduce=reduce)
+        for reduce in ("fp32", "bf16")
+    )
+    assert not any("reduce" in options_of_layout(one) for one in exact)
+    assert all("--parallel.reduce bf16" in options_of_layout(one) for one in half)
+    by_layout = {options_of_layout(one): one.step.step_s for one in exact}
+    pairs = [
+        (one.step.step_s, by_layout[options_of_layout(one).replace("--parallel.reduce bf16 ", "")])
+        for one in half
+    ]
+    assert all(less <= more for less, more in pairs)
+    assert any(less < 0.99 * more for less, more in pairs)
+    for one in half[:3]:
+        config = read_run_config(shlex.split(options_of_layout(one)))
+        assert config.parallel.reduce == "bf16"

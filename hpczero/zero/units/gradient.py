@@ -3,8 +3,9 @@
 Owns: the flat buffer gradients are copied into, and their sum over micro-batches. Must not know: ranks, reductions,
 hooks.
 
-Autograd's tensors are copied and dropped one by one: cheaper than accumulating into a buffer that must be zeroed
-first, and a parameter without a gradient costs nothing until the buffer is completed.
+Autograd's tensors are copied and dropped: cheaper than accumulating into a buffer that must be zeroed first, and a
+parameter without a gradient costs nothing until the buffer is completed. Large ones go one by one, so that they are not
+there twice. Small ones, of norms and biases, wait for each other: one call, or launch, moves all of them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from hpczero.comm.collectives import Collectives
 from hpczero.errors import StepError
 from hpczero.memory.buffers import Buffer, Use
 from hpczero.plan.layout import ShardLayout
+
+
+SMALL_NUMEL = 2**14  # a copy of more takes longer than its call
 
 
 class LocalGradient:
@@ -43,6 +47,8 @@ class LocalGradient:
         self._sum: Buffer | None = None  # fp32 sum over micro-batches, for half dtypes only
         self._views: list[Tensor] = []  # of the buffer for the wire, one for each slot
         self._viewed: Tensor | None = None  # which it was; None: look again
+        self._small: dict[int, Tensor] = {}  # gradients that wait, by slot
+        self._small_adds = False  # they are added, else copied
 
     def add(self, position: int, gradient: Tensor, *, accumulating: bool) -> None:
         """Add ``gradient`` to slot ``position``.
@@ -62,14 +68,36 @@ class LocalGradient:
                 f"rank {self._comm.rank}: parameter {slot.name!r} got a {gradient.layout} gradient, "
                 "expected a dense one; build its module with sparse=False"
             )
-        into = self._view(position, accumulating)
         if torch.is_grad_enabled():  # create_graph=True
             gradient = gradient.detach()
-        if self.filled[position]:
+        filled = self.filled[position]
+        if gradient.numel() <= SMALL_NUMEL and not (accumulating and self._half):
+            if self._small and (filled != self._small_adds or position in self._small):
+                self._move_small()
+            if not self._small:
+                self._buffer(False)  # it is planned to be there from the first gradient on
+            self._small[position], self._small_adds = gradient, filled
+            self.filled[position] = True
+            return
+        self._move_small()
+        into = self._view(position, accumulating)
+        if filled:
             into.add_(gradient)
         else:
             into.copy_(gradient)
         self.filled[position] = True
+
+    def _move_small(self) -> None:
+        """Those that wait go to the buffer."""
+        if not self._small:
+            return
+        into = [self._view(position, False) for position in self._small]
+        gradients = [*self._small.values()]
+        self._small.clear()
+        if self._small_adds:
+            torch._foreach_add_(into, gradients)
+        else:
+            torch._foreach_copy_(into, gradients)
 
     def _view(self, position: int, accumulating: bool) -> Tensor:
         """Of the buffer that gradients go to now, in the slot's shape."""
@@ -92,6 +120,7 @@ class LocalGradient:
 
     def complete(self) -> Tensor:
         """The whole gradient for the wire: zero where none came in, padding included."""
+        self._move_small()
         gradients = self._buffer(False)
         for filled, slot in zip(self.filled, self._layout.slots, strict=True):
             if not filled:
@@ -107,6 +136,7 @@ class LocalGradient:
     def clear(self) -> None:
         """Forget everything and give the memory back, unless it is kept."""
         self.filled = [False] * len(self.filled)
+        self._small.clear()
         if self._sum is not None:
             self._sum.release()
             self._sum = None

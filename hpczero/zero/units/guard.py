@@ -7,6 +7,8 @@ answers for ``parameter.grad``. Must not know: units, MPI.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping
+from itertools import repeat
+from operator import is_not
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -312,6 +314,12 @@ def have_gradients(parameters: Iterable[torch.Tensor]) -> list[bool]:
     get = _descriptor.__get__
     with torch._C.DisableTorchFunctionSubclass():
         return [get(parameter) is not None for parameter in parameters]
+
+
+def all_have_gradients(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether a gradient lies on every one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return all(map(is_not, map(_descriptor.__get__, parameters), repeat(None)))
 
 
 def set_own_gradients(

@@ -116,7 +116,7 @@ class UnitGradients:
             return
         self._reduction.wait()
         self._reduction = None
-        if not self._stage.shards_optimizer:
+        if not self._stage.shards_optimizer and self._comm.group.size > 1:
             self._comm.all_gather(self.reduced, name=self._spec.name).wait()
         shards = self._optimized
         set_own_gradients(shards.parameters, shards.cut(self.reduced))

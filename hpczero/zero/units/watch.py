@@ -7,6 +7,8 @@ whole, masters, MPI.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 from hpczero.errors import StepError
 from hpczero.plan import UnitSpec
 from hpczero.zero.units.guard import Guard, is_at
+
+_version = attrgetter("_version")
 
 
 class Watch:
@@ -37,6 +41,7 @@ class Watch:
         self._rank = rank
         self.guards = [Guard(p, slot.name) for p, slot in zip(parameters, self._slots, strict=True)]
         self._versions: list[int] = []
+        self._places: list[Any] = []  # memory and form of flat and of each, when last found right
 
     def note_versions(self) -> None:
         """What the parameters hold now is right."""
@@ -44,7 +49,7 @@ class Watch:
 
     def _versions_now(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():  # metadata: no need to ask each guard
-            return [parameter._version for parameter in self._parameters]
+            return [*map(_version, self._parameters)]
 
     @property
     def changed_in_place(self) -> bool:
@@ -85,7 +90,18 @@ class Watch:
     def check_values(self, flat: Tensor) -> None:
         """Raises StepError if one was changed in place, or is not the view of ``flat`` that it should be; names it."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._check_values(flat)
+            # Asked of every parameter at every step: where all lie as when last found right, nothing is left to see.
+            # ``flat`` is alive, so nothing else has its memory.
+            everything = self._parameters
+            places = [
+                flat.data_ptr(),
+                *map(Tensor.data_ptr, everything),
+                *map(Tensor.stride, everything),
+                *map(Tensor.size, everything),
+            ]
+            if places != self._places or self._versions_now() != self._versions:
+                self._check_values(flat)
+                self._places = places
 
     def _check_values(self, flat: Tensor) -> None:
         alias, begins = torch._C._is_alias_of, flat.storage_offset()  # type: ignore[attr-defined]
@@ -97,7 +113,6 @@ class Watch:
                     "optimizer's copy was not; change parameters inside `with hpczero.gathered(model, "
                     "modifier_rank=0):`"
                 )
-            # As is_at, without its calls: this is asked of every parameter at every step.
             if slot.numel and not (
                 alias(parameter, flat)
                 and parameter.storage_offset() == begins + slot.offset

@@ -11,7 +11,7 @@ parameters. A class that is not torch's own may look at anything in its groups, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from hpczero.zero.units.guard import have_gradients
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizers import ELEMENTWISE
-from hpczero.zero.update.spans import Run, Span, State, values_of
+from hpczero.zero.update.prepared import Prepared
+from hpczero.zero.update.spans import Span, State, values_of
 
 
 def method_behind(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
@@ -46,6 +47,7 @@ class PartedUpdate:
         # Ids of the pieces in each group, for which the spans were made.
         self._members: list[list[int]] = []
         self._spans: dict[Unit, list[Span]] = {}
+        self._prepared: Prepared | None = None  # of the last step, if it may serve again
         self._put_away: list[list[nn.Parameter]] | None = None
 
     @property
@@ -104,48 +106,60 @@ class PartedUpdate:
         if len(group_of) < sum(map(len, members)):
             return False  # torch steps twice on what is there twice
         self._members = members
+        self._prepared = None
         self._spans = {unit: _spans_of(unit, group_of) for unit in self._units}
         return True
 
     def _take(self, method: Callable[[Optimizer], Any], units: Sequence[Unit]) -> None:
         """One call of torch's method."""
-        optimizer = self._optimizer
+        optimizer, prepared = self._optimizer, self._prepared
         states: dict[Any, Any] = optimizer.state
-        for group in optimizer.param_groups:
+        self._prepared = None  # what is cut off serves no more
+        if prepared is None or not prepared.serves(units, states):
+            prepared = self._prepare(units, states)
+        groups = optimizer.param_groups
+        for group in groups:
             group["params"] = []
-        taken: list[tuple[Run, nn.Parameter, State]] = []
+        before: list[State] = []
         try:
-            for unit, run in self._runs(units, states):
-                params = optimizer.param_groups[run.group]["params"]
-                if run.apart:
-                    params += run.pieces
-                    continue
-                long = run.tensor(unit.optimized.master, unit.gradients.reduced)
-                state = run.state()
-                taken.append((run, long, dict(state)))
+            for group_number, piece in prepared.apart:
+                groups[group_number]["params"].append(piece)
+            for unit, run, long, state in prepared.runs:
+                long.grad = run.part_of(unit.gradients.reduced)
+                before.append(dict(state))
                 if state:  # past what ShardStates asks of each key
                     dict.__setitem__(states, long, state)
-                params.append(long)
+                groups[run.group]["params"].append(long)
             method(optimizer)
         finally:
-            made = [(run, before, dict.pop(states, long, None)) for run, long, before in taken]
-            for run, before, after in made:
-                if after is not None:
-                    run.give(before, after, states)
+            same = True
+            for (_, run, long, _), past in zip(prepared.runs, before, strict=False):
+                long.grad = None
+                after = dict.pop(states, long, None)
+                same = after is not None and run.give(past, after, states) and same
+        if same and prepared.note(states, self._counters(units)):
+            self._prepared = prepared
 
-    def _runs(self, units: Sequence[Unit], states: dict[Any, Any]) -> Iterator[tuple[Unit, Run]]:
-        """What is stepped on as one tensor, and the pieces that are not; with the unit of each."""
+    def _prepare(self, units: Sequence[Unit], states: dict[Any, Any]) -> Prepared:
+        """What is stepped on as one tensor, and the pieces that are not."""
         spans = [(unit, span) for unit in units for span in self._spans[unit]]
         counters: list[Tensor] = []
         for _, span in spans:
             counters += span.look([dict.get(states, piece) for piece in span.pieces])
         values = values_of(counters)
+        prepared = Prepared(units, [piece for _, span in spans for piece in span.pieces])
         for unit, span in spans:
             for run in span.runs(have_gradients(span.pieces), values):
-                yield unit, run
+                prepared.add(unit, run)
+        return prepared
+
+    def _counters(self, units: Sequence[Unit]) -> list[Tensor]:
+        """Vectors of the counters of what was seen before the step."""
+        return [base for unit in units for span in self._spans[unit] for base in span.counters]
 
     def adopt(self) -> None:
         """State was loaded: lay it so that pieces can be one tensor again."""
+        self._prepared = None
         if self._method is not None and self._make_spans():
             for spans in self._spans.values():
                 for span in spans:
@@ -153,6 +167,7 @@ class PartedUpdate:
 
     def forget(self) -> None:
         """State is about to be replaced: let go of its memory."""
+        self._prepared = None
         for spans in self._spans.values():
             for span in spans:
                 span.forget()

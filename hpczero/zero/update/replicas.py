@@ -63,7 +63,9 @@ class Replicas:
 
     def _sums(self) -> list[int]:
         """(units * 2,) of the values and of the gradients of each."""
+        if self._comm.everybody.size == 1:
+            return []
         held = list(itertools.chain.from_iterable(unit.replicas for unit in self._units))
-        if not held or self._comm.everybody.size == 1:
+        if not held:
             return []
         return [int(total) for total in torch.stack([sum_of_bits(t) for t in held]).tolist()]

@@ -142,9 +142,12 @@ class Span:
                 [(part.base, part.begin) for part in (parts or {}).values() if part.counter]
                 for parts in self._parts
             ]
-        return itertools.chain.from_iterable(
-            (base for base, _ in counters) for counters in self._counters
-        )
+        return self.counters
+
+    @property
+    def counters(self) -> Iterator[Tensor]:
+        """Vectors of counters, as last seen."""
+        return (base for counters in self._counters for base, _ in counters)
 
     def runs(self, present: Sequence[bool], values: dict[int, list[Any]]) -> Iterator[Run]:
         """Longest runs of pieces that may be one tensor.
@@ -223,11 +226,13 @@ class Run:
             for name, part in begins.items()
         }
 
-    def tensor(self, master: Tensor, gradient: Tensor) -> nn.Parameter:
-        """One parameter for all of them, a view of ``master``, with its gradient, which is cut in the same way."""
-        parameter = nn.Parameter(master[self._begin : self._end])
-        parameter.grad = gradient[self._begin : self._end]
-        return parameter
+    def tensor(self, master: Tensor) -> nn.Parameter:
+        """One parameter for all of them, a view of ``master``."""
+        return nn.Parameter(self.part_of(master))
+
+    def part_of(self, flat: Tensor) -> Tensor:
+        """Theirs of ``flat``, which is cut as the master is."""
+        return flat[self._begin : self._end]
 
     def state(self) -> State:
         """Their state as one; empty where they have none."""
@@ -238,17 +243,28 @@ class Run:
             for name, part in self._parts.items()
         }
 
-    def give(self, before: State, after: State, states: dict[Any, Any]) -> None:
-        """The optimizer has made ``after`` of ``before``: every piece gets its part, in ``states``."""
+    def give(self, before: State, after: State, states: dict[Any, Any]) -> bool:
+        """The optimizer has made ``after`` of ``before``: every piece gets its part, in ``states``.
+
+        Returns:
+            Whether ``after`` can be the state before the next step: nothing is new, or lies elsewhere.
+        """
+        same = after.keys() == self._parts.keys()
         for name, value in after.items():
             part = self._parts.get(name)
             if part is None:
                 self._give_new(name, value, states)
-            elif part.counter or value is not before[name]:
+                continue
+            if part.counter:
                 part.base[part.begin : part.end].copy_(value)
+                same = same and isinstance(value, Tensor)
+            elif value is not before[name]:
+                part.base[part.begin : part.end].copy_(value)
+                same = False
         for name in self._parts.keys() - after.keys():
             for piece in self.pieces:
                 del states[piece][name]
+        return same
 
     def _give_new(self, name: str, value: Any, states: dict[Any, Any]) -> None:
         if isinstance(value, Tensor) and value.dim() == 0:
