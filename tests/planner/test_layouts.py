@@ -111,7 +111,7 @@ def test_partial_sums_of_half_the_bytes_can_be_asked_for() -> None:
         for one in half
     ]
     assert all(less <= more for less, more in pairs)
-    assert any(less < 0.99 * more for less, more in pairs)
+    assert any(less < more for less, more in pairs)
     for one in half[:3]:
         config = read_run_config(shlex.split(options_of_layout(one)))
         assert config.parallel.reduce == "bf16"

@@ -18,7 +18,6 @@ from hpczero.errors import StepError
 from hpczero.memory.buffers import Buffer, Use
 from hpczero.plan.layout import ShardLayout
 
-
 SMALL_NUMEL = 2**14  # a copy of more takes longer than its call
 
 
