@@ -162,6 +162,30 @@ def test_gradients_that_rest_on_a_memory_tier_are_compared_too(
     )
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("before", [1, 2])
+def test_what_tensor_ranks_begin_to_do_otherwise_is_named_when_the_turn_of_its_unit_comes(
+    comm: MPI.Intracomm, before: int
+) -> None:
+    def run(model: Net, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            F.mse_loss(model(drawn(1, 2, 4, 6)), drawn(2, 2, 4, 3)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with tensor_ranks(comm) as topology:
+        model = split(Net(), topology, RULE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hpczero.zeroify(model, optimizer, topology=topology, stage=2, offload=AWAY["host"][1])
+        run(model, optimizer, before)
+        torch.manual_seed(comm.rank)
+        model.dropout = 0.5
+        units = len(hpczero.sharding(model).units)
+        raises_on_all(comm, StepError, "same seed", lambda: run(model, optimizer, units))
+        hpczero.release(model)
+        close(model)
+
+
 @pytest.mark.ranks(2, 3)
 def test_other_inputs_are_named_in_the_forward(comm: MPI.Intracomm) -> None:
     raises_on_all(comm, CommError, "inputs of the model", lambda: train(comm, inputs=1 + comm.rank))
