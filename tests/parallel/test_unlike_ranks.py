@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -76,18 +76,22 @@ def train(
     max_norm: float = 1.0,
     dropout: float = 0.0,
     stage: int = 1,
+    offload: hpczero.Offload | None = None,
+    steps: int = 1,
     **degrees: int,
 ) -> None:
-    """One step of a split model; the same calls on every rank."""
+    """Steps of a split model; the same calls on every rank."""
     with tensor_ranks(comm, **degrees) as topology:
         model = split(Net(dropout), topology, rule)
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-        hpczero.zeroify(model, optimizer, topology=topology, stage=stage)
+        hpczero.zeroify(model, optimizer, topology=topology, stage=stage, offload=offload)
         try:
-            loss = F.mse_loss(model(drawn(inputs, 2, 4, 6)), drawn(targets, 2, 4, 3))
-            (factor * loss).backward()
-            hpczero.clip_grad_norm_(model, max_norm)
-            optimizer.step()
+            for _ in range(steps):
+                loss = F.mse_loss(model(drawn(inputs, 2, 4, 6)), drawn(targets, 2, 4, 3))
+                (factor * loss).backward()
+                hpczero.clip_grad_norm_(model, max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
         finally:
             hpczero.release(model)
             close(model)
@@ -124,6 +128,62 @@ def test_what_tensor_ranks_do_otherwise_is_named_at_the_step(
 ) -> None:
     pattern, call = WRONG[what]
     raises_on_all(comm, StepError, pattern, lambda: call(comm))
+
+
+AWAY: dict[str, tuple[int, hpczero.Offload]] = {
+    "host": (2, hpczero.Offload(optimizer="host", gradients="host")),
+    "all on the host": (
+        3,
+        hpczero.Offload(optimizer="host", gradients="host", parameters="host"),
+    ),
+    "host steps": (1, hpczero.Offload(optimizer="host", gradients="host", step="host")),
+    "delayed": (
+        1,
+        hpczero.Offload(optimizer="host", gradients="host", step="host", delayed=True),
+    ),
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("where", AWAY)
+@pytest.mark.parametrize("what", ["rule", "masks"])
+def test_gradients_that_rest_on_a_memory_tier_are_compared_too(
+    comm: MPI.Intracomm, where: str, what: str
+) -> None:
+    stage, offload = AWAY[where]
+    train(comm, stage=stage, offload=offload, steps=3)
+    wrong: dict[str, Any] = {"rule": Rule({**RULE.layers, "scale": STREAM})}
+    if what == "masks":
+        torch.manual_seed(comm.rank)
+        wrong = {"dropout": 0.5}
+    pattern = WRONG[what][0]
+    raises_on_all(
+        comm, StepError, pattern, lambda: train(comm, stage=stage, offload=offload, **wrong)
+    )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("before", [1, 2])
+def test_what_tensor_ranks_begin_to_do_otherwise_is_named_when_the_turn_of_its_unit_comes(
+    comm: MPI.Intracomm, before: int
+) -> None:
+    def run(model: Net, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            F.mse_loss(model(drawn(1, 2, 4, 6)), drawn(2, 2, 4, 3)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with tensor_ranks(comm) as topology:
+        model = split(Net(), topology, RULE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hpczero.zeroify(model, optimizer, topology=topology, stage=2, offload=AWAY["host"][1])
+        run(model, optimizer, before)
+        torch.manual_seed(comm.rank)
+        model.dropout = 0.5
+        units = len(hpczero.sharding(model).units)
+        raises_on_all(comm, StepError, "same seed", lambda: run(model, optimizer, units))
+        hpczero.release(model)
+        close(model)
 
 
 @pytest.mark.ranks(2, 3)

@@ -91,8 +91,9 @@ class Agreement:
         used = np.concatenate(usages or [np.zeros((2, 0), dtype=bool)], axis=1)
         # Last: here a device is waited for, which is better busy while the host does the rest.
         bad = [not known_finite and not are_finite(held) for held in owned]
-        error = error or next(filter(None, (u.gradients.rest.failure for u in self._units)), None)
-        error = self._copies.error(options) or error  # collective, whatever is wrong here
+        differing = self._copies.error(options)  # collective, whatever is wrong here
+        failures = (unit.gradients.rest.failure for unit in self._units)  # of a read for it too
+        error = differing or error or next(filter(None, failures), None)
         verdict = np.array([error is not None, *bad], dtype=np.uint8)
         mine = np.concatenate([seen, ~seen, verdict, np.packbits(used)])
         agreed = self._comm.agree(mine, name="step")

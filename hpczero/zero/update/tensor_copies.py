@@ -8,13 +8,17 @@ same samples, targets and loss, and as long as the rule says of every layer wher
 so, no shape need be wrong, and each rank would train a model of its own without a word. One norm for each such
 parameter and step finds it. Kernels that add in no fixed order may round differently, so norms may differ a little.
 
+Gradients that rest on a memory tier have to be brought for it. All are at the first step, where a wrong rule shows
+before anything is updated. After that one unit is at each step, by turns.
+
 Source: issue 19.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -40,11 +44,11 @@ class TensorCopies:
         """
         self._topology = topology
         self._slots = [(unit, place) for unit in units for place in unit.spec.kept]
+        self._away = [u for u in units if u.spec.kept and not u.gradients.rest.resident]
+        self._compared = 0  # times; the same number on all ranks
 
     def error(self, options: Sequence[str]) -> StepError | None:
         """What differs, the same on each of the tensor ranks; None where nothing does. Collective over them.
-
-        Gradients that rest elsewhere than where they are computed are not compared.
 
         Args:
             options: texts that must be equal.
@@ -66,20 +70,37 @@ class TensorCopies:
         return self._unequal(found[:, 2:])
 
     def _norms(self) -> list[float]:
-        """Of what this rank owns of each gradient; one transfer from a device."""
-        pieces, owners = [], []
-        for index, (unit, place) in enumerate(self._slots):
-            if unit.gradients.present and unit.gradients.rest.resident:
-                parts = unit.gradients.pieces_at(place, owned=True)
-                parts = [part.detach() for part in parts if part.numel()]
-                pieces += parts
-                owners += [index] * len(parts)
+        """Of what this rank owns of each gradient; one transfer from a device. 0 where it is not this one's turn."""
+        near = {u for u, _ in self._slots if u.gradients.rest.resident}
+        found, owners = self._norms_in(near)
+        for unit in self._turn():
+            with unit.gradients.rest.at_hand() if unit.gradients.present else nullcontext():
+                norms, places = self._norms_in([unit])
+            found += norms
+            owners += places
         squares = np.zeros(len(self._slots))
-        if pieces:
-            norms = torch.stack([torch.linalg.vector_norm(piece) for piece in pieces])
-            np.add.at(squares, owners, np.square(norms.double().cpu().numpy()))
-        found: list[float] = np.sqrt(squares).tolist()
-        return found
+        if found:
+            np.add.at(squares, owners, np.square(torch.stack(found).double().cpu().numpy()))
+        roots: list[float] = np.sqrt(squares).tolist()
+        return roots
+
+    def _norms_in(self, units: Collection[Unit]) -> tuple[list[torch.Tensor], list[int]]:
+        """Norms of pieces in memory, and which slot each is of."""
+        found, owners = [], []
+        for index, (unit, place) in enumerate(self._slots):
+            if unit in units and unit.gradients.present:
+                parts = unit.gradients.pieces_at(place, owned=True)
+                norms = [torch.linalg.vector_norm(part.detach()) for part in parts if part.numel()]
+                found += norms
+                owners += [index] * len(norms)
+        return found, owners
+
+    def _turn(self) -> Sequence[Unit]:
+        """Whose gradients are brought this time, of those that rest elsewhere; the same on all ranks."""
+        self._compared += 1
+        if not self._away or self._compared == 1:
+            return self._away
+        return [self._away[self._compared % len(self._away)]]
 
     def _unequal(self, norms: npt.NDArray[np.float64]) -> StepError | None:
         """Judge (tensor ranks, slots). What is not finite is left to those who skip steps."""
