@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hpczero.plan.precision import LossScale, Precision
     from hpczero.zero.access import finish_update, full_gradients, gathered
     from hpczero.zero.accumulation import accumulate
+    from hpczero.zero.filling import loaded_later
     from hpczero.zero.forward_methods import register_forward
     from hpczero.zero.full_state import full_state_dict
     from hpczero.zero.sharding import Sharding
@@ -55,6 +56,7 @@ _HOME = {
     "full_gradients": "hpczero.zero.access",
     "full_state_dict": "hpczero.zero.full_state",
     "gathered": "hpczero.zero.access",
+    "loaded_later": "hpczero.zero.filling",
     "no_sync": "hpczero.zero.zeroify",
     "register_forward": "hpczero.zero.forward_methods",
     "release": "hpczero.zero.zeroify",
@@ -90,6 +92,7 @@ __all__ = [
     "full_gradients",
     "full_state_dict",
     "gathered",
+    "loaded_later",
     "no_sync",
     "register_forward",
     "release",

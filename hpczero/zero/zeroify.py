@@ -33,7 +33,7 @@ from hpczero.plan.placement import part_of
 from hpczero.plan.plan import UnitRule
 from hpczero.plan.precision import Precision
 from hpczero.plan.rules import default_rule
-from hpczero.zero.filling import Initializer, fill
+from hpczero.zero.filling import Initializer, fill, loaded_later
 from hpczero.zero.offloading import open_away, parts_of, tell
 from hpczero.zero.refusals import check_degrees, check_gradients, check_modules, check_part
 from hpczero.zero.sharding import KEY, Sharding
@@ -86,7 +86,9 @@ def zeroify(
             ``choose_accelerator`` gave before MPI was started; None: where the model lies, which is the CPU for meta.
         initialize: fills one whole fp32 parameter in place, given its name; must give the same values on every rank.
             Used for every parameter, unit by unit, so that no rank holds the whole model. Of a model that is a part of
-            one, names and shapes are those of the whole model.
+            one, names and shapes are those of the whole model. One that can ``fill_range`` (``RangeInitializer``, as
+            ``GPT.initial_weights``) is asked by each rank for its own shard alone. ``hpczero.loaded_later``: a
+            checkpoint is loaded next, and nothing is drawn.
         offload: what of this rank's shards rests in the memory of the host or on disk between uses; None: nothing.
 
     Returns:
@@ -173,7 +175,7 @@ def zeroify(
         undone.pop_all()
     sharding.shared_buffers.share()
     sharding.attach()
-    if initialize is not None:
+    if initialize is not None and initialize is not loaded_later:
         sharding.advice.about_buffers(sharding.buffers)
     if accelerator.is_host:
         (give_back_freed_memory if parts else keep_freed_memory)(environment)
