@@ -93,6 +93,7 @@ def _leave_empty(units: Sequence[Unit], topology: Topology) -> None:
         for unit in units:
             with unit.owned_values(changes=True, anew=True) as values, torch.no_grad():
                 values.zero_()
+            unit.note_step(())
             unit.whole.doubt(AWAITED)
 
 

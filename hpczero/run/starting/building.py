@@ -27,7 +27,7 @@ def build(
     topology: Topology,
     accelerator: Accelerator,
     *,
-    resumes: bool,
+    resumes: bool = False,
 ) -> tuple[nn.Module, AdamW]:
     """Make the model in shards, with its initial weights, and its optimizer. Collective over the topology's world.
 
