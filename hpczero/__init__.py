@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hpczero.plan.precision import LossScale, Precision
     from hpczero.zero.access import finish_update, full_gradients, gathered
     from hpczero.zero.accumulation import accumulate
+    from hpczero.zero.drawing import RangeInitializer
     from hpczero.zero.filling import loaded_later
     from hpczero.zero.forward_methods import register_forward
     from hpczero.zero.full_state import full_state_dict
@@ -46,6 +47,7 @@ _HOME = {
     "Pipeline": "hpczero.parallel.pipeline.runner",
     "Plan": "hpczero.plan",
     "Precision": "hpczero.plan.precision",
+    "RangeInitializer": "hpczero.zero.drawing",
     "ShardLayout": "hpczero.plan.layout",
     "Sharding": "hpczero.zero.sharding",
     "Stage": "hpczero.plan",
@@ -82,6 +84,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Precision",
+    "RangeInitializer",
     "ShardLayout",
     "Sharding",
     "Stage",

@@ -207,10 +207,11 @@ def _told_of_uneven(group: Group) -> str:
     go to each other node once: with L ranks per node, an L-th of the elements.
     """
     counts = [len(ranks) for ranks in group.nodes]
+    least, most = min(counts), max(counts)
     return (
-        f"nodes have different numbers of ranks ({min(counts)} to {max(counts)}): flat transport. In a reduction a node "
-        f"sends up to {max(counts)} times the elements that it would send with {max(counts)} ranks on every node; start "
-        f"the same number of ranks on every node ({min(counts)} on each of {len(counts)} works at once)"
+        f"nodes have different numbers of ranks ({least} to {most}): flat transport. In a reduction a node sends up to "
+        f"{most} times the elements that it would send with {most} ranks on every node; start the same number of ranks "
+        f"on every node ({least} on each of {len(counts)} works at once)"
     )
 
 
