@@ -30,7 +30,7 @@ run(main)
 
 
 def train(program: Path, folder: Path, **changes: object) -> tuple[Finished, list[int]]:
-    command = [program, *options(folder, checkpoint__every=1, **changes)[2:]]
+    command = [str(program), *options(folder, checkpoint__every=1, **changes)[2:]]
     job = run_typed(RANKS, command, timeout=90)
     assert job.returncode == 0, job
     found = [int(numel) for numel in re.findall(r"drawn (\d+) in", job.stderr)]

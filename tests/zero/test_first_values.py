@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3, 4)]
 
+Tier = Literal["host", "disk"]
 SEED = 7
 CONFIG = GPTConfig(vocab_size=61, context=12, layers=3, hidden=36, heads=3)
 # Parts of a matrix cut by columns lie so far apart that some are drawn one by one.
@@ -69,6 +70,10 @@ def check_bits(comm: MPI.Intracomm, model: nn.Module, config: GPTConfig = CONFIG
         wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
         wrong += [name for name in found if name not in expected]
     parallel_assert(comm, not wrong, f"other bits: {wrong}")
+
+
+def place_of(tier: Tier, folder: Path) -> str | None:
+    return str(folder) if tier == "disk" else None
 
 
 def begun(topology: Topology, initialize: Any, **options: Any) -> nn.Module:
@@ -128,11 +133,10 @@ def test_frozen_parameters_in_half_precision_are_drawn_too(
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_shards_on_a_tier_are_drawn_too(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, stage: int, tier: str
+    comm: MPI.Intracomm, topology: Topology, folder: Path, stage: int, tier: Tier
 ) -> None:
-    place = {"folder": str(folder)} if tier == "disk" else {}
-    parameters = tier if stage == 3 else "device"
-    offload = hpczero.Offload(tier, tier, parameters, **place)
+    parameters: Literal["device", "host", "disk"] = tier if stage == 3 else "device"
+    offload = hpczero.Offload(tier, tier, parameters, folder=place_of(tier, folder))
     model = begun(topology, Counted(), stage=stage, offload=offload)
     check_bits(comm, model)
     hpczero.release(model)
@@ -275,10 +279,9 @@ def test_a_model_that_awaits_a_checkpoint_has_its_values_after_the_load(
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_checkpoint_is_awaited_on_a_tier_too(
-    comm: MPI.Intracomm, topology: Topology, folder: Path, tier: str
+    comm: MPI.Intracomm, topology: Topology, folder: Path, tier: Tier
 ) -> None:
-    place = {"folder": str(folder)} if tier == "disk" else {}
-    offload = hpczero.Offload(tier, tier, tier, **place)
+    offload = hpczero.Offload(tier, tier, tier, folder=place_of(tier, folder))
     model = begun(topology, Counted(), stage=3)
     hpczero.checkpoint.save(folder / "saved", model, step=0)
     hpczero.release(model)
