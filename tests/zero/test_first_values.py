@@ -196,6 +196,32 @@ def test_a_rank_draws_its_shard_once_and_samples(
     hpczero.release(model)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("degrees", [{}, {"shard": "1"}], ids=["shards", "replicas"])
+def test_ranks_without_an_element_and_parameters_without_one(
+    comm: MPI.Intracomm, stage: int, degrees: dict[str, Any]
+) -> None:
+    class Number(InitialWeights):
+        """Each element is its place, so that a wrong one shows where it came from."""
+
+        def fill_range(self, name: str, shape: tuple[int, ...], start: int, values: Tensor) -> None:
+            values.copy_(torch.arange(start, start + len(values)) + 1000.0 * len(name))
+
+    with laid_out(comm, LayoutOptions(**degrees)) as topology:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(3, 1), nn.Linear(5, 0), nn.Linear(13, 17))
+        initialize = Number(seed=0, layers=1)
+        hpczero.zeroify(model, adamw(model), stage=stage, topology=topology, initialize=initialize)
+        found = hpczero.full_state_dict(model)
+        wrong = []
+        for name, value in (found or {}).items():
+            expected = torch.arange(value.numel()) + 1000.0 * len(name)
+            wrong += [name] * (not torch.equal(value, expected.view(value.shape)))
+        parallel_assert(comm, not wrong, str(wrong))
+        hpczero.release(model)
+
+
 # --- refused
 
 
