@@ -46,6 +46,15 @@ def loaded_later(name: str, tensor: Tensor) -> None:
     tensor.fill_(float("nan"))
 
 
+def way_of(initialize: Initializer | None) -> str:
+    """Where first values come from; of ranks with other ways some would wait for the others."""
+    if initialize is None:
+        return "rank 0"
+    if initialize is loaded_later:
+        return "a checkpoint"
+    return "ranges" if isinstance(initialize, RangeInitializer) else "whole parameters"
+
+
 def fill(
     units: Sequence[Unit],
     topology: Topology,

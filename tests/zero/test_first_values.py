@@ -270,6 +270,17 @@ def test_a_sequence_instead_of_a_function_is_refused(
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("other", ["whole", "later"])
+def test_another_kind_of_initialize_on_one_rank_is_refused(
+    comm: MPI.Intracomm, topology: Topology, other: str
+) -> None:
+    others = {"whole": on_meta().initial_weights(seed=SEED).__call__, "later": hpczero.loaded_later}
+    initialize = others[other] if comm.rank == 1 else Counted()
+    said = r"rank\(s\) \[1\] built another model.* or has another kind of initialize"
+    raises_on_all(comm, PlanError, said, lambda: begun(topology, initialize))
+
+
+@pytest.mark.ranks(2, 3)
 def test_an_error_on_one_rank_is_everybodys(comm: MPI.Intracomm, topology: Topology) -> None:
     class Failing(InitialWeights):
         def fill_range(self, name: str, shape: tuple[int, ...], start: int, values: Tensor) -> None:
