@@ -12,6 +12,9 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import torch
+from numpy._core._multiarray_umath import (  # type: ignore[import-not-found]
+    __cpu_dispatch__,
+)
 
 from hpczero.models import deviates
 from hpczero.models.deviates import BLOCK, CHUNK, Deviates
@@ -104,35 +107,34 @@ def test_no_processor_can_round_a_knot_the_other_way() -> None:
 
 @pytest.mark.parametrize(
     "narrow",
-    [
-        {
-            "NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL"
-        },
-        {"ATEN_CPU_CAPABILITY": "default"},
-    ],
+    [{"NPY_DISABLE_CPU_FEATURES": " ".join(__cpu_dispatch__)}, {"ATEN_CPU_CAPABILITY": "default"}],
     ids=["numpy", "torch"],
 )
 def test_bits_are_those_of_narrower_vectors(narrow: dict[str, str]) -> None:
     program = (
         "import hashlib, torch; from hpczero.models.deviates import Deviates\n"
+        "from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__\n"
+        "print(torch.backends.cpu.get_cpu_capability(), sum(__cpu_features__[n] for n in __cpu_dispatch__))\n"
         "out = torch.empty(50_021); Deviates('k').fill(out, 3, 0.02)\n"
         "print(hashlib.sha256(out.numpy().tobytes()).hexdigest())"
     )
 
-    def digest(environment: dict[str, str]) -> str:
-        command = [sys.executable, "-W", "ignore", "-c", program]
+    def said(environment: dict[str, str]) -> list[str]:
         done = subprocess.run(
-            command,
+            [sys.executable, "-W", "ignore", "-c", program],
             env={**os.environ, **environment},
             cwd=ROOT,
             capture_output=True,
             text=True,
             check=True,
         )
-        return done.stdout
+        return done.stdout.splitlines()
 
-    assert len(digest({})) == 65
-    assert digest(narrow) == digest({})
+    wide, wide_digest = said({})
+    other, digest = said(narrow)
+    if wide == other:
+        pytest.skip(f"this processor has no wider vectors: {wide}")
+    assert digest == wide_digest
 
 
 def test_the_bits_are_those_on_file() -> None:
