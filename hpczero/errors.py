@@ -175,7 +175,7 @@ def report_once(error: BaseException) -> int:
         _say(text)
     elif same[0] == world.rank:
         told = f"(told once; {len(same)} of {world.size} ranks ended with it)"
-        _say(f"{text.rstrip()}\n{told}" if same[1:] else text)
+        _say(f"{text.rstrip()} {told}" if same[1:] else text)
     # A launcher may end the job as soon as one rank has exited, before another has spoken.
     if not (met and _waits(world.Ibarrier())):
         abort_job(_code_of(error))
