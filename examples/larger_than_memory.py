@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import resource
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,7 +51,7 @@ hpczero.zeroify(
     optimizer,
     stage=3,
     topology=topology,
-    initialize=partial(model.initialize, seed=0),
+    initialize=model.initial_weights(seed=0),
     offload=None if options.resident else offload,
 )
 

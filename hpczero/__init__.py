@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from hpczero.plan.precision import LossScale, Precision
     from hpczero.zero.access import finish_update, full_gradients, gathered
     from hpczero.zero.accumulation import accumulate
+    from hpczero.zero.drawing import RangeInitializer
+    from hpczero.zero.filling import loaded_later
     from hpczero.zero.forward_methods import register_forward
     from hpczero.zero.full_state import full_state_dict
     from hpczero.zero.sharding import Sharding
@@ -45,6 +47,7 @@ _HOME = {
     "Pipeline": "hpczero.parallel.pipeline.runner",
     "Plan": "hpczero.plan",
     "Precision": "hpczero.plan.precision",
+    "RangeInitializer": "hpczero.zero.drawing",
     "ShardLayout": "hpczero.plan.layout",
     "Sharding": "hpczero.zero.sharding",
     "Stage": "hpczero.plan",
@@ -55,6 +58,7 @@ _HOME = {
     "full_gradients": "hpczero.zero.access",
     "full_state_dict": "hpczero.zero.full_state",
     "gathered": "hpczero.zero.access",
+    "loaded_later": "hpczero.zero.filling",
     "no_sync": "hpczero.zero.zeroify",
     "register_forward": "hpczero.zero.forward_methods",
     "release": "hpczero.zero.zeroify",
@@ -80,6 +84,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Precision",
+    "RangeInitializer",
     "ShardLayout",
     "Sharding",
     "Stage",
@@ -90,6 +95,7 @@ __all__ = [
     "full_gradients",
     "full_state_dict",
     "gathered",
+    "loaded_later",
     "no_sync",
     "register_forward",
     "release",

@@ -157,7 +157,7 @@ def report(error: BaseException) -> int:
 
 
 def report_once(error: BaseException) -> int:
-    """Report an error that all ranks raise together. Of ranks with the same text only one writes it.
+    """Report an error that all ranks raise together. Of ranks with the same text one writes it, and how many they are.
 
     Collective over MPI's world, where MPI is up. A rank that has waited for the others too long writes its own error
     and ends the job.
@@ -170,13 +170,12 @@ def report_once(error: BaseException) -> int:
     mine = bytearray(zlib.crc32(text.encode("utf-8", "replace")).to_bytes(4, "little"))
     found = bytearray(4 * world.size)
     met = _waits(world.Iallgather(mine, found))
-    first = (
-        next(rank for rank in range(world.size) if found[4 * rank : 4 * rank + 4] == mine)
-        if met
-        else world.rank
-    )
-    if first == world.rank:
+    same = [rank for rank in range(world.size) if found[4 * rank : 4 * rank + 4] == mine]
+    if not met:
         _say(text)
+    elif same[0] == world.rank:
+        told = f"(told once; {len(same)} of {world.size} ranks ended with it)"
+        _say(f"{text.rstrip()} {told}" if same[1:] else text)
     # A launcher may end the job as soon as one rank has exited, before another has spoken.
     if not (met and _waits(world.Ibarrier())):
         abort_job(_code_of(error))
@@ -276,7 +275,7 @@ def install_abort_hook() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, HpcZeroError):
-            code = report(error)
+            code = (report_once if getattr(error, "agreed", False) else report)(error)
         else:
             previous(kind, error, trace)
             code = EXIT_FAILURE

@@ -59,7 +59,10 @@ class Adapter(Protocol):
         ...
 
     def initializer(self, model: nn.Module, seed: int) -> Callable[[str, Tensor], None]:
-        """What ``zeroify`` fills parameters with: f(name, whole fp32 tensor). Values depend on seed, name and shape."""
+        """What ``zeroify`` fills parameters with: f(name, whole fp32 tensor). Values depend on seed, name and shape.
+
+        With a method ``fill_range`` (``hpczero.RangeInitializer``) each rank draws its own shard alone.
+        """
         ...
 
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

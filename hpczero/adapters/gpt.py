@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from hpczero.models.config import GPTConfig, flops_per_token
@@ -74,7 +73,7 @@ class GPTAdapter:
         from hpczero.models.gpt import GPT
 
         assert isinstance(model, GPT), "built by this adapter"
-        return partial(model.initialize, seed=seed)
+        return model.initial_weights(seed=seed)
 
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy in nats per token."""

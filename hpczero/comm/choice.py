@@ -178,7 +178,7 @@ def _selection(group: Group, algorithms: str, node_dtype: torch.dtype) -> Select
 
 def _automatic(group: Group, accelerator: Accelerator) -> str:
     if not group.is_rectangular and group.is_root:
-        logger.info("nodes have different numbers of ranks: flat transport")
+        logger.warning("%s", _told_of_uneven(group))
     best = partial(
         fastest_transport,
         group.local_size,
@@ -198,6 +198,21 @@ def _automatic(group: Group, accelerator: Accelerator) -> str:
     if group.is_root:
         logger.warning(said, problem)
     return best(shares=False)
+
+
+def _told_of_uneven(group: Group) -> str:
+    """What the flat transport costs between nodes that have different numbers of ranks.
+
+    Each rank then sends its gradients to every rank of the other nodes. With even nodes, partial sums of a node's ranks
+    go to each other node once: with L ranks per node, an L-th of the elements.
+    """
+    counts = [len(ranks) for ranks in group.nodes]
+    least, most = min(counts), max(counts)
+    return (
+        f"nodes have different numbers of ranks ({least} to {most}): flat transport. In a reduction a node sends up to "
+        f"{most} times the elements that it would send with {most} ranks on every node; start the same number of ranks "
+        f"on every node ({least} on each of {len(counts)} works at once)"
+    )
 
 
 def _export_problem(group: Group, accelerator: Accelerator) -> str:

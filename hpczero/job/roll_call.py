@@ -1,7 +1,11 @@
-"""The roll call: the watchdog of a rank whose call does not return asks where the other ranks are."""
+"""The roll call: the watchdog of a rank whose call does not return asks where the other ranks are.
+
+Owns: the messages, two for each rank that is asked. Must not know: when to ask, what the answers mean.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -24,16 +28,23 @@ class RollCall:
         """
         self._comm = comm
         self._pending: list[Any] = []  # requests whose messages must stay
+        self._asked = -math.inf  # when another rank's question was seen last
 
     @property
     def size(self) -> int:
         """Ranks that may be asked, this one included."""
         return self._comm.size
 
+    @property
+    def asked_s(self) -> float:
+        """Seconds since another rank has asked, as far as ``answer`` has seen; infinite if none has."""
+        return time.monotonic() - self._asked
+
     def answer(self, state: Callable[[], str]) -> None:
         """Send ``state`` to whoever has asked. Not collective."""
         while self._comm.iprobe(tag=QUESTION):
             asker = self._comm.recv(tag=QUESTION)
+            self._asked = time.monotonic()
             self._pending.append(self._comm.isend((self._comm.rank, state()), asker, tag=ANSWER))
 
     def ask(self, patience_s: float, state: Callable[[], str]) -> dict[int, str]:

@@ -1,6 +1,12 @@
 """The watchdog: a call that does not return ends the job instead of holding the allocation.
 
 Owns: the deadline of the call in progress, and the message when it has passed. Must not know: what the call does, MPI.
+
+[Note: Few ask]
+In a hang almost every rank waits, and all their limits pass within seconds. If all asked, N ranks would send N**2
+questions and write N stacks. Rank r therefore waits STAGGER_S * log2(1 + r) longer. Whoever is asked meanwhile answers
+and leaves the rest to the asker, who ends the job. It asks by itself only if the job has not ended some time later.
+The questions do not pass from rank to rank in a tree: a rank that is gone would then hide those behind it.
 """
 
 from __future__ import annotations
@@ -8,6 +14,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import itertools
+import math
 import os
 import sys
 import threading
@@ -16,10 +23,11 @@ import time
 from hpczero.errors import EXIT_HANG, abort_job
 from hpczero.job.roll_call import RollCall
 
-STAGGER_S, MOST_STAGGER_S = (
-    0.1,
-    5.0,
-)  # ranks time out together; the first that is not stuck asks for all
+STAGGER_S = (
+    1.0  # at 400 ranks the last two are 4 ms apart, a message takes less; see [Note: Few ask]
+)
+LEAST_LOOK_S = 0.01
+GRACE_S = 10.0  # for an asker to end the job, after its patience
 MOST_NAMED = 8
 
 
@@ -97,7 +105,11 @@ class Watchdog:
 
     def _look(self) -> None:
         period = min(max(self.timeout_s / 10, 0.05), 5.0)
-        while not self._stop.wait(period):
+        patience_s = 2 * period + 1.0  # the others look for questions once a period
+        own_s = self.timeout_s + STAGGER_S * math.log2(1 + self.rank)
+        pause_s = period
+        while not self._stop.wait(pause_s):
+            pause_s = period
             # Not while all is well: no second thread in MPI unless something already looks like a hang.
             if self._roll_call is not None and self._unchanged_s() > self.timeout_s / 4:
                 self._roll_call.answer(self._state)
@@ -105,9 +117,11 @@ class Watchdog:
             if latest is None:
                 continue
             what, start = latest
-            stagger = min(self.rank * STAGGER_S, MOST_STAGGER_S)
-            if time.monotonic() - start > self.timeout_s + stagger:
-                self._end_job(what, patience_s=2 * period + 1.0)
+            left_s = own_s - (time.monotonic() - start)
+            if left_s > 0:
+                pause_s = max(min(period, left_s), LEAST_LOOK_S)
+            elif self._roll_call is None or self._roll_call.asked_s > patience_s + GRACE_S:
+                self._end_job(what, patience_s)
 
     def _end_job(self, what: str, patience_s: float) -> None:
         sys.stderr.write(

@@ -14,6 +14,7 @@ from hpczero.models.presets import PRESETS
 
 if TYPE_CHECKING:
     from hpczero.models.convnet import ConvNet
+    from hpczero.models.deviates import Deviates
     from hpczero.models.generation import generate
     from hpczero.models.gpt import GPT, Block
 
@@ -22,6 +23,7 @@ __all__ = [
     "PRESETS",
     "Block",
     "ConvNet",
+    "Deviates",
     "GPTConfig",
     "flops_per_token",
     "generate",
@@ -29,7 +31,13 @@ __all__ = [
     "parameter_shapes",
 ]
 
-_MODULE_OF = {"GPT": "gpt", "Block": "gpt", "ConvNet": "convnet", "generate": "generation"}
+_MODULE_OF = {
+    "GPT": "gpt",
+    "Block": "gpt",
+    "ConvNet": "convnet",
+    "Deviates": "deviates",
+    "generate": "generation",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -1,6 +1,6 @@
 """A GPT-2 style decoder in plain PyTorch.
 
-Owns: the network, its loss and its initial weights. Must not know: ranks, shards, hpczero. There are no buffers, so a
+Owns: the network and its loss. Must not know: ranks, shards, hpczero. There are no buffers, so a
 model built under ``torch.device("meta")`` needs nothing but its parameters. Every weight is used through the module
 that holds it, so hooks on modules see each use.
 
@@ -9,8 +9,6 @@ Shape suffixes: B batch, T time, C hidden, H heads, D head size, V vocabulary, N
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Callable
 
 import torch
@@ -19,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hpczero.models.config import GPTConfig
+from hpczero.models.initial import InitialWeights
 
 # Logits per piece of the loss: 64 MiB in fp32. See mean_cross_entropy.
 LOSS_CHUNK_NUMEL = 2**24
@@ -173,11 +172,12 @@ class GPT(nn.Module):
             return self.finish_logits(logits_BTV)
         return self.mean_loss(logits_BTV, targets_BT)
 
-    def initialize(self, name: str, tensor: Tensor, *, seed: int) -> None:
-        """Fill one whole parameter in place with its initial value.
+    def initial_weights(self, *, seed: int) -> InitialWeights:
+        """What fills parameters of this model, whole ones or any part, with their initial values."""
+        return InitialWeights(seed=seed, layers=self.config.layers)
 
-        The value depends on (seed, name, shape) alone: not on the order of calls, nor on who holds which parameter, so
-        every world size starts from the same weights. The model itself may live on the meta device.
+    def initialize(self, name: str, tensor: Tensor, *, seed: int) -> None:
+        """Fill one whole parameter in place with its initial value. The model may live on the meta device.
 
         Args:
             name: As in ``named_parameters()``.
@@ -185,34 +185,15 @@ class GPT(nn.Module):
             seed: Of the run.
 
         Raises:
-            ValueError: The tensor is not fp32 on the CPU.
-
-        Source: Radford et al., GPT-2 (2019), sec. 2.3, and its code for the 0.02: normal(0, 0.02), residual
-        projections scaled by 1/sqrt(number of residual layers), which is 2 per block.
+            ValueError: The tensor is not fp32 on the CPU, or not contiguous.
         """
-        if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
-            raise ValueError(
-                f"parameter {name!r}: got {tensor.dtype} on {tensor.device}, expected torch.float32 on cpu"
-            )
-        with torch.no_grad():
-            if name.endswith("norm.weight"):
-                tensor.fill_(1.0)
-            elif name.endswith("bias"):
-                tensor.zero_()
-            else:
-                residual = name.endswith("projection.weight")
-                std = 0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02
-                key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-                tensor.normal_(
-                    0.0,
-                    std,
-                    generator=torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1),
-                )
+        self.initial_weights(seed=seed)(name, tensor)
 
     def initialize_all(self, *, seed: int) -> None:
         """Fill every parameter of a model that lies whole on the CPU in fp32."""
+        fill = self.initial_weights(seed=seed)
         for name, parameter in self.named_parameters():
-            self.initialize(name, parameter, seed=seed)
+            fill(name, parameter)
 
 
 def call(block: nn.Module, x_BTC: Tensor) -> Tensor:

@@ -96,12 +96,13 @@ class RunCheckpoints:
     ) -> None:
         self._checkpoints.__exit__(kind, error, trace)
 
-    def begin(self, identity: Mapping[str, Any]) -> Start:
+    def begin(self, source: str, identity: Mapping[str, Any]) -> Start:
         """Load the checkpoint that the run goes on from, if there is one, and set aside what is not of its line.
 
         Collective over world.
 
         Args:
+            source: what ``resume.chosen`` says.
             identity: what ``resume.identity`` says of the run.
 
         Raises:
@@ -109,11 +110,6 @@ class RunCheckpoints:
             CheckpointError: it cannot be loaded.
         """
         topology, folder = self._topology, self._folder
-        source = ""
-        with topology.agreed("choose where to begin"):
-            if topology.is_root:
-                source = str(resume.choose(self._config, folder) or "")
-        source = topology.broadcast_text(source)
         if not source:
             return Start(0, self._config, resumed=False)
         found = load(source, self._model)

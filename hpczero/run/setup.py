@@ -135,15 +135,19 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
     if asked.config.parallel.auto:
         asked = _choose(asked)
     samples = _lay_out_samples(asked, room)
-    model, optimizer = build(asked.config, asked.adapter, given.topology, given.accelerator)
-    checkpointing = recompute_blocks(asked.config, asked.adapter, model, given.accelerator, room)
     asked = asked.pinned()
+    folder = RunFolder.of(asked.config.run)
+    source = resume.chosen(asked.config, folder, given.topology)
+    model, optimizer = build(
+        asked.config, asked.adapter, given.topology, given.accelerator, resumes=bool(source)
+    )
+    checkpointing = recompute_blocks(asked.config, asked.adapter, model, given.accelerator, room)
     identity = resume.identity(asked.config, asked.tokens, asked.adapter.config)
-    folder, deadline = RunFolder.of(asked.config.run), Deadline(asked.environment)
+    deadline = Deadline(asked.environment)
     checkpoints = RunCheckpoints(asked.config, folder, model, lock=lock.lock)
     with given.topology.agreed("hold the job's time against a save"):
         deadline.check_room(save_s=checkpoints.save_s)
-    begin = checkpoints.begin(identity)
+    begin = checkpoints.begin(source, identity)
     set_options(optimizer, asked.config.train)
     with given.topology.agreed("lay out the passes of a step"):
         passes = passes_of(

@@ -62,7 +62,7 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
                 if modifier_rank is None:
                     unit.whole.check_certain()
         for unit in units:
-            unit.whole.doubtful = False
+            unit.whole.doubtful = ""
         _hold(units)
     first_node, ended, fine = next_node_number(), False, False
     try:

@@ -2,8 +2,12 @@
 
 Owns: where they come from, and the checks that ranks agree on them. Must not know: plans, hooks, optimizers.
 
-``initialize`` draws whole parameters of the whole model, and a rank keeps its part of each. First values are therefore
-the same bits for every layout of ranks (issue 19). One whole parameter exists at a time beside the unit.
+``initialize`` draws parameters of the whole model, and a rank keeps its part of each. First values are therefore the
+same bits for every layout of ranks (issue 19).
+
+    f(name, tensor)     every rank draws every parameter whole, one at a time; ranks compare all values
+    a RangeInitializer  every rank draws its own shard (``drawing``); ranks compare samples of each parameter before
+    loaded_later        nobody draws: a checkpoint is loaded next (decision 0028)
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,13 +26,33 @@ from hpczero.errors import PlanError
 from hpczero.job.parcels import hand_out
 from hpczero.job.topology import Topology
 from hpczero.job.unlike import unlike
+from hpczero.kernels.bits import sum_of_bits
 from hpczero.plan.layout import Slot
 from hpczero.plan.placement import ModelPart, Placement
+from hpczero.zero.drawing import Drawing, RangeInitializer
 from hpczero.zero.units.unit import Unit
 
 Initializer = Callable[[str, Tensor], None]
 
 _DRAW = "draw from a generator keyed by (seed, name), not from the global one"
+AWAITED = "the model was zeroified with initialize=hpczero.loaded_later, and no checkpoint has been loaded"
+
+
+def loaded_later(name: str, tensor: Tensor) -> None:
+    """As ``zeroify(initialize=...)``: values come with a checkpoint that is loaded next, so none are drawn.
+
+    Whoever uses the parameters before that gets a StepError. It is no function to be called: it fills with NaN.
+    """
+    tensor.fill_(float("nan"))
+
+
+def way_of(initialize: Initializer | None) -> str:
+    """Where first values come from; of ranks with other ways some would wait for the others."""
+    if initialize is None:
+        return "rank 0"
+    if initialize is loaded_later:
+        return "a checkpoint"
+    return "ranges" if isinstance(initialize, RangeInitializer) else "whole parameters"
 
 
 def fill(
@@ -43,22 +68,24 @@ def fill(
         units: of this rank's model.
         topology: the ranks.
         collectives: the transport of the units.
-        initialize: fills one whole fp32 parameter in place, given its name in the whole model. None: among ranks that
-            hold the same part of the model the first gives its values to the others.
+        initialize: fills one whole fp32 parameter in place, given its name in the whole model, or a RangeInitializer,
+            or ``loaded_later``. None: among ranks that hold the same part of the model the first gives its values to
+            the others.
         part: what the model is a part of; None where it is whole.
 
     Raises:
         PlanError: on every rank: ranks draw different values, or stages have a tied weight with different ones.
     """
+    if initialize is loaded_later:
+        _leave_empty(units, topology)
+        return
     filling = Filling(topology, collectives, initialize, part)
     if topology.shard.size == topology.size:  # every unit is everybody's, and so is every error
-        for unit in units:
-            unit.load(filling.of(unit))
+        filling.fill(units)
         return
     error: Exception | None = None
     try:
-        for unit in units:
-            unit.load(filling.of(unit))
+        filling.fill(units)
     except Exception as caught:  # known to the ranks of the unit, told to all below
         error = caught
     with topology.agreed("give the model its first values"):
@@ -67,11 +94,23 @@ def fill(
     filling.compare_parts()
 
 
+def _leave_empty(units: Sequence[Unit], topology: Topology) -> None:
+    """Zeros, which cost no time, and which nobody may use. Collective over world: a tier may fail."""
+    for unit in units:
+        unit.whole.load(None)
+    with topology.agreed("make room for the values of a checkpoint"):
+        for unit in units:
+            with unit.owned_values(changes=True, anew=True) as values, torch.no_grad():
+                values.zero_()
+            unit.note_step(())
+            unit.whole.doubt(AWAITED)
+
+
 class Filling:
     """The first values of one model, unit by unit.
 
     Attributes:
-        checksums: of what each parameter was filled with, by its name in the whole model.
+        checksums: of what each parameter was filled with, or of a sample of it, by its name in the whole model.
     """
 
     def __init__(
@@ -86,10 +125,17 @@ class Filling:
         self._initialize, self._part = initialize, part or ModelPart(())
         self.checksums: dict[str, int] = {}
 
-    def of(self, unit: Unit) -> Callable[[Tensor], None]:
-        """What fills ``unit``, given (numel,) fp32 values of it. Its call is collective over the unit's ranks."""
+    def fill(self, units: Sequence[Unit]) -> None:
+        """Fill all units. Collective over the units' ranks."""
+        if isinstance(self._initialize, RangeInitializer):
+            drawing = Drawing(self._initialize, self._part)
+            self._compare_samples(units, drawing)
+            for unit in units:
+                self._draw_shard(unit, drawing)
+            return
         fills = self._from_rank_0 if self._initialize is None else self._from_initialize
-        return lambda values: fills(unit, values)
+        for unit in units:
+            unit.load(partial(fills, unit))
 
     def _placement(self, slot: Slot) -> Placement:
         return self._part.placement(slot.name, slot.shape)
@@ -123,6 +169,47 @@ class Filling:
             )
             error.agreed = same_part.is_job
             raise error
+
+    def _compare_samples(self, units: Sequence[Unit], drawing: Drawing) -> None:
+        """Refuse ranks that would draw another model, before anything is drawn. Collective."""
+        same_part = self._topology.data_sequence
+        with same_part.agreed("draw samples of the first values"):
+            for unit in units:
+                for slot in unit.spec.layout.slots:
+                    placement = self._placement(slot)
+                    self.checksums[placement.name] = drawing.sample(placement)
+        here = unlike(same_part, [f"{name!r} ({found})" for name, found in self.checksums.items()])
+        with same_part.agreed("compare samples of the first values"):
+            if here is not None:
+                raise PlanError(
+                    f"initialize.fill_range gave other values on rank {self._topology.rank} than on the first of the "
+                    f"ranks that hold the same parameters: {here[0].split('; ')[0]} and {here[1].split('; ')[0]}, "
+                    f"name and checksum of a sample; {_DRAW}"
+                )
+
+    def _draw_shard(self, unit: Unit, drawing: Drawing) -> None:
+        """Draw this rank's shard of a unit. Collective over the unit's ranks."""
+        unit.whole.load(None)
+        name, shard, total = unit.spec.name, self._collectives.group.index, 0
+        same_part, replicate = self._topology.data_sequence, self._topology.replicate
+        # Replicas among them: one that left alone would be waited for below.
+        with (
+            same_part.agreed(f"initialise unit {name!r}"),
+            unit.owned_values(changes=True, anew=True) as values,
+            torch.no_grad(),
+        ):
+            drawing.fill(unit.spec.layout, shard, values)
+            if replicate.size > 1:
+                total = int(sum_of_bits(values))
+        if replicate.size > 1:
+            here = unlike(replicate, [str(total)])
+            with same_part.agreed(f"compare replicas of unit {name!r}"):
+                if here is not None:
+                    raise PlanError(
+                        f"rank {self._topology.rank}: initialize.fill_range gave other values for a shard of unit "
+                        f"{name!r} than on its first replica; {_DRAW}"
+                    )
+        unit.publish()
 
     def _draw(self, placement: Placement, local: Tensor) -> None:
         """Fill ``local``, this rank's part of one parameter."""

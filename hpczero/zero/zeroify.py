@@ -33,7 +33,7 @@ from hpczero.plan.placement import part_of
 from hpczero.plan.plan import UnitRule
 from hpczero.plan.precision import Precision
 from hpczero.plan.rules import default_rule
-from hpczero.zero.filling import Initializer, fill
+from hpczero.zero.filling import Initializer, fill, loaded_later, way_of
 from hpczero.zero.offloading import open_away, parts_of, tell
 from hpczero.zero.refusals import check_degrees, check_gradients, check_modules, check_part
 from hpczero.zero.sharding import KEY, Sharding
@@ -86,7 +86,9 @@ def zeroify(
             ``choose_accelerator`` gave before MPI was started; None: where the model lies, which is the CPU for meta.
         initialize: fills one whole fp32 parameter in place, given its name; must give the same values on every rank.
             Used for every parameter, unit by unit, so that no rank holds the whole model. Of a model that is a part of
-            one, names and shapes are those of the whole model.
+            one, names and shapes are those of the whole model. One that can ``fill_range`` (``RangeInitializer``, as
+            ``GPT.initial_weights``) is asked by each rank for its own shard alone. ``hpczero.loaded_later``: a
+            checkpoint is loaded next, and nothing is drawn.
         offload: what of this rank's shards rests in the memory of the host or on disk between uses; None: nothing.
 
     Returns:
@@ -143,7 +145,7 @@ def zeroify(
         offload = offload or Offload()
         parts = parts_of(offload, plan, optimizers)
     chosen = [*parts, repr(dataclasses.replace(offload, folder=None))]
-    _check_equal_plans(plan, model, optimizers, topology, chosen)
+    _check_equal_plans(plan, model, optimizers, topology, chosen, way_of(initialize))
     explain_exhaustion(_need(OffloadedPlan(plan, offload, ADAM_STATES if trains else 0), topology))
     collectives = given or choose(
         topology,
@@ -173,7 +175,7 @@ def zeroify(
         undone.pop_all()
     sharding.shared_buffers.share()
     sharding.attach()
-    if initialize is not None:
+    if initialize is not None and initialize is not loaded_later:
         sharding.advice.about_buffers(sharding.buffers)
     if accelerator.is_host:
         (give_back_freed_memory if parts else keep_freed_memory)(environment)
@@ -348,15 +350,18 @@ def _check_equal_plans(
     optimizers: OptimizerSet,
     topology: Topology,
     away: Sequence[str],
+    way: str,
 ) -> None:
     """All ranks must have built the same, or later collectives would mix up buffers and masters would drift apart.
 
-    Parts of a model differ between tensor ranks and stages; they have the stage and the precision in common.
+    Parts of a model differ between tensor ranks and stages; they have the stage and the precision in common, and the
+    way to first values.
     """
     buffers = [(tuple(buffer.shape), buffer.dtype) for buffer in persistent_buffers(model).values()]
     decisions = (plan.stage, plan.precision, plan.units, buffers, optimizers.describe(), away)
     mine = float(zlib.crc32(repr(decisions).encode()))
-    common = float(zlib.crc32(repr((plan.stage, plan.precision, len(optimizers))).encode()))
+    everywhere = (plan.stage, plan.precision, len(optimizers), way)
+    common = float(zlib.crc32(repr(everywhere).encode()))
     plans = topology.data_sequence.share(np.array([mine, common]))
     ranks = topology.mesh.members(topology.rank, *DATA_SEQUENCE)
     odd = [rank for rank, other in zip(ranks, plans, strict=True) if (other != plans[0]).any()]
@@ -366,8 +371,8 @@ def _check_equal_plans(
     with topology.agreed("agree on the plan"):
         if odd:
             raise PlanError(
-                f"rank(s) {odd[:8]} built another model, optimizer, stage or precision than rank {ranks[0]}; "
-                "every rank must build the same"
+                f"rank(s) {odd[:8]} built another model, optimizer, stage or precision than rank {ranks[0]}, or "
+                "has another kind of initialize; every rank must build the same"
             )
 
 

@@ -113,8 +113,14 @@ run(main)
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("all", ["[rank 0] ConfigError: told"]),
-        ("one has another", ["[rank 0] ConfigError: told", "[rank 1] ValueError: its own"]),
+        ("all", ["[rank 0] ConfigError: told (told once; 3 of 3 ranks ended with it)"]),
+        (
+            "one has another",
+            [
+                "[rank 0] ConfigError: told (told once; 2 of 3 ranks ended with it)",
+                "[rank 1] ValueError: its own",
+            ],
+        ),
     ],
 )
 def test_error_of_all_ranks_is_told_once_and_another_beside_it(how: str, told: list[str]) -> None:

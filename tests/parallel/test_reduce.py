@@ -65,5 +65,6 @@ def test_partial_sums_are_rounded_once_and_cost_fewer_bytes(comm: MPI.Intracomm)
         for name, mean in expected.items():
             parallel_assert(comm, off(exact[name], mean) < 2e-6, f"{layout} {name}")
             error = off(rounded[name], mean)
-            parallel_assert(comm, 2e-5 < error < 2 * HALF_ULP, f"{layout} {name}: {error}")
+            # Above half an ulp where partial sums cancel: they are rounded, and larger than their sum.
+            parallel_assert(comm, 2e-5 < error < 3 * HALF_ULP, f"{layout} {name}: {error}")
         parallel_assert(comm, fewer_bytes < all_bytes, f"{layout}: {fewer_bytes} {all_bytes}")

@@ -22,9 +22,17 @@ from hpczero.run.starting.offloading import offload_of
 
 
 def build(
-    config: RunConfig, adapter: Adapter, topology: Topology, accelerator: Accelerator
+    config: RunConfig,
+    adapter: Adapter,
+    topology: Topology,
+    accelerator: Accelerator,
+    *,
+    resumes: bool = False,
 ) -> tuple[nn.Module, AdamW]:
-    """Make the model in shards, with its initial weights, and its optimizer. Collective over the topology's world."""
+    """Make the model in shards, with its initial weights, and its optimizer. Collective over the topology's world.
+
+    Where the run ``resumes``, a checkpoint must be loaded next, and no weights are drawn.
+    """
     # Weights and samples have generators of their own; this is for whatever else a model draws.
     torch.manual_seed(seed_of(config.run.seed, topology))
     # A model on the meta device holds nothing; zeroify fills the shards of this rank.
@@ -48,7 +56,7 @@ def build(
         overlap=config.parallel.overlap,
         secondary=config.parallel.secondary,
         device=accelerator,
-        initialize=adapter.initializer(model, config.run.seed),
+        initialize=hpczero.loaded_later if resumes else adapter.initializer(model, config.run.seed),
         offload=offload_of(config.offload),
     )
     return model, optimizer

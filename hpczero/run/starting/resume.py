@@ -31,6 +31,7 @@ from hpczero.run.results.folder import RunFolder
 if TYPE_CHECKING:
     from hpczero.checkpoint import Loaded
     from hpczero.data import TokenFile
+    from hpczero.job.topology import Topology
     from hpczero.models import GPTConfig
 
 logger = logging.getLogger("hpczero.resume")
@@ -115,6 +116,19 @@ def choose(config: RunConfig, folder: RunFolder) -> Path | None:
     if not folder.has_checkpoints:  # it was lost before its first save, and began elsewhere
         return _checkpoints_of(earlier.resume.from_)
     return folder.checkpoints
+
+
+def chosen(config: RunConfig, folder: RunFolder, topology: Topology) -> str:
+    """What ``choose`` says on rank 0, on every rank; empty where the run begins anew. Collective over world.
+
+    Raises:
+        ConfigError: as ``choose``; on every rank.
+    """
+    source = ""
+    with topology.agreed("choose where to begin"):
+        if topology.is_root:
+            source = str(choose(config, folder) or "")
+    return topology.broadcast_text(source)
 
 
 def check_ranks(config: RunConfig, folder: RunFolder, ranks: int) -> None:

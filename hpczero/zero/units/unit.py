@@ -221,11 +221,15 @@ class Unit:
     def owned_values(self, *, changes: bool = False, anew: bool = False) -> Iterator[Tensor]:
         """This rank's part without padding, (owned_numel,), inside; to be written with ``changes``. Not collective.
 
-        With ``anew`` all of it is to be written.
+        With ``anew`` all of it is to be written; padding becomes zero.
         """
         with self.rest.at_hand(changes=changes, anew=anew) as rest:
             whole = rest.numel() == self.spec.layout.padded_numel
-            yield (rest[self._mine] if whole else rest)[: self.owned_numel]
+            own = rest[self._mine] if whole else rest
+            if anew:
+                with torch.no_grad():
+                    own[self.owned_numel :].zero_()
+            yield own[: self.owned_numel]
 
     def _like_rest(self, whole: Tensor) -> Tensor:
         """The part of ``whole`` that this rank keeps between uses."""

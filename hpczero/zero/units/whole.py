@@ -32,6 +32,11 @@ from hpczero.plan.precision import Precision
 from hpczero.zero.units.marks import Marks
 from hpczero.zero.units.watch import Watch
 
+CUT_OFF = (
+    "the last `with hpczero.gathered(model)` block was left by an exception, or refused, after parameters had been "
+    "changed, or an optimizer.step() or a load on a memory tier was cut off"
+)
+
 
 class UnitState(Enum):
     """Where the whole parameters are."""
@@ -53,7 +58,8 @@ class WholeParameters:
         mine: this rank's slice of the buffer.
         watch: over them, with their guards.
         holds: how many ``gathered`` blocks are open.
-        doubtful: changes were cut off, and what is kept of them depends on the transport: nobody may use them.
+        doubtful: why nobody may use them: changes were cut off, say, and what is kept of them depends on the transport.
+            Empty where they are certain.
     """
 
     def __init__(
@@ -97,7 +103,8 @@ class WholeParameters:
         self._gathered = False  # every rank's newest slice is in the buffer
         self.holds = 0
         self._own: Tensor | None = None  # see [Note: Shared memory]
-        self._lent = self.doubtful = False  # for the first see [Note: Kept views]
+        self._lent = False  # see [Note: Kept views]
+        self.doubtful = ""
         self._bits = torch.zeros((), dtype=torch.int64)  # of the values at the first hold
 
     @property
@@ -110,15 +117,20 @@ class WholeParameters:
         """What the parameters are views of now."""
         return self.flat if self._own is None else self._own
 
-    def load(self, values: Tensor) -> None:
-        """Set the values, (padded_numel,) fp32 and equal on all ranks, and make the parameters views of the buffer."""
+    def load(self, values: Tensor | None) -> None:
+        """Make the parameters views of the buffer.
+
+        Args:
+            values: (padded_numel,) fp32, equal on all ranks; None: ``update`` follows, which brings them.
+        """
         self._buffer.take()
         self.forget_copy()
-        with torch.no_grad():
-            if self.shared:
-                self.flat[self.mine].copy_(values[self.mine])
-            else:
-                self.flat.copy_(values)
+        if values is not None:
+            with torch.no_grad():
+                if self.shared:
+                    self.flat[self.mine].copy_(values[self.mine])
+                else:
+                    self.flat.copy_(values)
         views = self._views(self.flat)
         for guard, parameter, view in zip(self.watch.guards, self.parameters, views, strict=True):
             if parameter.device.type == "meta":
@@ -134,7 +146,7 @@ class WholeParameters:
         self.note_versions()
         if self._sharded:
             self.reshard()
-        elif self.shared:
+        elif self.shared and values is not None:
             self.update(lambda mine: None)  # it is there
             self.wait_for_update()
 
@@ -290,9 +302,9 @@ class WholeParameters:
         for parameter, view in zip(self.parameters, self._views(flat), strict=True):
             parameter.data = view
 
-    def doubt(self) -> None:
+    def doubt(self, why: str = CUT_OFF) -> None:
         """What was changed is lost or not; see ``doubtful``. Afterwards values can be set as ever."""
-        self.doubtful = True
+        self.doubtful = why
         if not (self._sharded or self.holds) and self.watch.moved(self.flat):
             self._point_at(self.flat)
 
@@ -300,15 +312,13 @@ class WholeParameters:
         """Raises StepError where the parameters are ``doubtful``."""
         if self.doubtful:
             raise StepError(
-                f"rank {self._comm.rank}: the last `with hpczero.gathered(model)` block was left by an "
-                "exception, or refused, after parameters had been changed, or an optimizer.step() or a load on a "
-                "memory tier was cut off; load a checkpoint, or repeat the change in a "
+                f"rank {self._comm.rank}: {self.doubtful}; load a checkpoint, or repeat the change in a "
                 "`with hpczero.gathered(model, modifier_rank=0):` that ends well"
             )
 
     def note_versions(self) -> None:
         """What the parameters hold now is right."""
-        self.doubtful = False
+        self.doubtful = ""
         self.watch.note_versions()
 
     def was_modified(self) -> bool:
