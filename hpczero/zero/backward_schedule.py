@@ -112,14 +112,15 @@ class BackwardSchedule:
     def capture(self, unit: Unit, position: int) -> Callable[[Tensor], None]:
         """Hook of one parameter. Autograd calls it when it has left the gradient there."""
         name = unit.spec.layout.slots[position].name
-        gradients, place, task = unit.gradients, self._place[unit], torch._C._current_graph_task_id
+        place, task = self._place[unit], torch._C._current_graph_task_id
+        take, whole, sharded = unit.gradients.capture, unit.whole, self._sharded
 
         # Runs for every parameter in every backward: what can be looked up before is.
         def hook(parameter: Tensor) -> None:
             backward = self._pass
             if backward is None or backward.task != task():
                 backward = self.current()
-            if self._sharded and unit.whole.state is UnitState.SHARDED:
+            if sharded and whole.state is UnitState.SHARDED:
                 raise StepError(
                     f"the gradient of {name!r} was computed while its unit {unit.spec.name!r} was sharded: backward "
                     "came to it by a way that no hook sees. Return what the loss is made of from the module, or leave "
@@ -132,7 +133,7 @@ class BackwardSchedule:
                     "the unit uses the parameter. Make the module that uses it the unit (rule=...), or leave the "
                     "parameter to the root unit"
                 )
-            gradients.capture(position, parameter, accumulating=not self.sync)
+            take(position, parameter, not self.sync)
             if backward.arrived(unit) and backward.is_through(unit):
                 self._residence.give_back(unit)
                 self._reduce_what_is_due(backward)

@@ -43,13 +43,15 @@ class LocalGradient:
         )
         self._wire.release()
         self._half = dtype is not torch.float32
+        self._padded = layout.padded_numel > layout.numel
         self._sum: Buffer | None = None  # fp32 sum over micro-batches, for half dtypes only
         self._views: list[Tensor] = []  # of the buffer for the wire, one for each slot
         self._viewed: Tensor | None = None  # which it was; None: look again
         self._small: dict[int, Tensor] = {}  # gradients that wait, by slot
         self._small_adds = False  # they are added, else copied
+        self._is_small = [slot.numel <= SMALL_NUMEL for slot in layout.slots]
 
-    def add(self, position: int, gradient: Tensor, *, accumulating: bool) -> None:
+    def add(self, position: int, gradient: Tensor, accumulating: bool) -> None:
         """Add ``gradient`` to slot ``position``.
 
         Args:
@@ -61,26 +63,26 @@ class LocalGradient:
         Raises:
             StepError: a sparse gradient.
         """
-        slot = self._layout.slots[position]
         if gradient.layout is not torch.strided:
             raise StepError(
-                f"rank {self._comm.rank}: parameter {slot.name!r} got a {gradient.layout} gradient, "
-                "expected a dense one; build its module with sparse=False"
+                f"rank {self._comm.rank}: parameter {self._layout.slots[position].name!r} got a {gradient.layout} "
+                "gradient, expected a dense one; build its module with sparse=False"
             )
         if torch.is_grad_enabled():  # create_graph=True
             gradient = gradient.detach()
-        filled = self.filled[position]
-        if gradient.numel() <= SMALL_NUMEL and not (accumulating and self._half):
-            if self._small and (filled != self._small_adds or position in self._small):
-                self._move_small()
-            if not self._small:
+        adds = self.filled[position]
+        if self._is_small[position] and not (accumulating and self._half):
+            small = self._small
+            if not small:
                 self._buffer(False)  # it is planned to be there from the first gradient on
-            self._small[position], self._small_adds = gradient, filled
+            elif adds != self._small_adds or position in small:
+                self._move_small()
+            small[position], self._small_adds = gradient, adds
             self.filled[position] = True
             return
         self._move_small()
         into = self._view(position, accumulating)
-        if filled:
+        if adds:
             into.add_(gradient)
         else:
             into.copy_(gradient)
@@ -90,7 +92,10 @@ class LocalGradient:
         """Those that wait go to the buffer."""
         if not self._small:
             return
-        into = [self._view(position, False) for position in self._small]
+        self._view(next(iter(self._small)), False)
+        # Where that was a view of the buffer for the wire, those of all slots are there.
+        views = self._views if self._sum is None else None
+        into = [views[p] if views else self._view(p, False) for p in self._small]
         gradients = [*self._small.values()]
         self._small.clear()
         if self._small_adds:
@@ -121,10 +126,12 @@ class LocalGradient:
         """The whole gradient for the wire: zero where none came in, padding included."""
         self._move_small()
         gradients = self._buffer(False)
-        for filled, slot in zip(self.filled, self._layout.slots, strict=True):
-            if not filled:
-                gradients[slot.offset : slot.stop].zero_()
-        gradients[self._layout.numel :].zero_()
+        if not all(self.filled):
+            for filled, slot in zip(self.filled, self._layout.slots, strict=True):
+                if not filled:
+                    gradients[slot.offset : slot.stop].zero_()
+        if self._padded:
+            gradients[self._layout.numel :].zero_()
         if self._sum is not None:
             self._wire.take()
             self._wire.tensor.copy_(self._sum.tensor)

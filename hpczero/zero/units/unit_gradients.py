@@ -79,12 +79,13 @@ class UnitGradients:
         self._present = False
         self._reduction: Work | None = None
 
-    def capture(self, position: int, parameter: Tensor, *, accumulating: bool) -> None:
+    def capture(self, position: int, parameter: Tensor, accumulating: bool) -> None:
         """Take the gradient autograd left on ``parameter``, the one at ``position``; see LocalGradient.add."""
         gradient = take_own_gradient(parameter)
-        self._dropped.discard(position)
+        if self._dropped:
+            self._dropped.discard(position)
         if gradient is not None:
-            self._local.add(position, gradient, accumulating=accumulating)
+            self._local.add(position, gradient, accumulating)
 
     @property
     def waiting(self) -> bool:
@@ -148,7 +149,7 @@ class UnitGradients:
 
     @property
     def _reduced_mine(self) -> Tensor:
-        if self._stage.shards_optimizer:
+        if self._stage.shards_optimizer or self._comm.group.size == 1:
             return self.reduced
         index, numel = self._comm.group.index, self._spec.layout.shard_numel
         return self.reduced[index * numel : (index + 1) * numel]
