@@ -63,6 +63,8 @@ class Flat(Collectives):
 
     def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work:
         shards = self.group.size
+        if shards == 1:
+            return Work(name)
         self._gather(Blocks.of(full, 0, shard_numel, shard_numel, shards))
         return Work(name)
 

@@ -39,6 +39,7 @@ HELP = {
     "scaling.collectives": ("",),
     "scaling.gpu": ("",),
     "scaling.layouts": ("",),
+    "scaling.overhead": ("",),
     "scaling.parallel": ("",),
     "scaling.peers": ("",),
     "scaling.sweep.point": ("",),

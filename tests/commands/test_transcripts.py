@@ -207,6 +207,7 @@ TABLE = {
     "python -m tests.cluster --hosts 4 --ranks-per-host 2 --rate 250 -- -m scaling.layouts --rate_mbit 250 "
     "--emulated": Verdict(after=ONE_LAYOUT, needs="root"),
     "python -m scaling.layouts": Verdict("parse"),
+    "python -m scaling.overhead": Verdict("parse"),
     "python -m scaling.parallel": Verdict("parse"),
     "python -m scaling.sweep layouts": Verdict("parse", after="--layouts plain"),
     "python -m hpczero.plan --auto --layouts": Verdict(
