@@ -49,7 +49,7 @@ class Waits(TorchDispatchMode):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        Tensor.tolist = self._tolist  # type: ignore[method-assign, assignment]
+        Tensor.tolist = self._tolist  # type: ignore[method-assign]
         super().__exit__(*exception)
 
     def __torch_dispatch__(
