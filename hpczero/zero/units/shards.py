@@ -12,6 +12,7 @@ model finds it by the version counters, which all shards of a unit share.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from hpczero.errors import StepError
 from hpczero.plan.layout import ShardLayout
 from hpczero.zero.units.guard import set_own_data
+
+_trains = attrgetter("requires_grad")
 
 
 class Shards:
@@ -122,8 +125,8 @@ class Shards:
             StepError: names the parameter.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            at = [shard.data_ptr() for shard in self.parameters if shard.requires_grad]
-            if at != self._at:
+            at = [*map(Tensor.data_ptr, self.parameters)]
+            if at != self._at or not all(map(_trains, self.parameters)):
                 self._look_at_each()
                 self._at = at
 

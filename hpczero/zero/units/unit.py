@@ -200,7 +200,7 @@ class Unit:
     def note_step(self, positions: Sequence[int]) -> None:
         """The values of these slots are others, by a step or a load, and the whole parameters are up to date."""
         self.whole.note_step(positions)
-        self._note_values()
+        self.optimized.note()
 
     def _note_values(self) -> None:
         self.whole.note_versions()

@@ -49,7 +49,10 @@ class Usage:
 
     def reduced(self, filled: Sequence[bool]) -> None:
         """A reduction brings gradients of the slots that this rank ``filled``."""
-        self.now |= np.array(filled, dtype=bool)
+        if all(filled):
+            self.now[:] = True
+        else:
+            self.now |= np.array(filled, dtype=bool)
         self._announced[:] = False
         self._reductions += 1
 
