@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate as running_sums
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -90,7 +91,7 @@ def _launch(
 def groups_in_order(sizes: Sequence[int]) -> list[range]:
     """Groups of these sizes over blocks that follow one another."""
     ends = list(running_sums(sizes, initial=0))
-    return [range(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
+    return [range(start, stop) for start, stop in pairwise(ends)]
 
 
 def levels(groups: Sequence[Sequence[int]], most: int) -> tuple[Level, ...]:
@@ -113,7 +114,8 @@ def levels(groups: Sequence[Sequence[int]], most: int) -> tuple[Level, ...]:
         if parts is not None:  # each rounds its groups' sums, and nothing is rounded later
             return (parts, *levels([range(len(parts))], most))
     cuts = [_cut(group, most) for group in whole]
-    launches, rest = [], []
+    launches: list[Groups] = []
+    rest: list[range] = []
     for cut in cuts:
         rest.append(range(len(launches), len(launches) + len(cut)))
         launches += [(part,) for part in cut]

@@ -1,4 +1,4 @@
-"""CUDA's run-time compiler by itself, where there is no GPU: what a kernel takes on a device is known from its machine code.
+"""CUDA's run-time compiler without a GPU: what a kernel takes on a device is known from its machine code.
 
 Owns: finding the compiler's library, its calls, and the two figures in what it makes. Must not know: which kernels
 there are, CuPy. The wheels ``nvidia-cuda-nvrtc-cu12`` and torch's own CUDA wheels bring the library.

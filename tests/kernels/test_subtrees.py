@@ -1,4 +1,4 @@
-"""A sum of many blocks by launches that read few: the bits of the one sum, whatever the numbers of blocks and groups."""
+"""A sum of many blocks by launches that read few: the bits of the one sum, for any numbers of blocks and groups."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ def check(sizes: list[int], dtype: torch.dtype, node_dtype: torch.dtype, most: i
         )
         return True
 
-    given = {"groups": groups, "scale": 0.3, "accumulate": True, "most": most}
-    assert sum_by_launches(blocks, found, launch=launch, **given)
+    assert sum_by_launches(
+        blocks, found, groups=groups, scale=0.3, accumulate=True, launch=launch, most=most
+    )
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32)), sizes
 
 
@@ -87,7 +88,8 @@ def test_a_launch_that_cannot_be_made_leaves_the_sum_as_it_was() -> None:
         return False
 
     blocks = random_blocks(40, torch.float32)
-    given = {"groups": [range(40)], "scale": 1.0, "accumulate": False}
-    assert not sum_by_launches(blocks, out, launch=refuses, **given)
+    assert not sum_by_launches(
+        blocks, out, groups=[range(40)], scale=1.0, accumulate=False, launch=refuses
+    )
     assert len(asked) == 1
     assert torch.equal(out, torch.ones(NUMEL))
