@@ -18,6 +18,9 @@ MALLOC_VARIABLES = (
     "MALLOC_TRIM_THRESHOLD_",
 )
 
+# Torch reads one of them where both are set, and which one depends on its release.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
 # Of Open MPI, MPICH (hydra), Cray PALS, MVAPICH and SLURM.
 LOCAL_RANK_VARIABLES = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -55,7 +58,7 @@ class Environment:
         mpi_io: OMPI_MCA_io: which MPI-IO an Open MPI is told to take, as text.
         gpu_aware: HPCZERO_GPU_AWARE=0|1: whether MPI is given device memory; None finds out.
         local_rank: place of this rank on its node, as the launcher says before MPI starts; None where it does not.
-        cuda_allocator: PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF, as text.
+        cuda_allocators: those of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF that are set, each with its text.
         job_end: SLURM_JOB_END_TIME: when the job ends, seconds since the epoch; None where SLURM does not say.
         series: HPCZERO_SERIES: jobs that go on with one another's run; see ``attempts``.
         launched_by: the variable by which the innermost launcher says how many ranks it has started; may be empty.
@@ -80,7 +83,7 @@ class Environment:
     mpi_io: str = ""
     gpu_aware: bool | None = None
     local_rank: int | None = None
-    cuda_allocator: str = ""
+    cuda_allocators: tuple[tuple[str, str], ...] = ()
     job_end: float | None = None
     series: str = ""
     launched_by: str = ""
@@ -133,7 +136,7 @@ class Environment:
             values.get("OMPI_MCA_io", ""),
             {"0": False, "1": True, "": None}[_switch(values, "HPCZERO_GPU_AWARE")],
             _local_rank(values),
-            values.get("PYTORCH_CUDA_ALLOC_CONF") or values.get("PYTORCH_ALLOC_CONF") or "",
+            tuple((name, values[name]) for name in ALLOCATOR_VARIABLES if values.get(name)),
             None if (end := digits(job_end)) is None else float(end),
             values.get("HPCZERO_SERIES", ""),
             launched_by,

@@ -28,8 +28,9 @@ OF_LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "ORTE_", "HYDRA_", "MPIEXEC_"
 OF_USERS = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_")
 # By which srun finds the allocation, and the way its ranks find each other.
 OF_ALLOCATION = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_MPI_TYPE")
-# --overlap: this very step holds all that the job has been given.
-SRUN = ("--overlap", "--ntasks=2", "--cpus-per-task=1", "--cpu-bind=none", "--immediate=30")
+# --overlap: this very step holds all that the job has been given. --overcommit: one core will do; --cpus-per-task would
+# ask for cores of its own (--exact).
+SRUN = ("--overlap", "--overcommit", "--ntasks=2", "--cpu-bind=none", "--immediate=30")
 
 
 @cache
