@@ -99,7 +99,8 @@ def _train(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss.detach()
 
 
-def _forget(bench: Bench) -> None:
+def forget(bench: Bench) -> None:
+    """Give back what nobody uses any more."""
     gc.collect()
     if not bench.accelerator.is_host:
         torch.cuda.empty_cache()
@@ -151,7 +152,7 @@ def speed(bench: Bench) -> Iterator[Row]:
         planned: dict[int | None, int] = {}
         activations = _activations_nbytes(bench, config, x, y)
         for stage in 2 * (None, *STAGES):
-            _forget(bench)
+            forget(bench)
             bench.accelerator.reset_peak()
             step: Callable[[], object]
             model = None
@@ -193,7 +194,7 @@ def speed(bench: Bench) -> Iterator[Row]:
 
 def _activations_nbytes(bench: Bench, config: GPTConfig, x: Tensor, y: Tensor) -> int:
     """What one forward and backward of the plain network in bf16 takes at most beyond its parameters; 0 on the host."""
-    _forget(bench)
+    forget(bench)
     model = plain_model(config, bench.accelerator.device).to(torch.bfloat16)
     found = 0
     for _ in range(2):  # the first also takes what libraries keep
@@ -246,6 +247,17 @@ def _plain_step(
     return step
 
 
+def step_of(
+    bench: Bench, config: GPTConfig, sequences: int, stage: int | None
+) -> tuple[nn.Module | None, Callable[[], object]]:
+    """One step in bf16 on one batch, by hpczero at ``stage`` with the model to release, or by plain torch."""
+    x, y = _tokens(config, sequences, 0, bench.accelerator.device)
+    if stage is None:
+        return None, _plain_step(config, bench.accelerator.device, x, y)
+    model, optimizer = _sharded(bench, config, quickly=True, stage=stage, precision="bf16")
+    return model, partial(_train, model, optimizer, x, y)
+
+
 def overlap(bench: Bench) -> Iterator[Row]:
     """How much of the time that communication takes one after the other is left when it goes on beside the computation.
 
@@ -260,7 +272,7 @@ def overlap(bench: Bench) -> Iterator[Row]:
     transport = "ipc"
     # The one that matters first: a rest of time may not do for all.
     for way in ("alone", "beside", "one after the other"):
-        _forget(bench)
+        forget(bench)
         given: dict[str, Any] = {"quickly": True, "stage": 3, "precision": "bf16"}
         if way == "alone":
             given["topology"] = alone
