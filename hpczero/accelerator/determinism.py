@@ -23,7 +23,7 @@ def be_deterministic() -> None:
 
     Source: torch's notes on reproducibility; issue 20, item 3.
     """
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise ConfigError(
             "deterministic: CUDA has started in this process, and cuBLAS has read its settings; expected to be asked "
             "before anything is on a device. Call it first, or export CUBLAS_WORKSPACE_CONFIG=:4096:8"
@@ -31,5 +31,5 @@ def be_deterministic() -> None:
     fix_cublas_workspace()
     torch.use_deterministic_algorithms(True)
     # It would fill all new memory with NaN, which costs a pass over each. Nothing here reads memory before writing it.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False  # by a measurement, which has another outcome every time

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpczero.accelerator import HostAccelerator, choose_accelerator
+from hpczero.accelerator import HostAccelerator, be_deterministic, choose_accelerator
 from hpczero.errors import CommError, run
 from hpczero.kernels.source import tree_sum_source
 from hpczero.kernels.tree_sum import tree_sum
@@ -242,6 +242,8 @@ def main() -> int:
     if "end" in options:
         _heed(float(options["end"]))
     twin = bool(options.get("twin"))
+    if name == "parity":  # before CUDA starts
+        be_deterministic()
     accelerator = HostAccelerator() if twin else choose_accelerator("cuda")  # before MPI
     from scaling.gpu.first_contact import FIRST_CONTACT
     from scaling.gpu.training import TRAINING

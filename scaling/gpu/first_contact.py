@@ -137,11 +137,11 @@ def trace(bench: Bench) -> Iterator[Row]:
 
 def _kernels(bench: Bench, profiler: Any) -> list[Kernel]:
     """What ran on the device; on the twin the operations of the host, of which none is within another."""
-    kind = torch.autograd.DeviceType.CPU if bench.twin else torch.autograd.DeviceType.CUDA
+    kind = "CPU" if bench.twin else "CUDA"
     return [
         (event.time_range.start, event.time_range.end, event.name)
         for event in profiler.events()
-        if event.device_type == kind and not (bench.twin and event.cpu_parent is not None)
+        if event.device_type.name == kind and not (bench.twin and event.cpu_parent is not None)
     ]
 
 
