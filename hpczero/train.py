@@ -46,11 +46,13 @@ def main() -> int:
             if code is not None:
                 return code
         # These start torch and MPI, which --help and bad options must not do.
-        from hpczero.accelerator import choose_accelerator
+        from hpczero.accelerator import be_deterministic, choose_accelerator
         from hpczero.adapters.gpt import GPTAdapter
         from hpczero.run.starting.uncompiled import leave_out_compiler
 
         leave_out_compiler()
+        if config.parallel.deterministic:
+            be_deterministic()
         accelerator = choose_accelerator(config.parallel.device)  # before MPI binds to a device
         meet_the_other_ranks_in_mpi_init(environment.timeout_s)
         from hpczero.run.loop import train

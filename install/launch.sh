@@ -19,7 +19,11 @@ if [[ -n "${HPCZERO_LAUNCH:-}" ]]; then
     exec $HPCZERO_LAUNCH "$ranks" "$@"
 fi
 
-mpirun="$(cat "$chosen" 2>/dev/null || command -v mpirun || true)"
+# An mpirun beside the interpreter is of the MPI that its mpi4py loads, whatever this checkout has been set up with.
+mpirun="$(dirname "$1")/mpirun"
+if [[ "$1" != */* || ! -x "$mpirun" ]]; then
+    mpirun="$(cat "$chosen" 2>/dev/null || command -v mpirun || true)"
+fi
 if [[ ! -x "$mpirun" ]]; then
     echo "launch: no mpirun ('$mpirun'); type: make setup" >&2
     echo "launch: where the launcher is srun, type: export HPCZERO_LAUNCH='srun -n'" >&2

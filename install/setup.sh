@@ -275,6 +275,12 @@ PYTHON
 say "installing torch and the other packages"
 pip_install "${requirements[@]}"
 
+# For tests alone: a CUDA compiler, which torch built for CUDA brings along. Never a reason to fail.
+if ! compgen -G "$venv/lib/python3*/site-packages/nvidia/*/lib/libnvrtc.so.*" >/dev/null &&
+    ! pip install -c install/constraints.txt --only-binary=:all: nvidia-cuda-nvrtc-cu12 >>"$log" 2>&1; then
+    say "could not install nvidia-cuda-nvrtc-cu12: the tests that compile kernels will be skipped"
+fi
+
 if [[ -n "$build" ]]; then
     if wait "$build"; then
         step "installing h5py" "rm -r .venv && make setup" \

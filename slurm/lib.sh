@@ -240,6 +240,7 @@ launch() {
     srun)
         # No --kill-on-bad-exit: with it a rank that ends 0.3 s after the first 75 is killed, and the job's code is 143.
         # Ranks that outlive the first one end by --wait, if not by MPI: also where one has crashed.
+        if [[ -n "$MPI_PLUGIN" ]]; then export SLURM_MPI_TYPE="$MPI_PLUGIN"; fi # also of an srun that a rank starts
         line=(srun ${MPI_PLUGIN:+"--mpi=$MPI_PLUGIN"} "--cpu-bind=$CPU_BIND" --distribution=block:block --wait=30)
         ;;
     # Without the variable: mpirun starts its daemons by an srun of its own, one task per node, for which it is not meant.

@@ -43,9 +43,10 @@ TORCH_FREE = (
     "run.results.metrics_file",
 )
 TORCH_ALLOWED = ("plan.rules",)
-# comm.devices.awareness gives a trial job the environment, and looks for variables of MPI libraries.
+# comm.devices.awareness looks for variables of MPI libraries, and trial_job gives its job the environment.
 ENVIRONMENT_READERS = (
     "comm.devices.awareness",
+    "comm.devices.trial_job",
     "options.environment",
     "doctor",
     "errors",

@@ -2,6 +2,7 @@
 
 from hpczero.accelerator.base import Accelerator, Attached, Export, Lane, Mark, Span
 from hpczero.accelerator.choice import accelerator_of, choose_accelerator
+from hpczero.accelerator.determinism import be_deterministic
 from hpczero.accelerator.host import HostAccelerator
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "Mark",
     "Span",
     "accelerator_of",
+    "be_deterministic",
     "choose_accelerator",
 ]

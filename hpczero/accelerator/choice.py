@@ -7,6 +7,8 @@ before MPI could be asked.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from hpczero.accelerator.base import Accelerator
@@ -37,7 +39,7 @@ def choose_accelerator(kind: str = "auto", environment: Environment | None = Non
             "device: cuda was asked for, and torch sees none: this is a CPU build of torch, no GPU was given to the "
             "job (--gpus-per-node), or the driver is not loaded (nvidia-smi)"
         )
-    check_allocator(environment.cuda_allocator)
+    check_allocator(environment.cuda_allocators)
     from hpczero.accelerator.cuda import CudaAccelerator
 
     local_rank = environment.local_rank
@@ -58,7 +60,7 @@ def accelerator_of(device: torch.device) -> Accelerator:
         raise ConfigError(f"device: got {device}, expected cpu or cuda")
     from hpczero.accelerator.cuda import CudaAccelerator
 
-    check_allocator(Environment.read().cuda_allocator)
+    check_allocator(Environment.read().cuda_allocators)
     index = torch.cuda.current_device() if device.index is None else device.index
     return CudaAccelerator(index)
 
@@ -81,20 +83,21 @@ def device_index(local_rank: int | None, count: int) -> int:
     return local_rank % count
 
 
-def check_allocator(settings: str) -> None:
+def check_allocator(settings: Iterable[tuple[str, str]]) -> None:
     """Refuse allocators whose memory cannot be given to MPI or to other ranks.
 
     Args:
-        settings: the value of PYTORCH_CUDA_ALLOC_CONF.
+        settings: each variable that sets one, with its value.
 
     Raises:
-        ConfigError: such an allocator is set; the message names the setting.
+        ConfigError: such an allocator is set; the message names the variable.
     """
-    for bad in ("expandable_segments:true", "backend:cudamallocasync"):
-        if bad in settings.replace(" ", "").lower():
+    for name, value in settings:
+        text = value.replace(" ", "").lower()
+        if "expandable_segments:true" in text or "backend:cudamallocasync" in text:
             raise ConfigError(
-                f"PYTORCH_CUDA_ALLOC_CONF={settings}: memory of this kind cannot be shared by CUDA IPC, and CUDA-aware "
-                "MPI libraries have been slow, wrong or crashed on it (ucx#11548, ucx#7110); leave that setting out"
+                f"{name}={value}: memory of this kind cannot be shared by CUDA IPC, and CUDA-aware MPI libraries have "
+                "been slow, wrong or crashed on it (ucx#11548, ucx#7110); leave that setting out"
             )
 
 

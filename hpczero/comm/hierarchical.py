@@ -40,7 +40,7 @@ from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum
 from hpczero.memory.buffers import Buffer, Memory, Use
-from hpczero.plan.footprint import Footprint
+from hpczero.plan.footprint import Footprint, node_chunk
 
 # Sums in shared memory that a rank may put off: it need not wait for peers that are this many units behind.
 PUT_OFF = IN_TURN - 1
@@ -310,8 +310,7 @@ class Hierarchical(Collectives):
         self, parts: Parts, out: Tensor, itemsize: int, scale: float, accumulate: bool
     ) -> None:
         local = range(self.group.node.size)
-        most = min(self._chunk_nbytes, self._node.most_nbytes // len(local))
-        chunk = max(most // itemsize, 1)
+        chunk = node_chunk(len(local), itemsize, self._node.most_nbytes, self._chunk_nbytes)
         for start in range(0, out.numel(), chunk):
             count = min(chunk, out.numel() - start)
             tree_sum(

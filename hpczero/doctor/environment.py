@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hpczero.doctor.finding import Finding, Status
 from hpczero.errors import ConfigError
-from hpczero.options.environment import Environment
+from hpczero.options.environment import ALLOCATOR_VARIABLES, Environment
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,14 @@ TRAPS = (
         f"{_UNSET} and let the launcher bind",
     ),
     Trap("CUDA_LAUNCH_BLOCKING", "1", "every kernel launch waits for the device", _UNSET),
-    Trap(
-        "PYTORCH_CUDA_ALLOC_CONF",
-        ".*expandable_segments:true.*",
-        "device memory cannot be shared between the ranks of a node",
-        "remove expandable_segments:True from it",
+    *(
+        Trap(
+            name,
+            ".*expandable_segments:true.*",
+            "device memory cannot be shared between the ranks of a node",
+            "remove expandable_segments:True from it",
+        )
+        for name in ALLOCATOR_VARIABLES
     ),
     Trap(
         "HPCZERO_STRICT",

@@ -11,7 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 VECTOR_NBYTES = 16  # the widest load of a thread
-MOST_BLOCKS = 256  # pointers of a launch, well below 4 KiB of arguments
+# Of one launch. With 256 a compiler took 9.5 s and kept 4 KiB of each thread in local memory (issue 20); larger sums
+# are several launches (``subtrees``).
+MOST_BLOCKS = 32
+# What a thread loads before it adds. All loads of a turn are under way together, in registers: 128 bytes are 32 of
+# them. With 16 bytes of each of 32 blocks a compiler takes 168 registers, with 4 it takes at most 64.
+LOADED_NBYTES = 128
+THREADS = 256  # of a block
+# Blocks of threads that an SM must have registers for: 65,536 of them are 64 for each thread.
+BLOCKS_OF_REGISTERS = 4
 
 _ELEMENTS = {
     "fp32": ("float", "{}"),
@@ -75,13 +83,15 @@ extern "C" {entry} void tree_sum({pointers}, float* out, long long numel, float 
     {loop_vectors} {{
 {loads}
         Pack<float, {width}> into = accumulate ? ((const Pack<float, {width}>*)out)[i] : Pack<float, {width}>();
-        for (int j = 0; j < {width}; ++j) {{
+        #pragma unroll
+        for (int j = 0; j < {width}; ++j) {{  // unrolled, or what was loaded goes to local memory to be indexed
             const float scaled = MUL(sum({elements}), scale);
             into.at[j] = accumulate ? ADD(into.at[j], scaled) : scaled;
         }}
         ((Pack<float, {width}>*)out)[i] = into;
     }}
-    {loop_rest} {{
+    #pragma unroll 1
+    {loop_rest} {{  // at most one turn of a thread where loads are wide
         const float scaled = MUL(sum({scalars}), scale);
         out[i] = accumulate ? ADD(out[i], scaled) : scaled;
     }}
@@ -91,11 +101,11 @@ extern "C" {entry} void tree_sum({pointers}, float* out, long long numel, float 
 _LOOPS = {
     True: (
         "const long long first = blockIdx.x * (long long)blockDim.x + threadIdx.x, step = (long long)gridDim.x * "
-        "blockDim.x;\n    for (long long i = first; i < numel / {width}; i += step)",
+        "blockDim.x;\n    {turns}for (long long i = first; i < numel / {width}; i += step)",
         "for (long long i = numel / {width} * {width} + first; i < numel; i += step)",
     ),
     False: (
-        "for (long long i = 0; i < numel / {width}; ++i)",
+        "{turns}for (long long i = 0; i < numel / {width}; ++i)",
         "for (long long i = numel / {width} * {width}; i < numel; ++i)",
     ),
 }
@@ -107,23 +117,25 @@ def tree_sum_source(
     """C++ with one function ``tree_sum(block pointers, out, numel, scale, accumulate)``.
 
     Args:
-        groups: as in ``tree_sum``.
+        groups: as in ``tree_sum``; of at most ``MOST_BLOCKS`` blocks.
         dtype: of the blocks: fp32, bf16, fp16.
         node_dtype: as in ``tree_sum``.
         aligned: whether every pointer is a multiple of ``VECTOR_NBYTES``.
         cuda: text for CUDA's compiler; False gives that for the host's.
     """
     element, load = _ELEMENTS[dtype]
-    width = vector_width(dtype) if aligned else 1
     blocks = range(sum(map(len, groups)))
+    width = vector_width(dtype, len(blocks)) if aligned else 1
     several = len(groups) > 1
     terms = [_tree([f"a{i}" for i in group]) for group in groups]
     rounded = [_ROUNDED[node_dtype].format(term) if several else term for term in terms]
-    vectors, rest = (loop.format(width=width) for loop in _LOOPS[cuda])
+    # Of few blocks a compiler lets several turns load at once, which is good; of many there are loads enough.
+    turns = "\n    #pragma unroll 1\n    " if len(blocks) * VECTOR_NBYTES > LOADED_NBYTES else ""
+    vectors, rest = (loop.format(width=width, turns=turns) for loop in _LOOPS[cuda])
     body = _BODY.format(
         arguments=", ".join(f"float a{i}" for i in blocks),
         expression=_tree(rounded),
-        entry="__global__" if cuda else "",
+        entry=f"__global__ __launch_bounds__({THREADS}, {BLOCKS_OF_REGISTERS})" if cuda else "",
         pointers=", ".join(f"const {element}* b{i}" for i in blocks),
         width=width,
         loop_vectors=vectors,
@@ -138,9 +150,10 @@ def tree_sum_source(
     return (_CUDA if cuda else _HOST) + _SHARED + body
 
 
-def vector_width(dtype: str) -> int:
-    """Elements of the widest load."""
-    return VECTOR_NBYTES // (4 if dtype == "fp32" else 2)
+def vector_width(dtype: str, count: int) -> int:
+    """Elements of one load from each of ``count`` blocks: 16 bytes up to 8 blocks, 8 up to 16, else 4."""
+    nbytes = max(min(VECTOR_NBYTES, LOADED_NBYTES // (1 << (count - 1).bit_length())), 4)
+    return nbytes // (4 if dtype == "fp32" else 2)
 
 
 def _tree(terms: Sequence[str]) -> str:

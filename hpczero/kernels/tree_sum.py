@@ -2,7 +2,7 @@ r"""The one sum: k blocks into one in fp32, as a balanced tree within each node,
 
 Owns: the order and the rounding places of every gradient reduction. Must not know: MPI, who sent which block. This is
 the torch twin. It works piece by piece, so partial sums stay in cache. On a CUDA device ``device_sum`` does the same in
-one launch.
+one launch, or by subtrees.
 
     blocks 0 1 2 3 | 4 5 6 7          node 0 | node 1
            \/   \/   \/   \/          fp32 partial sums
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hpczero.kernels.device_sum import can_launch, device_tree_sum
+from hpczero.kernels.device_sum import device_tree_sum
 
 # fp32 elements per piece: a few pieces of partial sums (128 KiB each) fit a core's second-level cache.
 PIECE_NUMEL = 32 * 1024
@@ -47,12 +47,8 @@ def tree_sum(
         accumulate: whether to add to what ``out`` holds instead of replacing it.
         node_dtype: each node's partial sum is rounded to it where there is more than one node.
     """
-    if (
-        out.device.type == "cuda"
-        and can_launch(blocks)
-        and device_tree_sum(
-            blocks, out, groups=groups, scale=scale, accumulate=accumulate, node_dtype=node_dtype
-        )
+    if out.device.type == "cuda" and device_tree_sum(
+        blocks, out, groups=groups, scale=scale, accumulate=accumulate, node_dtype=node_dtype
     ):
         return
     most = piece_numel(out.device)

@@ -37,6 +37,8 @@ class ShardingOptions:
         auto: whether to measure the machine at the start, and to choose what trains fastest within its memory: stage,
             offload, checkpointing of activations, and the micro-batch of the global batch. What is set to another
             value than the default stays. Parts rest on a disk only if offload.folder is given.
+        deterministic: on a device, only operations that give the same bits every time, which are slower; one that
+            cannot is an error. On the host they all do.
     """
 
     stage: Literal[0, 1, 2, 3] = 3
@@ -48,6 +50,7 @@ class ShardingOptions:
     overlap: bool = True
     device: Literal["auto", "cpu", "cuda"] = "auto"
     auto: bool = False
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)

@@ -228,6 +228,11 @@ class Plan:
         if footprint.pulls and self.stage.shards_optimizer:
             parts = [unit.layout.padded_numel * item // footprint.ranks for unit in self.units]
             places = [*places, pulled_nbytes(parts)]
+        if footprint.pulls and not self.stage.keeps_local_gradients:
+            places = [
+                *places,
+                max(sizes, default=0),
+            ]  # the spare place, which is exported with the others
         if footprint.nodes == 1:
             return sum(places)
         largest = max((unit.layout.shard_numel for unit in self.trainable_units), default=0)

@@ -71,16 +71,18 @@ class Options:
 # Check, ranks, most seconds; in the order of what is worth most if time runs out.
 JOBS: tuple[tuple[str, int, float], ...] = (
     ("facts", 1, 90),  # a trial of device memory given to MPI may take a minute
+    ("smoke", 2, 60),
     ("kernels", 1, 90),
-    ("parity", 2, 60),
+    ("parity", 2, 100),
     ("collectives", 2, 60),
     ("speed", 1, 120),
     ("overlap", 2, 150),
-    ("fits", 4, 60),
-    ("fits_not", 4, 60),
+    ("fits", 4, 90),  # four ranks fill a device
+    ("fits_not", 4, 90),
     ("parity", 4, 90),
     ("parity", 1, 40),
     ("collectives", 4, 60),
+    ("trace", 1, 120),
 )
 
 # What a launcher that we ourselves were started by tells its ranks; a job of ours would take it for its own.

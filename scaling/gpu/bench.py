@@ -46,6 +46,7 @@ class Sizes:
     kernel_nbytes: int  # that one call of a kernel reads and writes, or three quarters of it
     messages: tuple[int, ...]
     tiny: GPTConfig
+    long: GPTConfig  # with so many tokens that fused attention has several blocks of them
     models: tuple[tuple[str, GPTConfig, int], ...]  # name, network, sequences of one step
     large: tuple[GPTConfig, int]
     capped: tuple[GPTConfig, int]  # to be trained in less memory than its states take
@@ -56,10 +57,12 @@ def _gpt(layers: int, hidden: int, heads: int, vocab: int, context: int) -> GPTC
 
 
 _TINY = _gpt(3, 48, 3, 101, 24)
+_LONG = _gpt(2, 128, 2, 101, 1024)
 DEVICE = Sizes(
     kernel_nbytes=2048 * MIB,
     messages=(64 * MIB, 512 * MIB),
     tiny=_TINY,
+    long=_LONG,
     models=(
         ("124M", _gpt(12, 768, 12, 50304, 1024), 16),
         ("1.5B", _gpt(48, 1600, 25, 50304, 1024), 8),
@@ -71,6 +74,7 @@ TWIN = Sizes(
     kernel_nbytes=MIB,
     messages=(MIB // 4,),
     tiny=_TINY,
+    long=_LONG,
     models=(("tiny", _gpt(2, 64, 2, 256, 32), 2),),
     large=(_gpt(2, 64, 2, 256, 32), 2),
     capped=(_gpt(8, 512, 8, 2048, 64), 1),

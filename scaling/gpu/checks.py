@@ -17,16 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpczero.accelerator import HostAccelerator, choose_accelerator
+from hpczero.accelerator import HostAccelerator, be_deterministic, choose_accelerator
 from hpczero.errors import CommError, run
+from hpczero.kernels.source import tree_sum_source
 from hpczero.kernels.tree_sum import tree_sum
 from scaling.evidence.record import Row
 from scaling.gpu.bench import DEVICE, TWIN, Bench, mps
+from scaling.gpu.nvrtc import CompileError, find_nvrtc
 
 if TYPE_CHECKING:
     from hpczero.comm import Collectives
 
 COLLECTIVE_CALLS = 5
+TWIN_ARCHITECTURE = "sm_90"
 SUM_NUMEL = 100_003  # of the sums whose bits are compared
 NOTICE_S = 5.0  # before the end, for a job to say where it is
 OVERTIME_S = 15.0  # after it, for a rank whose launcher has not ended it
@@ -36,7 +39,8 @@ def facts(bench: Bench) -> Iterator[Row]:
     """What there is, and what MPI says of device memory; last whether that is true, which takes a trial."""
     from mpi4py import MPI
 
-    from hpczero.comm.devices.awareness import claim, decide, tried_once
+    from hpczero.comm.devices.awareness import claim, decide
+    from hpczero.comm.devices.trial_job import tried_once
     from hpczero.options.environment import Environment
 
     said, (shared, how) = claim(), mps()
@@ -80,7 +84,29 @@ def kernels(bench: Bench) -> Iterator[Row]:
                 "of_copy": rate / copy_rate,
                 "bits_equal": not wrong,
                 "wrong": ", ".join(wrong),
+                **compiled(bench, dtype, count),
             }
+
+
+def compiled(bench: Bench, dtype: torch.dtype, count: int) -> Row:
+    """Whether the sum is one kernel, and what a thread of it takes: one that does not compile has the same bits.
+
+    On the twin by CUDA's compiler for ``TWIN_ARCHITECTURE``, where it is installed; else nothing is known.
+    """
+    from hpczero.kernels.device_sum import NAMES, kernel_figures
+
+    if not bench.accelerator.is_host:
+        figures = kernel_figures((count,), dtype, torch.float32, bench.accelerator.device)
+        return {"compiled": figures is not None, **(figures or {})}
+    compiler = find_nvrtc()
+    if compiler is None:
+        return {"compiled": None}
+    try:
+        source = tree_sum_source([range(count)], NAMES[dtype], "fp32", aligned=True, cuda=True)
+        found = compiler.compile(source, TWIN_ARCHITECTURE)
+    except CompileError as error:
+        return {"compiled": False, "compiler": str(error).partition("\n")[0]}
+    return {"compiled": True, "registers": found.registers, "local_nbytes": found.local_nbytes}
 
 
 def _sum_rate(bench: Bench, dtype: torch.dtype, count: int) -> float:
@@ -216,11 +242,14 @@ def main() -> int:
     if "end" in options:
         _heed(float(options["end"]))
     twin = bool(options.get("twin"))
+    if name == "parity":  # before CUDA starts
+        be_deterministic()
     accelerator = HostAccelerator() if twin else choose_accelerator("cuda")  # before MPI
+    from scaling.gpu.first_contact import FIRST_CONTACT
     from scaling.gpu.training import TRAINING
 
     bench = Bench(accelerator, TWIN if twin else DEVICE, twin=twin)
-    for row in {**CHECKS, **TRAINING}[name](bench):
+    for row in {**CHECKS, **FIRST_CONTACT, **TRAINING}[name](bench):
         bench.say(row)
     if bench.left_open:
         bench.leave()

@@ -53,6 +53,7 @@ def goals(rows: list[Row]) -> Iterator[Verdict]:
     def of(check: str, wanted: Callable[[Row], bool] = lambda row: True) -> list[Row]:
         return [row for row in rows if row["kind"] == check and wanted(row)]
 
+    yield from _smoke(of("smoke"))
     yield from _kernels(of("kernels"), twin)
     for check in ("parity", "collectives", "overlap"):
         for row in of(check, lambda row: bool(row.get("said"))):
@@ -88,6 +89,22 @@ def _kernels(rows: list[Row], twin: bool) -> Iterator[Verdict]:
         yield "kernels at least 0.85 of the copy's rate", _met(least, least >= 0.85)
     bits = all(row.get("bits_equal", True) for row in rows)
     yield "sums have the host's bits", _met("yes" if bits else "no", bits)
+    known = [row for row in rows if row.get("compiled") is not None]
+    if known:
+        built = all(row["compiled"] for row in known)
+        yield "sums are compiled kernels", _met("yes" if built else "no", built)
+    most = max((row["registers"] for row in known if row["compiled"]), default=0)
+    local = max((row["local_nbytes"] for row in known if row["compiled"]), default=0)
+    if most:
+        met = _met(f"{most} and {local}", most <= 64 and local == 0)
+        yield "sums take at most 64 registers and no local memory", met
+
+
+def _smoke(rows: list[Row]) -> Iterator[Verdict]:
+    for row in rows:
+        if row.get("said") or "right" in row:
+            right = bool(row.get("right"))
+            yield f"{row['tried']}: readable and right", _met("yes" if right else "no", right)
 
 
 def _parity(rows: list[Row]) -> Iterator[Verdict]:

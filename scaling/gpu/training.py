@@ -99,42 +99,64 @@ def _train(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss.detach()
 
 
-def _forget(bench: Bench) -> None:
+def forget(bench: Bench) -> None:
+    """Give back what nobody uses any more."""
     gc.collect()
     if not bench.accelerator.is_host:
         torch.cuda.empty_cache()
 
 
 def parity(bench: Bench) -> Iterator[Row]:
-    """Stages and transports against each other, bit by bit, and against one plain torch process, in fp32."""
-    config, device, size = bench.sizes.tiny, bench.accelerator.device, bench.topology.size
-    samples = [_tokens(config, size, step, device) for step in range(STEPS)]
-    plain = _built(config).to(device)
-    optimizer = _adamw(plain)
-    expected = [float(_train(plain, optimizer, x, y)) for x, y in samples]
+    """Stages and transports against each other, bit by bit, and against one plain torch process, in fp32.
+
+    Also in bf16 with 1,024 tokens, where fused attention could add in another order every time: this check runs with
+    deterministic operations alone.
+    """
     # Peers' memory last: it is what may not work, or take the job with it.
-    ways = ["flat", "hierarchical", "ipc"] if size > 1 else ["flat"]
-    first: dict[str, list[float]] = {}
-    mine = slice(bench.topology.rank, bench.topology.rank + 1)
+    ways = ["flat", "hierarchical", "ipc"] if bench.topology.size > 1 else ["flat"]
+    tiny, long = (_Alike(bench, config) for config in (bench.sizes.tiny, bench.sizes.long))
     for way in ways:
-        for precision, stage in product(("fp32", "bf16"), range(4)):
-            what = {"precision": precision, "stage": stage, "way": way}
-            built, said = _attempted(bench, config, stage=stage, precision=precision, transport=way)
-            if built is None:
-                yield {**what, "said": said}
+        cases = [*product([tiny], ("fp32", "bf16"), range(4)), *product([long], ("bf16",), STAGES)]
+        for alike, precision, stage in cases:
+            row = alike.row(way, precision, stage)
+            yield row
+            if row.get("said"):
                 break
-            model, optimizer = built
-            losses = []
-            for x, y in samples:
-                loss = float(_train(model, optimizer, x[mine], y[mine]))
-                losses.append(sum(bench.topology.gather(loss)) / size)
-            hpczero.release(model)
-            pairs = zip(losses, expected, strict=True)
-            yield {
-                **what,
-                "bits_equal": losses == first.setdefault(precision, losses),
-                "largest_relative_difference": max(abs(a - b) / abs(b) for a, b in pairs),
-            }
+
+
+class _Alike:
+    """One network trained in every way on the same samples: the losses of each way, and of plain torch."""
+
+    def __init__(self, bench: Bench, config: GPTConfig) -> None:
+        self._bench, self._config = bench, config
+        device, size = bench.accelerator.device, bench.topology.size
+        self._samples = [_tokens(config, size, step, device) for step in range(STEPS)]
+        plain = _built(config).to(device)
+        optimizer = _adamw(plain)
+        self._plain = [float(_train(plain, optimizer, x, y)) for x, y in self._samples]
+        self._first: dict[str, list[float]] = {}
+
+    def row(self, way: str, precision: str, stage: int) -> Row:
+        """Train so, and compare. Collective; ``said`` alone where that way does not work here."""
+        topology = self._bench.topology
+        what = {"tokens": self._config.context, "precision": precision, "stage": stage, "way": way}
+        options = {"stage": stage, "precision": precision, "transport": way}
+        built, said = _attempted(self._bench, self._config, **options)
+        if built is None:
+            return {**what, "said": said}
+        model, optimizer = built
+        mine = slice(topology.rank, topology.rank + 1)
+        losses = []
+        for x, y in self._samples:
+            loss = float(_train(model, optimizer, x[mine], y[mine]))
+            losses.append(sum(topology.gather(loss)) / topology.size)
+        hpczero.release(model)
+        pairs = zip(losses, self._plain, strict=True)
+        return {
+            **what,
+            "bits_equal": losses == self._first.setdefault(precision, losses),
+            "largest_relative_difference": max(abs(a - b) / abs(b) for a, b in pairs),
+        }
 
 
 def speed(bench: Bench) -> Iterator[Row]:
@@ -151,7 +173,7 @@ def speed(bench: Bench) -> Iterator[Row]:
         planned: dict[int | None, int] = {}
         activations = _activations_nbytes(bench, config, x, y)
         for stage in 2 * (None, *STAGES):
-            _forget(bench)
+            forget(bench)
             bench.accelerator.reset_peak()
             step: Callable[[], object]
             model = None
@@ -193,7 +215,7 @@ def speed(bench: Bench) -> Iterator[Row]:
 
 def _activations_nbytes(bench: Bench, config: GPTConfig, x: Tensor, y: Tensor) -> int:
     """What one forward and backward of the plain network in bf16 takes at most beyond its parameters; 0 on the host."""
-    _forget(bench)
+    forget(bench)
     model = plain_model(config, bench.accelerator.device).to(torch.bfloat16)
     found = 0
     for _ in range(2):  # the first also takes what libraries keep
@@ -246,6 +268,17 @@ def _plain_step(
     return step
 
 
+def step_of(
+    bench: Bench, config: GPTConfig, sequences: int, stage: int | None
+) -> tuple[nn.Module | None, Callable[[], object]]:
+    """One step in bf16 on one batch, by hpczero at ``stage`` with the model to release, or by plain torch."""
+    x, y = _tokens(config, sequences, 0, bench.accelerator.device)
+    if stage is None:
+        return None, _plain_step(config, bench.accelerator.device, x, y)
+    model, optimizer = _sharded(bench, config, quickly=True, stage=stage, precision="bf16")
+    return model, partial(_train, model, optimizer, x, y)
+
+
 def overlap(bench: Bench) -> Iterator[Row]:
     """How much of the time that communication takes one after the other is left when it goes on beside the computation.
 
@@ -260,7 +293,7 @@ def overlap(bench: Bench) -> Iterator[Row]:
     transport = "ipc"
     # The one that matters first: a rest of time may not do for all.
     for way in ("alone", "beside", "one after the other"):
-        _forget(bench)
+        forget(bench)
         given: dict[str, Any] = {"quickly": True, "stage": 3, "precision": "bf16"}
         if way == "alone":
             given["topology"] = alone

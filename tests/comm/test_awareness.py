@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -11,8 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.comm.devices import awareness
-from hpczero.comm.devices.awareness import Claim, claim, decide, environment_claim, try_in_a_job
+from hpczero.comm.devices import trial_job
+from hpczero.comm.devices.awareness import (
+    Claim,
+    claim,
+    claim_of,
+    decide,
+    environment_claim,
+    query_cuda_support,
+)
+from hpczero.comm.devices.trial_job import environment_of, launchers, try_in_a_job
 
 WORKS, FAILS = (True, "two ranks have tried it"), (False, "two ranks failed")
 
@@ -63,6 +72,47 @@ def test_what_mpich_and_its_kin_leave_in_the_environment(
     assert environment_claim(variables, libraries).aware is expected
 
 
+@pytest.mark.parametrize(
+    ("kinds", "support", "variables", "expected"),
+    [
+        ("system,mpi,cuda:device", False, {}, True),  # the standard's word comes first
+        ("mpi,system,cuda", None, {}, True),
+        ("mpi,system", True, {}, True),  # MPICH built with CUDA lists these alone
+        ("mpi,system", None, {"MV2_USE_CUDA": "1"}, True),
+        ("mpi,system", False, {"MV2_USE_CUDA": "1"}, False),
+        ("mpi,system", None, {}, None),
+        ("", True, {}, True),
+        ("", None, {}, None),
+    ],
+)
+def test_a_list_of_memory_kinds_without_cuda_is_no_denial(
+    kinds: str, support: bool | None, variables: dict[str, str], expected: bool | None
+) -> None:
+    found = claim_of(kinds, support, variables, "")
+    assert found.aware is expected
+    assert found.aware is not None or kinds in found.reason
+
+
+@pytest.mark.parametrize("answer", [0, 1])
+@pytest.mark.parametrize("name", ["libmpi.so.12.4", "libmpich.so", "libmpi_gnu_123.so.12"])
+def test_a_library_that_python_keeps_to_itself_is_asked(
+    name: str, answer: int, tmp_path: Path
+) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no cc to make a library with")
+    source, library = tmp_path / "mpi.c", tmp_path / name
+    source.write_text(f"int MPIX_Query_cuda_support(void) {{ return {answer}; }}\n")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    maps = f"7f00-7f01 r-xp 0000 08:01 17    {library}\n7f02-7f03 r--p 0000 00:00 0    [heap]\n"
+    before = query_cuda_support(maps)
+    ctypes.CDLL(str(library))  # its symbols are not global
+    assert query_cuda_support(maps) is bool(answer)
+    assert before is query_cuda_support(
+        ""
+    )  # as long as it was not in the process, others were asked
+
+
 @pytest.mark.mpi
 @pytest.mark.ranks(1)
 def test_the_library_says_what_its_own_tool_says(comm: object) -> None:
@@ -83,7 +133,7 @@ def test_a_trial_is_a_job_of_its_own_even_inside_a_job(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, "1")
     for name in ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMIX_NAMESPACE"):
         monkeypatch.setenv(name, "7")  # as in a rank that mpirun has started
-    works, said = try_in_a_job()
+    works, said = try_in_a_job(os.environ)
     assert works, said  # on the host's memory, if there is no device
 
 
@@ -92,13 +142,65 @@ def test_a_trial_that_dies_is_a_no(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     launcher.write_text(f"#!{sys.executable}\nimport os\nos.kill(os.getpid(), 11)\n")
     launcher.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    works, said = try_in_a_job()
+    works, said = try_in_a_job(os.environ)
     assert not works
     assert "-11" in said
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
-    works, said = try_in_a_job()
+    works, said = try_in_a_job(os.environ)
     assert not works
     assert "no mpirun" in said
+
+
+SRUN = """#!/bin/sh
+echo "$*" >>{log}
+env | grep ^SLURM_ >>{log}
+while case "$1" in -*) true ;; *) false ;; esac; do shift; done
+unset SLURM_JOB_ID SLURM_MPI_TYPE
+PATH={path} exec {mpirun} -n 2 "$@"
+"""
+
+
+@pytest.mark.limit(180)
+def test_where_there_is_srun_alone_it_tries_one_node_and_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        pytest.skip("no mpirun behind the srun of this test")
+    log, srun = tmp_path / "log", tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(SRUN.format(log=log, mpirun=mpirun, path=os.environ["PATH"]))
+    srun.chmod(0o755)
+    for tool in ("sh", "env", "grep"):
+        (srun.parent / tool).symlink_to(str(shutil.which(tool)))
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        monkeypatch.setenv(name, "1")
+    given = {"PATH": str(srun.parent), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3"}
+    step = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "6", "SLURM_NTASKS_PER_NODE": "2"}
+    works, said = try_in_a_job({**os.environ, **given, **step})
+    assert works, said
+    assert said == "two ranks have tried it on one node, and two on two"
+    lines = log.read_text().splitlines()
+    asked = [line for line in lines if line.startswith("--nodes")]
+    assert [line.split()[0] for line in asked] == ["--nodes=1", "--nodes=2"]
+    assert all("--overlap" in line for line in asked)
+    assert "SLURM_JOB_ID=7" in lines
+    assert not any(line.startswith(tuple(step)) for line in lines)
+
+
+def test_the_trial_goes_the_way_the_job_came(tmp_path: Path) -> None:
+    for tool in ("srun", "mpirun"):
+        (tmp_path / tool).write_text("#!/bin/sh\n")
+        (tmp_path / tool).chmod(0o755)
+    given = {"PATH": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
+    by_srun = {**given, "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
+    by_mpirun = {**by_srun, "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}
+    names = [[Path(line[0]).name for line in launchers(each)] for each in (by_srun, by_mpirun)]
+    assert names == [["srun"], ["mpirun"]]
+    assert launchers({"PATH": str(tmp_path)})[0][0].endswith("mpirun")  # no allocation
+    (tmp_path / "mpirun").unlink()
+    assert launchers({"PATH": str(tmp_path)}) == []
+    assert "SLURM_JOB_ID" not in environment_of(by_mpirun, by_srun=False)
 
 
 def test_a_trial_that_hangs_is_a_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +208,7 @@ def test_a_trial_that_hangs_is_a_no(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     launcher.write_text("#!/bin/sh\nexec sleep 60\n")
     launcher.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(awareness, "TRIAL_S", 0.5)
-    works, said = try_in_a_job()
+    monkeypatch.setattr(trial_job, "TRIAL_S", 0.5)
+    works, said = try_in_a_job(os.environ)
     assert not works
     assert "still trying" in said

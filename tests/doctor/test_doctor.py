@@ -139,6 +139,7 @@ def test_omp_threads_are_read_as_openmp_reads_them(value: str, threads: int | No
         ("UCX_TLS", "tcp,self"),
         ("FI_PROVIDER", "TCP"),
         ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True"),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
         ("KMP_AFFINITY", "granularity=fine,proclist=[0-3],explicit"),
         ("HPCZERO_STRICT", "1"),
     ],

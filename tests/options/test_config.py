@@ -30,8 +30,8 @@ SECTIONS = {
     "data": "path tokenizer cache",
     "train": "steps global_batch micro_batch accumulation learning_rate min_learning_rate warmup weight_decay "
     "betas clip",
-    "parallel": "stage precision reduce nodes transport algorithms overlap device auto tensor pipeline context shard "
-    "secondary sequence schedule interleave spread_tensor",
+    "parallel": "stage precision reduce nodes transport algorithms overlap device auto deterministic tensor pipeline "
+    "context shard secondary sequence schedule interleave spread_tensor",
     "offload": "optimizer gradients parameters folder window buffers ahead fraction step delayed",
     "activations": "checkpointing rest folder buffers",
     "evaluation": "every batches",

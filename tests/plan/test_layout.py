@@ -8,7 +8,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hpczero.plan.footprint import EXCHANGE_BYTES, exchange_chunk
+from hpczero.plan.footprint import (
+    CHUNK_ALIGN,
+    EXCHANGE_BYTES,
+    exchange_chunk,
+    node_chunk,
+    rail_chunk,
+)
 from hpczero.plan.layout import ShardLayout
 
 Shapes = list[tuple[int, ...]]
@@ -95,4 +101,26 @@ def test_exchange_blocks_fit_the_bound(shard_numel: int, num_shards: int, itemsi
     assert chunk == shard_numel or chunk >= 1  # progress
     assert chunk * num_shards * itemsize <= EXCHANGE_BYTES
     if chunk < shard_numel:  # and no smaller than need be
-        assert (chunk + 1) * num_shards * itemsize > EXCHANGE_BYTES
+        assert (chunk + CHUNK_ALIGN) * num_shards * itemsize > EXCHANGE_BYTES
+
+
+@pytest.mark.parametrize("ranks", range(1, 25))
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_chunks_begin_where_a_device_loads_16_bytes_at_a_time(ranks: int, itemsize: int) -> None:
+    shard_numel = 64 * 1_000_003
+    chunks = [
+        exchange_chunk(shard_numel, ranks, itemsize),
+        node_chunk(ranks, itemsize, EXCHANGE_BYTES, 2**30),
+        *(rail_chunk(shard_numel, ranks, itemsize, nbytes) for nbytes in (2**16, 2**22, 100_000)),
+    ]
+    assert all(chunk > 1000 for chunk in chunks)
+    assert all(chunk * itemsize % 16 == 0 for chunk in chunks), chunks
+    assert 4 * ranks * itemsize * max(chunks[2:]) <= EXCHANGE_BYTES
+
+
+def test_chunks_of_a_few_elements_go_on_all_the_same() -> None:
+    assert exchange_chunk(10**6, 10**6, 4) == EXCHANGE_BYTES // (4 * 10**6)
+    assert exchange_chunk(10**6, 10**9, 4) == 1
+    assert rail_chunk(10**6, 3, 4, 20) == 5
+    assert node_chunk(3, 4, 2**30, 20) == 5
+    assert node_chunk(3, 4, 2**30, 1) == 1

@@ -13,7 +13,9 @@ from hpczero.models.config import parameter_count
 from scaling.evidence.record import Row
 from scaling.gpu.__main__ import Options, job, launcher
 from scaling.gpu.bench import TWIN, mps
+from scaling.gpu.first_contact import idle_rows
 from scaling.gpu.goals import goals, report
+from scaling.gpu.nvrtc import find_nvrtc
 from scaling.gpu.training import plain_model
 
 pytestmark = pytest.mark.usefixtures("forks")
@@ -39,11 +41,13 @@ def planted(fault: str) -> list[str]:
     ("check", "ranks", "columns"),
     [
         ("facts", 1, {"fact", "value"}),
+        ("smoke", 2, {"tried"}),
         ("kernels", 1, {"kernel", "of_copy"}),
         ("parity", 2, {"stage", "way", "bits_equal"}),
         ("collectives", 2, {"way", "ms"}),
         ("overlap", 2, {"way", "exposed"}),
         ("speed", 1, {"way", "stage", "of_plain"}),
+        ("trace", 1, {"model", "way", "stage"}),
     ],
 )
 def test_checks_run_on_the_twin(check: str, ranks: int, columns: set[str]) -> None:
@@ -111,7 +115,7 @@ def test_a_row_that_is_cut_off_is_left_out_and_counted() -> None:
 
 
 @pytest.mark.limit(180)
-@pytest.mark.parametrize(("check", "measured"), [("collectives", 2), ("parity", 8)])
+@pytest.mark.parametrize(("check", "measured"), [("collectives", 2), ("parity", 10)])
 def test_where_peers_memory_does_not_work_the_other_ways_are_measured(
     check: str, measured: int
 ) -> None:
@@ -202,6 +206,59 @@ gpu_checks.tree_sum = wrong
     lanes = ("default lane", "own lane", "own lane again")
     assert {row["wrong"] for row in sums} == {", ".join(f"unaligned ({lane})" for lane in lanes)}
     assert not any(row["bits_equal"] for row in sums)
+
+
+@pytest.mark.limit(120)
+def test_a_sum_that_does_not_compile_is_reported_although_its_bits_are_right() -> None:
+    if find_nvrtc() is None:
+        pytest.skip("no CUDA compiler: the package nvidia-cuda-nvrtc-cu12 is not installed")
+    fault = """
+right = gpu_checks.tree_sum_source
+def broken(groups, dtype, *given, **more):
+    text = right(groups, dtype, *given, **more)
+    return text.replace("__fadd_rn(", "planted(") if dtype == "bf16" else text
+gpu_checks.tree_sum_source = broken
+"""
+    rows, problem = job(planted(fault), "kernels", 100.0, twin=True)
+    assert not problem
+    sums = [row for row in rows if row["kernel"].startswith("sum")]
+    assert all(row["bits_equal"] for row in sums)
+    assert {row["kernel"]: row["compiled"] for row in sums if not row["compiled"]} == dict.fromkeys(
+        [f"sum of {count} bfloat16" for count in (2, 4, 8)], False
+    )
+    assert all("planted" in row["compiler"] for row in sums if not row["compiled"])
+    shown = report([{"kind": "kernels", "ranks": 1, **row} for row in rows])
+    assert "sums are compiled kernels: no, missed" in shown
+    assert "sums have the host's bits: yes, met" in shown
+
+
+def test_idle_time_is_where_no_kernel_runs_on_any_stream() -> None:
+    kernels = [(0.0, 10.0, "a"), (4.0, 6.0, "inside"), (8.0, 12.0, "beside"), (20.0, 24.0, "b")]
+    first, gap = idle_rows(kernels, 2)
+    assert (first["step_ms"], first["idle_ms"], first["kernels"]) == (0.012, 0.004, 2)
+    assert first["idle"] == pytest.approx(8 / 24)
+    assert gap == {"gap_us": 8.0, "after": "beside", "before": "b"}
+    assert "nothing" in next(idle_rows([], 2))["said"]
+
+
+@pytest.mark.limit(60)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("check", ["smoke", "trace"])
+def test_without_a_gpu_a_check_is_refused_by_name(check: str) -> None:
+    rows, problem = job([], check, 50.0, twin=False)
+    assert not rows
+    assert problem.startswith("exit code 78")
+    assert "device: cuda was asked for, and torch sees none" in problem
+
+
+@pytest.mark.limit(90)
+def test_memory_of_another_rank_that_cannot_be_had_is_told_and_the_rest_is_tried() -> None:
+    rows, problem = job([*launcher(2), *planted(NO_EXPORTS)], "smoke", 80.0, twin=True)
+    assert not problem
+    assert "rank(s) 1" in rows[0]["said"]
+    assert sum("us" in row for row in rows) == 5
+    shown = report([{"kind": "smoke", "ranks": 2, **row} for row in rows])
+    assert "readable and right: no, missed" in shown
 
 
 def test_plain_torch_trains_as_many_parameters_as_we_do() -> None:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 
 import hpczero
+from hpczero.accelerator import Export, HostAccelerator
 from hpczero.models import GPT, GPTConfig
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import adamw, tiny_gpt, zeroified
@@ -208,6 +209,31 @@ def test_bytes_held_where_ranks_read_each_others_memory_equal_the_plan(
         }
         wrong = {name: pair for name, pair in ledger.items() if not near(*pair)}
         parallel_assert(comm, not wrong, f"ledger and plan differ: {wrong}")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_memory_that_a_rank_exports_is_planned(
+    comm: MPI.Intracomm, topology: Topology, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported: list[int] = []
+    right = HostAccelerator.export
+
+    def watched(self: HostAccelerator, nbytes: int) -> Export:
+        exported.append(nbytes)
+        return right(self, nbytes)
+
+    monkeypatch.setattr(HostAccelerator, "export", watched)
+    model = tiny_gpt(**{**SIZES, "hidden": 128})
+    with zeroified(
+        model, adamw(model), stage=stage, topology=topology, transport="ipc", precision="bf16"
+    ) as sharding:
+        plan = sharding.plan.memory(footprint=sharding.collectives.footprint)
+        kept = stage <= 1  # whole gradients lie in the block too
+        most = plan.exchange + (plan.gradients if kept else 0)
+        parallel_assert(comm, len(exported) == 1, f"{exported}")
+        parallel_assert(comm, 0 < exported[0] <= (1 + WITHIN) * most, f"{exported}, {plan}")
+        if not kept:
+            parallel_assert(comm, near(exported[0], plan.exchange), f"{exported}, {plan}")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

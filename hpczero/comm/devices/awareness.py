@@ -12,24 +12,22 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import shutil
-import subprocess
-import sys
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 
 from mpi4py import MPI
 
 from hpczero.accelerator import Accelerator
 from hpczero.comm.devices.access import DirectReach, HostReach, Reach, StagedReach
+from hpczero.comm.devices.trial_job import tried_once
 from hpczero.job.group import Group
 from hpczero.options.environment import Environment
 
 logger = logging.getLogger("hpczero.comm")
 
-TRIAL_S = 60.0
-TRIAL = "hpczero.comm.devices.trial"
+# Open MPI, MPICH and its kin (libmpi, libmpich, libmpi_cray, libmpi_gnu_123, libmpi_abi) in a line of /proc/self/maps.
+_MPI_LIBRARY = re.compile(r"(/\S*/libmpi(?:ch)?(?:_\w+)?\.so[\w.]*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -81,13 +79,30 @@ def decide(
 
 def claim() -> Claim:
     """Ask the library, first by the standard's question, then by its makers' own. Not collective."""
-    kinds = _memory_kinds()
-    if kinds:
-        return Claim("cuda" in kinds, f"MPI says it takes memory of kinds {kinds}")
-    support = _query_cuda_support()
+    libraries = _loaded_libraries()
+    return claim_of(_memory_kinds(), query_cuda_support(libraries), os.environ, libraries)
+
+
+def claim_of(
+    kinds: str, support: bool | None, variables: Mapping[str, str], libraries: str
+) -> Claim:
+    """What all answers say together. A list of kinds without CUDA is no denial: see below.
+
+    Args:
+        kinds: MPI's ``mpi_memory_alloc_kinds``, such as ``system,mpi,cuda:device``; empty where it has none.
+        support: what ``MPIX_Query_cuda_support`` says; None where there is no such function.
+        variables: the environment.
+        libraries: text of /proc/self/maps.
+    """
+    if "cuda" in [kind.strip().partition(":")[0] for kind in kinds.split(",")]:
+        return Claim(True, f"MPI says it takes memory of kinds {kinds}")
     if support is not None:
         return Claim(support, f"MPIX_Query_cuda_support says {int(support)}")
-    return environment_claim(os.environ, _loaded_libraries())
+    found = environment_claim(variables, libraries)
+    if found.aware is None and kinds:
+        # MPI 4.1 lets a library list the kinds that were asked for; MPICH with CUDA lists "mpi,system" unasked.
+        return Claim(None, f"{found.reason}: its memory kinds are {kinds}")
+    return found
 
 
 def environment_claim(variables: Mapping[str, str], libraries: str) -> Claim:
@@ -106,46 +121,6 @@ def environment_claim(variables: Mapping[str, str], libraries: str) -> Claim:
     return Claim(None, "nothing says that this MPI takes device memory")
 
 
-@cache
-def tried_once() -> tuple[bool, str]:
-    """``try_in_a_job``, at most once in a process."""
-    return try_in_a_job()
-
-
-def try_in_a_job() -> tuple[bool, str]:
-    """Send device memory between two ranks started for it. Not collective; takes seconds.
-
-    Returns:
-        Whether it worked, and what to say of it.
-    """
-    launcher = shutil.which("mpirun") or shutil.which("mpiexec")
-    if launcher is None:
-        return False, "no mpirun to try it with; HPCZERO_GPU_AWARE=1 if you know that it works"
-    # A job of its own: what the launcher of this one has left in the environment is not for it.
-    ours = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "ORTE_", "HYDRA_", "MPIEXEC_", "SLURM_")
-    kept = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_")
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(kept) or not name.startswith(ours)
-    }
-    environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"  # one core will do
-    command = [launcher, "-n", "2", sys.executable, "-m", TRIAL]
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=TRIAL_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return False, f"two ranks were still trying after {TRIAL_S:.0f} s"
-    if done.returncode:
-        words = [line for line in done.stderr.splitlines() if line.strip(" -")]
-        return (
-            False,
-            f"two ranks failed when they tried ({done.returncode}: {' '.join(words)[:200]})",
-        )
-    return True, "two ranks have tried it"
-
-
 def _memory_kinds() -> str:
     info = MPI.COMM_WORLD.Get_info()
     try:
@@ -154,10 +129,23 @@ def _memory_kinds() -> str:
         info.Free()
 
 
-def _query_cuda_support() -> bool | None:
-    """Open MPI's own question; None if it has no such function."""
-    query = getattr(ctypes.CDLL(None), "MPIX_Query_cuda_support", None)
-    return None if query is None else bool(query())
+def query_cuda_support(libraries: str) -> bool | None:
+    """The makers' own question, ``MPIX_Query_cuda_support``; None if no MPI in this process has such a function.
+
+    Each MPI library of the process is asked by its file: its symbols are not global where Python has loaded it.
+
+    Args:
+        libraries: text of /proc/self/maps.
+    """
+    loaded = os.RTLD_NOW | os.RTLD_NOLOAD  # never one that is not here
+    for path in [*dict.fromkeys(_MPI_LIBRARY.findall(libraries)), None]:
+        try:
+            query = getattr(ctypes.CDLL(path, mode=loaded), "MPIX_Query_cuda_support", None)
+        except OSError:  # replaced on disk since it was loaded
+            continue
+        if query is not None:
+            return bool(query())
+    return None
 
 
 def _loaded_libraries() -> str:

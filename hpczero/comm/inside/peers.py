@@ -41,6 +41,8 @@ COLUMNS = FIRST_GRADIENT + gradients.COLUMNS
 class ExportGround(Ground):
     """Every rank's block as this rank sees it. Gradients lie at its beginning."""
 
+    is_whole = True
+
     def __init__(self, parts: list[Tensor]) -> None:
         self.parts = parts
 

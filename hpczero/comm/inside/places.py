@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +28,13 @@ IN_TURN = 2
 
 
 class Ground(ABC):
-    """Memory that every rank of a node has a part of, and in which every rank reads all parts."""
+    """Memory that every rank of a node has a part of, and in which every rank reads all parts.
+
+    Attributes:
+        is_whole: whether all of it has memory behind it from the start.
+    """
+
+    is_whole: ClassVar[bool] = False
 
     @abstractmethod
     def part(self, rank: int) -> Tensor:
@@ -137,7 +144,8 @@ class Places:
 
         Args:
             rank: local rank.
-            memory: ledger of buffers. Places that are not kept count as ``exchange`` from their first use.
+            memory: ledger of buffers. Places that are not kept count as ``exchange`` from their first use, or from
+                the start where the ground is whole.
             wait_until_read: returns when all ranks of the node have read what they need of a reduction.
             device: device of the ground.
         """
@@ -188,6 +196,10 @@ class Places:
         self._ground = ground
         start = ground.part(self._rank).data_ptr()
         self._by_address = {start + place.start: place for place in self._places if place.nbytes}
+        for place in self._places if ground.is_whole else ():  # the spare one too, used or not
+            if not place.is_kept:
+                self._memory.add("exchange", place.nbytes)
+            place.claimed = place.nbytes
 
     def close(self) -> None:
         """Stop to point into the ground."""

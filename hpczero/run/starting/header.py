@@ -42,7 +42,8 @@ def tell_header(
     part = run if isinstance(run, PartRun) else None
     for line in describe_layout(part) if part else []:
         log.info("%s", line)
-    log.info("device: %s", accelerator.describe())
+    deterministic = ", deterministic operations alone" if config.parallel.deterministic else ""
+    log.info("device: %s%s", accelerator.describe(), deterministic)
     warn_of_shared_devices(topology, accelerator)
     log.info("transport: %s", sharding.collectives.describe())
     for line in sharding.collectives.measured():

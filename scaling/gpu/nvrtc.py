@@ -1,0 +1,132 @@
+"""CUDA's run-time compiler without a GPU: what a kernel takes on a device is known from its machine code.
+
+Owns: finding the compiler's library, its calls, and the two figures in what it makes. Must not know: which kernels
+there are, CuPy. The wheels ``nvidia-cuda-nvrtc-cu12`` and torch's own CUDA wheels bring the library.
+
+Source: NVRTC user guide, sec. 3; ELF-64 object file format, version 1.5. The attributes of ``.nv.info`` are as in
+``cuobjdump -elf``: each is a format, a number, a size and its values.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+OPTIONS = ("--std=c++17",)
+REGISTERS, FRAME_SIZE = 0x2F, 0x11  # attributes of .nv.info: (symbol, figure)
+SIZED = 4  # format of an attribute whose values follow it
+
+
+class CompileError(Exception):
+    """The compiler refused the source; its log is the message."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a kernel takes.
+
+    Attributes:
+        registers: of a thread; of the largest function.
+        local_nbytes: memory of a thread for what found no register.
+        seconds: of a processor, that the compiler took.
+    """
+
+    registers: int
+    local_nbytes: int
+    seconds: float
+
+
+class Nvrtc:
+    """The compiler in one library."""
+
+    def __init__(self, library: Path) -> None:
+        """Load it.
+
+        Raises:
+            OSError: it cannot be loaded.
+        """
+        self._library = ctypes.CDLL(str(library))
+
+    def compile(self, source: str, architecture: str) -> Compiled:
+        """Compile for a device, as CuPy would.
+
+        Args:
+            source: CUDA C++.
+            architecture: such as sm_90.
+
+        Raises:
+            CompileError: with the compiler's log.
+        """
+        program = ctypes.c_void_p()
+        self._call(
+            "CreateProgram", ctypes.byref(program), source.encode(), b"sum.cu", 0, None, None
+        )
+        try:
+            given = [f"--gpu-architecture={architecture}", *OPTIONS]
+            options = (ctypes.c_char_p * len(given))(*(option.encode() for option in given))
+            start = time.process_time()
+            refused = self._library.nvrtcCompileProgram(program, len(given), options)
+            seconds = time.process_time() - start
+            if refused:
+                log = self._bytes("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
+                raise CompileError(log.strip() or f"NVRTC refuses {architecture}: code {refused}")
+            code = self._bytes("CUBIN", program)
+        finally:
+            self._call("DestroyProgram", ctypes.byref(program))
+        found = list(_attributes(code))
+        return Compiled(
+            max(value for number, value in found if number == REGISTERS),
+            max(value for number, value in found if number == FRAME_SIZE),
+            seconds,
+        )
+
+    def _bytes(self, what: str, program: ctypes.c_void_p) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"Get{what}Size", program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._call(f"Get{what}", program, buffer)
+        return buffer.raw
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = getattr(self._library, f"nvrtc{name}")(*arguments)
+        if code:
+            raise CompileError(f"nvrtc{name} failed with code {code}")
+
+
+def find_nvrtc() -> Nvrtc | None:
+    """The compiler of this Python's packages; None where there is none."""
+    try:
+        found = importlib.util.find_spec("nvidia")
+    except (ImportError, ValueError):
+        return None
+    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+        for library in sorted(Path(folder).glob("*/lib/libnvrtc.so.*")):
+            return Nvrtc(library)
+    return None
+
+
+def _attributes(code: bytes) -> Iterator[tuple[int, int]]:
+    """Number and figure of each attribute of a function in the ``.nv.info`` sections of an ELF file."""
+    first, size, count, names_index = (
+        *struct.unpack_from("<Q", code, 40),
+        *struct.unpack_from("<HHH", code, 58),
+    )
+    # name, type, flags, address, offset, size, ...
+    sections = [struct.unpack_from("<IIQQQQ", code, first + i * size) for i in range(count)]
+    names = sections[names_index][4]
+    for name, _, _, _, offset, nbytes in sections:
+        if not code.startswith(b".nv.info", names + name):
+            continue
+        at = offset
+        while at < offset + nbytes:
+            form, number, value = struct.unpack_from("<BBH", code, at)
+            at += 4
+            if form == SIZED:
+                if number in (REGISTERS, FRAME_SIZE):
+                    yield number, struct.unpack_from("<II", code, at)[1]
+                at += value

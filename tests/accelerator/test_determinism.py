@@ -1,0 +1,83 @@
+"""The same bits in every run: what is set, when it is too late, and that the training command does it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpczero.errors import ConfigError
+from hpczero.options.environment import fix_cublas_workspace
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROGRAM = """
+import os, torch
+from hpczero.accelerator import be_deterministic
+twice = torch.tensor([0, 0])
+torch.zeros(1).put_(twice, torch.ones(2))  # which of them stays has no order
+be_deterministic()
+assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+assert torch.are_deterministic_algorithms_enabled()
+assert not torch.is_deterministic_algorithms_warn_only_enabled()
+try:
+    torch.zeros(1).put_(twice, torch.ones(2))
+except RuntimeError as error:
+    print(str(error).split(".")[0])
+"""
+
+
+@pytest.mark.parametrize("given", ["", ":4096:8", ":16:8"])
+def test_workspaces_with_one_order_are_taken_or_kept(given: str) -> None:
+    variables = {"CUBLAS_WORKSPACE_CONFIG": given, "OTHER": "1"}
+    fix_cublas_workspace(variables)
+    assert variables == {"CUBLAS_WORKSPACE_CONFIG": given or ":4096:8", "OTHER": "1"}
+
+
+def test_a_workspace_without_one_order_is_refused() -> None:
+    variables = {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}
+    with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG: got ':0:0', expected :4096:8"):
+        fix_cublas_workspace(variables)
+    assert variables == {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}
+
+
+def test_an_operation_without_an_order_is_an_error_afterwards() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "put_" in done.stdout
+    assert "deterministic" in done.stdout
+
+
+@pytest.mark.limit(180)
+def test_the_training_command_refuses_and_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the same bits in every run\n" * 400)
+    options = {
+        "parallel.deterministic": "true",
+        "parallel.device": "cpu",
+        "run.folder": tmp_path / "runs",
+        "data.path": text,
+        "data.cache": tmp_path / "cache",
+        "model.preset": "gpt-micro",
+        "train.steps": 2,
+        "evaluation.batches": 0,
+        "log.plot": "false",
+        "log.tensorboard": "false",
+    }
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    found = []
+    for workspace in (":0:0", ""):
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", workspace)
+        command = [sys.executable, "-m", "hpczero.train", *words]
+        found.append(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False))
+    refused, ran = found
+    assert refused.returncode == 78, refused
+    assert "CUBLAS_WORKSPACE_CONFIG: got ':0:0'" in refused.stderr
+    assert ran.returncode == 0, ran.stderr
+    assert "cpu, deterministic operations alone" in ran.stdout + ran.stderr

@@ -1,0 +1,73 @@
+"""Blocks that a device sums begin at multiples of 16 bytes on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hpczero
+from hpczero.comm import Collectives, Hierarchical, flat, hierarchical
+from hpczero.comm.between import rails
+from hpczero.comm.inside.level import Messages
+from hpczero.kernels.source import VECTOR_NBYTES
+from hpczero.kernels.tree_sum import tree_sum
+from hpczero.plan import footprint
+from tests.comm.suite import contribution, expected_sum
+from tests.helpers.parallel import parallel_assert
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+SHARD_NUMEL = 64 * 163
+SMALL = (
+    2**14 + 2**8
+)  # bytes instead of 32 MiB: several chunks, and a size that none of these numbers divides
+
+WAYS: dict[str, Callable[[hpczero.Topology], Collectives]] = {
+    "flat": hpczero.Flat,
+    "messages": lambda topology: Hierarchical(topology, inside="messages"),
+    "window": Hierarchical,
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_summed_in_chunks_is_aligned(
+    comm: MPI.Intracomm,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    apart: bool,
+    dtype: torch.dtype,
+) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def watched(blocks: list[Tensor], out: Tensor, **given: Any) -> None:
+        seen.append(tuple(t.data_ptr() % VECTOR_NBYTES for t in (*blocks, out)))
+        tree_sum(blocks, out, **given)
+
+    for module in (flat, hierarchical, rails):
+        monkeypatch.setattr(module, "tree_sum", watched)
+    monkeypatch.setattr(footprint, "EXCHANGE_BYTES", SMALL)
+    monkeypatch.setattr(Messages, "most_nbytes", SMALL)
+    topology = hpczero.Topology.create(comm, [rank if apart else 0 for rank in range(comm.size)])
+    transport = WAYS[way](topology)
+    numel = SHARD_NUMEL * comm.size
+    full = contribution(comm.rank, numel, dtype)
+    out = torch.empty(SHARD_NUMEL)
+    transport.settle()
+    transport.reduce_scatter(full, out, scale=1.0, name="u").wait()
+    whole = expected_sum(topology, numel, dtype, torch.float32)
+    mine = whole[topology.shard_index * SHARD_NUMEL :][:SHARD_NUMEL]
+    parallel_assert(comm, out.numpy().tobytes() == mine.tobytes())
+    at_once = way == "window" and not apart  # peers' memory is read where it is
+    parallel_assert(comm, (len(seen) == 1) is at_once, f"{len(seen)} sums")
+    parallel_assert(comm, not any(map(any, seen)), f"{seen}")
+    transport.close()
+    topology.free()

@@ -1,0 +1,58 @@
+"""The device's sum as CUDA's own compiler makes it, on any machine: it compiles soon, in registers alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpczero.kernels.device_sum import NAMES
+from hpczero.kernels.source import MOST_BLOCKS, tree_sum_source
+from scaling.gpu.nvrtc import CompileError, Nvrtc, find_nvrtc
+
+ARCHITECTURES = ("sm_75", "sm_80", "sm_90")
+MOST_REGISTERS = 64  # of a thread: four blocks of 256 then fit an SM
+# The most of each width of loads, those that took most registers or local memory at some time, and one.
+COUNTS = (1, 2, 6, 8, 15, 16, 27, MOST_BLOCKS)
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> Nvrtc:
+    found = find_nvrtc()
+    if found is None:
+        pytest.skip("no CUDA compiler: the package nvidia-cuda-nvrtc-cu12 is not installed")
+    return found
+
+
+@pytest.mark.limit(180)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", sorted(NAMES.values()))
+def test_every_sum_compiles_within_a_second_into_registers_alone(
+    nvrtc: Nvrtc, architecture: str, dtype: str
+) -> None:
+    for count in COUNTS:
+        for groups in ([range(count)], [[block] for block in range(count)]):
+            for node_dtype in NAMES.values() if len(groups) > 1 else ("fp32",):
+                for aligned in (True, False):
+                    source = tree_sum_source(groups, dtype, node_dtype, aligned=aligned, cuda=True)
+                    found = nvrtc.compile(source, architecture)
+                    which = (count, len(groups), node_dtype, aligned)
+                    assert 0 < found.registers <= MOST_REGISTERS, (which, found)
+                    assert found.local_nbytes == 0, (which, found)
+                    assert found.seconds < 1.0, (which, found)
+
+
+SPILLS = """
+extern "C" __global__ void keeps(float* out, int at) {
+    float kept[300];
+    for (int i = 0; i < 300; ++i) kept[i] = out[i];
+    out[0] = kept[at];
+}
+"""
+
+
+def test_local_memory_of_a_kernel_that_has_some_is_seen(nvrtc: Nvrtc) -> None:
+    assert nvrtc.compile(SPILLS, "sm_80").local_nbytes >= 1200
+
+
+def test_what_does_not_compile_is_told_with_the_compilers_words(nvrtc: Nvrtc) -> None:
+    with pytest.raises(CompileError, match="broken"):
+        nvrtc.compile('extern "C" __global__ void f() { broken; }', "sm_80")
