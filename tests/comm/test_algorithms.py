@@ -73,14 +73,16 @@ def test_exchange_brings_each_rank_its_block_of_all_others(
         prepared: list[int] = []
 
         def prepare(
-            index: int,
+            first: int,
+            count: int,
             send: Tensor = send,
             stride: int = stride,
             numel: int = numel,
             prepared: list[int] = prepared,
         ) -> None:
-            prepared.append(index)
-            send[index * stride :][:numel] = block(comm.rank, index, numel)
+            for index in range(first, first + count):
+                prepared.append(index)
+                send[index * stride :][:numel] = block(comm.rank, index, numel)
 
         exchange(
             Blocks.of(send, 0, numel, stride, comm.size),

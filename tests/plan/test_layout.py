@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hpczero.plan.footprint import EXCHANGE_BYTES, exchange_chunk
 from hpczero.plan.layout import ShardLayout
+from hpczero.plan.rounds import EXCHANGE_BYTES, exchange_chunk
 
 Shapes = list[tuple[int, ...]]
 
