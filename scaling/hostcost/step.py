@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -37,8 +37,8 @@ from hpczero.job.group import Group
 from hpczero.job.watchdog import Watchdog
 from hpczero.kernels.source import MOST_BLOCKS
 from hpczero.memory.buffers import DTYPES, Use
-from hpczero.models.presets import PRESETS
 from hpczero.models.config import parameter_shapes
+from hpczero.models.presets import PRESETS
 from hpczero.plan.sizing import blockwise_plan
 
 LEAST_S, MOST_RUNS = 0.2, 7  # of one call: it is repeated for so long, or so often
@@ -63,20 +63,18 @@ class StandIn(MPI.Intracomm):
         return self
 
     @property
-    def size(self) -> int:
+    def size(self) -> int:  # type: ignore[override]  # MPI's is one to read too
         return self._size
 
     @property
-    def rank(self) -> int:
+    def rank(self) -> int:  # type: ignore[override]
         return self._rank
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> MPI.Request:
         self.calls["Isend"] += 1
         return super().Isend(buf, MPI.PROC_NULL, tag)
 
-    def Irecv(
-        self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG
-    ) -> MPI.Request:
+    def Irecv(self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> MPI.Request:
         return super().Irecv(buf, MPI.PROC_NULL, tag)
 
     def Send_init(self, buf: Any, dest: int, tag: int = 0) -> MPI.Prequest:
@@ -137,9 +135,7 @@ class Peers(NodeLevel):
     @contextmanager
     def _reading(self, full: Tensor) -> Iterator[Parts]:
         begin = self.comm.rank * (full.numel() // self.comm.size)
-        yield lambda start, count: (
-            [full[begin + start : begin + start + count]] * self.comm.size
-        )
+        yield lambda start, count: [full[begin + start : begin + start + count]] * self.comm.size
 
     @override
     def close(self) -> None:
@@ -168,8 +164,9 @@ class Sums:
 
     def __init__(self) -> None:
         self.kernels = self.operations = 0
-        self._sum, self._blocks = rails.tree_sum, rails.Blocks
-        rails.tree_sum, rails.Blocks = self, Elsewhere
+        names = vars(rails)
+        self._before = {name: names[name] for name in ("tree_sum", "Blocks")}
+        names.update(tree_sum=self, Blocks=Elsewhere)
 
     def __call__(
         self, blocks: Sequence[Tensor], out: Tensor, *, groups: Sequence[Any], **options: Any
@@ -182,7 +179,7 @@ class Sums:
 
     def undo(self) -> None:
         """Leave the transport as it was."""
-        rails.tree_sum, rails.Blocks = self._sum, self._blocks
+        vars(rails).update(self._before)
 
 
 def group_of(ranks: int, local: int, watchdog: Watchdog) -> Group:
@@ -204,7 +201,8 @@ def group_of(ranks: int, local: int, watchdog: Watchdog) -> Group:
 def least(run: Callable[[], dict[str, float]]) -> dict[str, float]:
     """What the run with the least seconds in all has said; the first one is not counted."""
     run()
-    found, begin = [], time.perf_counter()
+    found: list[dict[str, float]] = []
+    begin = time.perf_counter()
     while len(found) < MOST_RUNS and (not found or time.perf_counter() - begin < LEAST_S):
         found.append(run())
     return min(found, key=lambda said: said["seconds"])
@@ -213,8 +211,8 @@ def least(run: Callable[[], dict[str, float]]) -> dict[str, float]:
 def measure(model: str, precision: str, ranks: int, ranks_per_node: int) -> dict[str, Any]:
     """Seconds of this thread in the collectives of one step at stage 3, by part, and counts.
 
-    Units of equal shape are measured once, each call as often as ``least`` says. Gathers describe their messages to MPI anew in each call, which is the worst
-    case: whole parameters need not come back to the same memory.
+    Units of equal shape are measured once, each call as often as ``least`` says. Gathers describe their messages to MPI
+    anew in each call, which is the worst case: whole parameters need not come back to the same memory.
     """
     config = PRESETS[model]
     plan = blockwise_plan(parameter_shapes(config), num_shards=ranks, stage=3, precision=precision)
@@ -223,7 +221,7 @@ def measure(model: str, precision: str, ranks: int, ranks_per_node: int) -> dict
     group = group_of(ranks, ranks_per_node, watchdog)
     transport = OneOfMany(group, reach=DirectReach(Absent()), node_dtype=node_dtype)
     layouts = Counter((unit.layout.padded_numel, unit.layout.shard_numel) for unit in plan.units)
-    sums, total, most = Sums(), Counter[str](), layouts.most_common(1)[0][0]
+    sums, total, most = Sums(), defaultdict[str, float](float), layouts.most_common(1)[0][0]
     row: dict[str, Any] = {"ranks": ranks, "ranks_per_node": ranks_per_node}
     for (padded, shard), units in layouts.items():
         full = torch.empty(padded, dtype=dtype, device="meta")
@@ -251,16 +249,17 @@ def measure(model: str, precision: str, ranks: int, ranks_per_node: int) -> dict
         gathered, reduced = least(gather), least(reduce)
         total["gather_s"] += 2 * units * gathered["seconds"]
         total["exchange_s"] += units * reduced["seconds"]
-        total["kernels"] += units * int(reduced["kernels"])
-        total["operations"] += units * int(reduced["operations"])
-        total["messages"] += units * int(2 * gathered["messages"] + reduced["messages"])
+        total["kernels"] += units * reduced["kernels"]
+        total["operations"] += units * reduced["operations"]
+        total["messages"] += units * (2 * gathered["messages"] + reduced["messages"])
         if (padded, shard) == most:
             row["gather_messages"] = int(gathered["messages"])
             row["reduce_messages"] = int(reduced["messages"])
     total["agreements_s"] = least(lambda: agree(transport, len(plan.units)))["seconds"]
     sums.undo()
     row["exchange_nbytes"] = transport.exchange_nbytes
-    return {**row, **total, "units": len(plan.units)}
+    counts = {name: int(total.pop(name)) for name in ("kernels", "operations", "messages")}
+    return {**row, **counts, **total, "units": len(plan.units)}
 
 
 def messages(transport: Hierarchical) -> int:
@@ -284,7 +283,7 @@ def agree(transport: Hierarchical, units: int) -> dict[str, float]:
 def main(words: Sequence[str]) -> int:
     """Print what ``measure`` finds for the case that ``words`` describe in JSON."""
     torch.set_num_threads(1)
-    print(json.dumps(measure(**json.loads(words[0]))))
+    sys.stdout.write(json.dumps(measure(**json.loads(words[0]))))
     return 0
 
 

@@ -62,11 +62,12 @@ class _Steps:
     def _step(self, send: Blocks, receive: Blocks, own: bool, distances: range) -> Step:
         comm, rank, size = self._comm, self._comm.rank, self._comm.size
         requests: Step = []
+        outgoing = send.block(rank) if own else None
         for distance in distances:
             target, source = (rank + distance) % size, (rank - distance) % size
-            outgoing = send.block(rank if own else target)
+            leaves = outgoing or send.block(target)
             requests.append(comm.Recv_init([receive.block(source), MPI.BYTE], source))
-            requests.append(comm.Send_init([outgoing, MPI.BYTE], target))
+            requests.append(comm.Send_init([leaves, MPI.BYTE], target))
         return requests
 
     def start(self, step: Step) -> None:
