@@ -1,9 +1,7 @@
-"""The collectives of one rank's step at any number of ranks, on one core: a program that prints one JSON object.
-
-    python scaling/hostcost/step.py '{"model": "gpt-60b", "ranks": 400, "ranks_per_node": 8, ...}'
+"""The collectives of one rank's step at any number of ranks, on one core, against stand-ins for all others.
 
 Owns: the stand-ins, and what is timed. Must not know: the report. It imports nothing of ``scaling``, so that it runs on
-the code of another checkout as well (``PYTHONPATH``).
+the code of another checkout as well (``__main__`` starts it alone in a process).
 
 The transport is the real one, with the real plan, for memory of a device that MPI sees. Stand-ins are: communicators of
 the given size, whose messages go to MPI_PROC_NULL, so that mpi4py and the entry of MPI cost what they cost; tensors on
@@ -285,7 +283,3 @@ def main(words: Sequence[str]) -> int:
     torch.set_num_threads(1)
     sys.stdout.write(json.dumps(measure(**json.loads(words[0]))))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
