@@ -18,7 +18,7 @@ from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum
 from hpczero.memory.buffers import Memory, Scratch
-from hpczero.plan.footprint import exchange_chunk
+from hpczero.plan.rounds import exchange_chunk
 
 
 class Flat(Collectives):
@@ -55,6 +55,7 @@ class Flat(Collectives):
         over = self.reach
         self._gather = over.gather(gather, self.group.ordered, chunk_nbytes=chunk_nbytes)
         self._exchange = over.exchange(exchange, self.group.ordered, chunk_nbytes=chunk_nbytes)
+        self._groups = self.group.reduction_groups
         self._received = Scratch(self.memory, category="exchange", device=self.device)
 
     @override
@@ -90,7 +91,7 @@ class Flat(Collectives):
             tree_sum(
                 blocks,
                 out[start : start + count],
-                groups=self.group.reduction_groups,
+                groups=self._groups,
                 scale=scale,
                 accumulate=accumulate,
                 node_dtype=self.node_dtype,

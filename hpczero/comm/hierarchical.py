@@ -40,12 +40,11 @@ from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum
 from hpczero.memory.buffers import Buffer, Memory, Use
-from hpczero.plan.footprint import Footprint, node_chunk
+from hpczero.plan.footprint import Footprint
+from hpczero.plan.rounds import DEVICE_ROUND_BYTES, node_chunk
 
 # Sums in shared memory that a rank may put off: it need not wait for peers that are this many units behind.
 PUT_OFF = IN_TURN - 1
-# A round costs a device launches and waits of the host, whatever its size.
-DEVICE_ROUND_BYTES = 4 * 2**20
 
 Inside = Literal["window", "ipc", "messages"]
 
@@ -280,14 +279,14 @@ class Hierarchical(Collectives):
         self, full: Tensor, out: Tensor, shard_numel: int, scale: float, accumulate: bool, name: str
     ) -> Work:
         reading = self._node.reading(full)
-        dtype = full.dtype
+        dtype, views = full.dtype, self._node.comm.size == 1 or self._node.shares(full, Use.REDUCE)
 
         def finish() -> None:
             with reading as parts:
                 if self._nodes == 1:
                     self._sum_in_node(parts, out, dtype.itemsize, scale, accumulate)
                 else:
-                    self._rails.reduce(parts, out, dtype, scale, accumulate)
+                    self._rails.reduce(parts, out, dtype, scale, accumulate, spans=views)
 
         if self._background is not None:
             wait = self._background.start(f"reduce_scatter of {name!r} (step {self.step})", finish)

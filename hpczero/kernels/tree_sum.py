@@ -12,7 +12,7 @@ one launch, or by subtrees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,16 @@ def piece_numel(device: torch.device) -> int:
     return PIECE_NUMEL if device.type == "cpu" else 2**62
 
 
+def pieces(shape: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:
+    """Pieces of a tensor of rows, or of one row, with at most ``most`` elements each: whole rows, if several fit."""
+    *rows, width = shape
+    together = max(most // max(width, 1), 1)
+    for top in range(0, rows[0], together) if rows else [None]:
+        across = () if top is None else (slice(top, min(top + together, rows[0])),)
+        for start in range(0, width, most):
+            yield *across, slice(start, min(start + most, width))
+
+
 def tree_sum(
     blocks: Sequence[Tensor],
     out: Tensor,
@@ -40,20 +50,27 @@ def tree_sum(
     """``out = scale * sum(blocks)``, or ``out += ...``, summed in fp32 in one fixed order.
 
     Args:
-        blocks: k tensors (numel,) of one floating dtype; never written.
-        out: (numel,) fp32.
+        blocks: k tensors (numel,) or (rows, numel) of one floating dtype, rows of any stride; never written.
+        out: fp32 of the same shape.
         groups: indices into ``blocks`` node by node; together a permutation of all of them.
         scale: multiplies the sum once.
         accumulate: whether to add to what ``out`` holds instead of replacing it.
         node_dtype: each node's partial sum is rounded to it where there is more than one node.
     """
-    if out.device.type == "cuda" and device_tree_sum(
-        blocks, out, groups=groups, scale=scale, accumulate=accumulate, node_dtype=node_dtype
+    if (
+        out.device.type == "cuda"
+        and all(tensor.is_contiguous() for tensor in (*blocks, out))
+        and device_tree_sum(
+            [block.view(-1) for block in blocks],
+            out.view(-1),
+            groups=groups,
+            scale=scale,
+            accumulate=accumulate,
+            node_dtype=node_dtype,
+        )
     ):
         return
-    most = piece_numel(out.device)
-    for start in range(0, out.numel(), most):
-        piece = slice(start, min(start + most, out.numel()))
+    for piece in pieces(out.shape, piece_numel(out.device)):
         terms = [blocks[i][piece] for i in groups[0]]
         if len(groups) > 1:
             terms = [_node_sum([blocks[i][piece] for i in group], node_dtype) for group in groups]

@@ -1,7 +1,7 @@
 """Footprint: what a transport holds and sends beside the buffers of units, as far as the plan must know it.
 
-Owns: the description, and the sizes of what is exchanged in rounds. Must not know: MPI, torch, units. Each transport
-states its own (``Collectives.footprint``); ``footprint_of`` predicts that of one that does not exist yet.
+Owns: the description, and the sizes of places that buffers take in turn. Must not know: MPI, torch, units. Each
+transport states its own (``Collectives.footprint``); ``footprint_of`` predicts that of one that does not exist yet.
 """
 
 from __future__ import annotations
@@ -9,15 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpczero.plan.rounds import DEVICE_ROUND_BYTES, ROUND_BYTES
 from hpczero.plan.transports import Named
 
-# Upper bound of the buffer that receives peers' gradient blocks; larger reductions go through it in chunks.
-EXCHANGE_BYTES = 32 * 2**20
-# Bytes that one message of a round between nodes carries, unless a measurement finds better: small enough that sums and
-# messages overlap (a reduction between emulated hosts took 433 ms where 512 KiB took 580 and the link needs 403).
-ROUND_BYTES = 2**16
-# Chunks begin at multiples of so many elements, as shards do, so that a device sums 16 bytes at a time: 128 in bf16.
-CHUNK_ALIGN = 64
 PULLED_IN_TURN = (
     2  # places that serve all whole parameters where ranks of a node pull them from each other
 )
@@ -32,7 +26,7 @@ class Footprint:
         ranks: ranks that share one copy of whole parameters (unless it ``pulls``) and read each other's gradients.
         lasting: whether whole parameters stay in memory while sharded, because the node holds all of them anyway.
         nodes: nodes between which partial sums travel.
-        round_nbytes: most bytes of one partial sum that travel in one round between nodes.
+        round_nbytes: bytes of one partial sum that are wished to travel in one round between nodes (``plan.rounds``).
         overlap: whether collectives go on while the model computes, so that the next unit is unsharded meanwhile.
         pulls: whether each rank has whole parameters of its own, and ranks of a node only read from each other's
             memory.
@@ -51,32 +45,6 @@ class Footprint:
         return 1 if self.pulls else self.ranks
 
 
-def rail_chunk(shard_numel: int, nodes: int, itemsize: int, round_nbytes: int = ROUND_BYTES) -> int:
-    """Elements of each shard that one round between nodes exchanges.
-
-    Two rounds overlap, each with a buffer to send and one to receive. Together they fit into EXCHANGE_BYTES.
-    """
-    fitting = EXCHANGE_BYTES // (4 * nodes * itemsize)
-    return max(min(shard_numel, aligned(min(fitting, round_nbytes // itemsize))), 1)
-
-
-def aligned(numel: int) -> int:
-    """The largest multiple of CHUNK_ALIGN that is at most ``numel``; below CHUNK_ALIGN ``numel`` itself."""
-    return numel // CHUNK_ALIGN * CHUNK_ALIGN or numel
-
-
-def node_chunk(ranks: int, itemsize: int, most_nbytes: int, chunk_nbytes: int) -> int:
-    """Elements of each shard that are summed at a time over the ranks of one node.
-
-    Args:
-        ranks: of the node.
-        itemsize: bytes of an element.
-        most_nbytes: of all ranks' elements together.
-        chunk_nbytes: of those of one rank.
-    """
-    return max(aligned(min(chunk_nbytes, most_nbytes // ranks) // itemsize), 1)
-
-
 def pulled_nbytes(parts: Sequence[int]) -> int:
     """Bytes of the places through which ranks of a node hand on parts of whole parameters of these sizes."""
     return PULLED_IN_TURN * (-(-max(parts, default=0) // PLACE_ALIGNMENT) * PLACE_ALIGNMENT)
@@ -89,11 +57,6 @@ def places_in_turn(sizes: Sequence[int]) -> list[int]:
     """
     rest = sizes[1:]
     return [max(place, default=0) for place in (sizes[:1], rest[0::2], rest[1::2])]
-
-
-def exchange_chunk(shard_numel: int, num_shards: int, itemsize: int) -> int:
-    """Elements of each shard that one round of a reduction exchanges, so that all blocks fit into EXCHANGE_BYTES."""
-    return min(shard_numel, max(aligned(EXCHANGE_BYTES // (num_shards * itemsize)), 1))
 
 
 def footprint_of(transport: Named, *, ranks: int, local_size: int) -> Footprint:
@@ -110,7 +73,9 @@ def footprint_of(transport: Named, *, ranks: int, local_size: int) -> Footprint:
     if (
         transport == "ipc"
     ):  # devices compute by themselves: communication goes on beside that on one node too
-        return Footprint(local, nodes=nodes, overlap=True, pulls=local > 1)
+        return Footprint(
+            local, nodes=nodes, round_nbytes=DEVICE_ROUND_BYTES, overlap=True, pulls=local > 1
+        )
     if transport == "hierarchical" or local == 1:
         return Footprint(nodes=nodes, overlap=nodes > 1)
     return Footprint(local, lasting=nodes == 1, nodes=nodes, overlap=nodes > 1)

@@ -12,17 +12,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hpczero.errors import ConfigError, PlanError
-from hpczero.plan.footprint import (
-    Footprint,
-    exchange_chunk,
-    places_in_turn,
-    pulled_nbytes,
-    rail_chunk,
-)
+from hpczero.plan.footprint import Footprint, places_in_turn, pulled_nbytes
 from hpczero.plan.layout import ShardLayout
 from hpczero.plan.memory import MemoryPlan
 from hpczero.plan.placement import ModelPart, part_of
 from hpczero.plan.precision import Precision
+from hpczero.plan.rounds import exchange_chunk, rail_chunk, rail_nbytes
 from hpczero.plan.traffic import TrafficPlan, unit_traffic
 from hpczero.plan.unit_spec import UnitSpec
 
@@ -235,17 +230,26 @@ class Plan:
             ]  # the spare place, which is exported with the others
         if footprint.nodes == 1:
             return sum(places)
-        largest = max((unit.layout.shard_numel for unit in self.trainable_units), default=0)
-        wire = self.node_itemsize
-        chunk = rail_chunk(largest, footprint.nodes, wire, footprint.round_nbytes)
+        shards = {unit.layout.shard_numel for unit in self.trainable_units}
+        rail = (footprint.nodes, self.wire_itemsize(footprint), footprint.round_nbytes)
+        between = max((rail_nbytes(shard, *rail) for shard in shards), default=0)
         local = self.num_shards // footprint.nodes
-        inside = local * chunk * item if private and local > 1 else 0  # what peers of the node send
-        return sum(places) + 4 * footprint.nodes * wire * chunk + inside
+        inside = 0  # what peers of the node send
+        if private and local > 1:
+            inside = local * item * max((rail_chunk(shard, *rail) for shard in shards), default=0)
+        return sum(places) + between + inside
 
     @property
     def node_itemsize(self) -> int:
         """Bytes of an element of a node's partial sum."""
         return 2 if self.precision.reduce in ("bf16", "fp16") else FP32_BYTES
+
+    def wire_itemsize(self, footprint: Footprint) -> int:
+        """Bytes of an element between nodes; one rank of a node alone sends its gradient as it is, if not wider."""
+        alone = self.num_shards == footprint.nodes
+        return (
+            min(self.precision.param_itemsize, self.node_itemsize) if alone else self.node_itemsize
+        )
 
     def traffic(
         self, *, micro_steps: int = 1, synced: int = 1, footprint: Footprint | None = None

@@ -10,13 +10,17 @@ from dataclasses import dataclass
 
 from hpczero.plan.footprint import Footprint
 from hpczero.plan.layout import ShardLayout
+from hpczero.plan.rounds import gather_messages, rail_messages
 
 FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
 class TrafficPlan:
-    """What one rank sends. Elements and bytes include padding; ``padding`` is the number of elements of it."""
+    """What one rank sends. Elements and bytes include padding; ``padding`` is the number of elements of it.
+
+    ``messages`` are those between nodes, by pairs of nodes and in rounds of the usual length.
+    """
 
     all_gathers: int = 0
     reduce_scatters: int = 0
@@ -25,6 +29,7 @@ class TrafficPlan:
     all_gather_nbytes: int = 0
     reduce_scatter_nbytes: int = 0
     padding: int = 0
+    messages: int = 0
 
     def __add__(self, other: TrafficPlan) -> TrafficPlan:
         return TrafficPlan(
@@ -35,6 +40,7 @@ class TrafficPlan:
             self.all_gather_nbytes + other.all_gather_nbytes,
             self.reduce_scatter_nbytes + other.reduce_scatter_nbytes,
             self.padding + other.padding,
+            self.messages + other.messages,
         )
 
     @property
@@ -87,6 +93,11 @@ def unit_traffic(
     reduced_nbytes = reduced_inside * param_itemsize + between * wire
     total, padding = layout.padded_numel, layout.padded_numel - layout.numel
     sent = gathers * gathered + reductions * reduced
+    messages = 0
+    if shard and nodes > 1:
+        rail = (nodes, footprint.round_nbytes)
+        messages += gathers * gather_messages(shard * gather_itemsize, *rail)
+        messages += reductions * rail_messages(shard, nodes, wire, footprint.round_nbytes)
     return TrafficPlan(
         all_gathers=gathers,
         reduce_scatters=reductions,
@@ -95,4 +106,5 @@ def unit_traffic(
         all_gather_nbytes=gathers * gathered * gather_itemsize,
         reduce_scatter_nbytes=reductions * reduced_nbytes,
         padding=sent * padding // total if total else 0,
+        messages=messages,
     )

@@ -38,6 +38,7 @@ HELP = {
     "scaling.checkpoint": ("",),
     "scaling.collectives": ("",),
     "scaling.gpu": ("",),
+    "scaling.hostcost": ("",),
     "scaling.layouts": ("",),
     "scaling.overhead": ("",),
     "scaling.parallel": ("",),

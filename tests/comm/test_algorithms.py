@@ -9,8 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpczero.comm.algorithms import EXCHANGES, GATHERS, Exchange, Gather
+from hpczero.comm.algorithms import (
+    EXCHANGES,
+    GATHERS,
+    Exchange,
+    Gather,
+    PairwiseExchange,
+    PairwiseGather,
+    pairwise,
+)
 from hpczero.comm.algorithms.blocks import Blocks
+from hpczero.comm.algorithms.standing import Standing
 from hpczero.comm.devices.access import DirectReach, HostReach, Reach, StagedReach
 from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert
@@ -61,26 +70,60 @@ def check_gather(comm: MPI.Intracomm, kind: type[Gather], reach: Reach, chunk_nb
     gather.free()
 
 
+@pytest.mark.ranks(3, 4, 5)
+@pytest.mark.parametrize("reach", REACHES)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_pairs_of_several_peers_at_a_time_move_the_same_bytes(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, steps: int, reach: str
+) -> None:
+    monkeypatch.setattr(pairwise, "STEPS", steps)
+    for _ in range(2):
+        check_gather(comm, PairwiseGather, REACHES[reach](), chunk_nbytes=12)
+        check_exchange(comm, PairwiseExchange, REACHES[reach]())
+
+
+@pytest.mark.ranks(2, 3)
+def test_pairs_with_room_for_few_requests_describe_each_call_anew(comm: MPI.Intracomm) -> None:
+    gather = PairwiseGather(comm)
+    gather._steps._standing = Standing(most=2 * (comm.size - 1))
+    buffers = [torch.full((comm.size,), GAP) for _ in range(3)]
+    for turn in range(3):
+        for place, buffer in enumerate(buffers):
+            buffer[comm.rank] = float(100 * turn + 10 * place + comm.rank)
+            gather(Blocks.of(buffer, 0, 1, 1, comm.size))
+            expected = torch.arange(comm.size) + 100.0 * turn + 10.0 * place
+            parallel_assert(comm, torch.equal(buffer, expected), f"{buffer} in turn {turn}")
+    parallel_assert(comm, gather.messages == 9 * (comm.size - 1))
+    gather.free()
+
+
 @pytest.mark.parametrize("reach", REACHES)
 @pytest.mark.parametrize("kind", EXCHANGES)
 def test_exchange_brings_each_rank_its_block_of_all_others(
     comm: MPI.Intracomm, kind: type[Exchange], reach: str
 ) -> None:
-    exchange = REACHES[reach]().exchange(kind, comm)
+    check_exchange(comm, kind, REACHES[reach]())
+
+
+def check_exchange(comm: MPI.Intracomm, kind: type[Exchange], reach: Reach) -> None:
+    """Blocks of several sizes, each prepared once; every rank gets its own of all others."""
+    exchange = reach.exchange(kind, comm)
     for numel, stride in SIZES:
         send = torch.full((stride * comm.size,), GAP)
         receive = torch.full((numel * comm.size,), GAP)
         prepared: list[int] = []
 
         def prepare(
-            index: int,
+            first: int,
+            count: int,
             send: Tensor = send,
             stride: int = stride,
             numel: int = numel,
             prepared: list[int] = prepared,
         ) -> None:
-            prepared.append(index)
-            send[index * stride :][:numel] = block(comm.rank, index, numel)
+            for index in range(first, first + count):
+                prepared.append(index)
+                send[index * stride :][:numel] = block(comm.rank, index, numel)
 
         exchange(
             Blocks.of(send, 0, numel, stride, comm.size),

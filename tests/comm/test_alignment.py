@@ -15,7 +15,7 @@ from hpczero.comm.between import rails
 from hpczero.comm.inside.level import Messages
 from hpczero.kernels.source import VECTOR_NBYTES
 from hpczero.kernels.tree_sum import tree_sum
-from hpczero.plan import footprint
+from hpczero.plan import rounds
 from tests.comm.suite import contribution, expected_sum
 from tests.helpers.parallel import parallel_assert
 
@@ -54,7 +54,8 @@ def test_what_is_summed_in_chunks_is_aligned(
 
     for module in (flat, hierarchical, rails):
         monkeypatch.setattr(module, "tree_sum", watched)
-    monkeypatch.setattr(footprint, "EXCHANGE_BYTES", SMALL)
+    for name in ("EXCHANGE_BYTES", "LEAST_BYTES"):
+        monkeypatch.setattr(rounds, name, SMALL)
     monkeypatch.setattr(Messages, "most_nbytes", SMALL)
     topology = hpczero.Topology.create(comm, [rank if apart else 0 for rank in range(comm.size)])
     transport = WAYS[way](topology)

@@ -4,7 +4,7 @@ Owns: the order of messages. Must not know: nodes, units, sums, dtypes. All algo
 so results do not depend on which one is chosen.
 """
 
-from hpczero.comm.algorithms.base import Exchange, Gather
+from hpczero.comm.algorithms.base import Exchange, Gather, Meanwhile, Prepare
 from hpczero.comm.algorithms.doubling import DoublingGather
 from hpczero.comm.algorithms.library import LibraryExchange, LibraryGather
 from hpczero.comm.algorithms.pairwise import PairwiseExchange, PairwiseGather
@@ -21,7 +21,9 @@ __all__ = [
     "Gather",
     "LibraryExchange",
     "LibraryGather",
+    "Meanwhile",
     "PairwiseExchange",
     "PairwiseGather",
+    "Prepare",
     "RingGather",
 ]

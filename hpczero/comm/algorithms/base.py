@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from mpi4py import MPI
@@ -20,7 +20,12 @@ POLL_S = 100e-6
 NAP_S = 50e-6
 
 
-def wait_all(requests: list[MPI.Request]) -> None:
+Prepare = Callable[[int, int], None]
+"""Fills blocks ``first .. first + count - 1``, given ``first`` and ``count``."""
+Meanwhile = Callable[[], None]
+
+
+def wait_all(requests: Sequence[MPI.Request]) -> None:
     """Return when all requests are complete."""
     patient_from = time.perf_counter() + POLL_S
     while not MPI.Request.Testall(requests):
@@ -29,7 +34,11 @@ def wait_all(requests: list[MPI.Request]) -> None:
 
 
 class _Algorithm:
-    """One algorithm on one communicator, which it borrows. ``free`` frees what the algorithm made."""
+    """One algorithm on one communicator, which it borrows. ``free`` frees what the algorithm made.
+
+    Attributes:
+        messages: that this rank has sent; 0 where the MPI library decides.
+    """
 
     name: ClassVar[str]
     in_rounds: ClassVar[bool] = False  # whether it pays to cut blocks into short rounds
@@ -44,6 +53,7 @@ class _Algorithm:
         self.comm = comm
         self.chunk_nbytes = chunk_nbytes
         self.types = BlockTypes()
+        self.messages = 0
 
     @classmethod
     def fits(cls, size: int) -> bool:
@@ -58,10 +68,15 @@ class _Algorithm:
 class Gather(_Algorithm, ABC):
     """All-gather of equal blocks, in place."""
 
-    def __call__(self, blocks: Blocks) -> None:
-        """Fill every block from its owner: rank i owns block i. Collective over the communicator."""
+    def __call__(self, blocks: Blocks, *, round_nbytes: int = CHUNK_BYTES) -> None:
+        """Fill every block from its owner: rank i owns block i. Collective over the communicator.
+
+        Args:
+            blocks: one for each rank.
+            round_nbytes: bytes of a block that travel in one round, if no more than ``chunk_nbytes``.
+        """
         if blocks.count > 1:
-            for piece in blocks.pieces(self.chunk_nbytes):
+            for piece in blocks.pieces(min(self.chunk_nbytes, round_nbytes)):
                 self._gather(piece)
             self._finish()
 
@@ -83,8 +98,8 @@ class Exchange(_Algorithm, ABC):
         send: Blocks,
         receive: Blocks,
         *,
-        prepare: Callable[[int], None] = lambda index: None,
-        meanwhile: Callable[[], None] = lambda: None,
+        prepare: Prepare = lambda first, count: None,
+        meanwhile: Meanwhile = lambda: None,
     ) -> None:
         """Send block i of ``send`` to rank i; what rank i sends arrives in block i of ``receive``.
 
@@ -94,8 +109,8 @@ class Exchange(_Algorithm, ABC):
         Args:
             send: one block for each rank, none longer than ``chunk_nbytes``.
             receive: as many blocks, no overlap with ``send``.
-            prepare: fills a block of ``send`` shortly before it leaves; called once for each block, this rank's own
-                included.
+            prepare: fills neighbouring blocks of ``send`` shortly before they leave. Every block is filled once, this
+                rank's own included.
             meanwhile: called once, when the call before is complete and messages of this one are on their way.
         """
         self._exchange(send, receive, prepare, meanwhile)
@@ -106,9 +121,5 @@ class Exchange(_Algorithm, ABC):
 
     @abstractmethod
     def _exchange(
-        self,
-        send: Blocks,
-        receive: Blocks,
-        prepare: Callable[[int], None],
-        meanwhile: Callable[[], None],
+        self, send: Blocks, receive: Blocks, prepare: Prepare, meanwhile: Meanwhile
     ) -> None: ...

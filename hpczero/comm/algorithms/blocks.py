@@ -41,6 +41,12 @@ class Blocks:
         item = tensor.element_size()
         return cls(tensor, start * item, numel * item, stride * item, count)
 
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """Address, bytes, stride and number: blocks of equal places are the same memory."""
+        address = self.tensor.data_ptr() + self.start
+        return address, self.nbytes, self.stride, self.count
+
     def block(self, index: int) -> MPI.buffer:
         """Memory of one block, for MPI."""
         return MPI.buffer.fromaddress(
@@ -51,6 +57,11 @@ class Blocks:
         """(nbytes,) uint8 of one block; no copy."""
         start = self.start + index * self.stride
         return self.tensor.view(torch.uint8)[start : start + self.nbytes]
+
+    def views(self, first: int, count: int) -> Tensor:
+        """(count * nbytes,) uint8 of neighbouring blocks that lie without gaps; no copy."""
+        start = self.start + first * self.stride
+        return self.tensor.view(torch.uint8)[start : start + count * self.stride]
 
     def from_block(self, index: int) -> MPI.buffer:
         """Memory from one block to the end of the tensor, for a datatype that strides."""

@@ -40,3 +40,4 @@ class DoublingGather(Gather):
                 source=partner,
             )
             distance //= 2
+            self.messages += 1

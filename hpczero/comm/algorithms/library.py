@@ -5,11 +5,9 @@ Owns: nothing but the call. Must not know: see package.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from mpi4py import MPI
 
-from hpczero.comm.algorithms.base import Exchange, Gather
+from hpczero.comm.algorithms.base import Exchange, Gather, Meanwhile, Prepare
 from hpczero.comm.algorithms.blocks import Blocks
 
 
@@ -29,15 +27,10 @@ class LibraryExchange(Exchange):
     name = "library"
 
     def _exchange(
-        self,
-        send: Blocks,
-        receive: Blocks,
-        prepare: Callable[[int], None],
-        meanwhile: Callable[[], None],
+        self, send: Blocks, receive: Blocks, prepare: Prepare, meanwhile: Meanwhile
     ) -> None:
         meanwhile()
-        for index in range(send.count):
-            prepare(index)
+        prepare(0, send.count)
         self.comm.Alltoall(
             [send.from_block(0), 1, self.types.get(send.nbytes, send.stride)],
             [receive.from_block(0), 1, self.types.get(receive.nbytes, receive.stride)],

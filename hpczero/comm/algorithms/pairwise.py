@@ -2,46 +2,90 @@
 
 Owns: the order of pairs. Must not know: see package.
 
-Steps go one at a time, because messages to several ranks at once share a link badly: between four emulated hosts all at
-once took 1.6 times as long (Open MPI 4.1.4). The next step is prepared and given to MPI before this one is complete.
-The link then never waits for a rank that has not yet noticed that its step is over. With short rounds this comes within
-a few per cent of the bound of a NIC.
+Few ranks go one at a time, because messages to several ranks at once share a link badly: between four emulated hosts
+all at once took 1.6 times as long (Open MPI 4.1.4). The next step is prepared and given to MPI before this one is
+complete. The link then never waits for a rank that has not yet noticed that its step is over. With short rounds this
+comes within a few per cent of the bound of a NIC.
+
+Many ranks go in STEPS steps, several neighbours in each. A step costs the host the same few calls whatever its number
+of messages.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from mpi4py import MPI
 from typing_extensions import override
 
-from hpczero.comm.algorithms.base import Exchange, Gather, wait_all
+from hpczero.comm.algorithms.base import Exchange, Gather, Meanwhile, Prepare, wait_all
 from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
+from hpczero.comm.algorithms.standing import Standing, Step
 
 IN_FLIGHT = 2  # steps that MPI knows of at a time
+STEPS = 16  # of one round, if there are more peers
+
+
+def steps(size: int) -> Iterator[range]:
+    """Distances to the peers of each step, nearest first."""
+    each = max(-(-(size - 1) // STEPS), 1)
+    for first in range(1, size, each):
+        yield range(first, min(first + each, size))
 
 
 class _Steps:
-    """Steps that are under way, oldest first."""
+    """Steps that are under way, oldest first, and the requests of all calls."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
-        self._steps: deque[list[MPI.Request]] = deque()
+        self._under_way: deque[Step] = deque()
+        self._standing = Standing()
 
-    def start(self, send: MPI.buffer, target: int, receive: MPI.buffer, source: int) -> None:
-        """Begin one more."""
-        self._steps.append(
-            [
-                self._comm.Irecv([receive, MPI.BYTE], source),
-                self._comm.Isend([send, MPI.BYTE], target),
-            ]
-        )
+    def of(self, send: Blocks, receive: Blocks, *, own: bool) -> list[Step]:
+        """Requests of one round.
+
+        Args:
+            send: what leaves.
+            receive: where what comes from rank i arrives, in block i.
+            own: every peer gets this rank's block; False: peer i gets block i.
+        """
+        key = (send.place, receive.place, own)
+        found = self._standing.get(key)
+        if found is None:
+            if self._standing.must_free(2 * (self._comm.size - 1)):
+                self.wait(left=0)
+            found = [self._step(send, receive, own, each) for each in steps(self._comm.size)]
+            self._standing.keep(key, found)
+        return found
+
+    def _step(self, send: Blocks, receive: Blocks, own: bool, distances: range) -> Step:
+        comm, rank, size = self._comm, self._comm.rank, self._comm.size
+        requests: Step = []
+        outgoing = send.block(rank) if own else None
+        for distance in distances:
+            target, source = (rank + distance) % size, (rank - distance) % size
+            leaves = outgoing or send.block(target)
+            requests.append(comm.Recv_init([receive.block(source), MPI.BYTE], source))
+            requests.append(comm.Send_init([leaves, MPI.BYTE], target))
+        return requests
+
+    def start(self, step: Step) -> None:
+        """Begin one more, and let the oldest end before if enough are under way."""
+        self.wait(left=IN_FLIGHT - 1)
+        if any(step is other for other in self._under_way):  # the same memory again
+            self.wait(left=0)
+        MPI.Prequest.Startall(step)
+        self._under_way.append(step)
 
     def wait(self, left: int) -> None:
         """Return when at most ``left`` are under way."""
-        while len(self._steps) > left:
-            wait_all(self._steps.popleft())
+        while len(self._under_way) > left:
+            wait_all(self._under_way.popleft())
+
+    def free(self) -> None:
+        """Free the requests. Not collective."""
+        self._standing.free()
 
 
 class PairwiseGather(Gather):
@@ -56,18 +100,21 @@ class PairwiseGather(Gather):
         self._steps = _Steps(comm)
 
     def _gather(self, blocks: Blocks) -> None:
-        rank, size = self.comm.rank, self.comm.size
-        for distance in range(1, size):
-            target, source = (rank + distance) % size, (rank - distance) % size
-            self._steps.wait(left=IN_FLIGHT - 1)
-            self._steps.start(blocks.block(rank), target, blocks.block(source), source)
+        for step in self._steps.of(blocks, blocks, own=True):
+            self._steps.start(step)
+        self.messages += blocks.count - 1
 
     def _finish(self) -> None:
         self._steps.wait(left=0)
 
+    @override
+    def free(self) -> None:
+        self._steps.free()
+        super().free()
+
 
 class PairwiseExchange(Exchange):
-    """Block by block. Each is prepared and given to MPI while the one before travels."""
+    """Step by step. Each is prepared and given to MPI while the one before travels."""
 
     name = "pairwise"
 
@@ -77,25 +124,30 @@ class PairwiseExchange(Exchange):
         self._steps = _Steps(comm)
 
     def _exchange(
-        self,
-        send: Blocks,
-        receive: Blocks,
-        prepare: Callable[[int], None],
-        meanwhile: Callable[[], None],
+        self, send: Blocks, receive: Blocks, prepare: Prepare, meanwhile: Meanwhile
     ) -> None:
         rank, size = self.comm.rank, self.comm.size
-        for distance in range(1, size):
-            target, source = (rank + distance) % size, (rank - distance) % size
-            prepare(target)
-            self._steps.wait(left=IN_FLIGHT - 1)
-            self._steps.start(send.block(target), target, receive.block(source), source)
-            if distance == 1:
+        requests = self._steps.of(send, receive, own=False)
+        for number, (distances, step) in enumerate(zip(steps(size), requests, strict=True)):
+            first, after = rank + distances.start, rank + distances.stop
+            if first < size:
+                prepare(first, min(after, size) - first)
+            if after > size:
+                prepare(max(first - size, 0), after - size - max(first - size, 0))
+            self._steps.start(step)
+            if not number:
                 self._steps.wait(left=1)  # the call before is complete
                 meanwhile()
-        prepare(rank)
+        prepare(rank, 1)
         if size == 1:
             meanwhile()
+        self.messages += size - 1
 
     @override
     def finish(self) -> None:
         self._steps.wait(left=0)
+
+    @override
+    def free(self) -> None:
+        self._steps.free()
+        super().free()

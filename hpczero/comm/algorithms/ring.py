@@ -33,3 +33,4 @@ class RingGather(Gather):
                     self.comm.Isend([blocks.block(outgoing), MPI.BYTE], right),
                 ]
             )
+        self.messages += size - 1

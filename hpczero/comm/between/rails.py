@@ -15,13 +15,16 @@ from torch import Tensor
 
 from hpczero.comm.algorithms import EXCHANGES, GATHERS, Exchange, Gather
 from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
-from hpczero.comm.between.selection import DEFAULT, Choice, Selection
+from hpczero.comm.between.selection import DEFAULT, Selection
 from hpczero.comm.devices.access import HostReach, Reach
 from hpczero.comm.inside.level import Parts
 from hpczero.errors import ConfigError
-from hpczero.kernels.tree_sum import piece_numel, tree_sum
+from hpczero.kernels.tree_sum import piece_numel, pieces, tree_sum
 from hpczero.memory.buffers import Memory, Scratch
-from hpczero.plan.footprint import rail_chunk
+from hpczero.plan.rounds import gather_round, rail_chunk, rail_turns
+
+# Elements of fp32 sums that are rounded at a time, where a device sums everything else at once.
+NARROWED_NUMEL = 4 * 2**20
 
 
 class Rails:
@@ -64,7 +67,7 @@ class Rails:
         self._reach = reach or HostReach()
         self._device = self._reach.accelerator.device
         self._scratch = Scratch(memory, category="exchange", device=self._device)
-        self._gathers: dict[tuple[str, int], Gather] = {}
+        self._gathers: dict[str, Gather] = {}
         self._exchanges: dict[str, Exchange] = {}
         self.select(selection)
 
@@ -101,10 +104,21 @@ class Rails:
         """
         nodes = self.comm.size
         blocks = Blocks.of(full, local_rank * nodes * shard_numel, shard_numel, shard_numel, nodes)
-        self._gather_by(self.selection.gather_for(blocks.nbytes))(blocks)
+        choice = self.selection.gather_for(blocks.nbytes)
+        gather, most = self._gather_called(choice.algorithm), CHUNK_BYTES
+        if gather.in_rounds:
+            most = gather_round(blocks.nbytes, nodes, choice.chunk_nbytes)
+        gather(blocks, round_nbytes=most)
 
     def reduce(
-        self, parts: Parts, out: Tensor, dtype: torch.dtype, scale: float, accumulate: bool
+        self,
+        parts: Parts,
+        out: Tensor,
+        dtype: torch.dtype,
+        scale: float,
+        accumulate: bool,
+        *,
+        spans: bool = True,
     ) -> None:
         """Sum over the ranks of the node and then over nodes. Collective over the rail.
 
@@ -114,41 +128,31 @@ class Rails:
             dtype: dtype of the parts.
             scale: multiplies the sum.
             accumulate: whether to add to ``out`` instead of replacing it.
+            spans: whether ``parts`` are views, so that what lies between the elements in question costs nothing.
         """
-        nodes, local = self.comm.size, range(self._local_size)
-        wire, shard_numel = self.wire(dtype), out.numel()
+        nodes, wire, shard_numel = self.comm.size, self.wire(dtype), out.numel()
         choice = self.selection.exchange_for(shard_numel * wire.itemsize)
         exchange = self._exchange_called(choice.algorithm)
-        most = min(self._chunk_nbytes, choice.chunk_nbytes)
-        chunk = rail_chunk(shard_numel, nodes, wire.itemsize, most)
-        buffers = self._scratch.get(2 * 2 * nodes * chunk, wire).view(2, 2, nodes * chunk)
-        most_summed = piece_numel(self._device)
-        sums = torch.empty(min(most_summed, chunk), device=self._device)
+        chunk = rail_chunk(shard_numel, nodes, wire.itemsize, choice.chunk_nbytes)
+        chunk = max(min(chunk, self._chunk_nbytes // wire.itemsize), 1)
+        turns = rail_turns(shard_numel, chunk)
+        buffers = self._scratch.get(turns * 2 * nodes * chunk, wire).view(turns, 2, nodes * chunk)
         left: Callable[[], None] = lambda: None  # noqa: E731  (what the chunk before still needs)
 
         for turn, start in enumerate(range(0, shard_numel, chunk)):
             count = min(chunk, shard_numel - start)
-            send, receive = buffers[turn % 2, :, : nodes * count]
-
-            def prepare(
-                node: int, start: int = start, count: int = count, send: Tensor = send
-            ) -> None:
-                blocks = parts(node * shard_numel + start, count)
-                into = send[node * count : (node + 1) * count]
-                for begin in range(0, count, most_summed):
-                    piece = slice(begin, min(begin + most_summed, count))
-                    total = into[piece]
-                    if wire is not torch.float32:
-                        total = sums[: piece.stop - piece.start]
-                    tree_sum([block[piece] for block in blocks], total, groups=[local], scale=1.0)
-                    if wire is not torch.float32:
-                        into[piece].copy_(total)
-                    self.comm.Iprobe()  # messages of earlier steps go on only inside MPI
-
+            send, receive = buffers[turn % turns, :, : nodes * count]
             exchange(
                 Blocks.of(send, 0, count, count, nodes),
                 Blocks.of(receive, 0, count, count, nodes),
-                prepare=prepare,
+                prepare=partial(
+                    self._sum_node,
+                    parts,
+                    send.view(nodes, count),
+                    start,
+                    shard_numel,
+                    spans=spans,
+                ),
                 meanwhile=left,
             )
             left = partial(
@@ -156,6 +160,39 @@ class Rails:
             )
         exchange.finish()
         left()
+
+    def _sum_node(
+        self,
+        parts: Parts,
+        send: Tensor,
+        start: int,
+        shard_numel: int,
+        first: int,
+        many: int,
+        *,
+        spans: bool,
+    ) -> None:
+        """Sum over the ranks of this node what neighbouring nodes will get, into rows of ``send``."""
+        count, local = send.shape[1], range(self._local_size)
+        if not spans and many > 1:
+            for node in range(first, first + many):
+                self._sum_node(parts, send, start, shard_numel, node, 1, spans=True)
+            return
+        span = parts(first * shard_numel + start, (many - 1) * shard_numel + count)
+        into = send[first : first + many]
+        if count == shard_numel or many == 1:  # no gaps: one row
+            blocks, into = [block.unsqueeze(0) for block in span], into.view(1, -1)
+        else:
+            blocks = [block.as_strided((many, count), (shard_numel, 1)) for block in span]
+        narrow = into.dtype is not torch.float32
+        most = min(piece_numel(self._device), NARROWED_NUMEL if narrow else 2**62)
+        for piece in pieces(into.shape, most):
+            target = into[piece]
+            total = torch.empty_like(target, dtype=torch.float32) if narrow else target
+            tree_sum([block[piece] for block in blocks], total, groups=[local], scale=1.0)
+            if narrow:
+                target.copy_(total)
+            self.comm.Iprobe()  # messages of earlier steps go on only inside MPI
 
     def _sum_nodes(
         self, sent: Tensor, received: Tensor, out: Tensor, scale: float, accumulate: bool
@@ -173,14 +210,20 @@ class Rails:
             node_dtype=self._node_dtype,
         )
 
-    def _gather_by(self, choice: Choice) -> Gather:
-        kind = next(kind for kind in GATHERS if kind.name == choice.algorithm)
-        most = (
-            min(self._chunk_nbytes, choice.chunk_nbytes) if kind.in_rounds else self._chunk_nbytes
-        )
-        if (kind.name, most) not in self._gathers:
-            self._gathers[kind.name, most] = self._reach.gather(kind, self.comm, chunk_nbytes=most)
-        return self._gathers[kind.name, most]
+    @property
+    def messages(self) -> tuple[int, int]:
+        """Messages that this rank has sent for gathers and for reductions; the library's own do not count."""
+        algorithms = (self._gathers.values(), self._exchanges.values())
+        gathered, reduced = (sum(each.messages for each in kind) for kind in algorithms)
+        return gathered, reduced
+
+    def _gather_called(self, name: str) -> Gather:
+        if name not in self._gathers:
+            kind = next(kind for kind in GATHERS if kind.name == name)
+            self._gathers[name] = self._reach.gather(
+                kind, self.comm, chunk_nbytes=self._chunk_nbytes
+            )
+        return self._gathers[name]
 
     def _exchange_called(self, name: str) -> Exchange:
         if name not in self._exchanges:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpczero.options.values import ALGORITHMS, named_algorithms
-from hpczero.plan.footprint import ROUND_BYTES
+from hpczero.plan.rounds import ROUND_BYTES
 
 
 @dataclass(frozen=True)

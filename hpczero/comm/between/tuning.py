@@ -35,7 +35,7 @@ from hpczero.comm.between.selection import DEFAULT, Choice, Selection, boundary,
 from hpczero.job.group import Group
 from hpczero.memory.buffers import Memory
 from hpczero.options.environment import Environment
-from hpczero.plan.footprint import ROUND_BYTES
+from hpczero.plan.rounds import ROUND_BYTES
 
 logger = logging.getLogger("hpczero.comm")
 

@@ -7,7 +7,6 @@ algorithm. Must not know: which algorithm, units, nodes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 from mpi4py import MPI
@@ -15,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hpczero.accelerator import Accelerator, HostAccelerator, Lane
-from hpczero.comm.algorithms import Exchange, Gather
+from hpczero.comm.algorithms import Exchange, Gather, Meanwhile, Prepare
 from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
 from hpczero.comm.devices.staged import StagedExchange, StagedGather
 
@@ -164,14 +163,16 @@ class _DirectGather(Gather):
     def __init__(self, inner: Gather, accelerator: Accelerator) -> None:
         super().__init__(inner.comm, chunk_nbytes=inner.chunk_nbytes)
         self.name = inner.name  # type: ignore[misc]  # of this one object
+        self.in_rounds = inner.in_rounds  # type: ignore[misc]  # of this one object
         self._inner = inner
         self._accelerator = accelerator
 
     @override
-    def __call__(self, blocks: Blocks) -> None:
+    def __call__(self, blocks: Blocks, *, round_nbytes: int = CHUNK_BYTES) -> None:
         if blocks.count > 1:
             self._accelerator.finish()
-            self._inner(blocks)
+            self._inner(blocks, round_nbytes=round_nbytes)
+            self.messages = self._inner.messages
 
     def _gather(self, blocks: Blocks) -> None:
         raise AssertionError("the inner one does it")
@@ -182,7 +183,10 @@ class _DirectGather(Gather):
 
 
 class _DirectExchange(Exchange):
-    """Waits for the device before each block leaves."""
+    """Has all blocks of a round made, and waits for the device once before the first leaves.
+
+    The messages of the round before travel meanwhile.
+    """
 
     def __init__(self, inner: Exchange, accelerator: Accelerator) -> None:
         super().__init__(inner.comm, chunk_nbytes=inner.chunk_nbytes)
@@ -191,18 +195,13 @@ class _DirectExchange(Exchange):
         self._accelerator = accelerator
 
     def _exchange(
-        self,
-        send: Blocks,
-        receive: Blocks,
-        prepare: Callable[[int], None],
-        meanwhile: Callable[[], None],
+        self, send: Blocks, receive: Blocks, prepare: Prepare, meanwhile: Meanwhile
     ) -> None:
-        def prepared(index: int) -> None:
-            prepare(index)
-            self._accelerator.finish()
-
-        self._accelerator.finish()  # what was read from ``receive`` before must have been read
-        self._inner(send, receive, prepare=prepared, meanwhile=meanwhile)
+        prepare(0, send.count)
+        # What was read from ``receive`` before has then been read as well.
+        self._accelerator.finish()
+        self._inner(send, receive, meanwhile=meanwhile)
+        self.messages = self._inner.messages
 
     @override
     def finish(self) -> None:

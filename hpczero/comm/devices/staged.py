@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.accelerator import Accelerator, Mark
-from hpczero.comm.algorithms import Exchange, Gather
-from hpczero.comm.algorithms.blocks import Blocks
+from hpczero.accelerator import Accelerator, Lane, Mark
+from hpczero.comm.algorithms import Exchange, Gather, Meanwhile, Prepare
+from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
+from hpczero.plan.rounds import gather_round
 
 SLOTS = 3
 SLOT_NBYTES = 16 * 2**20  # of all blocks together
@@ -44,14 +45,16 @@ class StagedGather(Gather):
         self._slots = _Slots(accelerator, SLOTS)
 
     @override
-    def __call__(self, blocks: Blocks) -> None:
+    def __call__(self, blocks: Blocks, *, round_nbytes: int = CHUNK_BYTES) -> None:
         if blocks.count <= 1 or not blocks.nbytes:
             return
         me, count = self.comm.rank, blocks.count
         begin = self._accelerator.mark()  # what was written to or read from the blocks before
         self._down.after(begin)
         self._up.after(begin)
-        most = min(max(SLOT_NBYTES // count, LEAST_NBYTES), self.chunk_nbytes)
+        # The slots are the host's: they set the rounds, not what would suit the device.
+        wished = max(SLOT_NBYTES // count, LEAST_NBYTES)
+        most = min(gather_round(blocks.nbytes, count, wished), self.chunk_nbytes)
         pieces = list(blocks.pieces(most))
         hosts = [self._slots.blocks(turn % SLOTS, piece) for turn, piece in enumerate(pieces)]
         down: list[Mark] = []
@@ -67,11 +70,11 @@ class StagedGather(Gather):
                 start_down(turn + 1)
             down[turn].wait()
             self._inner(host)
-            for index in range(count):
-                if index != me:
-                    self._up.copy(piece.view(index), host.view(index))
+            _copy(self._up, piece, host, 0, me)
+            _copy(self._up, piece, host, me + 1, count - me - 1)
             self._slots.in_use(turn % SLOTS, self._up.mark())
         self._up.finish()
+        self.messages = self._inner.messages
 
     def _gather(self, blocks: Blocks) -> None:
         raise AssertionError("the inner one does it")
@@ -98,29 +101,24 @@ class StagedExchange(Exchange):
         self._complete: Callable[[], None] = lambda: None
 
     def _exchange(
-        self,
-        send: Blocks,
-        receive: Blocks,
-        prepare: Callable[[int], None],
-        meanwhile: Callable[[], None],
+        self, send: Blocks, receive: Blocks, prepare: Prepare, meanwhile: Meanwhile
     ) -> None:
-        me, slot = self.comm.rank, self._turn % 2
+        me, size, slot = self.comm.rank, self.comm.size, self._turn % 2
         self._turn += 1
         sent, received = self._sent.blocks(slot, send), self._received.blocks(slot, receive)
         earlier, begin = self._complete, self._accelerator.mark()
 
-        def prepared(index: int) -> None:
-            prepare(index)
-            if index != me:
+        def prepared(first: int, count: int) -> None:
+            prepare(first, count)
+            if (first, count) != (me, 1):
                 self._down.after(self._accelerator.mark())
-                self._down.copy(sent.view(index), send.view(index))
+                _copy(self._down, sent, send, first, count)
                 self._down.finish()
 
         def complete() -> None:
             self._up.after(begin)  # whoever read ``receive`` before has done so
-            for index in range(receive.count):
-                if index != me:
-                    self._up.copy(receive.view(index), received.view(index))
+            _copy(self._up, receive, received, 0, me)
+            _copy(self._up, receive, received, me + 1, size - me - 1)
             self._up.finish()
 
         def then() -> None:
@@ -128,6 +126,7 @@ class StagedExchange(Exchange):
             meanwhile()
 
         self._inner(sent, received, prepare=prepared, meanwhile=then)
+        self.messages = self._inner.messages
         self._complete = complete
 
     @override
@@ -141,6 +140,15 @@ class StagedExchange(Exchange):
         self._inner.free()
         self._sent.free()
         self._received.free()
+
+
+def _copy(lane: Lane, into: Blocks, source: Blocks, first: int, count: int) -> None:
+    """Copy neighbouring blocks, at once where they lie without gaps on both sides."""
+    if count and into.nbytes == into.stride and source.nbytes == source.stride:
+        lane.copy(into.views(first, count), source.views(first, count))
+        return
+    for index in range(first, first + count):
+        lane.copy(into.view(index), source.view(index))
 
 
 class _Slots:

@@ -22,7 +22,7 @@ from hpczero.comm.algorithms import LibraryExchange, LibraryGather
 from hpczero.comm.algorithms.blocks import Blocks
 from hpczero.comm.devices.access import Reach
 from hpczero.memory.buffers import CPU, Buffer, Memory, Scratch, Use
-from hpczero.plan.footprint import EXCHANGE_BYTES
+from hpczero.plan.rounds import EXCHANGE_BYTES
 
 # Elements [start, start + count) of this rank's part, as every local rank has them, in local order.
 Parts = Callable[[int, int], list[Tensor]]

@@ -1,0 +1,285 @@
+"""The collectives of one rank's step at any number of ranks, on one core, against stand-ins for all others.
+
+Owns: the stand-ins, and what is timed. Must not know: the report. It imports nothing of ``scaling``, so that it runs on
+the code of another checkout as well (``__main__`` starts it alone in a process).
+
+The transport is the real one, with the real plan, for memory of a device that MPI sees. Stand-ins are: communicators of
+the given size, whose messages go to MPI_PROC_NULL, so that mpi4py and the entry of MPI cost what they cost; tensors on
+torch's ``meta`` device; sums that only count what they would launch; and peers of the node that are always there. Left
+out are: what the MPI library does for a message that really leaves, waits, copies inside a node, and the model itself.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+from typing_extensions import override
+
+from hpczero.accelerator import HostAccelerator
+from hpczero.comm import Hierarchical
+from hpczero.comm.algorithms.blocks import Blocks
+from hpczero.comm.between import rails
+from hpczero.comm.devices.access import DirectReach
+from hpczero.comm.inside.level import Messages, NodeLevel, Parts
+from hpczero.job.group import Group
+from hpczero.job.watchdog import Watchdog
+from hpczero.kernels.source import MOST_BLOCKS
+from hpczero.memory.buffers import DTYPES, Use
+from hpczero.models.config import parameter_shapes
+from hpczero.models.presets import PRESETS
+from hpczero.plan.sizing import blockwise_plan
+
+LEAST_S, MOST_RUNS = 0.2, 7  # of one call: it is repeated for so long, or so often
+ADDRESS = 2**40
+SHARED = 3  # small exchanges of a step beside the agreement: norm, loss, wishes to stop
+
+
+class StandIn(MPI.Intracomm):
+    """A communicator of any size; what this rank sends goes nowhere, and what it awaits is there.
+
+    Attributes:
+        calls: numbers of calls, by name.
+    """
+
+    _size: int
+    _rank: int
+    calls: Counter[str]
+
+    def __new__(cls, size: int, rank: int) -> StandIn:
+        self = super().__new__(cls, MPI.COMM_SELF)
+        self._size, self._rank, self.calls = size, rank, Counter()
+        return self
+
+    @property
+    def size(self) -> int:  # type: ignore[override]  # MPI's is one to read too
+        return self._size
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        return self._rank
+
+    def Isend(self, buf: Any, dest: int, tag: int = 0) -> MPI.Request:
+        self.calls["Isend"] += 1
+        return super().Isend(buf, MPI.PROC_NULL, tag)
+
+    def Irecv(self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> MPI.Request:
+        return super().Irecv(buf, MPI.PROC_NULL, tag)
+
+    def Send_init(self, buf: Any, dest: int, tag: int = 0) -> MPI.Prequest:
+        self.calls["Send_init"] += 1
+        return super().Send_init(buf, MPI.PROC_NULL, tag)
+
+    def Recv_init(
+        self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG
+    ) -> MPI.Prequest:
+        return super().Recv_init(buf, MPI.PROC_NULL, tag)
+
+    def Allreduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:
+        self.calls["Allreduce"] += 1
+        recvbuf[:] = sendbuf
+
+    def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
+        self.calls["Allgather"] += 1
+        recvbuf[:] = sendbuf
+
+
+class Absent(HostAccelerator):
+    """A device without memory, whose queue is always empty."""
+
+    is_host = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = torch.device("meta")
+
+
+class Elsewhere(Blocks):
+    """Blocks of tensors without memory, whose address is 0; MPI wants another one, of which it reads nothing."""
+
+    @classmethod
+    @override
+    def of(cls, tensor: Tensor, start: int, numel: int, stride: int, count: int) -> Blocks:
+        item = tensor.element_size()
+        return Blocks(tensor, ADDRESS + start * item, numel * item, stride * item, count)
+
+
+class Peers(NodeLevel):
+    """Ranks of a node whose gradients are there at once."""
+
+    most_nbytes = 2**62
+
+    @override
+    def shares(self, full: Tensor, use: Use) -> bool:
+        return True
+
+    @override
+    def spread(self, full: Tensor) -> Callable[[], None] | None:
+        return None
+
+    @override
+    def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
+        return self._reading(full)
+
+    @contextmanager
+    def _reading(self, full: Tensor) -> Iterator[Parts]:
+        begin = self.comm.rank * (full.numel() // self.comm.size)
+        yield lambda start, count: [full[begin + start : begin + start + count]] * self.comm.size
+
+    @override
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class OneOfMany(Hierarchical):
+    """The transport of one rank whose peers are stand-ins."""
+
+    @override
+    def _level(
+        self, inside: str, group: Group, messages: Messages, *, shares_wholes: bool
+    ) -> NodeLevel:
+        return Peers(group.node, self.memory, device=self.device)
+
+
+class Sums:
+    """In place of the transport's sums: counts what each would launch on a CUDA device, and does nothing.
+
+    Torch has no device here whose launches cost what CUDA's do; the report charges them.
+
+    Attributes:
+        kernels: launches of the kernel of ``kernels.device_sum``.
+        operations: launches of torch, where that kernel does not take the blocks.
+    """
+
+    def __init__(self) -> None:
+        self.kernels = self.operations = 0
+        names = vars(rails)
+        self._before = {name: names[name] for name in ("tree_sum", "Blocks")}
+        names.update(tree_sum=self, Blocks=Elsewhere)
+
+    def __call__(
+        self, blocks: Sequence[Tensor], out: Tensor, *, groups: Sequence[Any], **options: Any
+    ) -> None:
+        dense = all(tensor.is_contiguous() for tensor in (*blocks, out))
+        if dense and len(blocks) <= MOST_BLOCKS:
+            self.kernels += 1
+        else:
+            self.operations += len(blocks) - 1
+
+    def undo(self) -> None:
+        """Leave the transport as it was."""
+        vars(rails).update(self._before)
+
+
+def group_of(ranks: int, local: int, watchdog: Watchdog) -> Group:
+    """The group of all ranks, seen by one in the middle of its node and of the job."""
+    nodes = ranks // local
+    node, mine = nodes // 2, local // 2
+    comm = StandIn(ranks, node * local + mine)
+    return Group(
+        comm=comm,
+        ordered=StandIn(ranks, mine * nodes + node),
+        node=StandIn(local, mine),
+        rail=StandIn(nodes, node),
+        nodes=tuple(tuple(range(g * local, (g + 1) * local)) for g in range(nodes)),
+        faked=True,
+        watchdog=watchdog,
+    )
+
+
+def least(run: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """What the run with the least seconds in all has said; the first one is not counted."""
+    run()
+    found: list[dict[str, float]] = []
+    begin = time.perf_counter()
+    while len(found) < MOST_RUNS and (not found or time.perf_counter() - begin < LEAST_S):
+        found.append(run())
+    return min(found, key=lambda said: said["seconds"])
+
+
+def measure(model: str, precision: str, ranks: int, ranks_per_node: int) -> dict[str, Any]:
+    """Seconds of this thread in the collectives of one step at stage 3, by part, and counts.
+
+    Units of equal shape are measured once, each call as often as ``least`` says. Gathers describe their messages to MPI
+    anew in each call, which is the worst case: whole parameters need not come back to the same memory.
+    """
+    config = PRESETS[model]
+    plan = blockwise_plan(parameter_shapes(config), num_shards=ranks, stage=3, precision=precision)
+    dtype, node_dtype = DTYPES[plan.precision.param], DTYPES[plan.precision.reduce]
+    watchdog = Watchdog(0, 0.0)
+    group = group_of(ranks, ranks_per_node, watchdog)
+    transport = OneOfMany(group, reach=DirectReach(Absent()), node_dtype=node_dtype)
+    layouts = Counter((unit.layout.padded_numel, unit.layout.shard_numel) for unit in plan.units)
+    sums, total, most = Sums(), defaultdict[str, float](float), layouts.most_common(1)[0][0]
+    row: dict[str, Any] = {"ranks": ranks, "ranks_per_node": ranks_per_node}
+    for (padded, shard), units in layouts.items():
+        full = torch.empty(padded, dtype=dtype, device="meta")
+        out = torch.empty(shard, dtype=torch.float32, device="meta")
+
+        def gather(full: Tensor = full) -> dict[str, float]:
+            for algorithm in transport._rails._gathers.values():
+                algorithm.free()
+            sent, begin = messages(transport), time.thread_time()
+            transport.all_gather(full, name="unit").wait()
+            seconds = time.thread_time() - begin
+            return {"seconds": seconds, "messages": messages(transport) - sent}
+
+        def reduce(full: Tensor = full, out: Tensor = out) -> dict[str, float]:
+            sums.kernels = sums.operations = 0
+            sent, begin = messages(transport), time.thread_time()
+            transport.reduce_scatter(full, out, scale=1.0, name="unit").wait()
+            return {
+                "seconds": time.thread_time() - begin,
+                "messages": messages(transport) - sent,
+                "kernels": sums.kernels,
+                "operations": sums.operations,
+            }
+
+        gathered, reduced = least(gather), least(reduce)
+        total["gather_s"] += 2 * units * gathered["seconds"]
+        total["exchange_s"] += units * reduced["seconds"]
+        total["kernels"] += units * reduced["kernels"]
+        total["operations"] += units * reduced["operations"]
+        total["messages"] += units * (2 * gathered["messages"] + reduced["messages"])
+        if (padded, shard) == most:
+            row["gather_messages"] = int(gathered["messages"])
+            row["reduce_messages"] = int(reduced["messages"])
+    total["agreements_s"] = least(lambda: agree(transport, len(plan.units)))["seconds"]
+    sums.undo()
+    row["exchange_nbytes"] = transport.exchange_nbytes
+    counts = {name: int(total.pop(name)) for name in ("kernels", "operations", "messages")}
+    return {**row, **counts, **total, "units": len(plan.units)}
+
+
+def messages(transport: Hierarchical) -> int:
+    """Messages that were sent between nodes; of a checkout whose rails do not count them, its calls of Isend."""
+    between = transport._rails
+    counted = getattr(between, "messages", None)
+    comm = between.comm
+    assert isinstance(comm, StandIn), "of this study"
+    return int(sum(counted)) if counted is not None else comm.calls["Isend"]
+
+
+def agree(transport: Hierarchical, units: int) -> dict[str, float]:
+    """The small collectives of a step, with the lists that are made of what they bring."""
+    begin = time.thread_time()
+    transport.agree(np.zeros(64 + units, dtype=np.uint8), name="step")
+    for _ in range(SHARED):
+        sum(transport.share(np.zeros(1), name="values")[:, 0].tolist())
+    return {"seconds": time.thread_time() - begin}
+
+
+def main(words: Sequence[str]) -> int:
+    """Print what ``measure`` finds for the case that ``words`` describe in JSON."""
+    torch.set_num_threads(1)
+    sys.stdout.write(json.dumps(measure(**json.loads(words[0]))))
+    return 0
