@@ -147,6 +147,7 @@ SCALING = House(
         "layouts",
         "tiers",
         "transports",
+        "overhead",
         "parallel",
         "peers",
         "collectives",
