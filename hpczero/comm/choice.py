@@ -25,6 +25,7 @@ from hpczero.comm.inside.segment import Segment
 from hpczero.errors import CommError, ConfigError
 from hpczero.job.group import Group
 from hpczero.job.topology import Topology
+from hpczero.memory.buffers import Memory
 from hpczero.options.values import Transport, check_algorithms
 from hpczero.plan.transports import fastest_transport
 
@@ -78,7 +79,8 @@ def choose(
     # A communicator of its own: a thread may use it, and another model has the topology too.
     replicas = topology.replicate.part(range(topology.replicate.size), "replicas of one transport")
     inside = make(topology.shard, strict=False, overlap=overlap, secondary=secondary)
-    outside = make(replicas, strict=False, overlap=False, secondary=False)
+    # One ledger: its buffers are this model's too.
+    outside = make(replicas, strict=False, overlap=False, secondary=False, memory=inside.memory)
     return Hybrid(
         topology,
         inside,
@@ -98,6 +100,7 @@ def _choose_one(
     overlap: bool,
     secondary: bool,
     accelerator: Accelerator | None,
+    memory: Memory | None = None,
 ) -> Collectives:
     """As ``choose``, over one group of ranks."""
     group = shard_group(topology)
@@ -127,7 +130,7 @@ def _choose_one(
             )
             error.agreed = group.is_job
             raise error
-        return Flat(topology, strict=strict, node_dtype=node_dtype, reach=reach)
+        return Flat(topology, strict=strict, node_dtype=node_dtype, reach=reach, memory=memory)
     inside: Inside = "messages"
     if transport in ("window", "ipc"):
         inside = "window" if transport == "window" else "ipc"
@@ -140,6 +143,7 @@ def _choose_one(
         overlap=overlap and _can_overlap(group, reach.accelerator),
         secondary=secondary,
         reach=reach,
+        memory=memory,
     )
 
 

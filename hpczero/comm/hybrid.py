@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -127,7 +127,10 @@ class Hybrid(Collectives):
     @property
     @override
     def footprint(self) -> Footprint:
-        return self._inside.footprint
+        replicas = self._outside.group
+        return replace(
+            self._inside.footprint, replicas=replicas.size, replica_nodes=replicas.num_nodes
+        )
 
     @override
     def _sent_nbytes(self, full: Tensor, shard_numel: int, use: Use) -> int:

@@ -30,6 +30,8 @@ class Footprint:
         overlap: whether collectives go on while the model computes, so that the next unit is unsharded meanwhile.
         pulls: whether each rank has whole parameters of its own, and ranks of a node only read from each other's
             memory.
+        replicas: ranks that hold the same shard and sum its gradient.
+        replica_nodes: nodes that they are on.
     """
 
     ranks: int = 1
@@ -38,6 +40,8 @@ class Footprint:
     round_nbytes: int = ROUND_BYTES
     overlap: bool = False
     pulls: bool = False
+    replicas: int = 1
+    replica_nodes: int = 1
 
     @property
     def copies(self) -> int:

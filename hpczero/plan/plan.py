@@ -207,6 +207,24 @@ class Plan:
 
     def exchange_nbytes(self, footprint: Footprint | None = None) -> int:
         """Bytes of the buffers through which gradients come to the ranks that sum them."""
+        return self._shards_nbytes(footprint) + self._replicas_nbytes(footprint)
+
+    def _replicas_nbytes(self, footprint: Footprint | None) -> int:
+        """Bytes in which replicas of a shard sum it: what leaves, what is whole again, and what comes."""
+        if footprint is None or footprint.replicas == 1:
+            return 0
+        count, item = footprint.replicas, self.node_itemsize
+        largest = max((unit.layout.shard_numel for unit in self.trainable_units), default=0)
+        share = -(-largest // count)
+        if footprint.replica_nodes > 1:
+            comes = rail_nbytes(share, footprint.replica_nodes, item, footprint.round_nbytes)
+        else:
+            comes = exchange_chunk(share, count, item) * count * item
+        return share * count * (item + FP32_BYTES) + comes
+
+    def _shards_nbytes(self, footprint: Footprint | None) -> int:
+        if self.num_shards == 1:
+            return 0
         if footprint is not None and (footprint.ranks > 1 or footprint.nodes > 1):
             return self._place_nbytes(footprint)
         largest = max((unit.layout.shard_numel for unit in self.trainable_units), default=0)

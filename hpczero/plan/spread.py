@@ -159,7 +159,12 @@ class Spread:
     @property
     def footprint(self) -> Footprint:
         """Footprint of the transport between the ranks that share parameters."""
-        return footprint_of(self.transport, ranks=self.shards.size, local_size=self.shards.local)
+        replicas = self.span(0, "replicate")
+        return replace(
+            footprint_of(self.transport, ranks=self.shards.size, local_size=self.shards.local),
+            replicas=replicas.size,
+            replica_nodes=replicas.nodes,
+        )
 
     def part(self, place: int) -> Part:
         """What of the model a rank of stage ``place`` has."""
