@@ -250,3 +250,35 @@ def test_a_group_of_one_leaves_a_model_as_it_is(comm: MPI.Intracomm) -> None:
             "no pattern",
             lambda: split(TwoLayers(), topology, Rule({"first": Split(0)})),
         )
+
+
+class Heads(nn.Module):
+    """Attention that views by a number of heads, and one that is not about heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.steps = 4, 2, 3
+        self.first = nn.Linear(4, 8)
+        self.second = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, 4) in and out."""
+        y = self.first(x).view(len(x), self.num_heads, -1)
+        out: torch.Tensor = self.second((y * y.sum(-1, keepdim=True)).flatten(1))
+        return out
+
+
+@pytest.mark.parametrize("counts", [(), ("0.num_heads",)])
+def test_a_number_of_heads_that_nobody_counts_is_told(
+    comm: MPI.Intracomm, counts: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its views fit on two ranks, with two heads of half the width: no error, and another function."""
+    model = nn.Sequential(Heads())
+    rule = Rule({"0.first": Split(0, grain=2), "0.second": Split(1, grain=2)}, counts=counts)
+    with tensor_ranks(comm) as topology:
+        split(model, topology, rule)
+        told = [record.getMessage() for record in caplog.records if "heads" in record.getMessage()]
+        close(model)
+    expected = comm.rank == 0 and not counts
+    parallel_assert(comm, bool(told) is expected, str(told))
+    parallel_assert(comm, not told or "0.num_heads = 4" in told[0], str(told))

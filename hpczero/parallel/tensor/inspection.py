@@ -6,6 +6,7 @@ how layers are made.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from hpczero.plan.placement import ModelPart, Placement, part_of
 from hpczero.zero.sharding import KEY as ZEROIFIED
 
 Word = Split | Kept
+HEADS = re.compile(r"_?(n|num|number_of)?_?([a-z_]+_)?heads?")
 
 
 class Layer(NamedTuple):
@@ -244,6 +246,25 @@ def _counts(
             seen.add((id(module), attribute))
             found.append((module, attribute, -(-value // parts)))
     return found
+
+
+def uncounted(model: nn.Module, found: Inspection) -> list[str]:
+    """Numbers of heads beside cut layers that the rule does not count, by name.
+
+    Nobody knows what a module makes of its attributes. A view by a number of heads that fits by accident mixes heads.
+    """
+    counted = {(id(module), attribute) for module, attribute, _ in found.counts}
+    cut = {layer.name.rpartition(".")[0] for layer in found.layers if isinstance(layer.word, Split)}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return [
+        f"{name}.{attribute} = {value}".lstrip(".")
+        for name in sorted(cut)
+        for attribute, value in vars(modules[name]).items()
+        if HEADS.fullmatch(attribute)
+        and type(value) is int
+        and value > 1
+        and (id(modules[name]), attribute) not in counted
+    ]
 
 
 # --- where parameters go

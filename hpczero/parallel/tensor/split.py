@@ -10,6 +10,7 @@ there are.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -23,11 +24,13 @@ from hpczero.errors import PlanError
 from hpczero.job.topology import Topology
 from hpczero.parallel.tensor.functions import enter, gather, own_part, whole
 from hpczero.parallel.tensor.inputs import compare_inputs
-from hpczero.parallel.tensor.inspection import Inspection, Layer, inspect
+from hpczero.parallel.tensor.inspection import Inspection, Layer, inspect, uncounted
 from hpczero.parallel.tensor.layers import TIME, ColumnLinear, RowLinear, VocabularyEmbedding
 from hpczero.parallel.tensor.masks import PartDropout, check_streams
 from hpczero.parallel.tensor.rule import Kept, Rule
 from hpczero.plan.placement import KEY, Placement, part_of
+
+logger = logging.getLogger("hpczero.parallel")
 
 SUMS = "_hpczero_sums"  # in the ``__dict__`` of a model: what exchanges activations for it
 Model = TypeVar("Model", bound=nn.Module)
@@ -64,6 +67,15 @@ def split(model: Model, topology: Topology, rule: Rule, *, sequence: bool = Fals
         found = inspect(model, topology.tensor, rule, sequence=sequence)
     if topology.tensor.size == 1:
         return model
+    names = uncounted(model, found)
+    if names and topology.is_root:
+        logger.warning(
+            "split: %d number(s) of heads beside cut layers are not in Rule.counts, first %s: each rank has a part of "
+            "the heads, so one that a view uses must be counted, or heads are mixed without an error; compare the "
+            "first loss with one rank",
+            len(names),
+            names[0],
+        )
     _check_equal(model, topology, rule, sequence=sequence)
     _give(model, topology)
     sums = sums_over(topology.tensor)
