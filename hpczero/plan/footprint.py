@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpczero.plan.rounds import DEVICE_ROUND_BYTES, ROUND_BYTES
+from hpczero.plan.rounds import DEVICE_ROUND_BYTES, ROUND_BYTES, exchange_chunk, rail_nbytes
 from hpczero.plan.transports import Named
 
+FP32_BYTES = 4
 PULLED_IN_TURN = (
     2  # places that serve all whole parameters where ranks of a node pull them from each other
 )
@@ -47,6 +48,25 @@ class Footprint:
     def copies(self) -> int:
         """Number of ranks that share one copy of whole parameters."""
         return 1 if self.pulls else self.ranks
+
+
+def replicas_nbytes(footprint: Footprint, shard_numel: int, itemsize: int) -> int:
+    """Bytes in which replicas of a shard sum it: what leaves, what is whole again in fp32, and what comes.
+
+    Args:
+        footprint: of the transport.
+        shard_numel: elements of the largest shard.
+        itemsize: bytes of an element of a partial sum.
+    """
+    count = footprint.replicas
+    if count == 1:
+        return 0
+    share = -(-shard_numel // count)
+    if footprint.replica_nodes > 1:
+        comes = rail_nbytes(share, footprint.replica_nodes, itemsize, footprint.round_nbytes)
+    else:
+        comes = exchange_chunk(share, count, itemsize) * count * itemsize
+    return share * count * (itemsize + FP32_BYTES) + comes
 
 
 def pulled_nbytes(parts: Sequence[int]) -> int:

@@ -12,7 +12,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hpczero.errors import ConfigError, PlanError
-from hpczero.plan.footprint import Footprint, places_in_turn, pulled_nbytes
+from hpczero.plan.footprint import FP32_BYTES as FP32_BYTES
+from hpczero.plan.footprint import Footprint, places_in_turn, pulled_nbytes, replicas_nbytes
 from hpczero.plan.layout import ShardLayout
 from hpczero.plan.memory import MemoryPlan
 from hpczero.plan.placement import ModelPart, part_of
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 UnitRule = Callable[["nn.Module"], list[tuple[str, ...]]]
-FP32_BYTES = 4
 ADAM_STATE_BYTES = 8
 
 
@@ -207,20 +207,9 @@ class Plan:
 
     def exchange_nbytes(self, footprint: Footprint | None = None) -> int:
         """Bytes of the buffers through which gradients come to the ranks that sum them."""
-        return self._shards_nbytes(footprint) + self._replicas_nbytes(footprint)
-
-    def _replicas_nbytes(self, footprint: Footprint | None) -> int:
-        """Bytes in which replicas of a shard sum it: what leaves, what is whole again, and what comes."""
-        if footprint is None or footprint.replicas == 1:
-            return 0
-        count, item = footprint.replicas, self.node_itemsize
         largest = max((unit.layout.shard_numel for unit in self.trainable_units), default=0)
-        share = -(-largest // count)
-        if footprint.replica_nodes > 1:
-            comes = rail_nbytes(share, footprint.replica_nodes, item, footprint.round_nbytes)
-        else:
-            comes = exchange_chunk(share, count, item) * count * item
-        return share * count * (item + FP32_BYTES) + comes
+        over_replicas = replicas_nbytes(footprint, largest, self.node_itemsize) if footprint else 0
+        return self._shards_nbytes(footprint) + over_replicas
 
     def _shards_nbytes(self, footprint: Footprint | None) -> int:
         if self.num_shards == 1:

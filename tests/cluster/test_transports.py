@@ -56,7 +56,7 @@ def test_rank_that_runs_another_module_is_named_across_nodes(cluster: EmulatedCl
 
 def test_rank_that_stays_away_is_named_across_nodes(cluster: EmulatedCluster) -> None:
     done = cluster.run(
-        [*JOBS, "differ", "late"], ranks_per_host=2, timeout=60, env={"HPCZERO_TIMEOUT": "2"}
+        [*JOBS, "differ", "late"], ranks_per_host=2, timeout=60, env={"HPCZERO_TIMEOUT": "4"}
     )
     assert done.returncode == 86, done
     assert "hang: all_gather of " in done.stderr, done
