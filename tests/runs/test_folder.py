@@ -240,8 +240,8 @@ from hpczero.errors import run
 from hpczero.run.checkpoints import RunCheckpoints
 from hpczero.train import main
 begin = RunCheckpoints.begin
-def taken_over_meanwhile(self, identity):
-    start = begin(self, identity)
+def taken_over_meanwhile(self, source, identity):
+    start = begin(self, source, identity)
     for lock in self._folder.checkpoints.glob(".lock-*"):
         lock.unlink()
     return start
