@@ -167,7 +167,7 @@ TABLE = {
         instead=("tokens.h5", "old.h5"), needs="token file of version 1"
     ),
     # SLURM
-    "NODES=2 slurm/train_60b.sh": Verdict(code=78, shows="from 56 ranks on it fits"),
+    "NODES=2 slurm/train_60b.sh": Verdict(code=78, shows="from 59 ranks on it fits"),
     "NODES=25 GPUS_PER_NODE=16 slurm/preflight.sh --directory runs": DRY,
     "NODES=4 RANKS_PER_NODE=8 GPUS_PER_NODE=8 CPUS_PER_RANK=12 slurm/train.sh run.toml": DRY,
     "ACCOUNT=... slurm/weak_scaling.sh": DRY,
