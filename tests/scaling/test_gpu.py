@@ -338,5 +338,5 @@ def test_mps_is_on_where_its_daemon_answers(
 
 
 def test_unknown_checks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="expected some of facts kernels"):
+    with pytest.raises(ConfigError, match="expected some of facts smoke kernels"):
         Options(checks=("kernel",))
