@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpczero.errors import ConfigError, HpcZeroError
-from scaling.contenders import ENTRIES, FLOOR, Entry, find_entry
+from scaling.contenders import BEFORE, ENTRIES, FLOOR, Entry, find_entry
 from scaling.contenders.base import adamw, batch, gpt
 from scaling.contenders.ranks import Crew
 from scaling.contenders.workload import WORKLOADS
@@ -33,6 +33,16 @@ def test_another_loss_is_refused_by_name() -> None:
         check_losses({**good, FLOOR: [9.1, 8.0, 7.0]})
     with pytest.raises(HpcZeroError, match="b: loss nan"):
         check_losses({**good, "b": [float("nan"), 8.0, 7.0]})
+
+
+def test_another_checkout_may_draw_other_first_values_and_must_agree_with_itself() -> None:
+    theirs = {f"{BEFORE}a": [9.0005, 8.0006, 7.0], f"{BEFORE}b": [9.0005, 8.00065, 7.0]}
+    good = {"a": [9.0, 8.0, 7.0], **theirs}
+    check_losses(good)
+    with pytest.raises(HpcZeroError, match=r"before:b: loss 8\.001000 at step 1, before:a has"):
+        check_losses({**good, f"{BEFORE}b": [9.0005, 8.001, 7.0]})
+    with pytest.raises(HpcZeroError, match=r"before:a: loss 9\.200000 at step 0, a has 9\.000000"):
+        check_losses({"a": good["a"], f"{BEFORE}a": [9.2, 8.0, 7.0]})
 
 
 def test_batches_differ_between_ranks_and_steps_and_come_again() -> None:
