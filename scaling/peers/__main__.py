@@ -38,7 +38,7 @@ ANCHORS = (FLOOR, "hpczero-3", "ddp", "fsdp2")
 LOSS_TOLERANCE = (
     1e-4  # order of fp32 sums; a wrong gradient moves the loss by 1e-2 within a few steps
 )
-DRAWN_TOLERANCE = 5e-2  # of another checkout, whose first values may be drawn in another way
+DRAWN_TOLERANCE = 2e-2  # of another checkout, which may draw other first values; of the first step
 MEMORY_STEPS = 4
 MEMORY_RUNS = (
     5  # with --against: one peak differs from the next by up to 2 % (two ranks, page by page)
@@ -268,7 +268,7 @@ def mean_losses(answers: Sequence[Row]) -> list[float]:
 def check_losses(losses: dict[str, list[float]]) -> None:
     """Every contender must have the same loss after the same steps; the floor, which averages nothing, at the first.
 
-    Those of another checkout must agree with each other as closely, and roughly with the others.
+    Those of another checkout must agree with each other as closely, and roughly with the others at the first step.
 
     Args:
         losses: of each step, by contender.
@@ -282,7 +282,7 @@ def check_losses(losses: dict[str, list[float]]) -> None:
         comparable = 1 if name == FLOOR else len(values)
         if name.startswith(BEFORE) and theirs is not None:
             _check_equal(name, values, theirs, losses[theirs], LOSS_TOLERANCE)
-            _check_equal(name, values, reference, losses[reference], DRAWN_TOLERANCE)
+            _check_equal(name, values[:1], reference, losses[reference], DRAWN_TOLERANCE)
         else:
             _check_equal(name, values[:comparable], reference, losses[reference], LOSS_TOLERANCE)
 
