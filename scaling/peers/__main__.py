@@ -38,7 +38,7 @@ ANCHORS = (FLOOR, "hpczero-3", "ddp", "fsdp2")
 LOSS_TOLERANCE = (
     1e-4  # order of fp32 sums; a wrong gradient moves the loss by 1e-2 within a few steps
 )
-DRAWN_TOLERANCE = 2e-2  # of another checkout, which may draw other first values; of the first step
+DRAWN_TOLERANCE = 1e-1  # of another checkout, which may draw other first values; of the first step
 MEMORY_STEPS = 4
 MEMORY_RUNS = (
     5  # with --against: one peak differs from the next by up to 2 % (two ranks, page by page)
