@@ -7,8 +7,9 @@ MPI, torch, units, what is measured.
 Each rank sends (G - 1) messages between G nodes in each round. Short rounds let sums and messages overlap, but every
 message costs the host some microseconds. One call therefore has a largest number of messages, whatever the block and
 the number of nodes: blocks travel in fewer, longer rounds where there are more peers, and at once where G - 1 alone
-reaches the bound. The buffers of a round grow with G accordingly. They never pass 2 G blocks, which is two units in the
-dtype of the wire divided by the ranks of a node.
+reaches the bound. Between few nodes, one peer at a time, short rounds stay short: there the overlap on the links is
+worth more than the host's microseconds. The buffers of a round grow with G accordingly. They never pass 2 G blocks,
+which is two units in the dtype of the wire divided by the ranks of a node.
 
 Source: issue 20, item 1; docs/scale.md has the counts.
 """
@@ -27,11 +28,17 @@ DEVICE_ROUND_BYTES = 4 * 2**20
 # Most messages of one rank in one call, or one to each peer. A gather is in place: its long rounds cost no memory.
 GATHER_MESSAGES = 128
 EXCHANGE_MESSAGES = 256
+# Between so few nodes rounds of up to LEAST_BYTES have the length that is wished for, up to as many messages. Longer
+# ones cost 18 to 25 per cent over TCP between four emulated hosts (blocks of 8 and 32 MiB, 200 and 400 KiB, not 64).
+FEW_NODES = 17
+SHORT_MESSAGES = 4096
 ALIGNMENT = 64  # elements: pieces begin where the widest loads and a line of a cache begin
 
 
 def _rounds(nbytes: int, nodes: int, round_nbytes: int, most_messages: int) -> int:
     """Rounds of a block of ``nbytes``, see [Note: Bounded messages]."""
+    if nodes <= FEW_NODES and round_nbytes <= LEAST_BYTES:
+        most_messages = SHORT_MESSAGES
     allowed = most_messages // max(nodes - 1, 1)
     return max(min(-(-nbytes // max(round_nbytes, 1)), allowed), 1)
 
