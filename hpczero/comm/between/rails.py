@@ -178,18 +178,20 @@ class Rails:
             for node in range(first, first + many):
                 self._sum_node(parts, send, start, shard_numel, node, 1, spans=True)
             return
-        span = parts(first * shard_numel + start, (many - 1) * shard_numel + count)
-        into = send[first : first + many]
+        blocks = parts(first * shard_numel + start, (many - 1) * shard_numel + count)
         if count == shard_numel or many == 1:  # no gaps: one row
-            blocks, into = [block.unsqueeze(0) for block in span], into.view(1, -1)
+            into = send[first] if many == 1 else send[first : first + many].view(-1)
         else:
-            blocks = [block.as_strided((many, count), (shard_numel, 1)) for block in span]
+            into = send[first : first + many]
+            blocks = [block.as_strided((many, count), (shard_numel, 1)) for block in blocks]
         narrow = into.dtype is not torch.float32
         most = min(piece_numel(self._device), NARROWED_NUMEL if narrow else 2**62)
-        for piece in pieces(into.shape, most):
-            target = into[piece]
+        for piece in pieces(into.shape, most) if into.numel() > most else (...,):
+            target, rows = into, blocks
+            if piece is not ...:
+                target, rows = into[piece], [block[piece] for block in blocks]
             total = torch.empty_like(target, dtype=torch.float32) if narrow else target
-            tree_sum([block[piece] for block in blocks], total, groups=[local], scale=1.0)
+            tree_sum(rows, total, groups=[local], scale=1.0)
             if narrow:
                 target.copy_(total)
             self.comm.Iprobe()  # messages of earlier steps go on only inside MPI
