@@ -18,7 +18,9 @@ from scaling.checkpoint import report as checkpoint_report
 from scaling.collectives import report as collectives_report
 from scaling.evidence.record import HOME, Row, commit, of_kind, parse_rows
 from scaling.gpu import goals as gpu_goals
+from scaling.hostcost import report as hostcost_report
 from scaling.layouts import report as layouts_report
+from scaling.overhead import report as overhead_report
 from scaling.parallel import report as parallel_report
 from scaling.peers import report as peers_report
 from scaling.planner import report as planner_report
@@ -51,7 +53,9 @@ TEXT: dict[str, Callable[[list[Row]], str]] = {
     "checkpoint": checkpoint_report.text,
     "collectives": collectives_report.text,
     "gpu": gpu_text,
+    "hostcost": hostcost_report.text,
     "layouts": layouts_report.text,
+    "overhead": overhead_report.text,
     "parallel": parallel_report.text,
     "peers": peers_report.text,
     "planner": planner_report.text,
@@ -65,7 +69,9 @@ DRAW: dict[str, Callable[[list[Row], Path], None]] = {
     "checkpoint": checkpoint_report.draw,
     "collectives": collectives_report.draw,
     "gpu": draw_nothing,
+    "hostcost": draw_nothing,
     "layouts": layouts_report.draw,
+    "overhead": draw_nothing,
     "parallel": parallel_report.draw,
     "peers": peers_report.draw,
     "planner": planner_report.draw,

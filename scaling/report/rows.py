@@ -33,6 +33,14 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
         "call": ("operation", "mover", "shard_nbytes", "round", "seconds"),
     },
     "gpu": {"failure": ("check", "ranks", "said")},
+    "hostcost": {
+        "run": (*_WHERE, "model", "precision", "kernel_us", "operation_us", "against"),
+        "case": (
+            *("tree", "ranks", "ranks_per_node", "units", "messages", "gather_messages"),
+            *("reduce_messages", "exchange_nbytes", "kernels", "operations"),
+            *("gather_s", "exchange_s", "agreements_s"),
+        ),
+    },
     "layouts": {
         "run": (
             *_WHERE,
@@ -42,6 +50,11 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
         "layout": ("layout", "foretold_s", "planned_nbytes"),
         "turn": ("layout", "round", "seconds", "sent_nbytes", "waited_s"),
         "idle": ("pipeline", "stages", "nap_s", "simulated", "formula", "ranks"),
+    },
+    "overhead": {
+        "run": (*_WHERE, "description", "rounds", "steps"),
+        "stepper": ("name", "waits"),
+        "turn": ("name", "round", "seconds"),
     },
     "parallel": {
         "run": (*_WHERE, "description", "precision", "ranks", "rounds", "tolerance"),

@@ -12,6 +12,7 @@ import pytest
 from hpczero.errors import ConfigError
 from scaling.evidence.record import Row
 from scaling.report import __main__ as report
+from tests.helpers.mpirun import ROOT
 from tests.scaling.studies import rows
 
 GPU: list[Row] = [
@@ -127,3 +128,14 @@ def test_reasons_why_files_are_left_out_are_told(
     assert "left out:" in told
     assert "got a file of 'weather'" in told
     assert "peers-x.jsonl: has no finished measurement (0 row(s), 1 malformed" in told
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "scaling/results").rglob("*.jsonl")), ids=lambda path: path.stem
+)
+def test_committed_records_can_all_be_shown(path: Path) -> None:
+    """A command whose rows nobody can print again would leave figures without a table."""
+    kind = path.stem.split("-")[0]
+    found, malformed = report.read(path, kind)
+    assert not malformed
+    assert report.TEXT[kind](found)
