@@ -1,0 +1,15 @@
+"""Three dimensions at once need 8 ranks: tensor, pipeline and data parallelism beside one process."""
+
+from __future__ import annotations
+
+from tests.helpers.mpirun import run_ranks
+
+LIMIT_S = 240.0  # 8 ranks on what cores there are
+
+
+def test_tensor_by_pipeline_by_data_trains_what_one_process_trains() -> None:
+    """A quarter of the cases: each stage once, tied and not, with sequence parallelism and without."""
+    done = run_ranks(8, ["-m", "tests.parallel.eight_ranks", "0", "5"], timeout=LIMIT_S)
+    assert done.returncode == 0, str(done)
+    assert done.stdout.count("losses off by") == 4, str(done)
+    assert {line[:7] for line in done.stdout.splitlines()} == {f"stage {n}" for n in range(4)}
