@@ -27,6 +27,10 @@ DEVICE_ROUND_BYTES = 4 * 2**20
 # Most messages of one rank in one call, or one to each peer. A gather is in place: its long rounds cost no memory.
 GATHER_MESSAGES = 128
 EXCHANGE_MESSAGES = 256
+# A round between nodes goes in so many steps, if there are more peers; fewer peers have a step each. So many steps are
+# under way at a time.
+STEPS = 16
+IN_FLIGHT = 2
 ALIGNMENT = 64  # elements: pieces begin where the widest loads and a line of a cache begin
 
 
@@ -34,6 +38,11 @@ def _rounds(nbytes: int, nodes: int, round_nbytes: int, most_messages: int) -> i
     """Rounds of a block of ``nbytes``, see [Note: Bounded messages]."""
     allowed = most_messages // max(nodes - 1, 1)
     return max(min(-(-nbytes // max(round_nbytes, 1)), allowed), 1)
+
+
+def step_peers(nodes: int) -> int:
+    """Peers of one step of a round between nodes; the last step may have fewer."""
+    return max(-(-(nodes - 1) // STEPS), 1)
 
 
 def gather_round(nbytes: int, nodes: int, round_nbytes: int = ROUND_BYTES) -> int:
