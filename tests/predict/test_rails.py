@@ -16,7 +16,6 @@ from hpczero.kernels.subtrees import levels
 from hpczero.models.config import GPTConfig
 from hpczero.models.presets import PRESETS
 from hpczero.plan.footprint import footprint_of
-from hpczero.plan.plan import Plan
 from hpczero.plan.rounds import IN_FLIGHT, gather_messages, rail_messages
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine
@@ -40,10 +39,6 @@ def free(machine: Machine = H100, **changes: float) -> Machine:
     return dataclasses.replace(machine, **values)  # type: ignore[arg-type]
 
 
-def plan_of(case: Job) -> Plan:
-    return case.plan
-
-
 # --- counts
 
 
@@ -58,14 +53,14 @@ def test_messages_of_a_step_are_those_of_the_plan(
     machine = dataclasses.replace(H100, ranks_per_node=local)
     case = Job(SMALL, machine, ranks, stage, "bf16", 1, accumulation=accumulation, transport="ipc")
     footprint = footprint_of("ipc", ranks=ranks, local_size=local)
-    traffic = plan_of(case).traffic(footprint=footprint, micro_steps=accumulation)
+    traffic = case.plan.traffic(footprint=footprint, micro_steps=accumulation)
     assert predict(case).messages == traffic.messages > 0
 
 
 def test_messages_of_a_host_are_in_its_short_rounds() -> None:
     host = dataclasses.replace(H100, shares_memory=True)
     case = Job(SMALL, host, 24, 3, "fp32", 1, transport="window")
-    traffic = plan_of(case).traffic(footprint=case.footprint)
+    traffic = case.plan.traffic(footprint=case.footprint)
     assert predict(case).messages == traffic.messages
     device = Job(SMALL, H100, 24, 3, "fp32", 1, transport="window")
     assert predict(device).messages < traffic.messages
@@ -140,6 +135,10 @@ def test_host_time_is_rounds_messages_and_launches() -> None:
     assert found.messages == 5 * 49
     assert found.host_s == pytest.approx(5 * (1e-3 + 49e-5 + 3e-4 + 15e-6))
     assert found.host_s <= found.seconds
+    apart = rails(machine, spans=False).reduce(
+        1_132_672, 2, 4
+    )  # 50 parts, each asked for and summed
+    assert apart.host_s == pytest.approx(5 * (50 * 1e-3 + 49e-5 + 53e-4))
     alone = rails(machine, local=1).reduce(4096, 2, 2)
     assert alone.host_s == pytest.approx(1e-3 + 49e-5 + 4e-4)
 
