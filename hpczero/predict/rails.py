@@ -7,7 +7,8 @@ stages, what a model computes, how long a sum takes the device.
     step       = its messages on the host, then on the network, then one latency
 
 Two steps are under way at a time. So either the host or the network is always busy, or each two steps take the time of
-one alone, whichever is longer. What a round costs before its first message leaves is hidden by nothing.
+one alone, whichever is longer. What a round costs before its first message leaves is hidden by nothing: up to two
+steps of the round before travel meanwhile, so it is an upper bound.
 
 Time of the host is that of the thread that communicates. Another thread computes meanwhile: a collective hides behind
 compute with its host time, as far as it hides at all. Not in the model: that threads of Python wait for each other,
