@@ -28,9 +28,13 @@ DEVICE_ROUND_BYTES = 4 * 2**20
 # Most messages of one rank in one call, or one to each peer. A gather is in place: its long rounds cost no memory.
 GATHER_MESSAGES = 128
 EXCHANGE_MESSAGES = 256
+# A round between nodes goes in so many steps, if there are more peers; fewer peers have a step each. So many steps are
+# under way at a time.
+STEPS = 16
+IN_FLIGHT = 2
 # Between so few nodes rounds of up to LEAST_BYTES have the length that is wished for, up to as many messages. Longer
 # ones cost 18 to 25 per cent over TCP between four emulated hosts (blocks of 8 and 32 MiB, 200 and 400 KiB, not 64).
-FEW_NODES = 17
+FEW_NODES = STEPS + 1
 SHORT_MESSAGES = 4096
 ALIGNMENT = 64  # elements: pieces begin where the widest loads and a line of a cache begin
 
@@ -41,6 +45,11 @@ def _rounds(nbytes: int, nodes: int, round_nbytes: int, most_messages: int) -> i
         most_messages = SHORT_MESSAGES
     allowed = most_messages // max(nodes - 1, 1)
     return max(min(-(-nbytes // max(round_nbytes, 1)), allowed), 1)
+
+
+def step_peers(nodes: int) -> int:
+    """Peers of one step of a round between nodes; the last step may have fewer."""
+    return max(-(-(nodes - 1) // STEPS), 1)
 
 
 def gather_round(nbytes: int, nodes: int, round_nbytes: int = ROUND_BYTES) -> int:

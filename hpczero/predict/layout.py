@@ -13,6 +13,8 @@ More assumptions:
   with equal stages the bubble ``(p - 1) / (v m)``;
 - under a pipeline units are gathered before the first forward and reduced in the last backward of each stage, and one
   micro-batch hides what it can of that;
+- replicas sum each unit as the transport between nodes does (`hpczero.predict.rails`); other messages that leave a node
+  cost the host one message each, and inside a node the latency holds what they cost;
 - each tensor rank sends the whole output of its stage to the next, with sequence parallelism its part.
 
 Without these degrees the forecast is that of `hpczero.predict.model.predict`.
@@ -22,6 +24,7 @@ Source: Narayanan et al., Megatron-LM on GPU clusters, arXiv 2104.04473, sec. 3;
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -36,7 +39,8 @@ from hpczero.predict.host_step import update_s as seconds_of_update
 from hpczero.predict.job import Job, Pass
 from hpczero.predict.machine import Kernels, Machine
 from hpczero.predict.model import block_s, head_s, owned_numel
-from hpczero.predict.network import Network
+from hpczero.predict.network import Exchanged, Network
+from hpczero.predict.rails import NOTHING, Cost, Rails
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class LayoutPrediction:
         hidden_s: exchange of shards behind forward and backward.
         replicas_s: sums of reduced gradients over replicas, and of tied weights over stages.
         update_s: norm of the gradient, optimizer.
+        host_s: of the exchange of shards and of replicas, what the host of a rank spends on messages and launches.
+        messages: of that exchange, between nodes, that one rank sends.
     """
 
     spread: Spread
@@ -69,6 +75,8 @@ class LayoutPrediction:
     hidden_s: float
     replicas_s: float
     update_s: float
+    host_s: float = 0.0
+    messages: int = 0
 
     @property
     def step_s(self) -> float:
@@ -123,10 +131,14 @@ def predict_layout(
         context_s=times * slowest.context_s,
         messages_s=times * slowest.messages_s,
         fill_s=(everybody - slowest.turn_s) / spread.interleave,
-        communication_s=max(stage.exchange_s[0] for stage in stages),
-        hidden_s=max(stage.exchange_s[1] - stage.exchange_s[0] for stage in stages),
+        communication_s=max(stage.exchanged.exposed_s for stage in stages),
+        hidden_s=max(stage.exchanged.hidden_s for stage in stages),
         replicas_s=max(stage.replicas_s for stage in stages),
         update_s=max(stage.update_s for stage in stages),
+        host_s=max(stage.exchanged.cost.host_s + stage.replicas.host_s for stage in stages),
+        messages=round(
+            max(stage.exchanged.cost.messages + stage.replicas.messages for stage in stages)
+        ),
     )
 
 
@@ -220,19 +232,20 @@ class StageNetwork(Network):
         super().__init__(job)
         self._spread = job.spread
 
-    def _gather_of(self, unit: UnitSpec) -> float:
-        """Seconds of the gather for forward; with a second shard the mean over micro-batches, of which one is far."""
+    def _gather_of(self, unit: UnitSpec) -> Cost:
+        """The gather for forward; with a second shard the mean over micro-batches, of which one is far."""
         far = super()._gather_of(unit)
         if not self._spread.secondary:
             return far
         times = self._spread.accumulation
-        return (far + (times - 1) * self._in_node_s(unit)) / times
+        return (far + Cost(self._in_node_s(unit)) * (times - 1)) * (1 / times)
 
-    def _gather_again_of(self, unit: UnitSpec) -> float:
-        """Seconds of the gather for backward: none where units are held, in the node with a second shard."""
+    def _gather_again_of(self, unit: UnitSpec) -> Cost:
+        """The gather for backward: none where units are held, in the node with a second shard."""
         if self._spread.holds_units:
-            return 0.0
-        return self._in_node_s(unit) if self._spread.secondary else super()._gather_of(unit)
+            return NOTHING
+        near = self._spread.secondary
+        return Cost(self._in_node_s(unit)) if near else super()._gather_of(unit)
 
     def _in_node_s(self, unit: UnitSpec) -> float:
         whole = unit.layout.padded_numel * self._item
@@ -304,22 +317,37 @@ class StageTime:
         return (sends + receives) * self._blocks_s(self.spread.span(0, "pipeline"), nbytes, times=1)
 
     @cached_property
-    def exchange_s(self) -> tuple[float, float]:
-        """Of a step: (exchange of shards that nothing hides, all of it)."""
+    def exchanged(self) -> Exchanged:
+        """Of a step: the exchange of shards."""
         sums = (self.sums_s + self.context_s) / (3 * max(self._part.blocks, 1))
         again = self._block[0] if self.spread.checkpointing else 0.0
         forward, backward = self._block[0] + sums, self._block[1] + again + 2 * sums
         head = head_s(self.job, True) if self._part.last else 0.0
-        return StageNetwork(self.job).exposed(forward, backward, head)
+        return StageNetwork(self.job).exchanged(forward, backward, head)
+
+    @cached_property
+    def replicas(self) -> Cost:
+        """Of a step: shards summed over replicas, unit by unit."""
+        span, plan = self.spread.span(self.job.place, "replicate"), self.job.plan
+        if span.size == 1:
+            return NOTHING
+        machine, local, sums = self.job.machine, span.local, plan.node_itemsize
+        wished = self.job.footprint.round_nbytes
+        between = Rails(machine, span.nodes, local, wished, spans=local == 1)
+        costs = []
+        for shard, units in Counter(u.layout.shard_numel for u in plan.trainable_units).items():
+            # reduced in the dtype of partial sums, gathered in fp32
+            part = -(-shard // span.size)
+            moved = span.nodes * part * (sums + FP32_BYTES)
+            inside = (local - 1) * (2 * machine.node_latency + moved / machine.node_rate)
+            over = between.reduce(part, sums, sums) + between.gather(part * FP32_BYTES)
+            costs.append((over + Cost(inside)) * units)
+        return Cost.of_all(costs)
 
     @cached_property
     def replicas_s(self) -> float:
-        """Of a step: a shard summed over replicas, and over the two stages that hold a tied weight."""
-        span, plan = self.spread.span(self.job.place, "replicate"), self.job.plan
-        shard = sum(unit.layout.shard_numel for unit in plan.trainable_units)
-        part = shard / span.size  # reduced in the dtype of partial sums, gathered in fp32
-        seconds = self._blocks_s(span, part * plan.node_itemsize)
-        seconds += self._blocks_s(span, part * FP32_BYTES)
+        """Of a step: ``replicas``, and tied weights summed over the two stages that hold them."""
+        seconds, plan = self.replicas.seconds, self.job.plan
         tied = {each.name for each in self._part.placements if each.tied}
         held = [unit for unit in plan.units if tied & {slot.name for slot in unit.layout.slots}]
         shard = sum(unit.layout.shard_numel for unit in held)
@@ -349,8 +377,9 @@ class StageTime:
         blocks = span.size - 1 if times is None else times
         if span.nodes == 1:
             return blocks * (machine.node_latency + nbytes / machine.node_rate)
+        each = machine.nic_latency + machine.message_host
         if ring:
-            return blocks * (machine.nic_latency + nbytes / machine.nic_rate)
+            return blocks * (each + nbytes / machine.nic_rate)
         far = blocks if times is not None else span.size - span.local
-        seconds = far * (machine.nic_latency + nbytes / machine.rail_rate)
+        seconds = far * (each + nbytes / machine.rail_rate)
         return seconds + (blocks - far) * (machine.node_latency + nbytes / machine.node_rate)

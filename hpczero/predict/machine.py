@@ -54,6 +54,9 @@ class Machine:
         dispatch: seconds that it takes to start one operation.
         node_rate, node_latency: between ranks of a node, for one rank.
         nics, nic_rate, nic_latency: between nodes; all ranks of a node share its ``nics``.
+        round_host, message_host: seconds of the host for one round of messages between nodes, and for each message sent
+            and received in it; 0: not charged, as where a measured rate between nodes holds them already.
+        sum_host: seconds of the host for one launch of a device's kernel for sums; 0: not charged.
         disk_read, disk_write: rates of one rank's disk tier, while all ranks of its node use theirs; 0: no disk known.
         host_read, host_write: the same of a tier in memory of the host; 0: not known.
         host_update: elements per second that the host updates for one rank, while a device computes; 0: not known.
@@ -77,6 +80,9 @@ class Machine:
     nics: int
     nic_rate: float
     nic_latency: float
+    round_host: float = 0.0
+    message_host: float = 0.0
+    sum_host: float = 0.0
     disk_read: float = 0.0
     disk_write: float = 0.0
     host_read: float = 0.0

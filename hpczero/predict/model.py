@@ -11,11 +11,12 @@ Assumptions, all of them:
 - a block's work is its matrix products, its attention and its memory-bound passes, one after the other; causal
   attention is counted whole, as in the FLOP count; by data sheet, large products reach one share of the peak, and
   passes the full rate of memory (`hpczero.predict.machine`);
-- all-gather between nodes: the faster of a ring and, for powers of two, recursive doubling, then inside the node;
-  reduce-scatter: first inside, then pairwise between nodes; all ranks of a node share its NICs. Rounds of one exchange
-  overlap, so that latency counts once for each message;
+- all-gather: pairwise between nodes, then inside the node; reduce-scatter: first inside, then pairwise between nodes;
+  all ranks of a node share its NICs. Rounds, steps and messages are the transport's own, and so is what they and the
+  launches of sums cost the host (`hpczero.predict.rails`);
 - with more than one node the next unit's all-gather and the last unit's reduction are hidden by one unit's compute, as
-  in `hpczero.zero.schedule`; without, or over the flat transport, nothing is hidden;
+  in `hpczero.zero.schedule`; without, or over the flat transport, nothing is hidden. The host's time of a collective is
+  part of it: a thread of its own spends it, so that it hides no more and no less;
 - bytes and shards are those of `hpczero.plan`; checkpointed activations cost one more forward of each block;
 - ``model_parallel`` > 1 is that of the ZeRO paper, for its runs; `hpczero.predict.layout` has hpczero's own.
 
@@ -50,6 +51,9 @@ class Prediction:
         update_s: norm of the gradient, optimizer.
         tier_s: of a memory tier, as far as nothing hides it.
         tier_hidden_s: of a memory tier behind forward, backward and update.
+        host_s: of communication, exposed and hidden, what the host of a rank spends on messages and launches.
+        messages: between nodes that one rank sends.
+        launches: of sums on a device, by one rank.
     """
 
     job: Job
@@ -60,12 +64,20 @@ class Prediction:
     update_s: float
     tier_s: float = 0.0
     tier_hidden_s: float = 0.0
+    host_s: float = 0.0
+    messages: int = 0
+    launches: int = 0
 
     @property
     def step_s(self) -> float:
         """The whole step."""
         computing = self.forward_s + self.backward_s + self.update_s
         return computing + self.communication_s + self.tier_s
+
+    @property
+    def computing_s(self) -> float:
+        """Forward and backward, without any wait."""
+        return self.forward_s + self.backward_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -84,16 +96,22 @@ class Prediction:
         return self.tflops * 1e12 / self.job.machine.peak_of(self.job.precision)
 
 
-def predict(job: Job) -> Prediction:
-    """Predict one step of ``job``."""
-    network = Network(job)
+def predict(job: Job, *, network: Network | None = None) -> Prediction:
+    """Predict one step of ``job``.
+
+    Args:
+        job: what is trained, on which machine.
+        network: how its collectives are charged; None: as hpczero does them.
+    """
+    network = network or Network(job)
     block_f, block_b = (block_s(job, backward) for backward in (False, True))
     head_f, head_b = (head_s(job, backward) for backward in (False, True))
     sliced_f, sliced_b = network.model_parallel_s()
     block_f += sliced_f
     block_b += sliced_b + (block_f if job.checkpointing else 0.0)
     layers, steps = job.model.layers, job.accumulation
-    exposed, whole = network.exposed(block_f, block_b, head_b)
+    exchanged = network.exchanged(block_f, block_b, head_b)
+    exposed = exchanged.exposed_s
     owned = sum(owned_numel(job, unit) for unit in job.plan.units)
     forward_s = steps * (layers * block_f + head_f)
     backward_s = steps * (layers * block_b + head_b)
@@ -107,10 +125,13 @@ def predict(job: Job) -> Prediction:
         forward_s=forward_s,
         backward_s=backward_s,
         communication_s=exposed,
-        hidden_s=max(whole - exposed, 0.0),
+        hidden_s=exchanged.hidden_s,
         update_s=update_s,
         tier_s=tier.exposed,
         tier_hidden_s=max(tier.whole - tier.exposed, 0.0),
+        host_s=exchanged.cost.host_s,
+        messages=round(exchanged.cost.messages),
+        launches=round(exchanged.cost.launches),
     )
 
 

@@ -1,18 +1,40 @@
 """How long the collectives of a step take, and how much of that the model's own work hides.
 
-Owns: the formulas of collectives, and what overlaps with what. Must not know: how long the model's own work takes. The
-assumptions are those of `hpczero.predict.model`.
+Owns: the formulas of collectives, and what overlaps with what. Must not know: how long the model's own work takes, how
+messages go between nodes (`hpczero.predict.rails`). The assumptions are those of `hpczero.predict.model`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from hpczero.plan.rounds import exchange_chunk
 from hpczero.plan.unit_spec import UnitSpec
 from hpczero.predict.job import Job
+from hpczero.predict.rails import NOTHING, Cost, Rails, launches, sums_cost
 
 AGREEMENTS = 3  # small collectives of a step: loss, finite check and norm, flags
 FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """All collectives of one step.
+
+    Attributes:
+        exposed_s: seconds that nothing hides.
+        cost: all of them.
+    """
+
+    exposed_s: float
+    cost: Cost
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds behind forward and backward."""
+        return max(self.cost.seconds - self.exposed_s, 0.0)
 
 
 class Network:
@@ -23,37 +45,46 @@ class Network:
         self._machine = job.machine
         self._nodes, self._local = job.nodes, job.local
         self._item = job.plan.precision.param_itemsize
+        footprint = job.footprint
+        self._rails = Rails(
+            job.machine,
+            job.nodes,
+            job.local,
+            footprint.round_nbytes,
+            spans=footprint.ranks > 1 or job.local == 1,
+        )
 
-    def gather_s(self, shard_nbytes: int, *, shared: bool = True) -> float:
+    def gather(self, shard_nbytes: int, *, shared: bool = True) -> Cost:
         """All-gather of one shard of every rank: between nodes, then inside.
 
         Args:
             shard_nbytes: of one rank.
             shared: whether ranks that share memory on a node need no copy of it.
         """
-        machine, nodes, local = self._machine, self._nodes, self._local
-        if self.job.transport == "flat" and nodes > 1:
-            return self._flat_s(shard_nbytes)
-        rounds = nodes - 1
-        if nodes & (nodes - 1) == 0:
-            rounds = nodes.bit_length() - 1
-        rail = rounds * machine.nic_latency + (nodes - 1) * shard_nbytes / machine.rail_rate
-        return rail + self._inside_s(nodes * shard_nbytes, local, shared=shared)
+        if self.job.transport == "flat" and self._nodes > 1:
+            return Cost(self._flat_s(shard_nbytes))
+        inside = self._inside_s(self._nodes * shard_nbytes, self._local, shared=shared)
+        return self._rails.gather(shard_nbytes) + Cost(inside)
 
-    def reduce_s(self, shard_numel: int) -> float:
+    def reduce(self, shard_numel: int) -> Cost:
         """Reduce-scatter: blocks inside the node, a sum, partial sums between nodes, a sum."""
-        machine, nodes, local, work = self._machine, self._nodes, self._local, self.job.work
+        nodes, local, work = self._nodes, self._local, self.job.work
         mine = nodes * shard_numel
         if self.job.transport == "flat":
-            copies = mine * local * work.element_s("copy", backward=False)
-            travel = self._flat_s(shard_numel * self._item) if nodes > 1 else 0.0
-            travel = travel or self._inside_s(mine * self._item, local, shared=False)
-            return copies + travel + work.sum_s(nodes * local, shard_numel)
+            return self._reduce_flat(shard_numel)
         sums = self.job.plan.node_itemsize
         wire = min(self._item, sums) if local == 1 else sums
-        rail = (nodes - 1) * (machine.nic_latency + shard_numel * wire / machine.rail_rate)
         inside = self._inside_s(mine * self._item, local, shared=True) + work.sum_s(local, mine)
-        return inside + rail + (work.sum_s(nodes, shard_numel) if nodes > 1 else 0.0)
+        after = work.sum_s(nodes, shard_numel) if nodes > 1 else 0.0
+        return Cost(inside + after) + self._rails.reduce(shard_numel, self._item, wire)
+
+    def gather_s(self, shard_nbytes: int, *, shared: bool = True) -> float:
+        """Seconds of ``gather``."""
+        return self.gather(shard_nbytes, shared=shared).seconds
+
+    def reduce_s(self, shard_numel: int) -> float:
+        """Seconds of ``reduce``."""
+        return self.reduce(shard_numel).seconds
 
     def model_parallel_s(self) -> tuple[float, float]:
         """What slicing each block costs (forward, backward): two all-reduces each.
@@ -72,48 +103,67 @@ class Network:
         one_way = (cut - 1) * (latency + nbytes / cut / rate)
         return 2 * 2 * one_way, 2 * 2 * one_way + (one_way if job.checkpointing else 0.0)
 
-    def exposed(self, block_f: float, block_b: float, head_b: float) -> tuple[float, float]:
-        """(seconds of communication that nothing hides, seconds of all communication) in one step."""
+    def exchanged(self, block_f: float, block_b: float, head_b: float) -> Exchanged:
+        """The collectives of one step.
+
+        Args:
+            block_f: seconds of a block's forward, behind which a collective may hide.
+            block_b: the same of its backward.
+            head_b: the same of the head's backward.
+        """
         job, stage = self.job, self.job.plan.stage
         footprint = job.footprint
-        root, *blocks = job.plan.units
         # Flat has no queue: every call of it is over when it returns.
         hides = job.overlap and footprint.overlap and job.transport != "flat"
         gathers = stage.shards_parameters and not footprint.lasting
-        exposed = whole = AGREEMENTS * self._agreement_s()
-        units = (root, *blocks)
+        whole = Cost(AGREEMENTS * self._agreement_s())
+        exposed = whole.seconds
+        units = job.plan.units
         before = (self._gather_of, self._gather_again_of) if gathers else (_nothing, _nothing)
-        gathered = [[gather(unit) for unit in units] for gather in before]
-        reduced = [self._reduce_of(unit) for unit in units]
+        gathered = [_of_each(units, gather) for gather in before]
+        reduced = _of_each(units, self._reduce_of)
         for one in job.passes:
             compute = block_b if one.backward else block_f
-            costs = [
-                (gather, reduce * one.reduces)
-                for gather, reduce in zip(gathered[one.backward], reduced, strict=True)
-            ]
-            total = sum(map(sum, costs))
-            whole += one.times * total
-            exposed += one.times * (
-                _not_hidden(costs, compute, head_b * one.backward) if hides else total
-            )
+            into = reduced if one.reduces else [NOTHING] * len(units)
+            total = Cost.of_all([*gathered[one.backward], *into])
+            not_hidden = total.seconds
+            if hides:
+                pairs = zip(gathered[one.backward], into, strict=True)
+                seconds = [(gather.seconds, reduce.seconds) for gather, reduce in pairs]
+                not_hidden = _not_hidden(seconds, compute, head_b * one.backward)
+            whole += total * one.times
+            exposed += one.times * not_hidden
         if stage.shards_optimizer and not gathers:  # the updated parameters
-            after = sum(self._gather_of(unit) for unit in (root, *blocks))
-            exposed, whole = exposed + after, whole + after
-        return exposed, whole
+            after = Cost.of_all(_of_each(units, self._gather_of))
+            exposed, whole = exposed + after.seconds, whole + after
+        return Exchanged(exposed, whole)
 
-    def _gather_of(self, unit: UnitSpec) -> float:
-        return self.gather_s(unit.layout.shard_numel * self._item)
+    def _gather_of(self, unit: UnitSpec) -> Cost:
+        return self.gather(unit.layout.shard_numel * self._item)
 
-    def _gather_again_of(self, unit: UnitSpec) -> float:
-        """Seconds of the gather for backward."""
+    def _gather_again_of(self, unit: UnitSpec) -> Cost:
+        """The gather for backward."""
         return self._gather_of(unit)
 
-    def _reduce_of(self, unit: UnitSpec) -> float:
+    def _reduce_of(self, unit: UnitSpec) -> Cost:
         shard = unit.layout.shard_numel
-        seconds = self.reduce_s(shard)
+        cost = self.reduce(shard)
         if not self.job.plan.stage.shards_optimizer:  # every rank needs the reduced gradient
-            seconds += self.gather_s(shard * FP32_BYTES, shared=False)
-        return seconds
+            cost += self.gather(shard * FP32_BYTES, shared=False)
+        return cost
+
+    def _reduce_flat(self, shard_numel: int) -> Cost:
+        """Blocks of all ranks in rounds, each summed when it is there."""
+        nodes, local, work = self._nodes, self._local, self.job.work
+        mine = nodes * shard_numel
+        copies = mine * local * work.element_s("copy", backward=False)
+        rounds = 1
+        if shard_numel:
+            rounds = -(-shard_numel // exchange_chunk(shard_numel, nodes * local, self._item))
+        travel = self._flat_s(shard_numel * self._item, rounds) if nodes > 1 else 0.0
+        travel = travel or self._inside_s(mine * self._item, local, shared=False)
+        done = Cost(copies + travel + work.sum_s(nodes * local, shard_numel))
+        return done + sums_cost(self._machine, launches(nodes * local), 0) * rounds
 
     def _inside_s(self, block_nbytes: int, local: int, *, shared: bool) -> float:
         """Seconds in which each of ``local`` ranks sends a block to each other."""
@@ -124,14 +174,15 @@ class Network:
         rate = self._machine.node_rate
         return (local - 1) * (self._machine.node_latency + block_nbytes / rate)
 
-    def _flat_s(self, shard_nbytes: int) -> float:
-        """Seconds of a pairwise exchange over all ranks, as if all partners were on other nodes: most are."""
+    def _flat_s(self, shard_nbytes: int, rounds: int = 1) -> float:
+        """Seconds of a pairwise exchange over all ranks, as if all partners were on other nodes: most are.
+
+        Its messages are the MPI library's own, so nothing is charged for them on the host.
+        """
         machine = self._machine
-        far = (self._nodes - 1) * self._local
-        seconds = far * (machine.nic_latency + shard_nbytes / machine.rail_rate)
-        return seconds + (self._local - 1) * (
-            machine.node_latency + shard_nbytes / machine.node_rate
-        )
+        far, near = (self._nodes - 1) * self._local, self._local - 1
+        seconds = far * (rounds * machine.nic_latency + shard_nbytes / machine.rail_rate)
+        return seconds + near * (rounds * machine.node_latency + shard_nbytes / machine.node_rate)
 
     def _agreement_s(self) -> float:
         """Seconds to send a few bytes of every rank to every rank."""
@@ -140,8 +191,18 @@ class Network:
         return inside + math.ceil(math.log2(max(self._nodes, 1))) * machine.nic_latency
 
 
-def _nothing(_: UnitSpec) -> float:
-    return 0.0
+def _of_each(units: Sequence[UnitSpec], of: Callable[[UnitSpec], Cost]) -> list[Cost]:
+    """``of`` each unit, asked once for those of equal shape: most are."""
+    known: dict[tuple[int, int], Cost] = {}
+    for unit in units:
+        shape = unit.layout.shard_numel, unit.layout.padded_numel
+        if shape not in known:
+            known[shape] = of(unit)
+    return [known[unit.layout.shard_numel, unit.layout.padded_numel] for unit in units]
+
+
+def _nothing(_: UnitSpec) -> Cost:
+    return NOTHING
 
 
 def _not_hidden(costs: list[tuple[float, float]], compute: float, head_b: float) -> float:

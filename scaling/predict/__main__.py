@@ -3,6 +3,8 @@
     python -m scaling.predict --machine dgx-h100 --model gpt-60b --ranks 64 512 4096
     python -m scaling.predict --paper          # the ZeRO paper's super-linear speed-up
     python -m scaling.predict --published      # runs of other programs with tensor and pipeline parallelism
+    python -m scaling.predict --scale          # 400, 4,096 and 100,000 ranks, and the host's time
+    python -m scaling.predict --layouts 400    # the best layout of each machine
     python -m scaling.predict --check          # measures this host, trains, compares
 
 Owns: its options. Must not know: any formula.
@@ -23,6 +25,7 @@ import tyro
 
 from hpczero.errors import ConfigError, run
 from hpczero.options.reading import parse_command_line
+from hpczero.plan.transports import Named, fastest_transport
 from hpczero.predict.job import Job
 from hpczero.predict.machine import Machine, load_machine, machine_names
 from hpczero.predict.model import Prediction, largest_micro_batch, predict
@@ -43,11 +46,14 @@ class Options:
         micro_batch: sequences of one forward; left out, as many as fit, at most 64.
         global_batch: strong scaling: sequences of all ranks; micro-batch and accumulation follow.
         checkpointing: a bare --checkpointing: always; otherwise only where not one sequence fits without.
-        transport: flat, hierarchical, or window (ranks of a node share memory); on host what hpczero would take.
+        transport: flat, hierarchical, window (ranks of a node share memory), ipc (they read each other's device
+            memory), or auto: what hpczero would take; on host always that.
         no_overlap: a bare --no_overlap: nothing is hidden between nodes.
         sources: a bare --sources: where the machine's numbers come from.
         paper: a bare --paper: the runs of the ZeRO paper, nothing else.
         published: a bare --published: runs of other programs in layouts that hpczero has, nothing else.
+        scale: a bare --scale: gpt-60b at 400, 4,096 and 100,000 ranks, charged as before and as now, nothing else.
+        layouts: the best layout of gpt-60b on so many ranks of each machine that comes with hpczero, nothing else.
         check: a bare --check: predict and measure on this host, in turn.
         workloads: of --check.
         rounds: of --check; from 6 on there is a 95 % interval.
@@ -65,11 +71,13 @@ class Options:
     micro_batch: int | None = None
     global_batch: int | None = None
     checkpointing: tyro.conf.UseCounterAction[int] = 0
-    transport: Literal["flat", "hierarchical", "window"] = "hierarchical"
+    transport: Literal["auto", "flat", "hierarchical", "window", "ipc"] = "auto"
     no_overlap: tyro.conf.UseCounterAction[int] = 0
     sources: tyro.conf.UseCounterAction[int] = 0
     paper: tyro.conf.UseCounterAction[int] = 0
     published: tyro.conf.UseCounterAction[int] = 0
+    scale: tyro.conf.UseCounterAction[int] = 0
+    layouts: int | None = None
     check: tyro.conf.UseCounterAction[int] = 0
     workloads: tuple[Literal["gpt-8x512", "gpt-12x768", "tiny"], ...] = ("gpt-8x512", "gpt-12x768")
     rounds: int = 6
@@ -81,7 +89,7 @@ class Options:
     def __post_init__(self) -> None:
         if not self.ranks or min(self.ranks) < 1:
             raise ConfigError(f"--ranks: got {self.ranks}, expected numbers from 1 on")
-        for name in ("micro_batch", "global_batch", "rounds", "steps"):
+        for name in ("micro_batch", "global_batch", "rounds", "steps", "layouts"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name}: got {value}, expected at least 1")
@@ -108,6 +116,16 @@ def main() -> int:
 
         sys.stdout.write(f"{published_text()}\n")
         return 0
+    if options.scale:
+        from scaling.predict.scale import cases, charges_text
+
+        sys.stdout.write(f"{charges_text(list(cases()))}\n")
+        return 0
+    if options.layouts is not None:
+        from scaling.predict.scale import layouts_text
+
+        sys.stdout.write(f"{layouts_text(options.layouts)}\n")
+        return 0
     if options.check:
         return check(options)
     found = list(forecast(options))
@@ -128,6 +146,10 @@ def main() -> int:
         f"{options.model} on {job.machine.title}, {job.precision}, {job.transport}; {batch}. A prediction, "
         f"nothing was run; assumptions: hpczero/predict/model.py.\n\n{forecast_table(found)}"
     )
+    if not job.machine.message_host and options.machine != "host":
+        sys.stdout.write(
+            f"\n{job.machine.name} has no message_host: what messages cost the host is not charged.\n"
+        )
     if options.sources:
         lines = (f"- {name}: {source}\n" for name, source in job.machine.sources.items())
         sys.stdout.write(f"\n{''.join(lines)}")
@@ -177,8 +199,9 @@ def _with_batch(job: Job, options: Options, most: int) -> Job:
 
 def job_of(options: Options, ranks: int) -> Job:
     """What the options mean, with one sequence."""
-    kernels, precision, transport = None, options.precision, options.transport
+    kernels, precision = None, options.precision
     machine: Machine
+    transport: Named
     if options.machine == "host":
         from scaling.predict.check import probe_host
         from scaling.predict.host import host_machine
@@ -193,6 +216,9 @@ def job_of(options: Options, ranks: int) -> Job:
         transport = "window" if ranks > 1 else "flat"  # what ``auto`` takes on one node
     else:
         machine = load_machine(options.machine, others=["host"])
+        local = min(machine.ranks_per_node, ranks)
+        taken = fastest_transport(local, ranks // local, on_host=machine.shares_memory)
+        transport = taken if options.transport == "auto" else options.transport
     return Job(
         model=find_model(options.model),
         machine=machine,
@@ -261,6 +287,9 @@ def as_json(prediction: Prediction, most: int, checkpointed: bool) -> dict[str, 
         "backward_s": prediction.backward_s,
         "communication_s": prediction.communication_s,
         "hidden_s": prediction.hidden_s,
+        "host_s": prediction.host_s,
+        "messages": prediction.messages,
+        "launches": prediction.launches,
         "update_s": prediction.update_s,
         "tokens_per_s": prediction.tokens_per_s,
         "tflops_per_rank": prediction.tflops,

@@ -74,6 +74,7 @@ class Run:
             precision="fp16",
             micro_batch=self.batch,
             checkpointing=True,
+            transport="ipc",  # the ranks of a DGX-2 read each other's memory
             overlap=False,
             model_parallel=self.model_parallel,
         )

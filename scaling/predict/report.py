@@ -23,9 +23,19 @@ def forecast_table(found: Sequence[tuple[Prediction, int, bool]]) -> str:
 
     Args:
         found: prediction, largest micro-batch that fits, whether that needs checkpointed activations.
+
+    The host's time is that of messages and launches, hidden or not; compute is forward and backward.
     """
     header = ["ranks", "stage", "micro-batch", "largest", "step, s", "exposed", "hidden, s"]
-    header += ["update, ms", "TFLOP/s/rank", "MFU", "efficiency", "GB/rank"]
+    header += [
+        "host, s",
+        "host / compute",
+        "update, ms",
+        "TFLOP/s/rank",
+        "MFU",
+        "efficiency",
+        "GB/rank",
+    ]
     cells = []
     first = found[0][0] if found else None
     for prediction, most, checkpointed in found:
@@ -41,6 +51,8 @@ def forecast_table(found: Sequence[tuple[Prediction, int, bool]]) -> str:
                 f"{prediction.step_s:.3f}",
                 f"{prediction.communication_s / prediction.step_s:.0%}",
                 f"{prediction.hidden_s:.3f}",
+                f"{prediction.host_s:.3f}",
+                f"{prediction.host_s / prediction.computing_s:.1%}",
                 f"{prediction.update_s * 1e3:.2f}",
                 f"{prediction.tflops:.3g}",
                 f"{prediction.mfu:.0%}",

@@ -233,6 +233,10 @@ TABLE = {
         shows="page in report.html",
     ),
     "python -m scaling.predict --check": Verdict("parse"),
+    "python -m scaling.predict --layouts 400": Verdict(
+        "type", instead=("--layouts 400", "--layouts 16"), shows="dgx-h100"
+    ),
+    "python -m scaling.predict --scale": Verdict(shows="host / compute"),
 }
 
 SHOWN = [shown for page in PAGES for shown in commands_of(page)]

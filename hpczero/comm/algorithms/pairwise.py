@@ -22,14 +22,12 @@ from typing_extensions import override
 from hpczero.comm.algorithms.base import Exchange, Gather, Meanwhile, Prepare, wait_all
 from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
 from hpczero.comm.algorithms.standing import Standing, Step
-
-IN_FLIGHT = 2  # steps that MPI knows of at a time
-STEPS = 16  # of one round, if there are more peers
+from hpczero.plan.rounds import IN_FLIGHT, step_peers
 
 
 def steps(size: int) -> Iterator[range]:
     """Distances to the peers of each step, nearest first."""
-    each = max(-(-(size - 1) // STEPS), 1)
+    each = step_peers(size)
     for first in range(1, size, each):
         yield range(first, min(first + each, size))
 
