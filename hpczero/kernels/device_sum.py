@@ -9,12 +9,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hpczero.kernels.source import THREADS, VECTOR_NBYTES, tree_sum_source
+from hpczero.kernels.source import (
+    MOST_BLOCKS,
+    MOST_BLOCKS_OF_ROWS,
+    THREADS,
+    VECTOR_NBYTES,
+    tree_sum_source,
+)
 from hpczero.kernels.subtrees import Launch, groups_in_order, sum_by_launches
 
 logger = logging.getLogger("hpczero.kernels")
@@ -34,8 +40,9 @@ def device_tree_sum(
 ) -> bool:
     """Sum as ``tree_sum`` does, on torch's current stream of ``out``'s device. Other processes may own the blocks.
 
-    Of more than ``MOST_BLOCKS`` blocks it takes several launches and memory for their sums: 4 bytes for each element of
-    ``out`` and each 16 to 32 blocks.
+    The tensors are of one form, as ``tree_sum.rows_of`` gives them. Of more than ``MOST_BLOCKS`` blocks
+    (``MOST_BLOCKS_OF_ROWS`` of several rows) it takes several launches and memory for their sums: 4 bytes for each
+    element of ``out`` and each 8 to 32 blocks.
 
     Returns:
         Whether it was done. It is not where a kernel cannot be compiled; ``tree_sum``'s operations give the same bits.
@@ -44,21 +51,25 @@ def device_tree_sum(
 
     device = out.device
     most = torch.cuda.get_device_properties(device).multi_processor_count * BLOCKS_PER_SM
-    grid = min(max(-(-out.numel() // THREADS), 1), most)
+    rows, numel = out.shape if out.dim() == 2 else (1, out.numel())
+    across = min(max(-(-numel // THREADS), 1), most)
+    grid = across, min(rows, max(most // across, 1))
 
     def launch(one: Launch) -> bool:
-        aligned = all(t.data_ptr() % VECTOR_NBYTES == 0 for t in (*one.blocks, one.out))
-        dtype = NAMES[one.blocks[0].dtype]
-        kernel = _kernel(one.sizes, dtype, NAMES[node_dtype], aligned, device.index)
+        form = _Form.of(one)
+        kernel = _kernel(one.sizes, form, NAMES[node_dtype], device.index)
         if kernel is None:
             return False
         kernel(
-            (grid,),
+            grid,
             (THREADS,),
             (
                 *(block.data_ptr() for block in one.blocks),
                 one.out.data_ptr(),
-                one.out.numel(),
+                rows,
+                numel,
+                one.blocks[0].stride(0) if rows > 1 else 0,
+                one.out.stride(0) if rows > 1 else 0,
                 cupy.float32(one.scale),
                 cupy.int32(one.accumulate),
             ),
@@ -67,7 +78,32 @@ def device_tree_sum(
 
     with cupy.cuda.Device(device.index), _current_lane(cupy, device):
         return sum_by_launches(
-            blocks, out, groups=groups, scale=scale, accumulate=accumulate, launch=launch
+            blocks,
+            out,
+            groups=groups,
+            scale=scale,
+            accumulate=accumulate,
+            launch=launch,
+            most=MOST_BLOCKS if rows == 1 else MOST_BLOCKS_OF_ROWS,
+        )
+
+
+class _Form(NamedTuple):
+    """What a kernel is compiled for, beside the shape of its tree."""
+
+    dtype: str
+    aligned: bool
+    several_rows: bool
+
+    @classmethod
+    def of(cls, one: Launch) -> _Form:
+        """That of one launch, whose blocks have equal strides."""
+        tensors, rows = (*one.blocks, one.out), one.out.shape[0] if one.out.dim() == 2 else 1
+        nbytes = [tensor.data_ptr() for tensor in tensors]
+        if rows > 1:
+            nbytes += [tensor.stride(0) * tensor.itemsize for tensor in tensors]
+        return cls(
+            NAMES[one.blocks[0].dtype], all(n % VECTOR_NBYTES == 0 for n in nbytes), rows > 1
         )
 
 
@@ -95,7 +131,8 @@ def kernel_figures(
     Returns:
         ``registers`` of a thread and its ``local_nbytes``, which hold what found no register.
     """
-    kernel = _kernel(tuple(sizes), NAMES[dtype], NAMES[node_dtype], True, device.index)
+    form = _Form(NAMES[dtype], aligned=True, several_rows=False)
+    kernel = _kernel(tuple(sizes), form, NAMES[node_dtype], device.index)
     if kernel is None:
         return None
     found = kernel.attributes
@@ -104,11 +141,18 @@ def kernel_figures(
 
 @cache
 def _kernel(
-    sizes: tuple[int, ...], dtype: str, node_dtype: str, aligned: bool, device: int
+    sizes: tuple[int, ...], form: _Form, node_dtype: str, device: int
 ) -> Any:  # Any: a kernel of CuPy's, or None where it cannot be compiled
     import cupy
 
-    source = tree_sum_source(groups_in_order(sizes), dtype, node_dtype, aligned=aligned, cuda=True)
+    source = tree_sum_source(
+        groups_in_order(sizes),
+        form.dtype,
+        node_dtype,
+        aligned=form.aligned,
+        cuda=True,
+        several_rows=form.several_rows,
+    )
     with cupy.cuda.Device(device):
         kernel = cupy.RawKernel(source, "tree_sum", options=("--std=c++17",))
         try:

@@ -14,6 +14,7 @@ VECTOR_NBYTES = 16  # the widest load of a thread
 # Of one launch. With 256 a compiler took 9.5 s and kept 4 KiB of each thread in local memory (issue 20); larger sums
 # are several launches (``subtrees``).
 MOST_BLOCKS = 32
+MOST_BLOCKS_OF_ROWS = 16
 # What a thread loads before it adds. All loads of a turn are under way together, in registers: 128 bytes are 32 of
 # them. With 16 bytes of each of 32 blocks a compiler takes 168 registers, with 4 it takes at most 64.
 LOADED_NBYTES = 128
@@ -79,32 +80,39 @@ INLINE uint16_t to_fp16(float value) {
 _BODY = """
 INLINE float sum({arguments}) {{ return {expression}; }}
 
-extern "C" {entry} void tree_sum({pointers}, float* out, long long numel, float scale, int accumulate) {{
+extern "C" {entry} void tree_sum({pointers}, float* out, long long rows, long long numel, long long stride,
+        long long out_stride, float scale, int accumulate) {{
+    {loop_rows} {{
+    const long long from = {of_row}stride, to = {of_row}out_stride;
     {loop_vectors} {{
 {loads}
-        Pack<float, {width}> into = accumulate ? ((const Pack<float, {width}>*)out)[i] : Pack<float, {width}>();
+        Pack<float, {width}> into = accumulate ? ((const Pack<float, {width}>*)out)[to / {width} + i] :
+            Pack<float, {width}>();
         #pragma unroll
         for (int j = 0; j < {width}; ++j) {{  // unrolled, or what was loaded goes to local memory to be indexed
             const float scaled = MUL(sum({elements}), scale);
             into.at[j] = accumulate ? ADD(into.at[j], scaled) : scaled;
         }}
-        ((Pack<float, {width}>*)out)[i] = into;
+        ((Pack<float, {width}>*)out)[to / {width} + i] = into;
     }}
     #pragma unroll 1
     {loop_rest} {{  // at most one turn of a thread where loads are wide
         const float scaled = MUL(sum({scalars}), scale);
-        out[i] = accumulate ? ADD(out[i], scaled) : scaled;
+        out[to + i] = accumulate ? ADD(out[to + i], scaled) : scaled;
+    }}
     }}
 }}
 """
 
 _LOOPS = {
     True: (
+        "\n    #pragma unroll 1\n    for (long long row = blockIdx.y; row < rows; row += gridDim.y)",
         "const long long first = blockIdx.x * (long long)blockDim.x + threadIdx.x, step = (long long)gridDim.x * "
         "blockDim.x;\n    {turns}for (long long i = first; i < numel / {width}; i += step)",
         "for (long long i = numel / {width} * {width} + first; i < numel; i += step)",
     ),
     False: (
+        "\n    #pragma unroll 1\n    for (long long row = 0; row < rows; ++row)",
         "{turns}for (long long i = 0; i < numel / {width}; ++i)",
         "for (long long i = numel / {width} * {width}; i < numel; ++i)",
     ),
@@ -112,40 +120,53 @@ _LOOPS = {
 
 
 def tree_sum_source(
-    groups: Sequence[Sequence[int]], dtype: str, node_dtype: str, *, aligned: bool, cuda: bool
+    groups: Sequence[Sequence[int]],
+    dtype: str,
+    node_dtype: str,
+    *,
+    aligned: bool,
+    cuda: bool,
+    several_rows: bool = False,
 ) -> str:
-    """C++ with one function ``tree_sum(block pointers, out, numel, scale, accumulate)``.
+    """C++ with one function ``tree_sum(block pointers, out, rows, numel, stride, out_stride, scale, accumulate)``.
+
+    It sums ``rows`` rows of ``numel`` elements, which begin ``stride`` elements apart in every block and ``out_stride``
+    in ``out``.
 
     Args:
         groups: as in ``tree_sum``; of at most ``MOST_BLOCKS`` blocks.
         dtype: of the blocks: fp32, bf16, fp16.
         node_dtype: as in ``tree_sum``.
-        aligned: whether every pointer is a multiple of ``VECTOR_NBYTES``.
+        aligned: whether every pointer, and the bytes of every stride, are multiples of ``VECTOR_NBYTES``.
         cuda: text for CUDA's compiler; False gives that for the host's.
+        several_rows: False takes one row alone, whatever is said of rows. Places of rows take registers: with them at
+            most ``MOST_BLOCKS_OF_ROWS`` blocks.
     """
     element, load = _ELEMENTS[dtype]
     blocks = range(sum(map(len, groups)))
     width = vector_width(dtype, len(blocks)) if aligned else 1
-    several = len(groups) > 1
+    several, pack = len(groups) > 1, f"Pack<{element}, {width}>"
     terms = [_tree([f"a{i}" for i in group]) for group in groups]
     rounded = [_ROUNDED[node_dtype].format(term) if several else term for term in terms]
     # Of few blocks a compiler lets several turns load at once, which is good; of many there are loads enough.
     turns = "\n    #pragma unroll 1\n    " if len(blocks) * VECTOR_NBYTES > LOADED_NBYTES else ""
-    vectors, rest = (loop.format(width=width, turns=turns) for loop in _LOOPS[cuda])
+    loop_rows, vectors, rest = (loop.format(width=width, turns=turns) for loop in _LOOPS[cuda])
     body = _BODY.format(
         arguments=", ".join(f"float a{i}" for i in blocks),
         expression=_tree(rounded),
         entry=f"__global__ __launch_bounds__({THREADS}, {BLOCKS_OF_REGISTERS})" if cuda else "",
         pointers=", ".join(f"const {element}* b{i}" for i in blocks),
         width=width,
+        loop_rows=loop_rows if several_rows else "",
+        of_row="row * " if several_rows else "0 * ",
         loop_vectors=vectors,
         loop_rest=rest,
         loads="\n".join(
-            f"        const Pack<{element}, {width}> p{i} = ((const Pack<{element}, {width}>*)b{i})[i];"
+            f"        const {pack} p{i} = ((const {pack}*)b{i})[from / {width} + i];"
             for i in blocks
         ),
         elements=", ".join(load.format(f"p{i}.at[j]") for i in blocks),
-        scalars=", ".join(load.format(f"b{i}[i]") for i in blocks),
+        scalars=", ".join(load.format(f"b{i}[from + i]") for i in blocks),
     )
     return (_CUDA if cuda else _HOST) + _SHARED + body
 

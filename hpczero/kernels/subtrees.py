@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate as running_sums
 from itertools import pairwise
 from typing import TypeVar
@@ -32,9 +33,9 @@ class Launch:
     """One sum of few blocks.
 
     Attributes:
-        blocks: (numel,) each, of one dtype, group by group.
+        blocks: (numel,) or (rows, numel) each, of one dtype, group by group; rows of equal strides.
         sizes: blocks of each group.
-        out: (numel,) fp32.
+        out: fp32 of the same shape.
         scale: multiplies the sum once.
         accumulate: whether to add to what ``out`` holds.
     """
@@ -70,7 +71,7 @@ def sum_by_launches(
     Returns:
         Whether all were started; if not, ``out`` is as it was.
     """
-    *lower, (last,) = levels(groups, most)
+    *lower, (last,) = _levels(tuple(tuple(group) for group in groups), most)
     there = list(blocks)
     for level in lower:
         sums = [torch.empty_like(out) for _ in level]
@@ -79,6 +80,12 @@ def sum_by_launches(
                 return False
         there = sums
     return launch(_launch(there, last, out, scale, accumulate))
+
+
+@lru_cache(maxsize=64)
+def _levels(groups: Groups, most: int) -> tuple[Level, ...]:
+    """``levels``, which training asks for again and again with the same few groups: 25 us of 49 nodes' each."""
+    return levels(groups, most)
 
 
 def _launch(

@@ -38,6 +38,21 @@ def pieces(shape: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:
             yield *across, slice(start, min(start + most, width))
 
 
+def rows_of(blocks: Sequence[Tensor], out: Tensor) -> tuple[Sequence[Tensor], Tensor] | None:
+    """The tensors of a sum as rows that one launch can read: one row without gaps, or rows equally far apart.
+
+    Returns:
+        The blocks and ``out``, (numel,) each or (rows, numel) each; None where elements of a row do not lie together,
+        or the rows of one block are further apart than those of another.
+    """
+    if all(tensor.is_contiguous() for tensor in (*blocks, out)):
+        return [block.view(-1) for block in blocks], out.view(-1)
+    if out.dim() != 2 or out.stride(1) != 1:
+        return None
+    between = {block.stride() for block in blocks}
+    return (blocks, out) if len(between) == 1 and blocks[0].stride(1) == 1 else None
+
+
 def tree_sum(
     blocks: Sequence[Tensor],
     out: Tensor,
@@ -59,10 +74,9 @@ def tree_sum(
     """
     if (
         out.device.type == "cuda"
-        and all(tensor.is_contiguous() for tensor in (*blocks, out))
+        and (form := rows_of(blocks, out)) is not None
         and device_tree_sum(
-            [block.view(-1) for block in blocks],
-            out.view(-1),
+            *form,
             groups=groups,
             scale=scale,
             accumulate=accumulate,

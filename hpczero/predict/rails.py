@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpczero.kernels.source import MOST_BLOCKS
+from hpczero.kernels.source import MOST_BLOCKS, MOST_BLOCKS_OF_ROWS
 from hpczero.plan.rounds import (
     DEVICE_ROUND_BYTES,
     IN_FLIGHT,
@@ -151,14 +151,11 @@ class Rails:
     def _sums(self, itemsize: int, wire: int, *, gaps: bool) -> tuple[int, int]:
         """(launches of the kernel, operations of torch) of one round: over the ranks of a node, then over nodes."""
         over_nodes = launches(self.nodes)
+        rounded = int(wire < FP32_BYTES)  # a copy of the fp32 sum into what travels
         if not self.spans and self.local > 1:  # part by part, none with gaps
-            return over_nodes + self.nodes * launches(self.local), 0
-        if not gaps:
-            return over_nodes + launches(self.local), 0
-        # Rows with gaps are torch's: each block is made fp32 if it is not, then one addition after the other.
-        converted = self.local if itemsize < FP32_BYTES else 0
-        rounded = int(wire < FP32_BYTES)
-        return over_nodes, max(self.local - 1 + converted, 1) + rounded
+            return over_nodes + self.nodes * launches(self.local), self.nodes * rounded
+        most = MOST_BLOCKS_OF_ROWS if gaps else MOST_BLOCKS
+        return over_nodes + launches(self.local, most), rounded
 
 
 def sums_cost(machine: Machine, kernels: int, operations: int) -> Cost:
@@ -169,14 +166,14 @@ def sums_cost(machine: Machine, kernels: int, operations: int) -> Cost:
     return Cost(host_s, host_s, launches=kernels + operations)
 
 
-def launches(blocks: int) -> int:
+def launches(blocks: int, most: int = MOST_BLOCKS) -> int:
     """Launches of the kernel in which so many blocks of a node each, or of one node, are summed.
 
     The tree is cut into equal subtrees by halving until each is small enough, and so is the tree over their sums.
     """
     count, parts = 0, 1
-    while -(-blocks // parts) > MOST_BLOCKS:
+    while -(-blocks // parts) > most:
         parts *= 2
     if parts > 1:
-        count = launches(parts)
+        count = launches(parts, most)
     return count + parts

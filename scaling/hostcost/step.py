@@ -44,6 +44,11 @@ except ImportError:  # a checkout whose kernel took up to MOST_BLOCKS blocks, an
     from hpczero.kernels.source import MOST_BLOCKS
 
     sum_by_launches = None  # type: ignore[assignment]
+try:
+    from hpczero.kernels.source import MOST_BLOCKS_OF_ROWS
+    from hpczero.kernels.tree_sum import rows_of
+except ImportError:  # whose kernel took one row
+    rows_of = None  # type: ignore[assignment]
 
 LEAST_S, MOST_RUNS = 0.2, 7  # of one call: it is repeated for so long, or so often
 LEAST_RUNS = (
@@ -179,8 +184,8 @@ class Sums:
     def __call__(
         self, blocks: Sequence[Tensor], out: Tensor, *, groups: Sequence[Any], **options: Any
     ) -> None:
-        dense = all(tensor.is_contiguous() for tensor in (*blocks, out))
-        if dense and self._launched(blocks, out, groups):
+        form = _form(blocks, out)
+        if form is not None and self._launched(*form, groups):
             return
         # Each block that is not fp32 is converted first (``kernels.tree_sum``).
         converted = len(blocks) if blocks[0].dtype is not torch.float32 else 0
@@ -190,13 +195,9 @@ class Sums:
         if sum_by_launches is None:
             self.kernels += len(blocks) <= MOST_BLOCKS
             return len(blocks) <= MOST_BLOCKS
+        several = {"most": MOST_BLOCKS_OF_ROWS} if out.dim() == 2 else {}
         return sum_by_launches(
-            [block.view(-1) for block in blocks],
-            out.view(-1),
-            groups=groups,
-            scale=1.0,
-            accumulate=False,
-            launch=self._count,
+            blocks, out, groups=groups, scale=1.0, accumulate=False, launch=self._count, **several
         )
 
     def _count(self, launch: object) -> bool:
@@ -206,6 +207,15 @@ class Sums:
     def undo(self) -> None:
         """Leave the transport as it was."""
         vars(rails).update(self._before)
+
+
+def _form(blocks: Sequence[Tensor], out: Tensor) -> tuple[Sequence[Tensor], Tensor] | None:
+    """What a kernel can take at once; an earlier commit's kernel took no rows with gaps."""
+    if rows_of is not None:
+        return rows_of(blocks, out)
+    if all(tensor.is_contiguous() for tensor in (*blocks, out)):
+        return [block.view(-1) for block in blocks], out.view(-1)
+    return None
 
 
 def group_of(ranks: int, local: int, watchdog: Watchdog) -> Group:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from hpczero.kernels.device_sum import NAMES
-from hpczero.kernels.source import MOST_BLOCKS, tree_sum_source
+from hpczero.kernels.source import MOST_BLOCKS, MOST_BLOCKS_OF_ROWS, tree_sum_source
 from scaling.gpu.nvrtc import CompileError, Nvrtc, find_nvrtc
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90")
@@ -31,10 +33,14 @@ def test_every_sum_compiles_within_a_second_into_registers_alone(
     for count in COUNTS:
         for groups in ([range(count)], [[block] for block in range(count)]):
             for node_dtype in NAMES.values() if len(groups) > 1 else ("fp32",):
-                for aligned in (True, False):
-                    source = tree_sum_source(groups, dtype, node_dtype, aligned=aligned, cuda=True)
+                for aligned, rows in product((True, False), (True, False)):
+                    if rows and count > MOST_BLOCKS_OF_ROWS:
+                        continue
+                    source = tree_sum_source(
+                        groups, dtype, node_dtype, aligned=aligned, cuda=True, several_rows=rows
+                    )
                     found = nvrtc.compile(source, architecture)
-                    which = (count, len(groups), node_dtype, aligned)
+                    which = (count, len(groups), node_dtype, aligned, rows)
                     assert 0 < found.registers <= MOST_REGISTERS, (which, found)
                     assert found.local_nbytes == 0, (which, found)
                     assert found.seconds < 1.0, (which, found)

@@ -92,7 +92,7 @@ def test_every_bit_is_that_of_the_torch_twin(
                 library.tree_sum(
                     *pointers,
                     *addresses([found]),
-                    ctypes.c_longlong(numel),
+                    *map(ctypes.c_longlong, (1, numel, numel, numel)),
                     ctypes.c_float(scale),
                     ctypes.c_int(accumulate),
                 )
@@ -100,6 +100,33 @@ def test_every_bit_is_that_of_the_torch_twin(
                 assert torch.equal(nan, found.isnan())
                 same = expected.view(torch.int32) == found.view(torch.int32)
                 assert bool((same | nan).all()), (groups, numel, scale)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_rows_with_gaps_have_the_bits_of_the_torch_twin(
+    compiler: str, tmp_path: Path, dtype: str, aligned: bool
+) -> None:
+    """What lies between the rows is neither read into a sum nor written."""
+    groups, gap = [range(3)], 8 if aligned else 3
+    source = tree_sum_source(groups, dtype, "fp32", aligned=aligned, cuda=False, several_rows=True)
+    library = compiled(compiler, source, tmp_path)
+    for rows, numel in ((1, 16), (3, 16), (5, 13), (2, 0)):
+        stride, out_stride = (-(-numel // 8) * 8 + gap, -(-numel // 8) * 8 + 2 * gap)
+        whole = blocks_of(3, rows * stride, DTYPES[dtype], aligned=aligned)
+        found = torch.full((rows * out_stride,), 0.7)
+        expected = found.clone()
+        views = [block.as_strided((rows, numel), (stride, 1)) for block in whole]
+        into = expected.as_strided((rows, numel), (out_stride, 1))
+        tree_sum(views, into, groups=groups, scale=0.3, accumulate=True)
+        library.tree_sum(
+            *addresses([*whole, found]),
+            *map(ctypes.c_longlong, (rows, numel, stride, out_stride)),
+            ctypes.c_float(0.3),
+            ctypes.c_int(1),
+        )
+        assert torch.equal(expected.nan_to_num(), found.nan_to_num())
+        assert torch.equal(expected.isnan(), found.isnan())
 
 
 def test_cuda_text_differs_from_the_tested_one_in_loops_and_intrinsics_alone() -> None:
@@ -116,5 +143,5 @@ def test_cuda_text_differs_from_the_tested_one_in_loops_and_intrinsics_alone() -
 def body_of(source: str) -> list[str]:
     """From the first function both have, without the lines that say which thread does what."""
     lines = source[source.index("INLINE float from_bf16") :].splitlines()
-    marks = ("const long long first", "for (long long i", 'extern "C"')
+    marks = ("const long long first", "for (long long i", "for (long long row", 'extern "C"')
     return [line for line in lines if not line.strip().startswith(marks)]
