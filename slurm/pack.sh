@@ -47,7 +47,8 @@ if [[ -n "$ENV_BASE" ]]; then
 fi
 
 # Compiled now, or each job would do it on each node.
-for part in "${ENV_CODE[@]}"; do
+for part in hpczero scaling; do
+    if [[ ! -d "$CHECKOUT/$part" ]]; then continue; fi
     "$PYTHON" -m compileall -q "$CHECKOUT/$part" || say "not all of $part can be compiled; jobs will do it each time"
 done
 made_of="$(fingerprint)"

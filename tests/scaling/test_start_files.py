@@ -82,8 +82,8 @@ def test_report_gives_the_least_and_the_most_of_all_ranks_of_each_checkout() -> 
 @pytest.mark.limit(300)
 def test_a_run_of_two_ranks_is_counted_rank_by_rank(tmp_path: Path) -> None:
     words = ["--cases", "files", "--ranks", "2", "--results", str(tmp_path)]
-    own = {"HPCZERO_TEST_FORK": "0"}  # a process that has loaded nothing yet
-    done = run_command([sys.executable, "-m", "scaling.start", *words], 280, own, ROOT)
+    line = [sys.executable, "-m", "scaling.start", *words]
+    done = run_command(line, 280, cwd=ROOT, fresh=True)  # its ranks have loaded nothing yet
     assert done.returncode == 0, done
     (file,) = tmp_path.rglob("*.jsonl")
     found = [json.loads(line) for line in file.read_text().splitlines()]
