@@ -2,12 +2,16 @@
 # shellcheck shell=bash
 #
 # Owns: finding Python and the machine's file, submitting, launching ranks, signals, and what follows from an exit code.
+# The environment on nodes' own disks is in local_env.sh beside it.
 
 EXIT_REQUEUE=75 EXIT_MISCONFIGURED=78
 ASK_S=60 # how long a slurmctld that does not answer is asked again
 
 # What to type to start the script again: inside of a job $0 is SLURM's copy of it.
 CALLED="${here:-$0}"
+
+# shellcheck source-path=SCRIPTDIR source=local_env.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/local_env.sh"
 
 say() { echo "slurm: $*"; }
 
@@ -231,6 +235,7 @@ enter_job() {
         "$SLURM_JOB_NUM_NODES node(s) x $RANKS_PER_NODE rank(s) on $SLURM_JOB_NODELIST, by $LAUNCHER, at $(date -Is)"
     mkdir -p "$LOGS"
     "$PYTHON" -m hpczero.doctor.record "$LOGS/env-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}.json"
+    make_local_env
 }
 
 # launch COMMAND...: on all ranks of the job; returns its exit code. USR1 and TERM to this shell reach every rank as USR1.
@@ -282,6 +287,7 @@ launch() {
 leave_job() {
     local code="$1" state
     say "exit code $code at $(date -Is)"
+    clear_local_env # now: requeueing ends this shell at once
     if ((code != EXIT_REQUEUE)); then exit "$code"; fi
     if ! in_batch; then
         say "saved, and an interactive job is not requeued; the same command goes on"

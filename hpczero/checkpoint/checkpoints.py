@@ -247,8 +247,8 @@ class Checkpoints:
         """
         if self._background is None or not self._background.busy:
             return None
-        done = self._sharding.topology.gather(float(self._background.done))
-        return self.wait() if all(done) else None
+        writes = self._sharding.topology.world.largest(int(not self._background.done))
+        return None if writes else self.wait()
 
     def wait(self) -> Path | None:
         """Return when nothing is being written, with the result of ``check``. Collective over world."""

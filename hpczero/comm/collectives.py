@@ -30,6 +30,7 @@ from hpczero.comm.devices.exposed import Exposed
 from hpczero.comm.secondary import SecondaryCopy
 from hpczero.comm.strict import OrderCheck
 from hpczero.errors import CommError
+from hpczero.job.exact_sum import digits_of, values_of
 from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Buffer, Memory, Use
@@ -242,6 +243,17 @@ class Collectives(ABC):
             found = np.empty((ranks.size, len(values)), dtype=np.float64)
             ranks.comm.Allgather(np.ascontiguousarray(values), found)
             return found
+
+    def total(self, value: float, *, name: str) -> float:
+        """Sum of every rank's ``value``, rounded once: ``math.fsum`` of what ``share`` brings, on every rank.
+
+        Blocking. Collective over ``group``. No rank makes a list of all ranks' numbers.
+        """
+        mine = digits_of([value])
+        with self._issue("total", name, mine.nbytes):
+            found = np.empty_like(mine)
+            self.group.comm.Allreduce(mine, found, op=MPI.SUM)
+            return values_of(found)[0]
 
     def barrier(self, *, name: str = "barrier") -> None:
         """Wait for every rank. Collective over ``everybody``."""

@@ -19,6 +19,8 @@ from hpczero.doctor import launch, mpi, probes, software, storage
 from hpczero.doctor.disk import check_disk
 from hpczero.doctor.finding import Finding, Status
 from hpczero.doctor.limit import TimeLimit
+from hpczero.doctor.stripes import check_stripes
+from hpczero.files.striping import striping_of
 from hpczero.job.topology import Topology
 from hpczero.probe.tiers import measure_disk
 
@@ -76,6 +78,12 @@ def examine(
         hdf5 = probes.try_hdf5(topology.world.comm, directory)
     yield storage.check_one_mpi(storage.loaded_mpi_libraries())
     yield storage.check_hdf5(hdf5, directory)
+    with TimeLimit(f"asking how {directory} is striped", time_limit_s):
+        layout = striping_of(directory) if topology.is_root else None
+        layout = topology.world.comm.bcast(layout, root=0)
+    stripes = check_stripes(layout, directory, topology.num_nodes)
+    if stripes is not None:
+        yield stripes
     if disk is not None:
         with TimeLimit(f"writing and reading in {disk}", time_limit_s):
             speeds = measure_disk(topology.world, disk)

@@ -8,6 +8,7 @@ then over the node is then contiguous and in place.
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ from mpi4py import MPI
 
 from hpczero.errors import CommError
 from hpczero.job.agreed import agreed, is_job, spans
+from hpczero.job.exact_sum import digits_of, values_of
 from hpczero.job.watchdog import Watchdog
 
 Nodes = tuple[tuple[int, ...], ...]
@@ -202,6 +204,27 @@ class Group:
                     "full_state_dict, ...). HPCZERO_STRICT=1 may show which rank departs where"
                 ) from error
         return found
+
+    def total(self, value: float) -> float:
+        """Sum of every rank's ``value``, rounded once: ``math.fsum`` of ``gather``, on every rank. Collective.
+
+        It is for what is summed in each step: no rank makes a list of all ranks' numbers.
+        """
+        if self.size == 1:
+            return math.fsum([value])
+        mine = digits_of([value])
+        found = np.empty_like(mine)
+        with self.watchdog.watch("Topology.total"):
+            self.comm.Allreduce(mine, found, op=MPI.SUM)
+        return values_of(found)[0]
+
+    def largest(self, value: int) -> int:
+        """The largest of every rank's ``value``, on every rank. Collective over the group."""
+        mine = np.array([value], dtype=np.int64)
+        found = np.empty_like(mine)
+        with self.watchdog.watch("Topology.largest"):
+            self.comm.Allreduce(mine, found, op=MPI.MAX)
+        return int(found[0])
 
     def gather_text(self, text: str) -> list[str]:
         """``text`` of every rank in rank order, on every rank. Collective over the group."""

@@ -201,6 +201,7 @@ class CheckpointOptions:
         background: write while training goes on; needs memory for a copy of each rank's shards.
         writer: mpio (parallel HDF5), posix (the same file without MPI-IO); auto: mpio where it is safe.
         required: end the run where a checkpoint cannot be written; otherwise it is a warning.
+        stripes: storage targets of Lustre that a checkpoint is spread over; -1: all; 0: as the folder says.
     """
 
     every: int = 100
@@ -208,8 +209,10 @@ class CheckpointOptions:
     background: bool = False
     writer: Literal["auto", "mpio", "posix"] = "auto"
     required: bool = False
+    stripes: int = 0
 
     def __post_init__(self) -> None:
+        require(self.stripes >= -1, "checkpoint.stripes", self.stripes, "-1 or more")
         require_amount("checkpoint", self, "every")
         require_positive("checkpoint", self, "keep")
 

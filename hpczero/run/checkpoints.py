@@ -17,6 +17,7 @@ from hpczero.checkpoint import Checkpoints, load
 from hpczero.checkpoint.disk.lines import homes
 from hpczero.checkpoint.disk.lock import Lock
 from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError
+from hpczero.files.striping import stripe
 from hpczero.options.config import ResumeOptions, RunConfig
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.weights import Weights
@@ -85,6 +86,11 @@ class RunCheckpoints:
         return self._assumed_s if self._slowest_s is None else self._slowest_s
 
     def __enter__(self) -> RunCheckpoints:
+        stripes = self._config.checkpoint.stripes
+        if stripes:  # equal on all ranks
+            with self._topology.agreed("stripe the folder of checkpoints"):
+                if self._topology.is_root:
+                    stripe(self._folder.checkpoints, stripes)
         self._checkpoints.__enter__()
         return self
 

@@ -28,7 +28,8 @@ class Taken:
     """A step that is done, as this rank saw it.
 
     Attributes:
-        losses: mean over the tokens of each rank with tokens of its own, before the update, in rank order.
+        loss: mean over the global batch, before the update; the same on every rank.
+        own_loss: mean over this rank's tokens of it.
         grad_norm: 2-norm of the mean gradient before clipping.
         learning_rate: that of the first group in this update.
         step_s: seconds the step took.
@@ -38,7 +39,8 @@ class Taken:
         activations: the same of inputs of blocks; None where they rest on the device.
     """
 
-    losses: list[float]
+    loss: float
+    own_loss: float
     grad_norm: float
     learning_rate: float
     step_s: float
@@ -46,11 +48,6 @@ class Taken:
     watch: Stopwatch
     tier: Flow | None = None
     activations: Flow | None = None
-
-    @property
-    def loss(self) -> float:
-        """Mean loss over the global batch."""
-        return sum(self.losses) / len(self.losses)
 
     @property
     def own_s(self) -> float:
@@ -121,10 +118,13 @@ class TrainingStep:
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
         if self._scheduler is not None:
             self._scheduler.step()
+        ranks = self._topology.data_sequence  # each with tokens of its own
         with watch.phase("communication"):
-            losses = self._topology.data_sequence.gather(loss())
+            own_loss = loss()
+            mean_loss = ranks.total(own_loss) / ranks.size
         return Taken(
-            losses=losses,
+            loss=mean_loss,
+            own_loss=own_loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
             step_s=watch.elapsed_s(),

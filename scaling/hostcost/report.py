@@ -46,6 +46,7 @@ def text(rows: list[Row]) -> str:
                 f"{row['reduce_messages']:,}",
                 f"{row['messages']:,}",
                 f"{row['exchange_nbytes'] / MIB:,.0f}",
+                f"{row['agreements_nbytes']:,}" if "agreements_nbytes" in row else "–",
             ]
         )
         parts = (row["gather_s"], row["exchange_s"], launches_s(row, head), row["agreements_s"])
@@ -56,6 +57,7 @@ def text(rows: list[Row]) -> str:
         "of a reduction",
         "of a step",
         "buffers, MiB",
+        "agreements, bytes",
     ]
     timed = [
         "ranks x on a node",

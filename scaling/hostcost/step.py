@@ -55,7 +55,7 @@ LEAST_RUNS = (
     4  # Python's collector of cycles runs within some calls, and makes them several times as long
 )
 ADDRESS = 2**40
-SHARED = 3  # small exchanges of a step beside the agreement: norm, loss, wishes to stop
+SHARED = 3  # exchanges of a step beside the agreement in a checkout that lists them: norm, loss, wishes to stop
 
 
 class StandIn(MPI.Intracomm):
@@ -63,15 +63,18 @@ class StandIn(MPI.Intracomm):
 
     Attributes:
         calls: numbers of calls, by name.
+        received: bytes of what small collectives have brought.
     """
 
     _size: int
     _rank: int
     calls: Counter[str]
+    received: int
 
     def __new__(cls, size: int, rank: int) -> StandIn:
         self = super().__new__(cls, MPI.COMM_SELF)
         self._size, self._rank, self.calls = size, rank, Counter()
+        self.received = 0
         return self
 
     @property
@@ -100,10 +103,12 @@ class StandIn(MPI.Intracomm):
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:
         self.calls["Allreduce"] += 1
+        self.received += recvbuf.nbytes
         recvbuf[:] = sendbuf
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
         self.calls["Allgather"] += 1
+        self.received += recvbuf.nbytes
         recvbuf[:] = sendbuf
 
 
@@ -293,10 +298,12 @@ def measure(model: str, precision: str, ranks: int, ranks_per_node: int) -> dict
         if (padded, shard) == most:
             row["gather_messages"] = int(gathered["messages"])
             row["reduce_messages"] = int(reduced["messages"])
-    total["agreements_s"] = least(lambda: agree(transport, len(plan.units)))["seconds"]
+    agreed = least(lambda: agree(transport, len(plan.units)))
+    total["agreements_s"], total["agreements_nbytes"] = agreed["seconds"], agreed["nbytes"]
     sums.undo()
     row["exchange_nbytes"] = transport.exchange_nbytes
-    counts = {name: int(total.pop(name)) for name in ("kernels", "operations", "messages")}
+    counted = ("kernels", "operations", "messages", "agreements_nbytes")
+    counts = {name: int(total.pop(name)) for name in counted}
     return {**row, **counts, **total, "units": len(plan.units)}
 
 
@@ -310,12 +317,19 @@ def messages(transport: Hierarchical) -> int:
 
 
 def agree(transport: Hierarchical, units: int) -> dict[str, float]:
-    """The small collectives of a step, with the lists that are made of what they bring."""
-    begin = time.thread_time()
+    """The small collectives of a step; of a checkout that makes lists of what they bring, with these."""
+    group, comm = transport.group, transport.group.comm
+    assert isinstance(comm, StandIn), "of this study"
+    before, begin = comm.received, time.thread_time()
     transport.agree(np.zeros(64 + units, dtype=np.uint8), name="step")
-    for _ in range(SHARED):
-        sum(transport.share(np.zeros(1), name="values")[:, 0].tolist())
-    return {"seconds": time.thread_time() - begin}
+    if hasattr(transport, "total"):
+        transport.total(0.1, name="grad_norm")
+        group.total(0.1)  # loss
+        group.largest(0)  # wishes to stop
+    else:
+        for _ in range(SHARED):
+            sum(transport.share(np.zeros(1), name="values")[:, 0].tolist())
+    return {"seconds": time.thread_time() - begin, "nbytes": comm.received - before}
 
 
 def main(words: Sequence[str]) -> int:

@@ -1,6 +1,7 @@
 """The first seconds of the commands, if asked for beside those of another checkout, in turns.
 
     python -m scaling.start --against FOLDER
+    python -m scaling.start --cases files        # how many files a rank looks for and opens
 
 Owns: the cases and the order of a run. Must not know: what a command does with its time, the arithmetic of the report.
 Every case is a process or an MPI job of its own, whose output is read line by line as it comes. In each round each
@@ -23,6 +24,7 @@ from typing import Literal
 from hpczero.errors import ConfigError, HpcZeroError, run
 from hpczero.options.reading import parse_command_line
 from scaling.evidence.record import ROOT, Recorder, Row, circumstances, commit, machine_name
+from scaling.start.files import counted, traced
 from scaling.start.report import OTHER, THIS, text
 
 LIMIT_S = 600.0
@@ -70,20 +72,24 @@ class Options:
     """What to measure.
 
     Attributes:
-        cases: help: ``--help`` of every command; mistakes: until one is told; run: until the header of a run.
+        cases: help: ``--help`` of every command; mistakes: until one is told; run: until the header of a run; files:
+            files that each rank of a run of one step looks for and opens, once, by ``strace``.
         ranks: of the jobs.
         rounds: times that each case runs; from 6 on there is a 95 % interval of the median.
         against: folder of another checkout; its code runs in turns with this one.
         seed: of the order in the rounds.
         results: folder of all machines' results; left out, scaling/results.
+        shared: for files: folders that stand for a shared file system; left out, the checkout, the environment and the
+            installation of its interpreter.
     """
 
-    cases: tuple[Literal["help", "mistakes", "run"], ...] = ("help", "mistakes", "run")
+    cases: tuple[Literal["help", "mistakes", "run", "files"], ...] = ("help", "mistakes", "run")
     ranks: tuple[int, ...] = (2, 4)
     rounds: int = 5
     against: str | None = None
     seed: int = 0
     results: str | None = None
+    shared: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
@@ -161,7 +167,14 @@ def measure(options: Options, recorder: Recorder) -> None:
     cases = list(cases_of(options))
     with tempfile.TemporaryDirectory(prefix="hpczero-start-") as place:
         Path(place, "text.txt").write_text("the rank owns its shard\n" * 1000, encoding="utf-8")
-        for number in range(options.rounds):
+        if "files" in options.cases:
+            for ranks in options.ranks:
+                for tree, folder in trees.items():
+                    for row in files_of(
+                        ranks, folder, Path(place), f"{tree}-files-{ranks}", options
+                    ):
+                        recorder.write("files", {**row, "tree": tree, "ranks": ranks})
+        for number in range(options.rounds if cases else 0):
             for case in order.sample(cases, len(cases)):
                 there = [tree for tree, folder in trees.items() if case.is_in(folder)]
                 for tree in order.sample(there, len(there)):
@@ -169,6 +182,46 @@ def measure(options: Options, recorder: Recorder) -> None:
                     row = timed(case, trees[tree], Path(place), name)
                     recorder.write("start", {**row, "tree": tree, "round": number})
             sys.stderr.write(f"start: round {number + 1} of {options.rounds} done\n")
+
+
+def files_of(ranks: int, tree: Path, place: Path, name: str, options: Options) -> Iterator[Row]:
+    """Calls of each rank of a run of one step that name a file, in no order.
+
+    Args:
+        ranks: of the job.
+        tree: of a checkout.
+        place: folder to run in.
+        name: of the run.
+        options: which folders count as shared.
+
+    Raises:
+        ConfigError: there is no ``strace``.
+        HpcZeroError: the run failed, or another number of processes than ranks has left a log.
+    """
+    log = place / f"{name}.calls"
+    words = f"hpczero.train {TINY}".format(name=name).split()
+    launch = [os.fspath(ROOT / "install/launch.sh"), str(ranks)]
+    environment = {**os.environ, "PYTHONPATH": os.fspath(tree), "HPCZERO_TIMEOUT": str(LIMIT_S)}
+    done = subprocess.run(
+        [*launch, *traced(log), sys.executable, "-m", *words],
+        cwd=place,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    shared = [Path(folder).resolve() for folder in options.shared]
+    shared = shared or [tree, Path(sys.prefix), Path(sys.base_prefix)]
+    found = counted(place.glob(f"{log.name}.*"), shared)
+    if done.returncode or len(found) != ranks:
+        raise HpcZeroError(
+            f"{ranks} rank(s) under strace ended with {done.returncode} and left {len(found)} log(s), expected "
+            f"0 and {ranks}; it said: {done.stderr[-2000:]}"
+        )
+    for calls in found:
+        yield calls.as_row()
 
 
 def timed(case: Case, tree: Path, place: Path, name: str) -> Row:

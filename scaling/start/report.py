@@ -10,6 +10,7 @@ from scaling.evidence.spread import Spread, paired_ratios
 from scaling.evidence.table import table, with_spread
 
 THIS, OTHER = "this", "against"
+COUNTS = ("opened", "looked", "missed", "shared", "shared_names")
 # What is looked at of each kind of case, and what it is called.
 LOOKED_AT = {
     "run": (("first_s", "first line"), ("header_s", "header")),
@@ -45,7 +46,33 @@ def text(rows: list[Row]) -> str:
         if head["against"]:
             row += [_spread(list(other.values())), _spread(paired_ratios(other, mine))]
         cells.append(row)
-    return "\n".join([heading(head), "", table(header, cells)])
+    timed = [heading(head), "", table(header, cells)] if cells else []
+    return "\n".join([*timed, *files(rows, head)])
+
+
+def files(rows: list[Row], head: Row) -> list[str]:
+    """Heading and table of the files that a rank looks for; nothing where none were counted."""
+    found = list(of_kind(rows, "files"))
+    if not found:
+        return []
+    header = ["ranks", "commit", "opened", "looked at", "of these missing", "shared", "names"]
+    cells = []
+    for ranks, tree in dict.fromkeys((row["ranks"], row["tree"]) for row in found):
+        mine = [row for row in found if (row["ranks"], row["tree"]) == (ranks, tree)]
+        commit = head["commit" if tree == THIS else "against"]
+        counts = [_range([row[key] for row in mine]) for key in COUNTS]
+        cells.append([str(ranks), commit, *counts])
+    title = (
+        "Files that one rank of hpczero.train opens and looks at until a run of one step is over, least to most of its "
+        "ranks; shared: below the checkout, the environment and its interpreter, calls and different names. "
+        f"Commit {head['commit']}, {head['date']}."
+    )
+    return [title, "", table(header, cells)]
+
+
+def _range(values: list[int]) -> str:
+    least, most = min(values), max(values)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def heading(head: Row) -> str:

@@ -271,8 +271,7 @@ class Trainer:
         if self._checkpoints is not None and self._done % self.point.checkpoint_every == 0:
             with taken.watch.phase("checkpoint"):
                 self._checkpoints.save(self._done)
-        own = taken.losses[self.topology.data_sequence.rank]
-        return StepSplit.of(taken.watch, taken.step_s), own
+        return StepSplit.of(taken.watch, taken.step_s), taken.own_loss
 
 
 def draw_tokens(vocab_size: int, seed: int) -> Any:  # Any: a numpy array

@@ -79,7 +79,7 @@ def test_wheel_holds_the_package_the_measurements_their_machines_and_the_scripts
         for path in [*(ROOT / "slurm").rglob("*.sh"), ROOT / "install" / "launch.sh"]
     }
     assert {f"{data}/{SHARE}/{name}" for name in scripts} <= names
-    for name in scripts - {"slurm/lib.sh"}:
+    for name in scripts - {"slurm/lib.sh", "slurm/local_env.sh"}:
         info = wheel.root.getinfo(f"{data}/{SHARE}/{name}")
         mode = (ROOT / name).stat().st_mode
         assert bool(info.external_attr >> 16 & stat.S_IXUSR) == bool(mode & stat.S_IXUSR), name

@@ -38,6 +38,11 @@ def test_counts_of_a_block_are_those_by_hand(row: Row) -> None:
     assert row["exchange_nbytes"] == 4 * 6 * chunk * 4
 
 
+def test_agreements_are_sums_and_no_lists_of_ranks(row: Row) -> None:
+    # 64 bytes and a flag for each unit; two numbers of 69 digits; one integer
+    assert row["agreements_nbytes"] == 64 + BLOCKS + 1 + 2 * 69 * 8 + 8
+
+
 def test_sums_are_one_for_all_peers_of_a_round_and_one_over_nodes(row: Row) -> None:
     rounds = row["reduce_messages"] // 5
     # one launch over eight ranks of a node, whose rows have gaps, and one over nodes

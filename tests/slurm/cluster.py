@@ -26,6 +26,7 @@ from tests.helpers.processes import launch_environment
 
 TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
 GPUS = 2
+DISK_NBYTES = 512 * 2**20  # of a node
 REQUEUE_S = 5  # how long a requeued job waits; SLURM's default is 120, its least 5
 ADDRESS = "10.0.0.{}"
 
@@ -96,13 +97,20 @@ class SlurmCluster:
         """slurm.conf."""
         return self.folder / "slurm.conf"
 
+    @property
+    def disk(self) -> Path:
+        """Folder that is a small disk of its own on each compute node, empty after a start of the node."""
+        return self.folder / "disk"
+
     def start_node(self, node: str) -> None:
         """Start the slurmd of ``node``, whose own disk is as after a reboot: no sockets of before."""
         for socket in (self.folder / f"spool-{node}").glob("*.slurm.pmix.*"):
             socket.unlink()
-        self._start(
-            int(node.removeprefix("host")), f"exec slurmd -D -N {node} -f {self.configuration}"
-        )
+        # A disk of the node's own, under the same name on every node: only slurmd and its jobs see this mount.
+        disk = f"mount -t tmpfs -o size={DISK_NBYTES},mode=1777 {node} {self.disk}"
+        slurmd = f"{disk} && exec slurmd -D -N {node} -f {self.configuration}"
+        line = f"exec unshare --mount sh -c {shlex.quote(slurmd)}"
+        self._start(int(node.removeprefix("host")), line)
 
     def kill_node(self, node: str) -> None:
         """End all that runs on ``node`` at once, as the loss of power would: slurmd and the job's processes."""
@@ -124,6 +132,7 @@ class SlurmCluster:
 
     def _configure(self) -> None:
         for part in (
+            "disk",
             "state",
             "dev",
             *(f"{kind}-{n}" for kind in ("spool", "tmp") for n in self.nodes),

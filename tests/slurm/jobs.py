@@ -103,10 +103,12 @@ class Submitter:
 
     def script(self, name: str, *arguments: str, **variables: str) -> Finished:
         """Run a script on the login host as a user does, with these variables; it need not succeed."""
+        return self.at(ROOT / "slurm" / name, *arguments, **variables)
+
+    def at(self, path: Path, *arguments: str, **variables: str) -> Finished:
+        """The same of a script that lies anywhere."""
         env = {**SIZES, **variables}
-        return self.cluster.run(
-            [ROOT / "slurm" / name, *arguments], env=env, cwd=self.folder, check=False
-        )
+        return self.cluster.run([path, *arguments], env=env, cwd=self.folder, check=False)
 
     def train(self, name: str = "train.sh", *, variables: Any = (), **options: object) -> Job:
         """Submit a training script; a double underscore stands for the dot of an option."""

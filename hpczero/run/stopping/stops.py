@@ -61,7 +61,7 @@ class Stops:
                     mine = max(mine, wish)
             if mine is not Wish.STOP and self._deadline.is_near(step_s=step_s, save_s=save_s):
                 mine = Wish.STOP
-        agreed = Wish(int(max(self._topology.gather(float(mine)))))
+        agreed = Wish(self._topology.world.largest(mine))
         if self._topology.is_root and agreed is not Wish.NOTHING:
             for wish in (Wish.SAVE, Wish.STOP):
                 if wish <= agreed:

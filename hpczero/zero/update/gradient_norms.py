@@ -88,9 +88,11 @@ class GradientNorms:
             raise ConfigError(f"norm_type: got {norm_type!r}, expected 2.0 or inf")
         self._check()
         square = norm_type == 2.0
-        mine = math.fsum(self._squares()) if square else self._largest()
-        everybody = self._comm.share(np.array([mine]), name="grad_norm")[:, 0].tolist()
-        of_part = math.fsum(everybody) if square else largest(everybody)
+        if square:  # in each step of training: no list of all ranks
+            of_part = self._comm.total(math.fsum(self._squares()), name="grad_norm")
+        else:
+            mine = np.array([self._largest()])
+            of_part = largest(self._comm.share(mine, name="grad_norm")[:, 0].tolist())
         parts = self._model_ranks.share(np.array([of_part]))[:, 0].tolist()
         norm = math.sqrt(math.fsum(parts)) if square else largest(parts)
         if math.isfinite(norm) and self._others_are_finite():
