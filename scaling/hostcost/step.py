@@ -30,7 +30,7 @@ from hpczero.comm import Hierarchical
 from hpczero.comm.algorithms.blocks import Blocks
 from hpczero.comm.between import rails
 from hpczero.comm.devices.access import DirectReach
-from hpczero.comm.inside.level import Messages, NodeLevel, Parts
+from hpczero.comm.inside.level import NodeLevel, Parts
 from hpczero.job.group import Group
 from hpczero.job.watchdog import Watchdog
 from hpczero.kernels.source import MOST_BLOCKS
@@ -132,8 +132,7 @@ class Peers(NodeLevel):
 
     @contextmanager
     def _reading(self, full: Tensor) -> Iterator[Parts]:
-        begin = self.comm.rank * (full.numel() // self.comm.size)
-        yield lambda start, count: [full[begin + start : begin + start + count]] * self.comm.size
+        yield lambda start, count: [full[start : start + count]] * self.comm.size
 
     @override
     def close(self) -> None:
@@ -145,7 +144,7 @@ class OneOfMany(Hierarchical):
 
     @override
     def _level(
-        self, inside: str, group: Group, messages: Messages, *, shares_wholes: bool
+        self, inside: str, group: Group, messages: NodeLevel, *, shares_wholes: bool
     ) -> NodeLevel:
         return Peers(group.node, self.memory, device=self.device)
 
