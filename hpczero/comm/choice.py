@@ -173,9 +173,7 @@ def check_transport_name(transport: str) -> None:
         raise ConfigError(f"transport: got {transport!r}, expected one of {', '.join(known)}")
 
 
-def _selection(
-    group: Group, algorithms: str, node_dtype: torch.dtype, reach: Reach
-) -> Selection:
+def _selection(group: Group, algorithms: str, node_dtype: torch.dtype, reach: Reach) -> Selection:
     if algorithms not in ("auto", "measure", "default"):
         return Selection.parse(algorithms)
     # Between faked nodes there is no network; what is measured there would be the weather.

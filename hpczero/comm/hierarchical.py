@@ -137,9 +137,7 @@ class Hierarchical(Collectives):
         )
 
     def _messages_inside(self, node: MPI.Intracomm) -> NodeLevel:
-        return Messages(
-            node, self.memory, chunk_nbytes=self._chunk_nbytes, reach=self.reach
-        )
+        return Messages(node, self.memory, chunk_nbytes=self._chunk_nbytes, reach=self.reach)
 
     def _level(
         self, inside: Inside, group: Group, messages: NodeLevel, *, shares_wholes: bool

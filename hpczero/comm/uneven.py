@@ -2,8 +2,8 @@
 
 Owns: what is refused there, and what this rank sends. Must not know: who carries what, how a level moves bytes, units.
 
-Shards are one per rank, as everywhere, and lie in rank order. A shard of another node has no counterpart here, so a rank
-of this node carries it (``plan.carriers``).
+Shards are one per rank, as everywhere, and lie in rank order. A shard of another node has no counterpart here, so ranks
+of this node carry it (``plan.carriers``).
 
     all_gather       carriers: what they carry, from its owners | node: what each rank has, to all of it
     reduce_scatter   node: partial sums of what a carrier carries, and of its own shard | owners: summed over nodes
@@ -126,7 +126,10 @@ class Uneven(Hierarchical):
 
 
 def carriers_of(group: Group) -> Carriers | None:
-    """Who carries what between the nodes of ``group``, as this rank sees it; None where they are equal. Not collective."""
+    """Who carries what between the nodes of ``group``, as this rank sees it. Not collective.
+
+    None where nodes have equal numbers of ranks.
+    """
     if group.is_rectangular:
         return None
     return Carriers(group.nodes, group.node_index, group.local_rank)

@@ -118,12 +118,20 @@ class Carriers:
             times * self.carried_numel(count) for count, times in _rounds(shard_numel, chunk)
         )
 
+    def sent_at_once(self, shard_numel: int, chunk: int) -> int:
+        """Most elements that it sends in one round of such a reduction.
+
+        Alignment may give it more of the last round, which is shorter, than of the others.
+        """
+        counts = (count for count, _ in _rounds(shard_numel, chunk))
+        return max(map(self.carried_numel, counts), default=0)
+
     def exchange_numel(self, shard_numel: int, chunk: int) -> int:
         """Elements of the buffers of such a reduction: what it sends, and a row to receive from each node.
 
         Rounds that overlap take two of them in turn.
         """
-        row = self.carried_numel(chunk) + len(self.nodes) * chunk
+        row = self.sent_at_once(shard_numel, chunk) + len(self.nodes) * chunk
         return rail_turns(shard_numel, chunk) * row
 
     def reduce_messages(self, shard_numel: int, chunk: int) -> int:
@@ -175,9 +183,7 @@ def _part(part: int, parts: int, shards: int, count: int) -> Iterator[tuple[int,
         begin += numel
 
 
-def _carriers_of(
-    shard: int, shards: int, parts: int, count: int
-) -> Iterator[tuple[int, int, int]]:
+def _carriers_of(shard: int, shards: int, parts: int, count: int) -> Iterator[tuple[int, int, int]]:
     """(part, start, numel) of what each part has of one shard."""
     if not count:
         return

@@ -87,9 +87,7 @@ class PartRun(Run):
         if self.carriers is None:
             return found
         of_ranks = super()._of_transport
-        return replace(
-            of_ranks, replicas=found.replicas, replica_nodes=found.replica_nodes
-        )
+        return replace(of_ranks, replicas=found.replicas, replica_nodes=found.replica_nodes)
 
     @cached_property
     @override

@@ -29,6 +29,7 @@ from hpczero.accelerator import HostAccelerator
 from hpczero.comm import Hierarchical
 from hpczero.comm.algorithms.blocks import Blocks
 from hpczero.comm.between import rails
+from hpczero.comm.between.rails import Rails
 from hpczero.comm.devices.access import DirectReach
 from hpczero.comm.inside.level import NodeLevel, Parts
 from hpczero.job.group import Group
@@ -141,6 +142,8 @@ class Peers(NodeLevel):
 
 class OneOfMany(Hierarchical):
     """The transport of one rank whose peers are stand-ins."""
+
+    _rails: Rails
 
     @override
     def _level(

@@ -121,7 +121,7 @@ def collectives(node_of_rank: str = "") -> None:
 
 
 def crossing(name: str, numel: str, times: str) -> None:
-    """Gathers and reductions of ``numel`` fp32 elements over transport ``name``: bytes by the accounts, and a digest."""
+    """Gathers and reductions of ``numel`` fp32 elements over a transport: bytes by its accounts, and a digest."""
     import torch
 
     from hpczero import Topology
@@ -277,6 +277,18 @@ def without_compiler(job: Callable[..., None]) -> Callable[..., None]:
 
 
 if __name__ == "__main__":
-    jobs = (nodes, send, stages, collectives, crossing, train, differ, fail, part_with, hang, namespaces)
+    jobs = (
+        nodes,
+        send,
+        stages,
+        collectives,
+        crossing,
+        train,
+        differ,
+        fail,
+        part_with,
+        hang,
+        namespaces,
+    )
     job = {job.__name__: job for job in jobs}[sys.argv[1]]
     (without_compiler(job) if job in (train, differ) else job)(*sys.argv[2:])

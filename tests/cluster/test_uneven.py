@@ -68,16 +68,18 @@ def test_links_carry_what_the_plan_says_and_a_tenth_more_than_between_even_nodes
         assert found.said[host] == leaves
         for counted, payload in ((found.sent, leaves), (found.received, comes)):
             assert payload < counted[host] < HEADERS * payload + LAUNCH_NBYTES, found
-        both, of_even = found.sent[host] + found.received[host], min(
-            sent + received for sent, received in zip(compared.sent, compared.received, strict=True)
+        both, of_even = (
+            found.sent[host] + found.received[host],
+            min(
+                sent + received
+                for sent, received in zip(compared.sent, compared.received, strict=True)
+            ),
         )
         assert both <= 1.1 * of_even, (found, compared)
 
 
-@pytest.mark.parametrize("transport", ["window", "hierarchical"])
-def test_the_bits_are_those_of_flat_between_real_uneven_nodes(
-    cluster: EmulatedCluster, transport: str
-) -> None:
-    found, expected = (run(cluster, name, (2, 2, 1), 1) for name in (transport, "flat"))
-    assert len(found.digests) == 1
-    assert found.digests == expected.digests
+def test_the_bits_are_those_of_flat_between_real_uneven_nodes(cluster: EmulatedCluster) -> None:
+    digests = set()
+    for transport in ("flat", "window", "hierarchical"):
+        digests |= run(cluster, transport, (2, 2, 1), 1).digests
+    assert len(digests) == 1

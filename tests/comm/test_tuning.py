@@ -187,12 +187,12 @@ def test_many_nodes_are_measured_in_samples_all_at_once(
     parallel_assert(comm, {size for size, _ in seen} == {len(expected)}, f"{seen}")
     parallel_assert(comm, held <= most * largest, f"{held}, {largest}")
     parallel_assert(comm, len(set(comm.allgather(repr(selection)))) == 1)
-    doubles = "doubling" in selection.gathers[0].seconds
-    parallel_assert(comm, doubles == (comm.size == 4 and most == 2), str(selection))
+    doubles = "doubling" in selection.gathers[0].seconds  # it needs powers of two, also in a sample
+    parallel_assert(comm, doubles == (comm.size == 4), str(selection))
 
 
 class Elsewhere(LateAccelerator):
-    """Its memory has a name of its own, so that a tensor shows whether it lies there."""
+    """Its device has a name of its own, so that whoever asks for memory shows where."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,24 +208,28 @@ class Elsewhere(LateAccelerator):
 def test_buffers_on_a_device_are_measured_there(
     comm: MPI.Intracomm, nodes: Topology, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
-    accelerator, reached = Elsewhere(), []
-    reach = kind(accelerator)
-    gathered, reduced = Rails.gather, Rails.reduce
+    accelerator = Elsewhere()
+    reach, used, devices = kind(accelerator), set(), set()
+    made, moved, ones = Rails.gather, Rails.reduce, torch.ones
 
-    def gather(self: Rails, full: torch.Tensor, shard_numel: int) -> None:
-        reached.append((full.device, self._reach))
-        gathered(self, full, shard_numel)
+    def gather(self: Rails, *given: Any) -> None:
+        used.add(self._reach)
+        made(self, *given)
 
-    def reduce(self: Rails, parts: Any, out: torch.Tensor, *rest: Any) -> None:
-        reached.append((out.device, self._reach))
-        reached.append((parts(0, 1)[0].device, self._reach))
-        reduced(self, parts, out, *rest)
+    def reduce(self: Rails, *given: Any) -> None:
+        used.add(self._reach)
+        moved(self, *given)
+
+    def watched(*given: Any, **options: Any) -> torch.Tensor:
+        devices.add(options.get("device"))
+        return ones(*given, **options)
 
     monkeypatch.setattr(Rails, "gather", gather)
     monkeypatch.setattr(Rails, "reduce", reduce)
+    monkeypatch.setattr(torch, "ones", watched)
     selection = tune(nodes.shard, torch.float32, reach=reach)
-    parallel_assert(comm, set(reached) == {(accelerator.device, reach)}, f"{set(reached)}")
-    parallel_assert(comm, accelerator.waits >= len(reached) // 3)
+    parallel_assert(comm, used == {reach} and devices == {accelerator.device}, f"{devices}")
+    parallel_assert(comm, accelerator.waits > 0)
     chunks = {choice.chunk_nbytes for choice in (*selection.gathers, *selection.exchanges)}
     parallel_assert(comm, min(chunks) >= DEVICE_ROUND_BYTES, str(selection))
     again = tune(nodes.shard, torch.float32, reach=kind(Elsewhere()))

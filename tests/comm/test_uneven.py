@@ -31,7 +31,10 @@ NODES = {  # by number of ranks: node of each
     4: {"block": [0, 0, 0, 1], "first alone": [0, 1, 1, 1], "three": [0, 1, 1, 2]},
     5: {"block": [0, 0, 1, 1, 2], "apart": [0, 1, 2, 0, 1], "large": [0, 0, 0, 0, 1]},
 }
-PLACEMENTS = ("block", "apart", "first alone", "three", "large")
+PLACEMENTS = [
+    pytest.param(name, marks=pytest.mark.ranks(*(size for size in NODES if name in NODES[size])))
+    for name in ("block", "apart", "first alone", "three", "large")
+]
 
 
 class UnevenSuite(CollectivesSuite):
@@ -40,13 +43,9 @@ class UnevenSuite(CollectivesSuite):
     @pytest.fixture(params=PLACEMENTS)
     def topology(self, comm: MPI.Intracomm, request: pytest.FixtureRequest) -> Iterator[Topology]:
         placements = NODES[comm.size]
-        if request.param == "one node":  # of tests that need one layout only
-            nodes = placements["block"]
-        elif request.param in placements:
-            nodes = placements[request.param]
-        else:
-            pytest.skip("of other numbers of ranks")
-        topology = hpczero.Topology.create(comm, nodes)
+        # "one node" is what tests ask for that need one layout only
+        name = "block" if request.param == "one node" else request.param
+        topology = hpczero.Topology.create(comm, placements[name])
         yield topology
         topology.free()
 

@@ -1,13 +1,13 @@
 """The level between nodes with different numbers of ranks: every rank sends what it carries to those who own it.
 
-Owns: the messages, the rounds in which sums and messages overlap, and the dtype of partial sums on the network. Must not
+Owns: the messages, the rounds in which sums and messages overlap, the dtype of partial sums on the network. Must not
 know: who carries what (``plan.carriers``), how the ranks of a node share, units, stages.
 
     gather    owner -> carriers of its shard on each other node, in place
     reduce    carrier sums what its node has of a piece -> owner, who sums over nodes
 
-Nodes meet in pairs, step by step, as ranks do in ``algorithms.pairwise``: with distance d, node a sends to node a + d and
-receives from node a - d. All carriers of a node have something to send in each round, so all connections are used.
+Nodes meet in pairs, step by step, as ranks do in ``algorithms.pairwise``: with distance d, node a sends to node a + d
+and receives from node a - d. All carriers of a node have something to send in each round, so all connections are used.
 """
 
 from __future__ import annotations
@@ -86,10 +86,11 @@ class Carried(BetweenLevel):
     def select(self, selection: Selection) -> None:
         names = {choice.algorithm for choice in (*selection.gathers, *selection.exchanges)}
         if others := sorted(names - {"pairwise"}):
+            sizes = sorted({len(ranks) for ranks in self._carriers.nodes})
             error = ConfigError(
-                f"algorithms: got {', '.join(others)}, expected pairwise: nodes have "
-                f"{', '.join(map(str, sorted({len(ranks) for ranks in self._carriers.nodes})))} ranks, and no other one "
-                "works where these differ; leave it to auto, or start the same number of ranks on every node"
+                f"algorithms: got {', '.join(others)}, expected pairwise: nodes have {', '.join(map(str, sizes))} "
+                "ranks, and no other one works where these differ; leave it to auto, or start the same number of ranks "
+                "on every node"
             )
             error.agreed = True  # the same names and nodes everywhere
             raise error
@@ -159,9 +160,9 @@ class Carried(BetweenLevel):
         nodes, me = len(self._carriers.nodes), self._carriers.node
         wire, shard_numel, line = self.wire(dtype), out.numel(), self._reductions
         chunk = self._chunk(shard_numel, wire)
-        turns, row = rail_turns(shard_numel, chunk), self._carriers.carried_numel(chunk)
-        whole = self._scratch.get(turns * (row + nodes * chunk), wire)
-        buffers = whole.view(turns, row + nodes * chunk)
+        turns = rail_turns(shard_numel, chunk)
+        whole = self._scratch.get(self._carriers.exchange_numel(shard_numel, chunk), wire)
+        buffers = whole.view(turns, -1)
         left: Callable[[], None] = lambda: None  # noqa: E731  (what the round before still needs)
 
         for turn, start in enumerate(range(0, shard_numel, chunk)):
@@ -205,6 +206,7 @@ class Carried(BetweenLevel):
         for piece in pieces:
             begin = piece.rank * shard_numel + start + piece.start
             total = send[used : used + piece.numel]
+            assert total.numel() == piece.numel, "the buffer holds what a round sends"
             sum_of_node(parts(begin, piece.numel), total, self.comm)
             self._reductions.send(total, piece.rank)
             used += piece.numel

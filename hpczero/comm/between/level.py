@@ -52,8 +52,8 @@ class BetweenLevel(ABC):
         """Bring the shards of other nodes to this node, in place. Collective over all ranks of the group.
 
         Args:
-            full: (num_shards * shard_numel,), this rank's shard in its slice. Afterwards this rank's part is whole: what
-                its node lacks is on one rank of it each.
+            full: (num_shards * shard_numel,), this rank's shard in its slice. Afterwards each element of it is on a
+                rank of this node.
             shard_numel: elements of one rank's shard.
         """
 

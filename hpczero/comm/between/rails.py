@@ -180,9 +180,7 @@ class Rails(BetweenLevel):
         nodes, me = self.comm.size, self.comm.rank
         rows = list(received.view(nodes, -1).unbind())
         rows[me] = sent.view(nodes, -1)[me]
-        sum_of_nodes(
-            rows, out, scale=scale, accumulate=accumulate, node_dtype=self._node_dtype
-        )
+        sum_of_nodes(rows, out, scale=scale, accumulate=accumulate, node_dtype=self._node_dtype)
 
     @override
     def describe(self) -> str:

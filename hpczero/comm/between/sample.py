@@ -1,12 +1,12 @@
 """A sample of the nodes of a job, which measure what goes between all of them.
 
-Owns: which nodes measure together, in which memory, and which numbers of nodes share one measurement. Must not know: the
-candidates' times, what is kept of them.
+Owns: which nodes measure together, in which memory, and which numbers of nodes share one measurement. Must not know:
+the candidates' times, what is kept of them.
 
 [Note: Sample]
-Many nodes are measured in samples of at most MOST_NODES, all at once, so every connection is busy as it will be. A sample
-has every k-th node, because neighbours in a job often hang on one switch. Time and memory then stop to grow with the
-number of nodes. By pairs and in the ring a call on more nodes is more messages of the same kind. What was measured
+Many nodes are measured in samples of at most MOST_NODES, all at once, so every connection is busy as it will be. A
+sample has every k-th node, because neighbours in a job often hang on one switch. Time and memory then stop to grow with
+the number of nodes. By pairs and in the ring a call on more nodes is more messages of the same kind. What was measured
 serves all numbers of nodes of one bucket, if the same algorithms work on them.
 """
 

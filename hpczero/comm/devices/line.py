@@ -1,7 +1,7 @@
 """Line: messages of one rank that are under way, step by step, of any memory that a ``Reach`` reaches.
 
-Owns: the requests, the memory that MPI sees meanwhile, and when what came is where it belongs. Must not know: nodes, who
-needs what, sums.
+Owns: the requests, the memory that MPI sees meanwhile, and when what came is where it belongs. Must not know: nodes,
+who needs what, sums.
 """
 
 from __future__ import annotations

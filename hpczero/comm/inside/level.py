@@ -77,8 +77,9 @@ class NodeLevel(ABC):
     def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
         """Context: ``Parts`` of every rank's ``full``. Each rank asks for elements of its own part.
 
-        The ranks make as many calls, the same ones as seen from the beginning of their parts. A result of ``Parts`` is valid until the next call. If ``shares(full, Use.REDUCE)``, this call itself lets peers
-        read. The block may then be entered later, in the order of the calls.
+        The ranks make as many calls, the same ones as seen from the beginning of their parts. A result of ``Parts`` is
+        valid until the next call. If ``shares(full, Use.REDUCE)``, this call itself lets peers read. The block may then
+        be entered later, in the order of the calls.
         """
 
     @abstractmethod

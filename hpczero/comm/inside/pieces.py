@@ -77,9 +77,8 @@ class Pieces(NodeLevel):
                 (self._line.receive, source, source),
             ):
                 for first, numel in self._brought(local, shard_numel):
-                    for piece in flat[first * item : (first + numel) * item].split(
-                        self._chunk_nbytes
-                    ):
+                    brought = flat[first * item : (first + numel) * item]
+                    for piece in torch.split(brought, self._chunk_nbytes):
                         if len(piece):
                             move(piece, peer)
             self._line.step()
