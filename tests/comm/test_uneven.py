@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -176,23 +177,23 @@ def test_sums_have_the_bits_of_flat_in_any_dtype_and_round(
             topology, inside=inside, node_dtype=node_dtype, overlap=True, chunk_nbytes=520
         )
         gradients = []
-        sizes = (3, 65, 1027)
-        for size in sizes:
+        wanted = list(product((torch.float32, torch.bfloat16), (3, 65, 1027)))
+        for dtype, size in wanted:
             gradients.append(
-                transport.allocate(size * comm.size, torch.bfloat16, category="c", use=Use.REDUCE)
+                transport.allocate(size * comm.size, dtype, category="c", use=Use.REDUCE)
             )
             gradients[-1].release()
         transport.settle()
-        for size, gradient in zip(sizes, gradients, strict=True):
+        for (dtype, size), gradient in zip(wanted, gradients, strict=True):
             gradient.take()
-            gradient.tensor.copy_(contribution(comm.rank, size * comm.size, torch.bfloat16))
+            gradient.tensor.copy_(contribution(comm.rank, size * comm.size, dtype))
             found, expected = torch.ones(size), torch.ones(size)
             for way, out in ((transport, found), (flat, expected)):
                 way.reduce_scatter(
                     gradient.tensor, out, scale=1 / 3, accumulate=True, name="u"
                 ).wait()
             gradient.release()
-            parallel_assert(comm, bits(found) == bits(expected), f"{nodes}, {size}")
+            parallel_assert(comm, bits(found) == bits(expected), f"{nodes}, {size} x {dtype}")
         transport.close()
         flat.close()
         topology.free()
