@@ -6,6 +6,7 @@ from hpczero.comm.collectives import Collectives, Work
 from hpczero.comm.flat import Flat
 from hpczero.comm.hierarchical import Hierarchical
 from hpczero.comm.hybrid import Hybrid
+from hpczero.comm.uneven import Uneven
 
 __all__ = [
     "Collectives",
@@ -13,6 +14,7 @@ __all__ = [
     "Flat",
     "Hierarchical",
     "Hybrid",
+    "Uneven",
     "Work",
     "check_transport_name",
     "choose",

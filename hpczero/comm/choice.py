@@ -17,11 +17,13 @@ from hpczero.comm.background import can_run_in_background
 from hpczero.comm.between.selection import DEFAULT, Selection
 from hpczero.comm.between.tuning import tune
 from hpczero.comm.collectives import Collectives, shard_group
+from hpczero.comm.devices.access import Reach
 from hpczero.comm.devices.awareness import reach_of
 from hpczero.comm.flat import Flat
 from hpczero.comm.hierarchical import Hierarchical, Inside
 from hpczero.comm.hybrid import Hybrid
 from hpczero.comm.inside.segment import Segment
+from hpczero.comm.uneven import Uneven
 from hpczero.errors import CommError, ConfigError
 from hpczero.job.group import Group
 from hpczero.job.topology import Topology
@@ -62,7 +64,7 @@ def choose(
     Raises:
         ConfigError: an unknown name, or an algorithm that does not work between so many nodes.
             A secondary copy between nodes over the flat transport.
-        TopologyError: two levels on nodes with different numbers of ranks.
+        TopologyError: ``ipc`` or a secondary copy on nodes with different numbers of ranks.
         CommError: ``window`` where ranks of a node cannot share memory.
     """
     check_transport_name(transport)
@@ -134,11 +136,12 @@ def _choose_one(
     inside: Inside = "messages"
     if transport in ("window", "ipc"):
         inside = "window" if transport == "window" else "ipc"
-    return Hierarchical(
+    kind = Hierarchical if group.is_rectangular else Uneven
+    return kind(
         topology,
         strict=strict,
         node_dtype=node_dtype,
-        selection=_selection(group, algorithms, node_dtype),
+        selection=_selection(group, algorithms, node_dtype, reach),
         inside=inside,
         overlap=overlap and _can_overlap(group, reach.accelerator),
         secondary=secondary,
@@ -170,19 +173,22 @@ def check_transport_name(transport: str) -> None:
         raise ConfigError(f"transport: got {transport!r}, expected one of {', '.join(known)}")
 
 
-def _selection(group: Group, algorithms: str, node_dtype: torch.dtype) -> Selection:
+def _selection(group: Group, algorithms: str, node_dtype: torch.dtype, reach: Reach) -> Selection:
     if algorithms not in ("auto", "measure", "default"):
         return Selection.parse(algorithms)
     # Between faked nodes there is no network; what is measured there would be the weather.
     nothing_to_learn = group.faked and algorithms == "auto"
     if algorithms == "default" or nothing_to_learn or group.num_nodes == 1 or group.rail is None:
         return DEFAULT
-    return tune(group, node_dtype, fresh=algorithms == "measure")
+    return tune(group, node_dtype, fresh=algorithms == "measure", reach=reach)
 
 
 def _automatic(group: Group, accelerator: Accelerator) -> str:
-    if not group.is_rectangular and group.is_root:
-        logger.warning("%s", _told_of_uneven(group))
+    if not (group.is_rectangular or accelerator.is_host) and group.is_root:
+        logger.warning(
+            "nodes have different numbers of ranks: those of a node exchange messages, and do not read each other's "
+            "device memory; start the same number of ranks on every node"
+        )
     best = partial(
         fastest_transport,
         group.local_size,
@@ -202,21 +208,6 @@ def _automatic(group: Group, accelerator: Accelerator) -> str:
     if group.is_root:
         logger.warning(said, problem)
     return best(shares=False)
-
-
-def _told_of_uneven(group: Group) -> str:
-    """What the flat transport costs between nodes that have different numbers of ranks.
-
-    Each rank then sends its gradients to every rank of the other nodes. With even nodes, partial sums of a node's ranks
-    go to each other node once: with L ranks per node, an L-th of the elements.
-    """
-    counts = [len(ranks) for ranks in group.nodes]
-    least, most = min(counts), max(counts)
-    return (
-        f"nodes have different numbers of ranks ({least} to {most}): flat transport. In a reduction a node sends up to "
-        f"{most} times the elements that it would send with {most} ranks on every node; start the same number of ranks "
-        f"on every node ({least} on each of {len(counts)} works at once)"
-    )
 
 
 def _export_problem(group: Group, accelerator: Accelerator) -> str:

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from hpczero.comm.algorithms.blocks import CHUNK_BYTES
 from hpczero.comm.background import Background
+from hpczero.comm.between.level import BetweenLevel
 from hpczero.comm.between.rails import Rails
 from hpczero.comm.between.selection import DEFAULT, Selection
 from hpczero.comm.collectives import Collectives, Work, shard_group
@@ -88,13 +89,7 @@ class Hierarchical(Collectives):
             CommError: ranks of a node cannot share memory; on every rank.
         """
         group = shard_group(topology)
-        if group.rail is None:
-            error = TopologyError(
-                "nodes have different numbers of ranks, so there are no rails; use the flat transport, or start the "
-                "same number of ranks on every node"
-            )
-            error.agreed = True
-            raise error
+        self._check_nodes(group, inside, secondary=secondary)
         super().__init__(topology, strict=strict, memory=memory, node_dtype=node_dtype, reach=reach)
         self._nodes = group.num_nodes
         self._chunk_nbytes = chunk_nbytes
@@ -102,18 +97,11 @@ class Hierarchical(Collectives):
         # On one host nothing is gained by overlap: the ranks fill the cores. A device computes by itself.
         runs_beside = overlap and (self._nodes > 1 or not accelerator.is_host)
         # The threads of two models would mix up their messages on one communicator.
-        self._own = [_own(group.rail), _own(group.node)] if runs_beside else []
-        rail, node = self._own or (group.rail, group.node)
-        self._rails = Rails(
-            rail,
-            self.memory,
-            local_size=group.node.size,
-            node_dtype=node_dtype,
-            selection=self._fitted(selection),
-            chunk_nbytes=chunk_nbytes,
-            reach=self.reach,
-        )
-        messages = Messages(node, self.memory, chunk_nbytes=chunk_nbytes, reach=self.reach)
+        between = self._comm_between(group)
+        self._own = [_own(between), _own(group.node)] if runs_beside else []
+        between, node = self._own or (between, group.node)
+        self._rails: BetweenLevel = self._level_between(between, self._fitted(selection))
+        messages = self._messages_inside(node)
         self._put_off: deque[Work] = deque()
         self._background = Background(group.watchdog, accelerator) if runs_beside else None
         self._lending = Lending()
@@ -121,8 +109,38 @@ class Hierarchical(Collectives):
         if secondary and self._nodes > 1:
             self.secondary = SecondaryCopy(self.memory, nodes=self._nodes, device=self.device)
 
+    def _check_nodes(self, group: Group, inside: Inside, *, secondary: bool) -> None:
+        """Refuse nodes that this transport does not serve, before anything is made. Not collective."""
+        if group.rail is None:
+            error = TopologyError(
+                "nodes have different numbers of ranks, so there are no rails; use Uneven or the flat transport, or "
+                "start the same number of ranks on every node"
+            )
+            error.agreed = True
+            raise error
+
+    def _comm_between(self, group: Group) -> MPI.Intracomm:
+        """Which communicator of the group carries what goes between nodes. Not collective."""
+        assert group.rail is not None, "checked"
+        return group.rail
+
+    def _level_between(self, comm: MPI.Intracomm, selection: Selection) -> BetweenLevel:
+        return Rails(
+            comm,
+            self.memory,
+            local_size=self.group.node.size,
+            local_rank=self.group.local_rank,
+            node_dtype=self.node_dtype,
+            selection=selection,
+            chunk_nbytes=self._chunk_nbytes,
+            reach=self.reach,
+        )
+
+    def _messages_inside(self, node: MPI.Intracomm) -> NodeLevel:
+        return Messages(node, self.memory, chunk_nbytes=self._chunk_nbytes, reach=self.reach)
+
     def _level(
-        self, inside: Inside, group: Group, messages: Messages, *, shares_wholes: bool
+        self, inside: Inside, group: Group, messages: NodeLevel, *, shares_wholes: bool
     ) -> NodeLevel:
         """How ranks of this node exchange data. Collective over the group."""
         if group.node.size == 1 or inside == "messages":
@@ -137,6 +155,9 @@ class Hierarchical(Collectives):
                 waiting=self.waiting,
                 overlap=self._background is not None,
             )
+        return self._window(group, messages, shares_wholes=shares_wholes)
+
+    def _window(self, group: Group, messages: NodeLevel, *, shares_wholes: bool) -> Window:
         return Window(
             group,
             self.memory,
@@ -189,17 +210,15 @@ class Hierarchical(Collectives):
 
     @override
     def describe(self) -> str:
-        names = {Window: "shared memory", Ipc: "peers' memory", Messages: "messages"}
-        inside = names[type(self._node)]
+        inside = self._node.title
         if not self.reach.accelerator.is_host:
             inside += f" ({self.reach.name})" if not self._node.reads_peers else " of devices"
         if self._nodes == 1:
             return f"{inside} on one node" + (
                 ", while the model computes" if self._background else ""
             )
-        between = f"between nodes {self._rails.selection.describe()}"
         when = ", while the model computes" if self._background is not None else ""
-        return f"{inside} inside nodes; {between}{when}"
+        return f"{inside} inside nodes; {self._rails.describe()}{when}"
 
     @override
     def measured(self) -> list[str]:
@@ -237,7 +256,7 @@ class Hierarchical(Collectives):
     def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work:
         def bring() -> None:
             if self._nodes > 1:
-                self._rails.gather(full, shard_numel, self.group.local_rank)
+                self._rails.gather(full, shard_numel)
 
         return self._gather(full, name, bring)
 
@@ -254,7 +273,7 @@ class Hierarchical(Collectives):
             if known:
                 mine.copy_(kept)
             else:
-                self._rails.gather(full, shard_numel, self.group.local_rank)
+                self._rails.gather(full, shard_numel)
                 kept.copy_(mine)
 
         return self._gather(full, name, bring)
@@ -310,10 +329,11 @@ class Hierarchical(Collectives):
     ) -> None:
         local = range(self.group.node.size)
         chunk = node_chunk(len(local), itemsize, self._node.most_nbytes, self._chunk_nbytes)
+        begin = self.group.local_rank * out.numel()
         for start in range(0, out.numel(), chunk):
             count = min(chunk, out.numel() - start)
             tree_sum(
-                parts(start, count),
+                parts(begin + start, count),
                 out[start : start + count],
                 groups=[local],
                 scale=scale,

@@ -129,7 +129,10 @@ class Hybrid(Collectives):
     def footprint(self) -> Footprint:
         replicas = self._outside.group
         return replace(
-            self._inside.footprint, replicas=replicas.size, replica_nodes=replicas.num_nodes
+            self._inside.footprint,
+            replicas=replicas.size,
+            replica_nodes=replicas.num_nodes,
+            replica_carriers=self._outside.footprint.carriers,
         )
 
     @override

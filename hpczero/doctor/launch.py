@@ -105,7 +105,7 @@ def by_node(ranks: Sequence[RankFacts]) -> dict[int, list[RankFacts]]:
 
 
 def check_nodes(ranks: Sequence[RankFacts]) -> Finding:
-    """Nodes and ranks per node; uneven nodes rule out two-level communication."""
+    """Nodes and ranks per node; on uneven nodes the largest one is waited for, and ``ipc`` does not work."""
     nodes = by_node(ranks)
     counts = [len(members) for members in nodes.values()]
     shown = ", ".join(

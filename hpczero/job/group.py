@@ -253,7 +253,7 @@ class Group:
         shape = (
             f"{self.num_nodes} node(s) x {len(self.nodes[0])} rank(s)"
             if self.is_rectangular
-            else f"{self.num_nodes} uneven nodes, {self.size} ranks (flat shard order)"
+            else f"{self.num_nodes} uneven nodes, {self.size} ranks (shards in rank order)"
         )
         note = ", nodes faked by option" if self.faked else ""
         vendor, version = MPI.get_vendor()

@@ -140,8 +140,8 @@ def _inputs_on_disk(run: Run) -> Iterator[Run]:
 
 def _other_transport(run: Run) -> Iterator[Run]:
     if run.transport == "window":
-        nodes = run.ranks // run.local_size
-        yield dataclasses.replace(run, transport="hierarchical" if nodes > 1 else "flat")
+        several = run.carriers is not None or run.ranks > run.local_size
+        yield dataclasses.replace(run, transport="hierarchical" if several else "flat")
 
 
 def _offloaded(run: Run) -> Iterator[Run]:
@@ -195,7 +195,9 @@ def _crowded(run: Run, cores: int) -> Iterator[Run]:
     nodes, local = run.ranks // run.local_size, 2 * run.local_size
     while local <= cores and run.transport != "ipc":
         transport = fastest_transport(local, nodes) if run.local_size == 1 else run.transport
-        more = dataclasses.replace(run, ranks=nodes * local, local_size=local, transport=transport)
+        more = dataclasses.replace(
+            run, ranks=nodes * local, local_size=local, transport=transport, carriers=None
+        )
         yield from _batches(more, run.global_batch)
         local *= 2
 
@@ -222,7 +224,7 @@ def _between_nodes(transport: Named) -> Named:
 
 
 def _on(run: Run, nodes: int) -> Run:
-    return dataclasses.replace(run, ranks=nodes * run.local_size)
+    return dataclasses.replace(run, ranks=nodes * run.local_size, carriers=None)
 
 
 def _smallest(run: Run, nodes: int) -> Run:

@@ -119,6 +119,7 @@ def main(arguments: list[str], choose_config: Callable[[Any], GPTConfig]) -> int
         return 0 if choice.best else EXIT_FAILURE
     # Here and not at the top: these start torch and MPI, which --help and bad options must not do.
     from hpczero.accelerator import choose_accelerator
+    from hpczero.comm.uneven import carriers_of
     from hpczero.job import log
     from hpczero.job.launch import start_topology, use_own_cores
     from hpczero.run.starting.choosing import choose_here
@@ -137,6 +138,7 @@ def main(arguments: list[str], choose_config: Callable[[Any], GPTConfig]) -> int
             rectangular=topology.is_rectangular,
         )
         base = _base(options, config, sequence, topology.size, topology.local_size, transport)
+        base = dataclasses.replace(base, carriers=carriers_of(topology.world))
     freedom = Freedom(media=media, rests=media, folder=options.folder)
     choice, troubles = choose_here(base, config, freedom, topology, accelerator)
     if topology.is_root:

@@ -7,9 +7,16 @@ transport states its own (``Collectives.footprint``); ``footprint_of`` predicts 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hpczero.plan.rounds import DEVICE_ROUND_BYTES, ROUND_BYTES, exchange_chunk, rail_nbytes
+from hpczero.plan.carriers import Carriers
+from hpczero.plan.rounds import (
+    DEVICE_ROUND_BYTES,
+    ROUND_BYTES,
+    exchange_chunk,
+    rail_chunk,
+    rail_nbytes,
+)
 from hpczero.plan.transports import Named
 
 FP32_BYTES = 4
@@ -33,6 +40,8 @@ class Footprint:
             memory.
         replicas: ranks that hold the same shard and sum its gradient.
         replica_nodes: nodes that they are on.
+        carriers: who moves what between nodes that have different numbers of ranks; None where they have equal ones.
+        replica_carriers: the same of the nodes of replicas.
     """
 
     ranks: int = 1
@@ -43,6 +52,29 @@ class Footprint:
     pulls: bool = False
     replicas: int = 1
     replica_nodes: int = 1
+    carriers: Carriers | None = None
+    replica_carriers: Carriers | None = None
+
+    @property
+    def reads_peers(self) -> bool:
+        """Whether gradients lie where the ranks of a node read them. A rank alone on its node does as the others."""
+        return self.ranks > 1 or (self.carriers is not None and self.carriers.shares)
+
+    def rows_of_peers(self, shards: int) -> int:
+        """Rows of a round into which ranks of a node send each other gradients, of ``shards`` shards in all."""
+        if self.reads_peers:
+            return 0
+        if self.carriers is not None:
+            return self.carriers.size - 1  # its own is read where it is
+        local = shards // self.nodes
+        return local if local > 1 else 0
+
+    def rail_nbytes(self, shard_numel: int, itemsize: int) -> int:
+        """Bytes of the buffers of a reduction between nodes; arguments as of ``plan.rounds.rail_nbytes``."""
+        if self.carriers is not None:
+            chunk = rail_chunk(shard_numel, self.nodes, itemsize, self.round_nbytes)
+            return self.carriers.exchange_numel(shard_numel, chunk) * itemsize
+        return rail_nbytes(shard_numel, self.nodes, itemsize, self.round_nbytes)
 
     @property
     def copies(self) -> int:
@@ -62,7 +94,11 @@ def replicas_nbytes(footprint: Footprint, shard_numel: int, itemsize: int) -> in
     if count == 1:
         return 0
     share = -(-shard_numel // count)
-    if footprint.replica_nodes > 1:
+    if footprint.replica_carriers is not None:
+        carriers = footprint.replica_carriers
+        chunk = rail_chunk(share, footprint.replica_nodes, itemsize, footprint.round_nbytes)
+        comes = (carriers.exchange_numel(share, chunk) + (carriers.size - 1) * chunk) * itemsize
+    elif footprint.replica_nodes > 1:
         comes = rail_nbytes(share, footprint.replica_nodes, itemsize, footprint.round_nbytes)
     else:
         comes = exchange_chunk(share, count, itemsize) * count * itemsize
@@ -83,14 +119,25 @@ def places_in_turn(sizes: Sequence[int]) -> list[int]:
     return [max(place, default=0) for place in (sizes[:1], rest[0::2], rest[1::2])]
 
 
-def footprint_of(transport: Named, *, ranks: int, local_size: int) -> Footprint:
+def footprint_of(
+    transport: Named, *, ranks: int, local_size: int, carriers: Carriers | None = None
+) -> Footprint:
     """The footprint that a transport of this name will have.
 
     Args:
         transport: its name.
         ranks: number of ranks in the group.
         local_size: number of ranks on a node.
+        carriers: of nodes with different numbers of ranks, as one rank sees them; then ``local_size`` is not used.
     """
+    if carriers is not None and transport in ("hierarchical", "window"):
+        shares = transport == "window"
+        return Footprint(
+            carriers.size if shares else 1,
+            nodes=len(carriers.nodes),
+            overlap=True,
+            carriers=replace(carriers, shares=shares),
+        )
     local, nodes = min(local_size, ranks), -(-ranks // local_size)
     if transport == "flat":
         return Footprint()

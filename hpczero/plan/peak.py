@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from hpczero.plan.activations import EVERYTHING_KEPT, Activations
+from hpczero.plan.carriers import Carriers
 from hpczero.plan.footprint import Footprint, footprint_of
 from hpczero.plan.memory import MemoryPlan
 from hpczero.plan.offload import NOTHING_AWAY, Medium, Offload
@@ -75,9 +76,11 @@ def _memory(
     stage: int,
     precision: Precision,
     offload: Offload,
+    carriers: Carriers | None,
 ) -> MemoryPlan:
     plan = OffloadedPlan(network.plan(ranks, stage, precision), offload)
-    return plan.memory(footprint_of(transport, ranks=ranks, local_size=local_size))
+    footprint = footprint_of(transport, ranks=ranks, local_size=local_size, carriers=carriers)
+    return plan.memory(footprint)
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ class Run:
         offload: what rests on a memory tier. The host's memory is one with that of the ranks' processes.
         kept: with checkpointing: what is kept of blocks, and where their inputs rest.
         reduce: dtype of gradients' partial sums between nodes.
+        carriers: where nodes have different numbers of ranks, who moves what between them, as this rank sees it.
     """
 
     network: Network
@@ -117,6 +121,7 @@ class Run:
     offload: Offload = NOTHING_AWAY
     kept: Activations = EVERYTHING_KEPT
     reduce: DType = "fp32"
+    carriers: Carriers | None = None
 
     @property
     def global_batch(self) -> int:
@@ -144,7 +149,12 @@ class Run:
 
     @property
     def _of_transport(self) -> Footprint:
-        return footprint_of(self.transport, ranks=self.ranks, local_size=self.local_size)
+        return footprint_of(
+            self.transport,
+            ranks=self.ranks,
+            local_size=self.local_size,
+            carriers=self.carriers,
+        )
 
     @cached_property
     def memory(self) -> MemoryPlan:
@@ -157,6 +167,7 @@ class Run:
             self.stage,
             self._dtypes,
             self.offload,
+            self.carriers,
         )
 
     @property
@@ -261,7 +272,7 @@ class Run:
     def shared(self) -> int:
         """Bytes of a rank that are its part of memory shared by its node; high estimate."""
         footprint = self.footprint
-        if self.transport != "window" or footprint.ranks == 1:
+        if self.transport != "window" or not footprint.reads_peers:
             return 0
         wholes = 0
         if self.plan.stage.shards_optimizer:

@@ -83,7 +83,11 @@ class PartRun(Run):
     @property
     @override
     def _of_transport(self) -> Footprint:
-        return self.counted.footprint
+        found = self.counted.footprint
+        if self.carriers is None:
+            return found
+        of_ranks = super()._of_transport
+        return replace(of_ranks, replicas=found.replicas, replica_nodes=found.replica_nodes)
 
     @cached_property
     @override

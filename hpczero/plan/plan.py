@@ -18,7 +18,7 @@ from hpczero.plan.layout import ShardLayout
 from hpczero.plan.memory import MemoryPlan
 from hpczero.plan.placement import ModelPart, part_of
 from hpczero.plan.precision import Precision
-from hpczero.plan.rounds import exchange_chunk, rail_chunk, rail_nbytes
+from hpczero.plan.rounds import exchange_chunk, rail_chunk
 from hpczero.plan.traffic import TrafficPlan, unit_traffic
 from hpczero.plan.unit_spec import UnitSpec
 
@@ -168,7 +168,10 @@ class Plan:
         frozen = full - trainable
         owned = trainable // self.num_shards if stage.shards_optimizer else trainable
         if stage.shards_optimizer and (footprint.lasting or not stage.shards_parameters):
-            parameters = item * full // footprint.copies
+            # Each rank of a node counts a part of each whole unit, which need not divide.
+            parameters = sum(
+                -(-item * unit.layout.padded_numel // footprint.copies) for unit in self.units
+            )
         elif stage.shards_parameters:
             # At rest only masters exist; in fp32 the master is the parameter.
             parameters = item * frozen // self.num_shards
@@ -196,8 +199,9 @@ class Plan:
             whole = unit.layout.padded_numel * self.precision.param_itemsize
             nbytes = 0
             if self.stage.shards_parameters and not footprint.lasting:
-                nbytes += whole // footprint.copies
-            if unit.trainable and not self.stage.keeps_local_gradients and footprint.ranks == 1:
+                nbytes += -(-whole // footprint.copies)
+            private = not (self.stage.keeps_local_gradients or footprint.reads_peers)
+            if unit.trainable and private:
                 nbytes += whole
             live[unit.modules] = live.get(unit.modules, 0) + nbytes
         root = live.pop(("",), 0)
@@ -225,7 +229,7 @@ class Plan:
         """Bytes of the places or messages by which peers get gradients, and of partial sums between nodes."""
         item = self.precision.param_itemsize
         sizes = [unit.layout.padded_numel * item for unit in self.trainable_units]
-        private = footprint.ranks == 1
+        private = not footprint.reads_peers
         places = [] if private or self.stage.keeps_local_gradients else places_in_turn(sizes)
         if footprint.pulls and self.stage.shards_optimizer:
             parts = [unit.layout.padded_numel * item // footprint.ranks for unit in self.units]
@@ -238,12 +242,11 @@ class Plan:
         if footprint.nodes == 1:
             return sum(places)
         shards = {unit.layout.shard_numel for unit in self.trainable_units}
-        rail = (footprint.nodes, self.wire_itemsize(footprint), footprint.round_nbytes)
-        between = max((rail_nbytes(shard, *rail) for shard in shards), default=0)
-        local = self.num_shards // footprint.nodes
-        inside = 0  # what peers of the node send
-        if private and local > 1:
-            inside = local * item * max((rail_chunk(shard, *rail) for shard in shards), default=0)
+        wire = self.wire_itemsize(footprint)
+        rail = (footprint.nodes, wire, footprint.round_nbytes)
+        between = max((footprint.rail_nbytes(shard, wire) for shard in shards), default=0)
+        rows = footprint.rows_of_peers(self.num_shards)
+        inside = rows * item * max((rail_chunk(shard, *rail) for shard in shards), default=0)
         return sum(places) + between + inside
 
     @property

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hpczero.plan.footprint import Footprint
 from hpczero.plan.layout import ShardLayout
-from hpczero.plan.rounds import gather_messages, rail_messages
+from hpczero.plan.rounds import gather_messages, gather_round, rail_chunk, rail_messages
 
 FP32_BYTES = 4
 
@@ -74,11 +74,9 @@ def unit_traffic(
     rounded to.
     """
     shards, shard, nodes = layout.num_shards, layout.shard_numel, footprint.nodes
-    between, inside = (
-        (nodes - 1) * shard,
-        (shards - nodes) * shard,
-    )  # together (N-1)/N of the padded unit
-    shared = footprint.ranks > 1
+    wire = min(param_itemsize, node_itemsize) if shards == nodes else node_itemsize
+    way = _way(footprint, shards, shard, wire)
+    shared = footprint.reads_peers
     reductions = synced if trainable else 0
     if shards_parameters and not footprint.lasting:
         gathers, gather_itemsize = 2 * micro_steps, param_itemsize
@@ -86,18 +84,16 @@ def unit_traffic(
         gathers, gather_itemsize = int(trainable), param_itemsize
     else:
         gathers, gather_itemsize = reductions, FP32_BYTES
-    gathered = between if shared and shards_optimizer else between + inside
-    reduced_inside = 0 if shared else inside
-    reduced = between + reduced_inside
-    wire = min(param_itemsize, node_itemsize) if shards == nodes else node_itemsize
-    reduced_nbytes = reduced_inside * param_itemsize + between * wire
+    gathered = way.gathered + (0 if shared and shards_optimizer else way.gathered_inside)
+    reduced_inside = 0 if shared else way.reduced_inside
+    reduced = way.reduced + reduced_inside
+    reduced_nbytes = reduced_inside * param_itemsize + way.reduced * wire
     total, padding = layout.padded_numel, layout.padded_numel - layout.numel
     sent = gathers * gathered + reductions * reduced
     messages = 0
     if shard and nodes > 1:
-        rail = (nodes, footprint.round_nbytes)
-        messages += gathers * gather_messages(shard * gather_itemsize, *rail)
-        messages += reductions * rail_messages(shard, nodes, wire, footprint.round_nbytes)
+        messages += gathers * _gather_messages(footprint, shard, gather_itemsize)
+        messages += reductions * _reduce_messages(footprint, shard, wire)
     return TrafficPlan(
         all_gathers=gathers,
         reduce_scatters=reductions,
@@ -108,3 +104,39 @@ def unit_traffic(
         padding=sent * padding // total if total else 0,
         messages=messages,
     )
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Elements that one rank sends for a unit: in a gather and in a reduction, to other nodes and inside its own."""
+
+    gathered: int
+    gathered_inside: int
+    reduced: int
+    reduced_inside: int
+
+
+def _way(footprint: Footprint, shards: int, shard: int, wire: int) -> _Way:
+    carriers, between = footprint.carriers, (footprint.nodes - 1) * shard
+    if carriers is None:
+        inside = (shards - footprint.nodes) * shard  # together (N-1)/N of the padded unit
+        return _Way(between, inside, between, inside)
+    # Its own shard goes to each other node once. Peers get that and what it carries, and give what it sums.
+    brought = (carriers.size - 1) * (shard + carriers.carried_numel(shard))
+    chunk = rail_chunk(shard, footprint.nodes, wire, footprint.round_nbytes)
+    reduced = carriers.reduced_numel(shard, chunk)
+    return _Way(between, brought, reduced, (shards - 1) * shard - reduced)
+
+
+def _gather_messages(footprint: Footprint, shard: int, itemsize: int) -> int:
+    if footprint.carriers is not None:
+        most = gather_round(shard * itemsize, footprint.nodes, footprint.round_nbytes)
+        return footprint.carriers.gather_messages(shard, itemsize, most)
+    return gather_messages(shard * itemsize, footprint.nodes, footprint.round_nbytes)
+
+
+def _reduce_messages(footprint: Footprint, shard: int, wire: int) -> int:
+    if footprint.carriers is not None:
+        chunk = rail_chunk(shard, footprint.nodes, wire, footprint.round_nbytes)
+        return footprint.carriers.reduce_messages(shard, chunk)
+    return rail_messages(shard, footprint.nodes, wire, footprint.round_nbytes)

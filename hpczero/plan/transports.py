@@ -29,7 +29,7 @@ def fastest_transport(
         shares: whether ranks of a node see each other's memory.
     """
     if not rectangular:
-        return "flat"
+        return "window" if on_host and shares else "hierarchical"
     if local_size > 1 and shares:
         return "window" if on_host else "ipc"
     return "hierarchical" if nodes > 1 else "flat"

@@ -29,8 +29,9 @@ from hpczero.accelerator import HostAccelerator
 from hpczero.comm import Hierarchical
 from hpczero.comm.algorithms.blocks import Blocks
 from hpczero.comm.between import rails
+from hpczero.comm.between.rails import Rails
 from hpczero.comm.devices.access import DirectReach
-from hpczero.comm.inside.level import Messages, NodeLevel, Parts
+from hpczero.comm.inside.level import NodeLevel, Parts
 from hpczero.job.group import Group
 from hpczero.job.watchdog import Watchdog
 from hpczero.memory.buffers import DTYPES, Use
@@ -151,8 +152,7 @@ class Peers(NodeLevel):
 
     @contextmanager
     def _reading(self, full: Tensor) -> Iterator[Parts]:
-        begin = self.comm.rank * (full.numel() // self.comm.size)
-        yield lambda start, count: [full[begin + start : begin + start + count]] * self.comm.size
+        yield lambda start, count: [full[start : start + count]] * self.comm.size
 
     @override
     def close(self) -> None:
@@ -162,9 +162,11 @@ class Peers(NodeLevel):
 class OneOfMany(Hierarchical):
     """The transport of one rank whose peers are stand-ins."""
 
+    _rails: Rails
+
     @override
     def _level(
-        self, inside: str, group: Group, messages: Messages, *, shares_wholes: bool
+        self, inside: str, group: Group, messages: NodeLevel, *, shares_wholes: bool
     ) -> NodeLevel:
         return Peers(group.node, self.memory, device=self.device)
 

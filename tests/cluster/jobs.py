@@ -120,6 +120,39 @@ def collectives(node_of_rank: str = "") -> None:
     topology.free()
 
 
+def crossing(name: str, numel: str, times: str) -> None:
+    """Gathers and reductions of ``numel`` fp32 elements over a transport: bytes by its accounts, and a digest."""
+    import torch
+
+    from hpczero import Topology
+    from hpczero.comm import choose
+    from hpczero.memory.buffers import Use
+
+    torch.set_num_threads(1)
+    topology = Topology.of_world()
+    transport = choose(topology, name, algorithms="default")
+    whole = transport.allocate(
+        int(numel), torch.float32, category="test", use=Use.GATHER, keep=True
+    )
+    gradient = transport.allocate(int(numel), torch.float32, category="test", use=Use.REDUCE)
+    transport.settle()
+    gradient.take()
+    generator = torch.Generator().manual_seed(topology.rank)
+    gradient.tensor.copy_(torch.randn(int(numel), generator=generator))
+    shard = int(numel) // topology.size
+    mine, summed = whole.tensor[topology.shard_index * shard :][:shard], torch.empty(shard)
+    for _ in range(int(times)):
+        transport.reduce_scatter(gradient.tensor, summed, scale=0.5, name="u").wait()
+        mine.copy_(summed)
+        transport.all_gather(whole.tensor, name="u").wait()
+    digest = hashlib.sha256(whole.tensor.numpy().tobytes()).hexdigest()
+    sent = sum(transport.stats.sent_nbytes.values())
+    WORLD.Barrier()
+    report({"node": topology.node_index, "sent": sent, "digest": digest})
+    transport.close()
+    topology.free()
+
+
 def train() -> None:
     """Digests of weights and losses after some steps over every transport, while ranks are late at random."""
     import random
@@ -244,6 +277,18 @@ def without_compiler(job: Callable[..., None]) -> Callable[..., None]:
 
 
 if __name__ == "__main__":
-    jobs = (nodes, send, stages, collectives, train, differ, fail, part_with, hang, namespaces)
+    jobs = (
+        nodes,
+        send,
+        stages,
+        collectives,
+        crossing,
+        train,
+        differ,
+        fail,
+        part_with,
+        hang,
+        namespaces,
+    )
     job = {job.__name__: job for job in jobs}[sys.argv[1]]
     (without_compiler(job) if job in (train, differ) else job)(*sys.argv[2:])

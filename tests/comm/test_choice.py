@@ -14,6 +14,7 @@ import hpczero
 from hpczero.accelerator import Attached, host
 from hpczero.comm import choose
 from hpczero.comm.inside import segment
+from hpczero.comm.uneven import carriers_of
 from hpczero.errors import CommError, ConfigError, TopologyError
 from hpczero.memory.buffers import Use
 from hpczero.plan.footprint import footprint_of
@@ -75,20 +76,60 @@ def test_nodes_of_equal_size_are_a_hierarchy(comm: MPI.Intracomm) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_uneven_nodes_fall_back_to_flat_and_say_so_once(
+def test_uneven_nodes_are_a_hierarchy_too(
     comm: MPI.Intracomm, caplog: pytest.LogCaptureFixture
 ) -> None:
     topology = hpczero.Topology.create(comm, [0, 0, 1])
     with caplog.at_level(logging.WARNING, "hpczero.comm"):
-        parallel_assert(comm, kind_of(topology).startswith("flat"))
-    told = [record.getMessage() for record in caplog.records]
-    parallel_assert(comm, len(told) == int(comm.rank == 0))
-    parallel_assert(
-        comm, all("(1 to 2)" in said and "2 times the elements" in said for said in told)
-    )
-    said = "different numbers of ranks, so there are no rails"
-    raises_on_all(comm, TopologyError, said, lambda: choose(topology, "window"))
+        said = kind_of(topology)
+    expected = "shared memory inside nodes; between nodes of 1 to 2 ranks all-gather pairwise; "
+    parallel_assert(comm, said.startswith(expected), said)
+    parallel_assert(comm, not caplog.records)
+    said = kind_of(topology, "hierarchical")
+    parallel_assert(comm, said.startswith("messages inside nodes; between nodes of 1 to 2"), said)
     topology.free()
+
+
+@pytest.mark.ranks(3)
+def test_devices_on_uneven_nodes_exchange_messages_and_say_so_once(
+    comm: MPI.Intracomm, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPCZERO_GPU_AWARE", "0")
+    topology = hpczero.Topology.create(comm, [0, 0, 1])
+    with caplog.at_level(logging.WARNING, "hpczero.comm"):
+        chosen = choose(topology, accelerator=LateAccelerator())
+    said = chosen.describe()
+    chosen.close()
+    parallel_assert(comm, said.startswith("messages (device memory through the host) inside"), said)
+    told = [record.getMessage() for record in caplog.records]
+    parallel_assert(comm, len(told) == int(comm.rank == 0), f"{told}")
+    parallel_assert(comm, all("same number of ranks on every node" in text for text in told))
+    raises_on_all(
+        comm,
+        TopologyError,
+        "read each other's device memory on equal nodes only",
+        lambda: choose(topology, "ipc", accelerator=LateAccelerator()),
+    )
+    topology.free()
+
+
+@pytest.mark.ranks(3, 4)
+@pytest.mark.parametrize("transport", ["hierarchical", "window"])
+def test_a_transport_between_uneven_nodes_holds_what_the_plan_says_of_its_name(
+    comm: MPI.Intracomm, transport: Named
+) -> None:
+    topology = hpczero.Topology.create(comm, [int(rank == 1) for rank in range(comm.size)])
+    chosen = choose(topology, transport)
+    expected = footprint_of(
+        transport,
+        ranks=comm.size,
+        local_size=topology.local_size,
+        carriers=carriers_of(topology.shard),
+    )
+    found = chosen.footprint
+    chosen.close()
+    topology.free()
+    parallel_assert(comm, found == expected, f"{found}, expected {expected}")
 
 
 @pytest.mark.ranks(2)

@@ -78,7 +78,8 @@ def test_a_step_sends_the_messages_of_the_plan_and_holds_its_buffers(
     plan = Plan.build(model, stage=3, num_shards=comm.size, precision=precision, rule=default_rule)
     dtype, node_dtype = DTYPES[precision], DTYPES[plan.precision.reduce]
     transport = Hierarchical(topology, node_dtype=node_dtype)
-    transport._rails.comm = Counting(transport._rails.comm)
+    between: Any = transport._rails
+    between.comm = Counting(between.comm)
     gradients = []
     for unit in plan.units:
         gradients.append(
@@ -99,8 +100,8 @@ def test_a_step_sends_the_messages_of_the_plan_and_holds_its_buffers(
         parallel_assert(comm, bool((out == comm.size).all()), name)
     footprint = transport.footprint
     expected = plan.traffic(footprint=footprint).messages
-    sent = sum(transport._rails.messages)
-    scratch = transport._rails._scratch._buffer
+    sent = sum(between.messages)
+    scratch = between._scratch._buffer
     held = scratch.nbytes if scratch is not None else 0
     transport.close()
     parallel_assert(comm, described[0] == sent == expected, f"{described} {sent} {expected}")

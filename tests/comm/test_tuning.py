@@ -6,17 +6,23 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import hpczero
 from hpczero.comm import choose
-from hpczero.comm.between import tuning
+from hpczero.comm.between import sample, tuning
+from hpczero.comm.between.rails import Rails
 from hpczero.comm.between.selection import DEFAULT, Choice
 from hpczero.comm.between.tuning import cache_file, tune
+from hpczero.comm.devices.access import DirectReach, HostReach, StagedReach
+from hpczero.job.watchdog import Watchdog
 from hpczero.options.values import ALGORITHMS
+from hpczero.plan.rounds import DEVICE_ROUND_BYTES
+from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:
@@ -113,10 +119,121 @@ def test_what_wins_by_its_latency_does_not_serve_blocks_that_were_too_long_to_me
 
 
 @pytest.mark.ranks(4)
-def test_other_nodes_are_remembered_apart(comm: MPI.Intracomm, nodes: Topology) -> None:
-    other = hpczero.Topology.create(comm, [0, 1, 0, 1])
-    parallel_assert(comm, cache_file(nodes.shard) != cache_file(other.shard))
+def test_other_nodes_and_other_memory_are_remembered_apart(
+    comm: MPI.Intracomm, nodes: Topology
+) -> None:
+    other = hpczero.Topology.create(comm, [0, 1, 2, 3])
+    reach = StagedReach(LateAccelerator())
+    files = [cache_file(nodes.shard), cache_file(other.shard), cache_file(nodes.shard, reach)]
+    parallel_assert(comm, len(set(files)) == 3, f"{files}")
+    dealt = hpczero.Topology.create(comm, [0, 1, 0, 1])  # two nodes of two, as well
+    parallel_assert(comm, cache_file(dealt.shard) == files[0])
     other.free()
+    dealt.free()
+
+
+class Nodes:
+    """A group as far as its file goes, of any number of nodes."""
+
+    def __init__(self, comm: MPI.Intracomm, num_nodes: int) -> None:
+        self.comm = comm
+        self.num_nodes = num_nodes
+        self.local_size = 8
+        self.watchdog = Watchdog(0, 0.0)
+
+    def broadcast_text(self, text: str) -> str:
+        return text
+
+
+def test_numbers_of_nodes_share_a_measurement_by_buckets_where_the_same_algorithms_work(
+    comm: MPI.Intracomm,
+) -> None:
+    def file(num_nodes: int) -> Path:
+        return cache_file(Nodes(comm, num_nodes))  # type: ignore[arg-type]
+
+    many = {file(num_nodes) for num_nodes in (9, 10, 13, 15, 17, 50, 100, 12_499)}
+    parallel_assert(comm, len(many) == 1, f"{many}")
+    # recursive doubling needs a power of two
+    powers = {file(num_nodes) for num_nodes in (16, 64, 4096)}
+    parallel_assert(comm, len(powers) == 1 and not powers & many, f"{powers}, {many}")
+    few = [file(num_nodes) for num_nodes in (2, 3, 4, 6, 8, 9, 16)]
+    parallel_assert(comm, len(set(few)) == len(few), f"{few}")
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_many_nodes_are_measured_in_samples_all_at_once(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(sample, "MOST_NODES", most)
+    topology = hpczero.Topology.create(comm, list(range(comm.size)))
+    seen: list[tuple[int, int]] = []
+    right = sample.Sample.ones
+
+    def watched(self: sample.Sample, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        seen.append((self.comm.size, numel * dtype.itemsize))
+        return right(self, numel, dtype)
+
+    monkeypatch.setattr(sample.Sample, "ones", watched)
+    found = sample.Sample.create(topology.shard, HostReach())
+    together = sorted(found.comm.allgather(comm.rank))
+    found.comm.Free()
+    selection = tune(topology.shard, torch.float32)
+    topology.free()
+    samples = -(-comm.size // most)
+    expected = list(range(comm.rank % samples, comm.size, samples))
+    parallel_assert(comm, together == expected, f"{together}")
+    held = max(nbytes for _, nbytes in seen)
+    largest = max(choice.at_nbytes for choice in (*selection.gathers, *selection.exchanges))
+    parallel_assert(comm, {size for size, _ in seen} == {len(expected)}, f"{seen}")
+    parallel_assert(comm, held <= most * largest, f"{held}, {largest}")
+    parallel_assert(comm, len(set(comm.allgather(repr(selection)))) == 1)
+    doubles = "doubling" in selection.gathers[0].seconds  # it needs powers of two, also in a sample
+    parallel_assert(comm, doubles == (comm.size == 4), str(selection))
+
+
+class Elsewhere(LateAccelerator):
+    """Its device has a name of its own, so that whoever asks for memory shows where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = torch.device("cpu", 0)
+        self.waits = 0
+
+    def finish(self) -> None:
+        self.waits += 1
+        super().finish()
+
+
+@pytest.mark.parametrize("kind", [StagedReach, DirectReach])
+def test_buffers_on_a_device_are_measured_there(
+    comm: MPI.Intracomm, nodes: Topology, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    accelerator = Elsewhere()
+    reach, used, devices = kind(accelerator), set(), set()
+    made, moved, ones = Rails.gather, Rails.reduce, torch.ones
+
+    def gather(self: Rails, *given: Any) -> None:
+        used.add(self._reach)
+        made(self, *given)
+
+    def reduce(self: Rails, *given: Any) -> None:
+        used.add(self._reach)
+        moved(self, *given)
+
+    def watched(*given: Any, **options: Any) -> torch.Tensor:
+        devices.add(options.get("device"))
+        return ones(*given, **options)
+
+    monkeypatch.setattr(Rails, "gather", gather)
+    monkeypatch.setattr(Rails, "reduce", reduce)
+    monkeypatch.setattr(torch, "ones", watched)
+    selection = tune(nodes.shard, torch.float32, reach=reach)
+    parallel_assert(comm, used == {reach} and devices == {accelerator.device}, f"{devices}")
+    parallel_assert(comm, accelerator.waits > 0)
+    chunks = {choice.chunk_nbytes for choice in (*selection.gathers, *selection.exchanges)}
+    parallel_assert(comm, min(chunks) >= DEVICE_ROUND_BYTES, str(selection))
+    again = tune(nodes.shard, torch.float32, reach=kind(Elsewhere()))
+    parallel_assert(comm, again.origin == "measured before", again.origin)
 
 
 def test_what_cannot_be_read_or_written_costs_a_measurement_and_no_more(

@@ -6,15 +6,17 @@ network. Must not know: how the ranks of a node share, units, stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
+from typing_extensions import override
 
 from hpczero.comm.algorithms import EXCHANGES, GATHERS, Exchange, Gather
 from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
+from hpczero.comm.between.level import BetweenLevel
 from hpczero.comm.between.selection import DEFAULT, Selection
 from hpczero.comm.devices.access import HostReach, Reach
 from hpczero.comm.inside.level import Parts
@@ -27,7 +29,7 @@ from hpczero.plan.rounds import gather_round, rail_chunk, rail_turns
 NARROWED_NUMEL = 4 * 2**20
 
 
-class Rails:
+class Rails(BetweenLevel):
     """This rank's rail. The other rails of its node do the same at the same time.
 
     Attributes:
@@ -41,6 +43,7 @@ class Rails:
         memory: Memory,
         *,
         local_size: int,
+        local_rank: int,
         node_dtype: torch.dtype,
         selection: Selection = DEFAULT,
         chunk_nbytes: int = CHUNK_BYTES,
@@ -52,6 +55,7 @@ class Rails:
             comm: must outlive the rails. It carries nothing else while they move bytes.
             memory: ledger of buffers.
             local_size: ranks of each node.
+            local_rank: place of the rail's ranks on their nodes.
             node_dtype: each node's partial sum is rounded to it.
             selection: equal on all ranks.
             chunk_nbytes: most bytes of one shard that a single MPI call moves.
@@ -61,7 +65,7 @@ class Rails:
             ConfigError: an algorithm that does not work on this number of nodes.
         """
         self.comm = comm
-        self._local_size = local_size
+        self._local_size, self._local_rank = local_size, local_rank
         self._node_dtype = node_dtype
         self._chunk_nbytes = chunk_nbytes
         self._reach = reach or HostReach()
@@ -71,12 +75,8 @@ class Rails:
         self._exchanges: dict[str, Exchange] = {}
         self.select(selection)
 
+    @override
     def select(self, selection: Selection) -> None:
-        """Use other algorithms from now on. Equal on all ranks; not collective.
-
-        Raises:
-            ConfigError: an algorithm does not work on this number of nodes.
-        """
         names = {choice.algorithm for choice in (*selection.gathers, *selection.exchanges)}
         for kind in (*GATHERS, *EXCHANGES):
             if kind.name in names and not kind.fits(self.comm.size):
@@ -88,28 +88,24 @@ class Rails:
                 raise error
         self.selection = selection
 
+    @override
     def wire(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype of partial sums of ``dtype`` on the network."""
         # One rank per node has nothing to add up: its gradient travels as it is, if that is not wider.
         alone = self._local_size == 1 and dtype.itemsize <= self._node_dtype.itemsize
         return dtype if alone else self._node_dtype
 
-    def gather(self, full: Tensor, shard_numel: int, local_rank: int) -> None:
-        """Fill the part of ``full`` that belongs to this rail, in place. Collective over the rail.
-
-        Args:
-            full: (num_shards * shard_numel,), this rank's shard in its slice.
-            shard_numel: elements of one rank's shard.
-            local_rank: place of the rail's ranks on their nodes.
-        """
+    @override
+    def gather(self, full: Tensor, shard_numel: int) -> None:
         nodes = self.comm.size
-        blocks = Blocks.of(full, local_rank * nodes * shard_numel, shard_numel, shard_numel, nodes)
+        first = self._local_rank * nodes * shard_numel
+        blocks = Blocks.of(full, first, shard_numel, shard_numel, nodes)
         choice = self.selection.gather_for(blocks.nbytes)
         gather, most = self._gather_called(choice.algorithm), CHUNK_BYTES
         if gather.in_rounds:
             most = gather_round(blocks.nbytes, nodes, choice.chunk_nbytes)
         gather(blocks, round_nbytes=most)
 
+    @override
     def reduce(
         self,
         parts: Parts,
@@ -120,22 +116,13 @@ class Rails:
         *,
         spans: bool = True,
     ) -> None:
-        """Sum over the ranks of the node and then over nodes. Collective over the rail.
-
-        Args:
-            parts: every local rank's elements of what this rail owns; slice g of them is for node g.
-            out: (shard_numel,) fp32.
-            dtype: dtype of the parts.
-            scale: multiplies the sum.
-            accumulate: whether to add to ``out`` instead of replacing it.
-            spans: whether ``parts`` are views, so that what lies between the elements in question costs nothing.
-        """
+        # Of what this rail owns slice g is for node g.
         nodes, wire, shard_numel = self.comm.size, self.wire(dtype), out.numel()
         choice = self.selection.exchange_for(shard_numel * wire.itemsize)
         exchange = self._exchange_called(choice.algorithm)
         chunk = rail_chunk(shard_numel, nodes, wire.itemsize, choice.chunk_nbytes)
         chunk = max(min(chunk, self._chunk_nbytes // wire.itemsize), 1)
-        turns = rail_turns(shard_numel, chunk)
+        turns, first = rail_turns(shard_numel, chunk), self._local_rank * nodes * shard_numel
         buffers = self._scratch.get(turns * 2 * nodes * chunk, wire).view(turns, 2, nodes * chunk)
         left: Callable[[], None] = lambda: None  # noqa: E731  (what the chunk before still needs)
 
@@ -149,7 +136,7 @@ class Rails:
                     self._sum_node,
                     parts,
                     send.view(nodes, count),
-                    start,
+                    first + start,
                     shard_numel,
                     spans=spans,
                 ),
@@ -173,7 +160,7 @@ class Rails:
         spans: bool,
     ) -> None:
         """Sum over the ranks of this node what neighbouring nodes will get, into rows of ``send``."""
-        count, local = send.shape[1], range(self._local_size)
+        count = send.shape[1]
         if not spans and many > 1:
             for node in range(first, first + many):
                 self._sum_node(parts, send, start, shard_numel, node, 1, spans=True)
@@ -184,17 +171,7 @@ class Rails:
         else:
             into = send[first : first + many]
             blocks = [block.as_strided((many, count), (shard_numel, 1)) for block in blocks]
-        narrow = into.dtype is not torch.float32
-        most = min(piece_numel(self._device), NARROWED_NUMEL if narrow else 2**62)
-        for piece in pieces(into.shape, most) if into.numel() > most else (...,):
-            target, rows = into, blocks
-            if piece is not ...:
-                target, rows = into[piece], [block[piece] for block in blocks]
-            total = torch.empty_like(target, dtype=torch.float32) if narrow else target
-            tree_sum(rows, total, groups=[local], scale=1.0)
-            if narrow:
-                target.copy_(total)
-            self.comm.Iprobe()  # messages of earlier steps go on only inside MPI
+        sum_of_node(blocks, into, self.comm)
 
     def _sum_nodes(
         self, sent: Tensor, received: Tensor, out: Tensor, scale: float, accumulate: bool
@@ -203,18 +180,15 @@ class Rails:
         nodes, me = self.comm.size, self.comm.rank
         rows = list(received.view(nodes, -1).unbind())
         rows[me] = sent.view(nodes, -1)[me]
-        tree_sum(
-            rows,
-            out,
-            groups=[[node] for node in range(nodes)],
-            scale=scale,
-            accumulate=accumulate,
-            node_dtype=self._node_dtype,
-        )
+        sum_of_nodes(rows, out, scale=scale, accumulate=accumulate, node_dtype=self._node_dtype)
+
+    @override
+    def describe(self) -> str:
+        return f"between nodes {self.selection.describe()}"
 
     @property
+    @override
     def messages(self) -> tuple[int, int]:
-        """Messages that this rank has sent for gathers and for reductions; the library's own do not count."""
         algorithms = (self._gathers.values(), self._exchanges.values())
         gathered, reduced = (sum(each.messages for each in kind) for kind in algorithms)
         return gathered, reduced
@@ -235,8 +209,48 @@ class Rails:
             )
         return self._exchanges[name]
 
+    @override
     def close(self) -> None:
-        """Free datatypes and scratch. Not collective."""
         for algorithm in (*self._gathers.values(), *self._exchanges.values()):
             algorithm.free()
         self._scratch.release()
+
+
+def sum_of_node(blocks: Sequence[Tensor], into: Tensor, comm: MPI.Intracomm) -> None:
+    """Set ``into`` to the partial sum of one node, rounded once to its dtype. Not collective.
+
+    Args:
+        blocks: what each local rank has, in local order.
+        into: of the same shape, in the dtype of the network.
+        comm: whose messages go on meanwhile.
+    """
+    narrow = into.dtype is not torch.float32
+    most = min(piece_numel(into.device), NARROWED_NUMEL if narrow else 2**62)
+    for piece in pieces(into.shape, most) if into.numel() > most else (...,):
+        target, rows = into, blocks
+        if piece is not ...:
+            target, rows = into[piece], [block[piece] for block in blocks]
+        total = torch.empty_like(target, dtype=torch.float32) if narrow else target
+        tree_sum(rows, total, groups=[range(len(rows))], scale=1.0)
+        if narrow:
+            target.copy_(total)
+        comm.Iprobe()  # messages of earlier steps go on only inside MPI
+
+
+def sum_of_nodes(
+    rows: Sequence[Tensor],
+    out: Tensor,
+    *,
+    scale: float,
+    accumulate: bool,
+    node_dtype: torch.dtype,
+) -> None:
+    """Set ``out (+)= scale *`` the sum of all nodes' partial sums, in the order of the nodes. Not collective."""
+    tree_sum(
+        rows,
+        out,
+        groups=[[node] for node in range(len(rows))],
+        scale=scale,
+        accumulate=accumulate,
+        node_dtype=node_dtype,
+    )

@@ -30,16 +30,16 @@ import torch
 from mpi4py import MPI
 
 from hpczero.comm.algorithms import EXCHANGES, GATHERS
-from hpczero.comm.between.rails import Rails
+from hpczero.comm.between.sample import Sample, Trial, bucket
 from hpczero.comm.between.selection import DEFAULT, Choice, Selection, boundary, candidate_name
+from hpczero.comm.devices.access import HostReach, Reach
 from hpczero.job.group import Group
-from hpczero.memory.buffers import Memory
 from hpczero.options.environment import Environment
 from hpczero.plan.rounds import ROUND_BYTES
 
 logger = logging.getLogger("hpczero.comm")
 
-VERSION = 2  # of the measurement: what another version remembered is not used
+VERSION = 3  # of the measurement: what another version remembered is not used
 SIZES = (2**14, 2**17, 2**20, 2**23)  # bytes of a block
 LONG = 2**17  # bytes from which on the time of a block is that of the links
 CHUNKS = {  # bytes of a round; on slow links short rounds overlap best, on fast ones each round costs a few calls
@@ -52,27 +52,31 @@ WORSE = 4.0  # times the best: not tried at larger sizes, unless it is the defau
 FAR_BETTER = 0.67  # of the default's time: serves longer blocks unmeasured
 MARGIN = 0.95  # of the default's time: what replaces it must be below
 
-Trial = Callable[[], None]
 
-
-def tune(group: Group, node_dtype: torch.dtype, *, fresh: bool = False) -> Selection:
+def tune(
+    group: Group, node_dtype: torch.dtype, *, fresh: bool = False, reach: Reach | None = None
+) -> Selection:
     """The selection for these nodes: remembered, or measured in about BUDGET_S seconds. Collective over the group.
 
     Args:
         group: several nodes of equal size.
         node_dtype: dtype of partial sums on the network.
         fresh: whether to measure even if something is remembered.
+        reach: where the buffers will be, and how MPI gets at them; None for the host's memory.
     """
-    path = cache_file(group)
+    reach = reach or HostReach()
+    path = cache_file(group, reach)
     found = None if fresh else _remembered(group, path)
     if found is not None:
         return found
     began = time.perf_counter()
     with group.watchdog.watch("measuring the algorithms between nodes"):
-        gathers = _measure(group, _gather_trials(group), budget_s=BUDGET_S / 2)
+        sample = Sample.create(group, reach)
+        gathers = _measure(group, _gather_trials(sample), budget_s=BUDGET_S / 2)
         spent = max(group.gather(time.perf_counter() - began))
-        trials = _exchange_trials(group, node_dtype)
+        trials = _exchange_trials(sample, node_dtype)
         exchanges = _measure(group, trials, budget_s=BUDGET_S - spent)
+        sample.comm.Free()
     took = group.gather(time.perf_counter() - began)[0]
     selection = Selection(gathers, exchanges, origin=f"measured in {took:.1f} s")
     if group.is_root:
@@ -80,15 +84,19 @@ def tune(group: Group, node_dtype: torch.dtype, *, fresh: bool = False) -> Selec
     return selection
 
 
-def cache_file(group: Group) -> Path:
+def cache_file(group: Group, reach: Reach | None = None) -> Path:
     """Where the selection for this kind of nodes is kept. Collective over the group; equal on all ranks.
 
     Nodes are of one kind if their names differ in digits only. A job that lands on other nodes of the same cluster then
-    uses what the first one measured.
+    uses what the first one measured, also on some more or fewer of them (sample.py, [Note: Sample]).
     """
+    nodes = group.num_nodes
+    fitting = [kind.name for kind in (*GATHERS, *EXCHANGES) if kind.fits(nodes)]
     with group.watchdog.watch("naming the nodes"):
         kinds = group.comm.allgather(re.sub(r"\d+", "#", MPI.Get_processor_name()))
-    shape = (VERSION, MPI.Get_library_version(), group.nodes, sorted(set(kinds)))
+    where = (reach or HostReach()).name
+    size = (bucket(nodes), fitting, group.local_size)
+    shape = (VERSION, MPI.Get_library_version(), size, where, sorted(set(kinds)))
     name = f"nodes-{zlib.crc32(repr(shape).encode()):08x}.json"
     try:
         folder = Environment.read().cache.expanduser()
@@ -141,52 +149,48 @@ class Candidates:
         self.trial = contextmanager(trial)
 
 
-def _rails(group: Group, node_dtype: torch.dtype, selection: Selection) -> Rails:
-    assert group.rail is not None, "nodes of equal size"
-    return Rails(
-        group.rail,
-        Memory(),
-        local_size=group.node.size,
-        node_dtype=node_dtype,
-        selection=selection,
+def _gather_trials(sample: Sample) -> Candidates:
+    choices = sample.candidates(
+        DEFAULT.gathers[0],
+        [
+            Choice(kind.name, chunk)
+            for kind in GATHERS
+            if sample.fits(kind)
+            for chunk in (CHUNKS[kind.name] if kind.in_rounds else (ROUND_BYTES,))
+        ],
     )
 
-
-def _gather_trials(group: Group) -> Candidates:
-    default = DEFAULT.gathers[0]
-    every = [
-        Choice(kind.name, chunk)
-        for kind in GATHERS
-        if kind.fits(group.num_nodes)
-        for chunk in (CHUNKS[kind.name] if kind.in_rounds else (ROUND_BYTES,))
-    ]
-    choices = (default, *(choice for choice in every if choice != default))
-
     def trial(choice: Choice, nbytes: int) -> Iterator[Trial]:
-        rails = _rails(group, torch.float32, Selection((choice,), DEFAULT.exchanges))
-        blocks = torch.ones(group.num_nodes * nbytes, dtype=torch.uint8)
-        yield partial(rails.gather, blocks, nbytes, 0)  # a buffer of this rail alone
+        rails = sample.rails(torch.float32, Selection((choice,), DEFAULT.exchanges))
+        blocks = sample.ones(sample.comm.size * nbytes, torch.uint8)
+        yield partial(sample.until_done, partial(rails.gather, blocks, nbytes))
         rails.close()
 
     return Candidates(choices, trial)
 
 
-def _exchange_trials(group: Group, node_dtype: torch.dtype) -> Candidates:
-    default = DEFAULT.exchanges[0]
-    names = [kind.name for kind in EXCHANGES if kind.fits(group.num_nodes)]
-    every = [Choice(name, chunk) for name in names for chunk in CHUNKS[name]]
-    choices = (default, *(choice for choice in every if choice != default))
+def _exchange_trials(sample: Sample, node_dtype: torch.dtype) -> Candidates:
+    choices = sample.candidates(
+        DEFAULT.exchanges[0],
+        [
+            Choice(kind.name, chunk)
+            for kind in EXCHANGES
+            if sample.fits(kind)
+            for chunk in CHUNKS[kind.name]
+        ],
+    )
 
     def trial(choice: Choice, nbytes: int) -> Iterator[Trial]:
-        rails = _rails(group, node_dtype, Selection(DEFAULT.gathers, (choice,)))
+        rails = sample.rails(node_dtype, Selection(DEFAULT.gathers, (choice,)))
         numel = nbytes // node_dtype.itemsize
-        whole = torch.ones(group.num_nodes * numel)
-        out = torch.empty(numel)
+        whole = sample.ones(sample.comm.size * numel, torch.float32)
+        out = sample.ones(numel, torch.float32)
 
         def parts(start: int, count: int) -> list[torch.Tensor]:
-            return [whole[start : start + count]] * group.node.size
+            return [whole[start : start + count]] * sample.local_size
 
-        yield partial(rails.reduce, parts, out, torch.float32, 1.0, False)
+        reduce = partial(rails.reduce, parts, out, torch.float32, 1.0, False)
+        yield partial(sample.until_done, reduce)
         rails.close()
 
     return Candidates(choices, trial)

@@ -127,10 +127,9 @@ class SharedGradients:
             places.view_of(rank, counters.read(rank, column), numel, dtype)
             for rank in range(self._node.size)
         ]
-        begin = self._node.rank * (numel // self._node.size)
 
         def parts(start: int, count: int) -> list[Tensor]:
-            return [peer[begin + start : begin + start + count] for peer in peers]
+            return [peer[start : start + count] for peer in peers]
 
         yield parts
         self._accelerator.finish()

@@ -24,7 +24,7 @@ from hpczero.comm.devices.access import Reach
 from hpczero.memory.buffers import CPU, Buffer, Memory, Scratch, Use
 from hpczero.plan.rounds import EXCHANGE_BYTES
 
-# Elements [start, start + count) of this rank's part, as every local rank has them, in local order.
+# Elements [start, start + count) of a buffer, as every local rank has them, in local order.
 Parts = Callable[[int, int], list[Tensor]]
 
 
@@ -32,11 +32,13 @@ class NodeLevel(ABC):
     """The ranks of one node. Every method is collective over the node unless it says otherwise.
 
     Attributes:
+        title: what it is called in a run header.
         most_nbytes: most bytes that one call of ``Parts`` may ask for, over all ranks of the node.
         reads_peers: whether ranks read each other's memory, without a message.
         shares_wholes: whether the node has one copy of whole parameters.
     """
 
+    title: ClassVar[str]
     most_nbytes: ClassVar[int]
     reads_peers: ClassVar[bool] = True
     shares_wholes: bool = False
@@ -73,10 +75,11 @@ class NodeLevel(ABC):
 
     @abstractmethod
     def reading(self, full: Tensor) -> AbstractContextManager[Parts]:
-        """Context: ``Parts`` of every rank's ``full``. The ranks ask for the same parts in the same order.
+        """Context: ``Parts`` of every rank's ``full``. Each rank asks for elements of its own part.
 
-        A result of ``Parts`` is valid until the next call. If ``shares(full, Use.REDUCE)``, this call itself lets peers
-        read. The block may then be entered later, in the order of the calls.
+        The ranks make as many calls, the same ones as seen from the beginning of their parts. A result of ``Parts`` is
+        valid until the next call. If ``shares(full, Use.REDUCE)``, this call itself lets peers read. The block may then
+        be entered later, in the order of the calls.
         """
 
     @abstractmethod
@@ -87,6 +90,7 @@ class NodeLevel(ABC):
 class Messages(NodeLevel):
     """Private buffers and MPI messages."""
 
+    title = "messages"
     most_nbytes = EXCHANGE_BYTES
     reads_peers = False
 
@@ -116,12 +120,12 @@ class Messages(NodeLevel):
                 return [full[start : start + count]]
             received = self._received.get(size * count, full.dtype)
             self._exchange(
-                Blocks.of(full, start, count, part, size),
+                Blocks.of(full, start - me * part, count, part, size),
                 Blocks.of(received, 0, count, count, size),
             )
             self._exchange.finish()
             rows = list(received.view(size, count).unbind())
-            rows[me] = full[me * part + start :][:count]
+            rows[me] = full[start : start + count]
             return rows
 
         yield parts

@@ -53,7 +53,7 @@ class PassingBuffer(Buffer):
         self.number, self.whole_nbytes = number, numel * dtype.itemsize
         self.generation = 0
         self._passing, self._memory, self._category = passing, memory, category
-        self._nbytes = self.whole_nbytes // passing.ranks
+        self._nbytes = -(-self.whole_nbytes // passing.ranks)
         self._held = False
 
     @override
@@ -144,7 +144,7 @@ class Passing:
         if slot.fresh:
             part = buffer.nbytes
             begin = slot.begin + self._node.rank * part
-            self.segment.claim(begin, begin + part)
+            self.segment.claim(begin, min(begin + part, slot.begin + buffer.whole_nbytes))
 
     def _slot(self, buffer: PassingBuffer) -> Slot:
         counters = self._counters

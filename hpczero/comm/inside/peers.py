@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from hpczero.accelerator import Accelerator, Attached, Export
 from hpczero.comm.inside import gradients
-from hpczero.comm.inside.level import Messages, NodeLevel, Parts
+from hpczero.comm.inside.level import NodeLevel, Parts
 from hpczero.comm.inside.places import Ground
 from hpczero.comm.inside.segment import Counters
 from hpczero.job.group import Group
@@ -54,6 +54,7 @@ class ExportGround(Ground):
 class Ipc(NodeLevel):
     """Ranks of one node that read each other's device memory. What does not fit moves by messages."""
 
+    title = "peers' memory"
     most_nbytes = 2**62  # nothing is copied to be summed
 
     def __init__(
@@ -61,7 +62,7 @@ class Ipc(NodeLevel):
         group: Group,
         memory: Memory,
         accelerator: Accelerator,
-        messages: Messages,
+        messages: NodeLevel,
         *,
         drain: Callable[[], None],
         waiting: Callable[[], AbstractContextManager[object]],

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from hpczero.accelerator import HostAccelerator
 from hpczero.comm.inside import gradients
-from hpczero.comm.inside.level import Messages, NodeLevel, Parts
+from hpczero.comm.inside.level import NodeLevel, Parts
 from hpczero.comm.inside.passing import Passing
 from hpczero.comm.inside.places import Ground
 from hpczero.comm.inside.segment import Counters, Segment
@@ -75,8 +75,9 @@ class WholeBuffer(Buffer):
             CommError: there are none left.
         """
         self.tensor = segment.bytes[: numel * dtype.itemsize].view(dtype)
-        self._nbytes = numel * dtype.itemsize // size
-        segment.claim(rank * self._nbytes, (rank + 1) * self._nbytes)
+        whole = numel * dtype.itemsize
+        self._nbytes = -(-whole // size)
+        segment.claim(rank * self._nbytes, min((rank + 1) * self._nbytes, whole))
         memory.add(category, self._nbytes)
         self._held = True
 
@@ -92,13 +93,14 @@ class WholeBuffer(Buffer):
 class Window(NodeLevel):
     """Ranks of one node over shared memory. What is not allocated here moves by messages."""
 
+    title = "shared memory"
     most_nbytes = 2**62  # nothing is copied
 
     def __init__(
         self,
         group: Group,
         memory: Memory,
-        messages: Messages,
+        messages: NodeLevel,
         *,
         drain: Callable[[], None],
         waiting: Callable[[], AbstractContextManager[object]],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from hpczero.comm.uneven import carriers_of
 from hpczero.job.topology import Topology
 from hpczero.models import GPTConfig, parameter_shapes
 from hpczero.options.config import RunConfig
@@ -65,6 +66,7 @@ def run_of(
         laid_out=config.parallel.nodes is not None or Environment.read().fake_nodes is not None,
         offload=offload,
         kept=kept,
+        carriers=carriers_of(topology.shard),
     )
     kept.check_saves(inputs=model.layers, input_nbytes=run.input_nbytes)
     return run if topology.mesh.shard == topology.size else _part_of(run, config.parallel, topology)

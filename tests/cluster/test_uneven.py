@@ -1,0 +1,85 @@
+"""Real nodes with different numbers of ranks: what the links carry, against the plan and against even nodes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from tests.cluster.emulated import EmulatedCluster, why_not
+
+JOBS = ["-m", "mpi4py", "-m", "tests.cluster.jobs"]
+NUMEL = 64 * 60 * 256  # divides into 4, 5 and 6 shards
+TIMES = 5
+# What MPI says to start and end a job, and headers of 9,000-byte packets.
+LAUNCH_NBYTES, HEADERS = 400_000, 1.02
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[EmulatedCluster]:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with EmulatedCluster(hosts=3, rate_mbit=1000) as cluster:
+        yield cluster
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Bytes of one job, by host: what its ranks say they sent, and what its link sent and received."""
+
+    said: list[int]
+    sent: list[int]
+    received: list[int]
+    digests: set[str]
+
+
+def run(cluster: EmulatedCluster, transport: str, ranks: Sequence[int], times: int) -> Carried:
+    def counted() -> list[tuple[int, int]]:
+        return [(cluster.bytes_sent(h), cluster.bytes_received(h)) for h in range(len(ranks))]
+
+    before = counted()
+    done = cluster.run(
+        [*JOBS, "crossing", transport, str(NUMEL), str(times)], ranks_per_host=ranks, timeout=90
+    )
+    assert done.returncode == 0, done
+    after, found = counted(), json.loads(done.stdout.splitlines()[-1])
+    return Carried(
+        [sum(r["sent"] for r in found if r["node"] == node) for node in range(len(ranks))],
+        [new[0] - old[0] for new, old in zip(after, before, strict=True)],
+        [new[1] - old[1] for new, old in zip(after, before, strict=True)],
+        {rank["digest"] for rank in found},
+    )
+
+
+@pytest.mark.parametrize(("uneven", "even"), [((3, 1), (2, 2)), ((2, 2, 1), (2, 2, 2))])
+def test_links_carry_what_the_plan_says_and_a_tenth_more_than_between_even_nodes_at_most(
+    cluster: EmulatedCluster, uneven: tuple[int, ...], even: tuple[int, ...]
+) -> None:
+    found, compared = (run(cluster, "window", ranks, TIMES) for ranks in (uneven, even))
+    shard, nodes = 4 * NUMEL // sum(uneven), len(uneven)
+    for host, ranks in enumerate(uneven):
+        others = sum(uneven) - ranks
+        # In a reduction every shard of others leaves once; in a gather each of its own, to each other node.
+        leaves = TIMES * shard * (others + (nodes - 1) * ranks)
+        comes = TIMES * shard * ((nodes - 1) * ranks + others)
+        assert found.said[host] == leaves
+        for counted, payload in ((found.sent, leaves), (found.received, comes)):
+            assert payload < counted[host] < HEADERS * payload + LAUNCH_NBYTES, found
+        both, of_even = (
+            found.sent[host] + found.received[host],
+            min(
+                sent + received
+                for sent, received in zip(compared.sent, compared.received, strict=True)
+            ),
+        )
+        assert both <= 1.1 * of_even, (found, compared)
+
+
+def test_the_bits_are_those_of_flat_between_real_uneven_nodes(cluster: EmulatedCluster) -> None:
+    digests = set()
+    for transport in ("flat", "window", "hierarchical"):
+        digests |= run(cluster, transport, (2, 2, 1), 1).digests
+    assert len(digests) == 1
