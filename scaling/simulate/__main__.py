@@ -69,9 +69,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.model not in PRESETS:
-            raise ConfigError(
-                f"--model: got {self.model!r}, expected one of {', '.join(PRESETS)}"
-            )
+            raise ConfigError(f"--model: got {self.model!r}, expected one of {', '.join(PRESETS)}")
         if self.stage not in range(4):
             raise ConfigError(f"--stage: got {self.stage}, expected 0, 1, 2 or 3")
         if self.precision not in ("fp32", "bf16"):
@@ -95,7 +93,9 @@ def main() -> int:
         default=Options(),
     )
     machine = load_machine(options.machine)
-    subjects = list(subjects_of(options, machine))  # refuses what cannot be, before anything is built
+    subjects = list(
+        subjects_of(options, machine)
+    )  # refuses what cannot be, before anything is built
     with Recorder(path_of(f"simulate-{options.model}", options.results)) as recorder:
         for row in rows_of(options, machine, subjects):
             recorder.write(row.pop("kind"), row)
@@ -169,7 +169,9 @@ def rows_of(
             every_rank=bool(options.every_rank),
         )
         yield {"kind": "job", **row}
-        sys.stderr.write(f"simulate: {spread.mesh.size:,} ranks, {spread.ranks_per_node} on a node: done\n")
+        sys.stderr.write(
+            f"simulate: {spread.mesh.size:,} ranks, {spread.ranks_per_node} on a node: done\n"
+        )
 
 
 if __name__ == "__main__":

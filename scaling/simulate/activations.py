@@ -1,7 +1,7 @@
 """Stand-ins for ranks that share layers or blocks: what goes between them in a forward and a backward, recorded.
 
-Owns: what a rank gets where nobody sends: what it has itself, or tensors of the right form. Must not know: transports of
-shards, schedules, time.
+Owns: what a rank gets where nobody sends: what it has itself, or tensors of the right form. Must not know: schedules,
+time, transports of shards.
 """
 
 from __future__ import annotations
@@ -104,9 +104,7 @@ class RecordedStageMessages(StageMessages):
     def expect(self, message: Message) -> None:
         if message.boundary in self._known and message not in self._expected:
             self._expected.add(message)
-            self._recorder.record(
-                Post(self._comm, self._stage(message.source), self._tag(message))
-            )
+            self._recorder.record(Post(self._comm, self._stage(message.source), self._tag(message)))
 
     @override
     def receive(self, message: Message) -> Tensor:

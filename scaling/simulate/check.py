@@ -4,7 +4,7 @@
 
 Owns: the order of a run, and what is probed for it. Must not know: how a layout is trained or simulated. Each layout is
 trained in turns, as ``scaling.layouts`` does. Each rank then records a step of its own against stand-ins, with small
-real tensors and thread time, and rank 0 replays all of them on links of the given rate and the processors that are there.
+real tensors and thread time. All are replayed on links of the given rate and the processors that are there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from scaling.simulate.links import Network
 
 MTU = 9000  # of the links of tests.cluster
-PAYLOAD = (MTU - 52) / (MTU + 14)  # of what a link carries: without headers of TCP with time stamps, IP and Ethernet
+PAYLOAD = (MTU - 52) / (
+    MTU + 14
+)  # of what a link carries: without headers of TCP with time stamps, IP and Ethernet
 PROBE_NUMEL = 2**20
 NEAR = 0.2
 
@@ -174,7 +176,9 @@ def compare(topology: Topology, options: Options) -> Iterator[Row]:
 
 def _cases(topology: Topology, options: Options) -> list[Case]:
     nodes = topology.world.nodes
-    if not topology.is_rectangular or [r for node in nodes for r in node] != [*range(topology.size)]:
+    if not topology.is_rectangular or [r for node in nodes for r in node] != [
+        *range(topology.size)
+    ]:
         raise ConfigError(
             f"ranks lie as {nodes}; expected as many on every node, one node after the other (mpirun --map-by core)"
         )
@@ -196,9 +200,7 @@ def _seen(topology: Topology, cases: Sequence[Case], options: Options) -> dict[s
     from scaling.layouts.training import Training
 
     nodes = [topology.world.nodes.index(node) for node in topology.world.nodes for _ in node]
-    trainings = {
-        case.name: Training(topology, nodes, case, algorithms="default") for case in cases
-    }
+    trainings = {case.name: Training(topology, nodes, case, algorithms="default") for case in cases}
     for training in trainings.values():
         training.steps(options.warm_up)
     order, found = random.Random(options.seed), {name: [] for name in trainings}  # type: ignore[var-annotated]
@@ -254,7 +256,8 @@ def _simulated(topology: Topology, case: Case, network: Network) -> Row:
     """What a replay of all ranks' own recordings says. Collective; the same on every rank."""
     from scaling.simulate.engine import Subject, record
     from scaling.simulate.matching import check
-    from scaling.simulate.replay import COMPUTE, WAITS, replay
+    from scaling.simulate.outcome import COMPUTE, WAITS
+    from scaling.simulate.replay import replay
 
     subject = Subject(case.spread, case.options)
     mine = record(subject, topology.rank).program

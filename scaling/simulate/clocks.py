@@ -134,7 +134,9 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any
         return None, False
     name = func.overloadpacket
     if name is aten._local_scalar_dense and first.is_meta:
-        return (True if first.dtype is torch.bool else 1.0 if first.is_floating_point() else 1), True
+        return (
+            True if first.dtype is torch.bool else 1.0 if first.is_floating_point() else 1
+        ), True
     if name is aten.equal and first.is_meta:
         return True, True
     device = kwargs.get("device")
@@ -197,5 +199,5 @@ class Fused(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is F.scaled_dot_product_attention and args[0].is_meta:
-            return _Attention.apply(*args[:3], self._clock)  # type: ignore[no-untyped-call]
+            return _Attention.apply(*args[:3], self._clock)
         return func(*args, **(kwargs or {}))

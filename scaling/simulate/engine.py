@@ -45,7 +45,17 @@ from scaling.contenders.workload import LEARNING_RATE, SEED
 from scaling.simulate.activations import RecordedPath, RecordedStageMessages
 from scaling.simulate.clocks import CountingClock, Fused, Operations, ThreadClock
 from scaling.simulate.messages import Elsewhere, RecordedReach
-from scaling.simulate.programs import Call, Entry, Lanes, Origin, Places, Program, Receive, Send, Work
+from scaling.simulate.programs import (
+    Call,
+    Entry,
+    Lanes,
+    Origin,
+    Places,
+    Program,
+    Receive,
+    Send,
+    Work,
+)
 from scaling.simulate.recorder import Recorder
 from scaling.simulate.standin import group_of, topology_of
 from scaling.simulate.transport import transport_of
@@ -220,9 +230,7 @@ def _passes(
             accelerator=device,
             own=own,
         )
-    pipeline = Pipeline(
-        model, micro_batches=spread.accumulation, schedule=subject.options.order
-    )
+    pipeline = Pipeline(model, micro_batches=spread.accumulation, schedule=subject.options.order)
     mesh = spread.mesh
     tokens = spread.model.context // mesh.sequence
     if spread.sequence_parallel:
@@ -279,7 +287,9 @@ def _counted_sums(clock: CountingClock) -> Iterator[None]:
         read = sum(block.numel() * block.element_size() for block in blocks)
         clock.moved(read + out.numel() * out.element_size())
 
-    changed = [(module, "tree_sum", counted) for module in (flat, hierarchical, rails)]
+    changed: list[tuple[Any, str, Any]] = [
+        (module, "tree_sum", counted) for module in (flat, hierarchical, rails)
+    ]
     changed.append((rails, "Blocks", Elsewhere))
     before = [(module, name, vars(module)[name]) for module, name, _ in changed]
     try:
@@ -308,7 +318,10 @@ def _median(lanes: Sequence[Lanes]) -> Lanes:
     """Entries of steps that are alike, with the median of each piece of work."""
     if len(lanes) == 1:
         return lanes[0]
-    shapes = [[[_without_work(e) for e in part if not isinstance(e, Work)] for part in each.values()] for each in lanes]
+    shapes = [
+        [[_without_work(e) for e in part if not isinstance(e, Work)] for part in each.values()]
+        for each in lanes
+    ]
     if any(shape != shapes[0] for shape in shapes[1:]):
         raise HpcZeroError(
             "steps of one rank made different calls, expected the same in each; record more warm-up steps"
@@ -344,9 +357,7 @@ def _works(lane: Sequence[Entry]) -> list[tuple[Work, Work]]:
 
 
 def _middle(works: Sequence[Work]) -> list[Work]:
-    work = Work(
-        median(each.device_s for each in works), median(each.host_s for each in works)
-    )
+    work = Work(median(each.device_s for each in works), median(each.host_s for each in works))
     return [work] if work else []
 
 

@@ -16,8 +16,9 @@ from scaling.evidence.record import Row
 from scaling.simulate.engine import Subject, record
 from scaling.simulate.links import Network
 from scaling.simulate.matching import check
+from scaling.simulate.outcome import COMPUTE, WAITS, Outcome
 from scaling.simulate.programs import Program, expanded
-from scaling.simulate.replay import COMPUTE, WAITS, Outcome, replay
+from scaling.simulate.replay import replay
 
 
 def simulated(

@@ -120,7 +120,12 @@ class Links:
         heapq.heappush(self._events, (self.now + seconds, next(self._numbers), event, 0))
 
     def start(
-        self, streams: Mapping[Part, int], size: float, done: Callable[[], None], *, most: float = math.inf
+        self,
+        streams: Mapping[Part, int],
+        size: float,
+        done: Callable[[], None],
+        *,
+        most: float = math.inf,
     ) -> None:
         """Begin a flow.
 
@@ -156,9 +161,7 @@ class Links:
         if new is not None:
             changed[new] = None
         for flow in changed:
-            rate = min(
-                (capacity[part] / streams[part] for part in flow.streams), default=math.inf
-            )
+            rate = min((capacity[part] / streams[part] for part in flow.streams), default=math.inf)
             rate = min(rate, flow.most)
             if rate == flow.rate and flow is not new:
                 continue

@@ -18,6 +18,7 @@ from hpczero.job.agreed import spans
 from scaling.simulate.programs import Call, Program, Receive, Send
 
 Members = tuple[str, tuple[int, ...]]
+Way = tuple[str, int, int, int]  # communicator, source, target, tag
 Signature = tuple[str, str, str, int]
 
 
@@ -109,13 +110,16 @@ def _check_members(programs: Sequence[Program]) -> None:
 
 
 def _check_messages(programs: Sequence[Program]) -> None:
-    sent: dict[Hashable, list[Send]] = defaultdict(list)
-    taken: dict[Hashable, list[Receive]] = defaultdict(list)
+    sent: dict[Way, list[Send]] = defaultdict(list)
+    taken: dict[Way, list[Receive]] = defaultdict(list)
     for program in programs:
         for entry, way in _ways(program):
-            (sent if isinstance(entry, Send) else taken)[way].append(entry)  # type: ignore[arg-type]
+            if isinstance(entry, Send):
+                sent[way].append(entry)
+            else:
+                taken[way].append(entry)
     for way in [*sent, *(way for way in taken if way not in sent)]:
-        comm, source, target, _ = way  # type: ignore[misc]  # as _ways makes them
+        comm, source, target, _ = way
         for position, (one, other) in enumerate(zip_longest(sent[way], taken[way])):
             mine = one and (one.nbytes, one.dtype)
             theirs = other and (other.nbytes, other.dtype)
@@ -126,14 +130,18 @@ def _check_messages(programs: Sequence[Program]) -> None:
                 )
 
 
-def _ways(program: Program) -> Iterator[tuple[Send | Receive, Hashable]]:
+def _ways(program: Program) -> Iterator[tuple[Send | Receive, Way]]:
     """Each message with its communicator, source, target and tag."""
     for entry in program.entries():
         if isinstance(entry, (Send, Receive)):
             peer = program.comms[entry.comm][entry.peer]
             ends = (program.rank, peer) if isinstance(entry, Send) else (peer, program.rank)
-            yield entry, (entry.comm, *ends, entry.tag)
+            yield entry, (entry.comm, ends[0], ends[1], entry.tag)
 
 
 def _said(message: Send | Receive | None) -> str:
-    return "none" if message is None else f"{message.name} ({message.nbytes:,} bytes of {message.dtype})"
+    return (
+        "none"
+        if message is None
+        else f"{message.name} ({message.nbytes:,} bytes of {message.dtype})"
+    )

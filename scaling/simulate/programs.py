@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 
 from hpczero.job.mesh import Mesh
 
@@ -225,14 +225,12 @@ class Places:
         return ranks
 
 
-@lru_cache(maxsize=None)
+@cache
 def _members(mesh: Mesh, rank: int, degrees: tuple[str, ...]) -> tuple[int, ...]:
     return mesh.members(rank, *degrees)
 
 
-def like(
-    program: Program, rank: int, origins: Mapping[str, Origin], places: Places
-) -> Program:
+def like(program: Program, rank: int, origins: Mapping[str, Origin], places: Places) -> Program:
     """The program of ``rank``, which does what the rank of ``program`` does, with its own neighbours."""
     comms = {name: places.comm(rank, origins[name]) for name in program.comms}
     return Program(rank, program.lanes, comms)

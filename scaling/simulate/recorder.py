@@ -44,7 +44,7 @@ class Recorder:
         on: whether entries are kept.
         clock: of the work.
         operation, name, dtype: what is going on, for calls.
-        reads: bytes that this rank is about to read from each peer of a node, beside the next call: communicator, bytes.
+        reads: communicator of a node, and bytes that this rank is about to read from each peer beside the next call.
     """
 
     def __init__(self, clock: Clock) -> None:

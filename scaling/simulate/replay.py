@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from scaling.simulate.links import Links, Network, Part
 from scaling.simulate.matching import OrderError
+from scaling.simulate.outcome import BETWEEN, COMPUTE, HOST, INSIDE, LANE, PEERS, STAGES, Outcome
 from scaling.simulate.programs import (
     MAIN,
     Await,
@@ -34,55 +35,7 @@ from scaling.simulate.programs import (
     Work,
 )
 
-# What a lane does or waits for. Waiting of the main lane for another one counts as what that one does meanwhile.
-COMPUTE, PEERS, BETWEEN, INSIDE, HOST, STAGES, LANE = (
-    "compute",
-    "other ranks",
-    "links between nodes",
-    "links inside nodes",
-    "sums and messages of the host",
-    "other stages",
-    "another lane",
-)
-WAITS = (PEERS, BETWEEN, INSIDE, HOST, STAGES)
 MOST_NAMED = 4
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One step of all ranks.
-
-    Attributes:
-        step_s: from the first event to the last.
-        spent: of each rank, seconds of its main lane by what it did or waited for.
-        between_nbytes: of each rank, sent to other nodes.
-        inside_nbytes: of each rank, sent to or read by ranks of its node.
-        messages: of each rank, to other nodes, as far as its own code sends them.
-        links: share of the step in which a node's links between nodes carry anything, the most of all nodes.
-        used: bytes that these links carried, of those they could have carried in the step.
-    """
-
-    step_s: float
-    spent: list[dict[str, float]]
-    between_nbytes: list[int]
-    inside_nbytes: list[int]
-    messages: list[int]
-    links: float
-    used: float
-
-    @property
-    def idle_s(self) -> list[float]:
-        """Of each rank, seconds in which it computes nothing."""
-        return [self.step_s - spent.get(COMPUTE, 0.0) for spent in self.spent]
-
-    def mean(self, what: str) -> float:
-        """Seconds over all ranks."""
-        return sum(spent.get(what, 0.0) for spent in self.spent) / len(self.spent)
-
-    @property
-    def binds(self) -> str:
-        """What ranks spend most of the step with."""
-        return max((COMPUTE, *WAITS), key=self.mean)
 
 
 def replay(programs: Sequence[Program], places: Places, network: Network) -> Outcome:
@@ -196,8 +149,8 @@ class _Replay:
         ]
         more = f"; and {len(waits) - MOST_NAMED} more" if len(waits) > MOST_NAMED else ""
         return OrderError(
-            f"{len({lane.rank for lane in stuck})} ranks wait for each other for ever: {'; '.join(said)}{more}; expected "
-            "an order of calls and messages in which one of them comes first everywhere"
+            f"{len({lane.rank for lane in stuck})} ranks wait for each other for ever: {'; '.join(said)}{more}; "
+            "expected an order of calls and messages in which one of them comes first everywhere"
         )
 
     # --- lanes
@@ -365,7 +318,9 @@ class _Replay:
 
     # --- messages
 
-    def _way(self, lane: _Lane, entry: Send | Post | Receive) -> tuple[tuple[str, int, int, int], _Mail]:
+    def _way(
+        self, lane: _Lane, entry: Send | Post | Receive
+    ) -> tuple[tuple[str, int, int, int], _Mail]:
         peer = self._programs[lane.rank].comms[entry.comm][entry.peer]
         ends = (lane.rank, peer) if isinstance(entry, Send) else (peer, lane.rank)
         way = (entry.comm, *ends, entry.tag)

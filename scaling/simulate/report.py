@@ -29,7 +29,14 @@ def text(rows: list[Row]) -> str:
         f"measured; {where_and_when(head)}"
     )
     header = ["ranks x on a node, layout", "step, s", *(f"{SHORT[name]}, s" for name in SHORT)]
-    header += ["idle, %", "links carry, %", "GB between, a rank", "messages", "binds", "foretold, s"]
+    header += [
+        "idle, %",
+        "links carry, %",
+        "GB between, a rank",
+        "messages",
+        "binds",
+        "foretold, s",
+    ]
     cells = []
     for row in jobs:
         step_s, (least, most) = row["step_s"], row["idle_s"]

@@ -86,7 +86,7 @@ class StandIn(MPI.Intracomm):
     ) -> MPI.Prequest:
         return super().Recv_init(buf, MPI.PROC_NULL, tag)
 
-    def Sendrecv(self, sendbuf: Any, dest: int, **others: Any) -> None:
+    def Sendrecv(self, *args: Any, **others: Any) -> None:
         """Nothing leaves and nothing comes."""
 
     def Iprobe(self, *args: Any, **others: Any) -> bool:
@@ -137,7 +137,12 @@ class StandInGroup(Group):
 
 
 def group_of(
-    recorder: Recorder, places: Places, me: int, degrees: Sequence[str], watchdog: Watchdog, name: str
+    recorder: Recorder,
+    places: Places,
+    me: int,
+    degrees: Sequence[str],
+    watchdog: Watchdog,
+    name: str,
 ) -> Group:
     """The group of world rank ``me`` that shares these degrees."""
     found = places.group(me, degrees)

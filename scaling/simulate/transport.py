@@ -43,7 +43,7 @@ class StandInBuffer(Buffer):
 
     def __init__(self, *args: Any, lasts: bool, **others: Any) -> None:
         super().__init__(*args, **{**others, "keep": True})
-        self.lasts = lasts  # type: ignore[misc]  # of this one object
+        self.lasts = lasts  # of this one object
         with torch.no_grad():
             self.tensor.zero_()  # parts of peers stay so
 
@@ -54,7 +54,13 @@ class Peers(NodeLevel):
     most_nbytes = 2**62
 
     def __init__(
-        self, node: StandIn, memory: Memory, recorder: Recorder, *, device: torch.device, lasts: bool
+        self,
+        node: StandIn,
+        memory: Memory,
+        recorder: Recorder,
+        *,
+        device: torch.device,
+        lasts: bool,
     ) -> None:
         super().__init__(node, memory, device=device)
         self.shares_wholes = device.type == "cpu"
@@ -65,10 +71,10 @@ class Peers(NodeLevel):
         self, numel: int, dtype: torch.dtype, *, category: str, use: Use, keep: bool
     ) -> Buffer:
         if use is not Use.GATHER or not self.shares_wholes:
+            # Gradients that peers read stay where they are while a sum is put off.
+            keep = keep or (use is Use.REDUCE and self.shares_wholes)
             return super().allocate(numel, dtype, category=category, use=use, keep=keep)
-        return StandInBuffer(
-            numel, dtype, memory=self.memory, category=category, lasts=self._lasts
-        )
+        return StandInBuffer(numel, dtype, memory=self.memory, category=category, lasts=self._lasts)
 
     @override
     def shares(self, full: Tensor, use: Use) -> bool:
@@ -145,9 +151,7 @@ class Labelled(Collectives):
         self, full: Tensor, out: Tensor, *, scale: float, accumulate: bool = False, name: str
     ) -> Work:
         with self.recorder.labelled("reduce_scatter", name, name_of(full)):
-            return super().reduce_scatter(
-                full, out, scale=scale, accumulate=accumulate, name=name
-            )
+            return super().reduce_scatter(full, out, scale=scale, accumulate=accumulate, name=name)
 
     @override
     def agree(self, flags: npt.NDArray[np.uint8], *, name: str) -> npt.NDArray[np.uint8]:
@@ -243,7 +247,7 @@ def transport_of(
         )
 
     if replicas is None:
-        return one(topology, second=secondary, overlap=True, memory=None)  # type: ignore[no-any-return]
+        return one(topology, second=secondary, overlap=True, memory=None)
     inside = one(topology.shard, second=secondary, overlap=True, memory=None)
     outside = one(replicas, second=False, overlap=False, memory=inside.memory)
     wanted = replicas.num_nodes > 1 or not reach.accelerator.is_host

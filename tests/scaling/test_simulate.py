@@ -18,6 +18,7 @@ from hpczero.predict.machine import load_machine
 from scaling.simulate.engine import Recorded, Subject, record
 from scaling.simulate.links import Links, Network
 from scaling.simulate.matching import OrderError, check
+from scaling.simulate.outcome import COMPUTE
 from scaling.simulate.programs import (
     MAIN,
     Call,
@@ -30,7 +31,7 @@ from scaling.simulate.programs import (
     Work,
     expanded,
 )
-from scaling.simulate.replay import COMPUTE, replay
+from scaling.simulate.replay import replay
 
 MODEL = GPTConfig(vocab_size=60, context=8, layers=6, hidden=48, heads=6)
 MACHINE = load_machine("dgx-h100")
@@ -66,7 +67,9 @@ def subject_of(
     return Subject(dataclasses.replace(spread, transport=transport), options, MACHINE)
 
 
-KEPT: dict[tuple[int, int], tuple[Subject, Recorded]] = {}  # with the subject, so that its id stays its own
+KEPT: dict[
+    tuple[int, int], tuple[Subject, Recorded]
+] = {}  # with the subject, so that its id stays its own
 
 
 def recorded(subject: Subject, rank: int) -> Recorded:
@@ -136,10 +139,16 @@ def test_bytes_and_messages_between_nodes_are_those_of_the_plan(name: str) -> No
 @pytest.mark.parametrize("name", ["hybrid", "pipeline"])
 def test_bytes_of_replicas_and_stages_are_those_of_the_plan(name: str) -> None:
     subject = SUBJECTS[name]
-    outcome = replay(programs_of(subject), subject.places, NETWORK)
+    programs = programs_of(subject)
+    outcome = replay(programs, subject.places, NETWORK)
     for place in range(subject.spread.mesh.pipeline):
+        rank = subject.spread.first_rank(place)
+        # Stages with a tied weight compare five numbers of it, which the plan leaves out.
+        sends = (entry for entry in programs[rank].entries() if isinstance(entry, Send))
+        compared = sum(entry.nbytes for entry in sends if entry.dtype == "int64")
         planned = sent_by(subject.spread, place).total.between
-        assert outcome.between_nbytes[subject.spread.first_rank(place)] == planned
+        assert outcome.between_nbytes[rank] == planned + compared
+        assert planned > 0
 
 
 def test_counted_products_are_those_of_the_model() -> None:
@@ -185,7 +194,9 @@ def test_a_missing_reduction_is_found_and_named() -> None:
 def test_another_dtype_is_found_and_named() -> None:
     spread = dataclasses.replace(PLAIN.spread, precision="fp32")
     other = record(dataclasses.replace(PLAIN, spread=spread), 6).program
-    with pytest.raises(OrderError, match=r"rank 6: call \d+ .*bytes of float32\), expected .*bfloat16"):
+    with pytest.raises(
+        OrderError, match=r"rank 6: call \d+ .*bytes of float32\), expected .*bfloat16"
+    ):
         check(with_one(PLAIN, 6, other))
 
 
@@ -194,7 +205,9 @@ def test_a_message_that_nobody_takes_is_found_and_named() -> None:
     lanes = {name: [*entries] for name, entries in mine.lanes.items()}
     lost = next(entry for entry in lanes[MAIN] if isinstance(entry, Receive))
     lanes[MAIN].remove(lost)
-    with pytest.raises(OrderError, match=r"rank 0: message \d+ over pipeline to rank 2 is .*expects"):
+    with pytest.raises(
+        OrderError, match=r"rank 0: message \d+ over pipeline to rank 2 is .*expects"
+    ):
         check(with_one(PIPELINE, 2, dataclasses.replace(mine, lanes=lanes)))
 
 
@@ -210,7 +223,9 @@ def test_ranks_that_wait_for_each_other_for_ever_are_named() -> None:
     first, second = (Call(comm, "barrier", "", "bytes", 0) for comm in ("one", "other"))
     programs = by_hand([first, second], [second, first], one=(0, 1), other=(0, 1))
     check(programs)
-    with pytest.raises(OrderError, match=r"2 ranks wait for each other.* rank 0 \(main, entry 1\) waits in barrier"):
+    with pytest.raises(
+        OrderError, match=r"2 ranks wait for each other.* rank 0 \(main, entry 1\) waits in barrier"
+    ):
         replay(programs, places_of(2, 1), NETWORK)
 
 
@@ -220,7 +235,7 @@ def test_ranks_that_wait_for_each_other_for_ever_are_named() -> None:
 def test_a_call_takes_its_bytes_over_the_slowest_link() -> None:
     network = dataclasses.replace(Network.none(), nic_rate=1e6, nics=1, nic_latency=0.5)
     call = Call("all", "all_gather", "u", "float32", 1000, sent=1000)
-    lanes = [[Work(host_s=2.0 * rank), call] for rank in range(3)]
+    lanes: list[list[Entry]] = [[Work(host_s=2.0 * rank), call] for rank in range(3)]
     outcome = replay(by_hand(*lanes, all=(0, 1, 2)), places_of(3, 1), network)
     # all wait for the last, which comes at 4 s; two blocks leave each rank
     assert outcome.step_s == pytest.approx(4.0 + max(2 * 1000 / 1e6, 0.5))
@@ -243,7 +258,8 @@ def test_ranks_of_a_node_share_its_links() -> None:
 
 
 def test_streams_that_come_and_go_share_a_part() -> None:
-    links, ends = Links(), {}
+    links = Links()
+    ends: dict[str, float] = {}
     links.add_part("link", 10.0)
     links.start({"link": 1}, 30.0, lambda: ends.update(long=links.now))
     links.later(1.0, lambda: links.start({"link": 1}, 10.0, lambda: ends.update(short=links.now)))
@@ -259,7 +275,11 @@ def test_a_long_message_waits_until_it_is_expected_and_a_short_one_does_not() ->
     def step(nbytes: int) -> float:
         pair = {"p": (0, 1)}
         sender: list[Entry] = [Send("p", 1, 7, nbytes, "float32", "x")]
-        taker: list[Entry] = [Work(1.0), Post("p", 0, 7), Receive("p", 0, 7, nbytes, "float32", "x")]
+        taker: list[Entry] = [
+            Work(1.0),
+            Post("p", 0, 7),
+            Receive("p", 0, 7, nbytes, "float32", "x"),
+        ]
         programs = [Program(0, {MAIN: sender}, pair), Program(1, {MAIN: taker}, pair)]
         check(programs)
         return replay(programs, places_of(2, 1), network).step_s
@@ -276,7 +296,16 @@ class BlocksAlone:
     def matmul_s(self, m: int, k: int, n: int) -> float:
         return 1.0 if MODEL.ffn_multiple * MODEL.hidden in (m, k, n) else 0.0
 
-    def attention_s(self, *sizes: int, backward: bool) -> float:
+    def attention_s(self, tokens: int, sequence: int, width: int, *, backward: bool) -> float:
+        return 0.0
+
+    def element_s(self, kind: str, *, backward: bool) -> float:
+        return 0.0
+
+    def update_s(self, numel: int) -> float:
+        return 0.0
+
+    def sum_s(self, blocks: int, numel: int) -> float:
         return 0.0
 
 
@@ -305,7 +334,8 @@ def test_one_rank_is_never_idle() -> None:
 
 def test_work_on_shared_processors_takes_turns() -> None:
     network = dataclasses.replace(Network.none(), cores=2, one_host=True)
-    programs = by_hand(*([Work(host_s=1.0)] for _ in range(6)))
+    lanes: list[list[Entry]] = [[Work(host_s=1.0)] for _ in range(6)]
+    programs = by_hand(*lanes)
     assert replay(programs, places_of(6, 2), network).step_s == pytest.approx(3.0)
 
 
@@ -320,10 +350,6 @@ def test_a_small_model_in_memory_makes_the_same_calls_and_takes_time() -> None:
     gathers = [call.name for call in measured.calls if call.operation == "all_gather" and call.sent]
     counted = recorded(subject, 3).program
     expected = [
-        call.name
-        for call in counted.calls
-        if call.operation == "all_gather" and call.messages
+        call.name for call in counted.calls if call.operation == "all_gather" and call.messages
     ]
     assert gathers == expected
-
-
