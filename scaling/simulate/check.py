@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,15 @@ import tyro
 from hpczero.errors import ConfigError, run
 from hpczero.models.config import GPTConfig
 from hpczero.options.reading import parse_command_line
-from scaling.evidence.record import Recorder, Row, circumstances, of_kind, path_of, where_and_when
+from scaling.evidence.record import (
+    Recorder,
+    Row,
+    circumstances,
+    of_kind,
+    path_of,
+    read_rows,
+    where_and_when,
+)
 from scaling.evidence.table import table
 from scaling.layouts.cases import Case, Work, cases_of
 
@@ -58,6 +67,8 @@ class Options:
         steps: of a turn.
         warm_up: steps of each layout before the first round.
         rate_mbit: what a node's link carries.
+        beside: rows that ``scaling.layouts`` has measured, to be taken instead of training here; then only they were
+            measured on the machine that they name.
         emulated: the nodes are emulated on one machine: say so, and have all of them share its processors.
         seed: of the order in the rounds.
         results: folder of all machines' results; left out, scaling/results.
@@ -75,6 +86,7 @@ class Options:
     steps: int = 2
     warm_up: int = 2
     rate_mbit: float = 250.0
+    beside: str | None = None
     emulated: tyro.conf.UseCounterAction[int] = 0  # a bare --emulated
     seed: int = 0
     results: str | None = None
@@ -86,6 +98,10 @@ class Options:
                 raise ConfigError(f"--{name}: got {getattr(self, name)}, expected at least 1")
         if not 0 < self.rate_mbit < 1e9:
             raise ConfigError(f"--rate_mbit: got {self.rate_mbit}, expected a number above 0")
+        if self.beside is not None and not Path(self.beside).is_file():
+            raise ConfigError(
+                f"--beside: got {self.beside!r}, expected a file of rows of scaling.layouts"
+            )
 
     @property
     def work(self) -> Work:
@@ -149,9 +165,14 @@ def compare(topology: Topology, options: Options) -> Iterator[Row]:
         "emulated": bool(options.emulated),
         "rate_mbit": options.rate_mbit,
         "rounds": options.rounds,
+        "beside": options.beside,
         "description": options.work.describe(),
     }
-    seen = _seen(topology, cases, options)
+    if options.beside is None:
+        seen = _seen(topology, cases, options)
+    else:
+        seen = earlier(Path(options.beside))
+        cases = [case for case in cases if case.name in seen]
     small_s, latency_s, byte_s, inside = _probe(topology)
     network = Network(
         node_rate=inside,
@@ -192,6 +213,14 @@ def _cases(topology: Topology, options: Options) -> list[Case]:
     for case in chosen:
         _ = case.spread  # refuses what cannot be cut, before anything is built
     return chosen
+
+
+def earlier(path: Path) -> dict[str, list[float]]:
+    """Seconds of a step of each layout, by round, in rows of ``scaling.layouts``."""
+    found: dict[str, list[float]] = {}
+    for row in of_kind(read_rows(path), "turn"):
+        found.setdefault(row["layout"], []).append(row["seconds"])
+    return found
 
 
 def _seen(topology: Topology, cases: Sequence[Case], options: Options) -> dict[str, list[float]]:
@@ -278,21 +307,24 @@ def text(rows: list[Row]) -> str:
     """The table; markdown."""
     (head,) = of_kind(rows, "run")
     what = "emulated nodes on one machine (not scaling): " if head["emulated"] else ""
+    seen = f"{head['rounds']} rounds"
+    if head["beside"]:
+        seen = f"simulated here, seen by {Path(head['beside']).name} of {Path(head['beside']).parent.name}"
     title = (
         f"{what}{head['description']}, {head['ranks']} ranks as {head['placement']}, links of {head['rate_mbit']:g} "
-        f"Mbit/s; {head['rounds']} rounds. {where_and_when(head)}"
+        f"Mbit/s; {seen}. {where_and_when(head)}"
     )
     header = ["layout", "seen, s", "simulated, s", "simulated / seen", "links carry, %", "binds"]
     cells, near, layouts = [], 0, list(of_kind(rows, "layout"))
     for row in layouts:
-        seen = median(row["seconds"])
-        near += abs(row["step_s"] / seen - 1) <= NEAR
+        middle = median(row["seconds"])
+        near += abs(row["step_s"] / middle - 1) <= NEAR
         cells.append(
             [
                 row["layout"],
-                f"{seen:.3f} ({min(row['seconds']):.3f} to {max(row['seconds']):.3f})",
+                f"{middle:.3f} ({min(row['seconds']):.3f} to {max(row['seconds']):.3f})",
                 f"{row['step_s']:.3f}",
-                f"{row['step_s'] / seen:.2f}",
+                f"{row['step_s'] / middle:.2f}",
                 f"{100 * row['links']:.0f}",
                 row["binds"],
             ]

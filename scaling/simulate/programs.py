@@ -245,7 +245,7 @@ def expanded(
     """Programs of all ranks.
 
     Ranks that differ in nothing but which samples and which shards they have do the same. One of each kind is recorded:
-    of each pipeline stage, each place among tensor ranks and among those that share tokens.
+    of each pipeline stage the first and the second of its tensor ranks, and of those that share tokens.
 
     Args:
         recorded: records one rank.
@@ -259,7 +259,7 @@ def expanded(
             found.append(recorded(rank)[0])
             continue
         pipeline, _, _, sequence, tensor = places.mesh.coordinates(rank)
-        kind = pipeline, sequence, tensor
+        kind = pipeline, min(sequence, 1), min(tensor, 1)
         if kind not in kinds:
             kinds[kind] = recorded(rank)
         program, origins = kinds[kind]
