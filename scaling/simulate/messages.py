@@ -57,6 +57,11 @@ class RecordedGather(Gather):
     def __call__(self, blocks: Blocks, *, round_nbytes: int = CHUNK_BYTES) -> None:
         if blocks.count == 1:
             return
+        if blocks.tensor.device.type == "cpu":
+            with self._recorder.paused():  # what was there before may be no number
+                for place in range(blocks.count):
+                    if place != self.comm.rank:
+                        blocks.view(place).zero_()
         self._recorder.open()
         if self.name != "library":
             self._inner(blocks, round_nbytes=round_nbytes)

@@ -199,7 +199,7 @@ def test_a_missing_reduction_is_found_and_named() -> None:
     other = record(PLAIN, 3, prepare=lose_one).program
     with pytest.raises(
         OrderError,
-        match=r"rank 3: call \d+ over .* is reduce_scatter of 'blocks.3' .*expected reduce_scatter of 'blocks.4' ",
+        match=r"rank 3: call \d+ over .* expected reduce_scatter of 'blocks.4' .*as on 3 of 4",
     ):
         check(with_one(PLAIN, 3, other))
 
@@ -355,8 +355,13 @@ def test_work_on_shared_processors_takes_turns() -> None:
 # --- this processor
 
 
-def test_a_small_model_in_memory_makes_the_same_calls_and_takes_time() -> None:
-    subject = subject_of(8, 2, precision="fp32")
+@pytest.mark.parametrize(
+    "options", [LayoutOptions(), LayoutOptions(tensor=2)], ids=["plain", "tensor"]
+)
+def test_a_small_model_in_memory_makes_the_same_calls_and_takes_time(
+    options: LayoutOptions,
+) -> None:
+    subject = subject_of(8, 2, options, precision="fp32")
     here = dataclasses.replace(subject, machine=None)
     measured = record(here, 3).program
     assert sum(entry.seconds for entry in measured.entries() if isinstance(entry, Work)) > 1e-3
