@@ -142,6 +142,7 @@ SCALING = House(
         "report",
         "gpu",
         "start",
+        "simulate",
         "hostcost",
         "planner",
         "layouts",

@@ -49,6 +49,8 @@ HELP = {
     "scaling.planner": ("",),
     "scaling.predict": ("",),
     "scaling.report": ("",),
+    "scaling.simulate": ("",),
+    "scaling.simulate.check": ("",),
     "scaling.start": ("",),
     "scaling.sweep": ("",),
     "scaling.tiers": ("",),

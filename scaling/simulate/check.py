@@ -1,0 +1,337 @@
+"""Steps of an emulated cluster beside those that a simulation of the same ranks says.
+
+    python -m tests.cluster --hosts 4 --ranks-per-host 2 --rate 250 -- -m scaling.simulate.check --rate_mbit 250
+
+Owns: the order of a run, and what is probed for it. Must not know: how a layout is trained or simulated. Each layout is
+trained in turns, as ``scaling.layouts`` does. Each rank then records a step of its own against stand-ins, with small
+real tensors and thread time. All are replayed on links of the given rate and the processors that are there.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import tyro
+
+from hpczero.errors import ConfigError, run
+from hpczero.models.config import GPTConfig
+from hpczero.options.reading import parse_command_line
+from scaling.evidence.record import (
+    Recorder,
+    Row,
+    circumstances,
+    of_kind,
+    path_of,
+    read_rows,
+    where_and_when,
+)
+from scaling.evidence.table import table
+from scaling.layouts.cases import Case, Work, cases_of
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+    from hpczero.job.topology import Topology
+    from scaling.simulate.links import Network
+
+MTU = 9000  # of the links of tests.cluster
+PAYLOAD = (MTU - 52) / (
+    MTU + 14
+)  # of what a link carries: without headers of TCP with time stamps, IP and Ethernet
+PROBE_NUMEL = 2**20
+NEAR = 0.2
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to compare.
+
+    Attributes:
+        layers, hidden, heads, vocabulary, context: of the model.
+        global_batch: samples of a step, the same in every layout.
+        micro_batches: of a pipeline's step.
+        only: numbers of the layouts, from 0; left out, all.
+        rounds: measured turns of each layout.
+        steps: of a turn.
+        warm_up: steps of each layout before the first round.
+        rate_mbit: what a node's link carries.
+        beside: rows that ``scaling.layouts`` has measured, to be taken instead of training here; then only they were
+            measured on the machine that they name.
+        emulated: the nodes are emulated on one machine: say so, and have all of them share its processors.
+        seed: of the order in the rounds.
+        results: folder of all machines' results; left out, scaling/results.
+    """
+
+    layers: int = 8
+    hidden: int = 256
+    heads: int = 4
+    vocabulary: int = 1024
+    context: int = 16
+    global_batch: int = 32
+    micro_batches: int = 8
+    only: tuple[int, ...] = ()
+    rounds: int = 3
+    steps: int = 2
+    warm_up: int = 2
+    rate_mbit: float = 250.0
+    beside: str | None = None
+    emulated: tyro.conf.UseCounterAction[int] = 0  # a bare --emulated
+    seed: int = 0
+    results: str | None = None
+
+    def __post_init__(self) -> None:
+        positive = ("layers", "hidden", "heads", "vocabulary", "context", "global_batch")
+        for name in (*positive, "micro_batches", "rounds", "steps", "warm_up"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name}: got {getattr(self, name)}, expected at least 1")
+        if not 0 < self.rate_mbit < 1e9:
+            raise ConfigError(f"--rate_mbit: got {self.rate_mbit}, expected a number above 0")
+        if self.beside is not None and not Path(self.beside).is_file():
+            raise ConfigError(
+                f"--beside: got {self.beside!r}, expected a file of rows of scaling.layouts"
+            )
+
+    @property
+    def work(self) -> Work:
+        """What every layout trains."""
+        model = GPTConfig(
+            vocab_size=self.vocabulary,
+            context=self.context,
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+        )
+        return Work(model, self.global_batch, self.micro_batches)
+
+
+def main() -> int:
+    """Compare; rank 0 writes the rows and prints the table. Collective over MPI's world."""
+    options = parse_command_line(
+        Options,
+        sys.argv[1:],
+        prog="python -m scaling.simulate.check",
+        description="Measured steps of layouts beside simulated ones; start it under mpirun on emulated hosts.",
+        default=Options(),
+    )
+    # Here and not at the top: this import starts MPI, which --help and bad options must not do.
+    from hpczero.job.launch import start_topology
+    from scaling.evidence.clock import placement
+
+    topology = start_topology(None)
+    label = f"{placement(topology)}{'-emulated' if options.emulated else ''}"
+    path = path_of(f"simulate-{label}-{options.rate_mbit:g}mbit", options.results)
+    with Recorder(path) if topology.is_root else nullcontext() as recorder:
+        for row in compare(topology, options):
+            if recorder is not None:
+                recorder.write(row.pop("kind"), row)
+    if recorder is not None:
+        sys.stdout.write(f"\n{text(recorder.rows)}\n")
+        sys.stderr.write(f"rows in {path}\n")
+    topology.free()
+    return 0
+
+
+def compare(topology: Topology, options: Options) -> Iterator[Row]:
+    """All rows, the same on every rank. Collective.
+
+    Raises:
+        ConfigError: layouts that there are not, or ranks that do not lie node after node.
+    """
+    import torch
+
+    from scaling.evidence.clock import placement
+    from scaling.simulate.links import Network
+
+    torch.set_num_threads(1)
+    with topology.agreed("choose the layouts"):
+        cases = _cases(topology, options)
+    yield {
+        "kind": "run",
+        **circumstances(),
+        "ranks": topology.size,
+        "placement": placement(topology),
+        "emulated": bool(options.emulated),
+        "rate_mbit": options.rate_mbit,
+        "rounds": options.rounds,
+        "beside": options.beside,
+        "description": options.work.describe(),
+    }
+    if options.beside is None:
+        seen = _seen(topology, cases, options)
+    else:
+        seen = earlier(Path(options.beside))
+        cases = [case for case in cases if case.name in seen]
+    small_s, latency_s, byte_s, inside = _probe(topology)
+    network = Network(
+        node_rate=inside,
+        node_latency=latency_s,
+        nics=1,
+        nic_rate=PAYLOAD * options.rate_mbit * 1e6 / 8,
+        nic_latency=latency_s,
+        byte_s=byte_s,
+        small_s=small_s,
+        cores=len(os.sched_getaffinity(0)),
+        one_host=bool(options.emulated),
+    )
+    yield {"kind": "network", **vars(network)}
+    for case in cases:
+        yield {
+            "kind": "layout",
+            "layout": case.name,
+            "seconds": seen[case.name],
+            **_simulated(topology, case, network),
+        }
+
+
+def _cases(topology: Topology, options: Options) -> list[Case]:
+    nodes = topology.world.nodes
+    if not topology.is_rectangular or [r for node in nodes for r in node] != [
+        *range(topology.size)
+    ]:
+        raise ConfigError(
+            f"ranks lie as {nodes}; expected as many on every node, one node after the other (mpirun --map-by core)"
+        )
+    found = cases_of(options.work, topology.num_nodes, len(nodes[0]))
+    if any(not 0 <= number < len(found) for number in options.only):
+        raise ConfigError(
+            f"--only: got {options.only}, expected numbers from 0 to {len(found) - 1}: "
+            f"{', '.join(case.name for case in found)}"
+        )
+    chosen = [found[number] for number in options.only] if options.only else found
+    for case in chosen:
+        _ = case.spread  # refuses what cannot be cut, before anything is built
+    return chosen
+
+
+def earlier(path: Path) -> dict[str, list[float]]:
+    """Seconds of a step of each layout, by round, in rows of ``scaling.layouts``."""
+    found: dict[str, list[float]] = {}
+    for row in of_kind(read_rows(path), "turn"):
+        found.setdefault(row["layout"], []).append(row["seconds"])
+    return found
+
+
+def _seen(topology: Topology, cases: Sequence[Case], options: Options) -> dict[str, list[float]]:
+    """Seconds of a step of each layout, by round."""
+    from scaling.evidence.clock import seconds
+    from scaling.layouts.training import Training
+
+    nodes = [topology.world.nodes.index(node) for node in topology.world.nodes for _ in node]
+    trainings = {case.name: Training(topology, nodes, case, algorithms="default") for case in cases}
+    for training in trainings.values():
+        training.steps(options.warm_up)
+    order, found = random.Random(options.seed), {name: [] for name in trainings}  # type: ignore[var-annotated]
+    for number in range(options.rounds):
+        for name in order.sample(list(trainings), len(trainings)):
+            took = seconds(topology, lambda t=trainings[name]: t.steps(options.steps))  # type: ignore[misc]
+            found[name].append(took / options.steps)
+        if topology.is_root:
+            sys.stderr.write(f"simulate.check: round {number + 1} of {options.rounds} done\n")
+    for training in trainings.values():
+        training.close()
+    return found
+
+
+def _probe(topology: Topology) -> tuple[float, float, float, float]:
+    """(seconds of a small call of all ranks, of a message, of the host for a byte, bytes per second in a node)."""
+    import torch
+
+    from hpczero.comm import choose
+
+    small = median(_timed(lambda: topology.gather(0.0)) for _ in range(50))
+    inside = choose(topology.world, "hierarchical", algorithms="default", overlap=False)
+    full = torch.zeros(PROBE_NUMEL * topology.size)
+    inside.all_gather(full, name="probe").wait()
+    topology.barrier()
+    before = time.process_time()
+    inside.all_gather(full, name="probe").wait()
+    spent = time.process_time() - before
+    topology.barrier()
+    inside.close()
+    between = (topology.num_nodes - 1) * 4 * PROBE_NUMEL
+    node = topology.world.node
+    block = np.zeros(2**20, dtype=np.float32)
+    pairs = median(_timed(lambda: _ring(node, block)) for _ in range(5)) if node.size > 1 else 1.0
+    found = [small, small / 4, spent / (2 * between), block.nbytes / pairs]
+    rows = [topology.gather(value) for value in found]
+    return tuple(median(row) for row in rows)  # type: ignore[return-value]
+
+
+def _ring(node: Intracomm, block: npt.NDArray[np.float32]) -> None:
+    """Every rank of a node sends to the next."""
+    right, left = (node.rank + 1) % node.size, (node.rank - 1) % node.size
+    node.Sendrecv(block, right, recvbuf=np.empty_like(block), source=left)
+
+
+def _timed(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _simulated(topology: Topology, case: Case, network: Network) -> Row:
+    """What a replay of all ranks' own recordings says. Collective; the same on every rank."""
+    from scaling.simulate.engine import Subject, record
+    from scaling.simulate.matching import check
+    from scaling.simulate.outcome import COMPUTE, WAITS
+    from scaling.simulate.replay import replay
+
+    subject = Subject(case.spread, case.options)
+    mine = record(subject, topology.rank).program
+    topology.barrier()
+    programs = [pickle.loads(each) for each in topology.world.comm.allgather(pickle.dumps(mine))]
+    check(programs)
+    outcome = replay(programs, subject.places, network)
+    return {
+        "step_s": outcome.step_s,
+        "spent": {what: outcome.mean(what) for what in (COMPUTE, *WAITS)},
+        "between_nbytes": outcome.between_nbytes,
+        "links": outcome.links,
+        "binds": outcome.binds,
+    }
+
+
+def text(rows: list[Row]) -> str:
+    """The table; markdown."""
+    (head,) = of_kind(rows, "run")
+    what = "emulated nodes on one machine (not scaling): " if head["emulated"] else ""
+    seen = f"{head['rounds']} rounds"
+    if head["beside"]:
+        seen = f"simulated here, seen by {Path(head['beside']).name} of {Path(head['beside']).parent.name}"
+    title = (
+        f"{what}{head['description']}, {head['ranks']} ranks as {head['placement']}, links of {head['rate_mbit']:g} "
+        f"Mbit/s; {seen}. {where_and_when(head)}"
+    )
+    header = ["layout", "seen, s", "simulated, s", "simulated / seen", "links carry, %", "binds"]
+    cells, near, layouts = [], 0, list(of_kind(rows, "layout"))
+    for row in layouts:
+        middle = median(row["seconds"])
+        near += abs(row["step_s"] / middle - 1) <= NEAR
+        cells.append(
+            [
+                row["layout"],
+                f"{middle:.3f} ({min(row['seconds']):.3f} to {max(row['seconds']):.3f})",
+                f"{row['step_s']:.3f}",
+                f"{row['step_s'] / middle:.2f}",
+                f"{100 * row['links']:.0f}",
+                row["binds"],
+            ]
+        )
+    said = f"{near} of {len(layouts)} within {NEAR:.0%}."
+    return "\n".join([title, "", table(header, cells), "", said])
+
+
+if __name__ == "__main__":
+    run(main)

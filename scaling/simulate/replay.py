@@ -1,0 +1,376 @@
+"""Replay: the programs of all ranks as events in time, on links that they share.
+
+Owns: when a lane goes on, and what it has waited for. Must not know: how programs were recorded, the arithmetic of
+shared links (`links`).
+
+    work      takes its seconds; on shared processors, their part of them
+    call      begins when the last of its ranks comes; over when its bytes are there, and this rank's own work is done
+    message   leaves at once if it is short, else when it is expected; the sender goes on meanwhile
+
+A call's bytes go to all ranks alike: what leaves a rank for other nodes is one stream through its node's links, what it
+reads inside its node one through its own port. Calls without bytes cost latencies of a tree over nodes and inside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from scaling.simulate.links import Links, Network, Part
+from scaling.simulate.matching import OrderError
+from scaling.simulate.outcome import BETWEEN, COMPUTE, HOST, INSIDE, LANE, PEERS, STAGES, Outcome
+from scaling.simulate.programs import (
+    MAIN,
+    Await,
+    Call,
+    Entry,
+    Places,
+    Post,
+    Program,
+    Receive,
+    Send,
+    Signal,
+    Work,
+)
+
+MOST_NAMED = 4
+
+
+def replay(programs: Sequence[Program], places: Places, network: Network) -> Outcome:
+    """Run the programs against each other.
+
+    Args:
+        programs: of all ranks, in rank order; checked by ``matching.check``.
+        places: where the ranks are.
+        network: what they run on.
+
+    Raises:
+        OrderError: ranks wait for each other for ever; names what some of them wait for.
+    """
+    return _Replay(programs, places, network).run()
+
+
+@dataclass(eq=False)
+class _Lane:
+    """A lane on its way."""
+
+    rank: int
+    name: str
+    entries: Sequence[Entry]
+    place: int = 0
+    phase: str = LANE
+    since: float = 0.0
+    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    of_other: dict[str, float] = field(default_factory=dict)  # what that one had spent before
+
+    def go(self, phase: str, now: float) -> None:
+        """From now on it does ``phase``."""
+        self.spent[self.phase] += now - self.since
+        self.phase, self.since = phase, now
+
+
+@dataclass(eq=False)
+class _Meeting:
+    """One call of all ranks of a communicator."""
+
+    ranks: tuple[int, ...]
+    came: list[tuple[_Lane, Call]] = field(default_factory=list)
+    working: set[int] = field(default_factory=set)  # ranks whose own work goes on
+    going: int = 1  # flows, and the wait for all ranks
+
+    @property
+    def moved(self) -> bool:
+        return not self.going
+
+
+@dataclass(eq=False)
+class _Mail:
+    """Messages of one way: communicator, source, target, tag."""
+
+    sent: deque[Send] = field(default_factory=deque)  # not begun
+    posted: int = 0  # receives that wait for one to begin
+    there: int = 0  # arrived, not taken
+    waiting: _Lane | None = None
+
+
+class _Replay:
+    def __init__(self, programs: Sequence[Program], places: Places, network: Network) -> None:
+        self._programs, self._places, self._network = programs, places, network
+        self._links = links = Links()
+        self._lanes = [
+            {name: _Lane(program.rank, name, entries) for name, entries in program.lanes.items()}
+            for program in programs
+        ]
+        self._tokens: set[tuple[int, str]] = set()
+        self._sleepers: dict[tuple[int, str], list[_Lane]] = defaultdict(list)
+        self._counts: dict[tuple[int, str], int] = defaultdict(int)
+        self._meetings: dict[tuple[str, tuple[int, ...], int], _Meeting] = {}
+        self._mail: dict[tuple[str, int, int, int], _Mail] = defaultdict(_Mail)
+        self._between, self._inside, self._messages = ([0] * len(programs) for _ in range(3))
+        for node in range(places.node(len(programs) - 1) + 1):
+            for way in ("out", "in"):
+                links.add_part((way, node), network.nics * network.nic_rate)
+            if network.cores and not (network.one_host and node):
+                links.add_part(("cores", node), network.cores)
+        for program in programs:
+            links.add_part(("port", program.rank), network.node_rate)
+        self._on: dict[tuple[int, ...], tuple[dict[Part, int], int, int]] = {}
+
+    def run(self) -> Outcome:
+        lanes = [lane for each in self._lanes for lane in each.values()]
+        for lane in lanes:
+            self._advance(lane)
+        self._links.run()
+        stuck = [lane for lane in lanes if lane.place < len(lane.entries)]
+        if stuck:
+            raise self._standstill(stuck)
+        step_s = self._links.now
+        nodes = {self._places.node(program.rank) for program in self._programs}
+        busy = max((self._links.busy["out", node] for node in nodes), default=0.0)
+        carried = max((self._links.carried["out", node] for node in nodes), default=0.0)
+        room = self._network.nics * self._network.nic_rate * step_s
+        return Outcome(
+            step_s=step_s,
+            spent=[dict(each[MAIN].spent) for each in self._lanes],
+            between_nbytes=self._between,
+            inside_nbytes=self._inside,
+            messages=self._messages,
+            links=busy / step_s if step_s else 0.0,
+            used=carried / room if step_s and room < math.inf else 0.0,
+        )
+
+    def _standstill(self, stuck: Sequence[_Lane]) -> OrderError:
+        waits = [lane for lane in stuck if not isinstance(lane.entries[lane.place], Await)] or stuck
+        said = [
+            f"rank {lane.rank} ({lane.name}, entry {lane.place + 1}) waits in {lane.entries[lane.place]}"
+            for lane in waits[:MOST_NAMED]
+        ]
+        more = f"; and {len(waits) - MOST_NAMED} more" if len(waits) > MOST_NAMED else ""
+        return OrderError(
+            f"{len({lane.rank for lane in stuck})} ranks wait for each other for ever: {'; '.join(said)}{more}; "
+            "expected an order of calls and messages in which one of them comes first everywhere"
+        )
+
+    # --- lanes
+
+    def _advance(self, lane: _Lane) -> None:
+        """Go on until something is to be waited for."""
+        while lane.place < len(lane.entries):
+            if not self._enter(lane, lane.entries[lane.place]):
+                return
+            lane.place += 1
+        lane.go(LANE, self._links.now)
+
+    def _resume(self, lane: _Lane) -> None:
+        """What the lane has waited for is there."""
+        lane.place += 1
+        self._advance(lane)
+
+    def _enter(self, lane: _Lane, entry: Entry) -> bool:
+        """Begin an entry; whether the lane may go on at once."""
+        if isinstance(entry, Work):
+            lane.go(COMPUTE if lane.name == MAIN else HOST, self._links.now)
+            self._work(lane.rank, entry.seconds, lambda: self._resume(lane))
+            return False
+        if isinstance(entry, Call):
+            self._call(lane, entry)
+            return False
+        if isinstance(entry, Signal):
+            token = lane.rank, entry.token
+            self._tokens.add(token)
+            for sleeper in self._sleepers.pop(token, ()):
+                self._links.later(0.0, lambda lane=sleeper: self._wake(lane))  # type: ignore[misc]
+            return True
+        if isinstance(entry, Await):
+            return self._await(lane, entry)
+        if isinstance(entry, Receive):
+            return self._receive(lane, entry)
+        if isinstance(entry, Send):
+            return self._send(lane, entry)
+        self._post(lane, entry)
+        return True
+
+    def _work(self, rank: int, seconds: float, done: Callable[[], None]) -> None:
+        if not self._network.cores:
+            self._links.later(seconds, done)
+            return
+        node = 0 if self._network.one_host else self._places.node(rank)
+        self._links.start({("cores", node): 1}, seconds, done, most=1.0)
+
+    def _await(self, lane: _Lane, entry: Await) -> bool:
+        token = lane.rank, entry.token
+        if token in self._tokens:
+            return True
+        now = self._links.now
+        lane.go(LANE, now)
+        other = self._lanes[lane.rank][entry.lane]
+        other.go(other.phase, now)
+        lane.of_other = dict(other.spent)
+        self._sleepers[token].append(lane)
+        return False
+
+    def _wake(self, lane: _Lane) -> None:
+        """The other lane has given the token: what it did meanwhile is what this one has waited for."""
+        now, entry = self._links.now, lane.entries[lane.place]
+        assert isinstance(entry, Await), "it slept there"
+        other = self._lanes[lane.rank][entry.lane]
+        other.go(other.phase, now)
+        for phase, seconds in other.spent.items() if lane.name == MAIN else ():
+            if phase != LANE:
+                lane.spent[phase] += seconds - lane.of_other.get(phase, 0.0)
+        lane.since = now
+        self._resume(lane)
+
+    # --- calls
+
+    def _call(self, lane: _Lane, call: Call) -> None:
+        rank, network = lane.rank, self._network
+        number = self._counts[rank, call.comm]
+        self._counts[rank, call.comm] += 1
+        ranks = self._programs[rank].comms[call.comm]
+        meeting = self._meetings.setdefault((call.comm, ranks, number), _Meeting(ranks))
+        meeting.came.append((lane, call))
+        lane.go(PEERS, self._links.now)
+        _, between, inside = self._parts(ranks)
+        self._between[rank] += call.sent * between
+        self._inside[rank] += call.sent * inside
+        self._messages[rank] += call.messages
+        if call.beside:
+            peers = len(self._programs[rank].comms[call.beside]) - 1
+            self._inside[rank] += call.beside_sent * peers
+        own = call.work.seconds + call.messages * network.message_s
+        own += 2 * call.sent * between * network.byte_s
+        if own:
+            meeting.working.add(rank)
+            self._work(rank, own, lambda: self._worked(meeting, lane))
+        if len(meeting.came) == len(ranks):
+            del self._meetings[call.comm, ranks, number]
+            self._move(meeting, call)
+
+    def _worked(self, meeting: _Meeting, lane: _Lane) -> None:
+        meeting.working.discard(lane.rank)
+        if meeting.moved:
+            self._resume(lane)
+
+    def _move(self, meeting: _Meeting, call: Call) -> None:
+        """All ranks are there: bytes begin to move."""
+        network, ranks = self._network, meeting.ranks
+        parts, between, inside = self._parts(ranks)
+        phase = BETWEEN if between else INSIDE
+        for lane, _ in meeting.came:
+            lane.go(phase, self._links.now)
+        done = lambda: self._moved(meeting)  # noqa: E731  (of each of the flows)
+        if not call.sent:
+            self._links.later(self._latency(ranks, small=True), done)
+            return
+        latency = network.nic_latency if between else network.node_latency
+        if between:
+            size = call.sent * between
+            most = network.nic_rate
+            if call.batches > 1 and latency:
+                most = min(most, size / (call.batches * latency))
+            meeting.going += 1
+            streams = {part: number for part, number in parts.items() if part[0] != "port"}  # type: ignore[index]
+            self._links.start(streams, size, done, most=most)
+        if inside:
+            meeting.going += 1
+            ports: dict[Part, int] = {("port", rank): 1 for rank in ranks}
+            self._links.start(ports, call.sent * inside, done)
+        for lane, mine in meeting.came if call.beside else ():
+            peers = len(self._programs[lane.rank].comms[mine.beside]) - 1
+            meeting.going += 1
+            self._links.start({("port", lane.rank): 1}, mine.beside_sent * peers, done)
+        self._links.later(latency, done)
+
+    def _moved(self, meeting: _Meeting) -> None:
+        meeting.going -= 1
+        if meeting.going:
+            return
+        for lane, _ in meeting.came:
+            if lane.rank in meeting.working:
+                lane.go(HOST, self._links.now)
+            else:
+                self._resume(lane)
+
+    def _parts(self, ranks: tuple[int, ...]) -> tuple[dict[Part, int], int, int]:
+        """Streams on links between nodes; peers of a rank on other nodes, and on its own, the most of all ranks."""
+        if ranks not in self._on:
+            here: dict[int, int] = defaultdict(int)
+            for rank in ranks:
+                here[self._places.node(rank)] += 1
+            streams: dict[Part, int] = {}
+            if len(here) > 1:
+                for node, number in here.items():
+                    streams["out", node] = streams["in", node] = number
+            self._on[ranks] = streams, len(ranks) - min(here.values()), max(here.values()) - 1
+        return self._on[ranks]
+
+    def _latency(self, ranks: tuple[int, ...], *, small: bool) -> float:
+        network = self._network
+        nodes = len({self._places.node(rank) for rank in ranks})
+        local = -(-len(ranks) // nodes)
+        if nodes > 1 and small and network.small_s:
+            return network.small_s
+        inside = math.ceil(math.log2(max(local, 1))) * network.node_latency
+        return inside + math.ceil(math.log2(max(nodes, 1))) * network.nic_latency
+
+    # --- messages
+
+    def _way(
+        self, lane: _Lane, entry: Send | Post | Receive
+    ) -> tuple[tuple[str, int, int, int], _Mail]:
+        peer = self._programs[lane.rank].comms[entry.comm][entry.peer]
+        ends = (lane.rank, peer) if isinstance(entry, Send) else (peer, lane.rank)
+        way = (entry.comm, *ends, entry.tag)
+        return way, self._mail[way]
+
+    def _send(self, lane: _Lane, entry: Send) -> bool:
+        way, mail = self._way(lane, entry)
+        mail.sent.append(entry)
+        far = self._places.node(way[1]) != self._places.node(way[2])
+        if far:
+            self._between[lane.rank] += entry.nbytes
+        else:
+            self._inside[lane.rank] += entry.nbytes
+        if entry.nbytes <= self._network.eager_nbytes or mail.posted > 0:
+            mail.posted -= 1
+            self._leave(way, mail)
+        return True
+
+    def _post(self, lane: _Lane, entry: Post) -> None:
+        way, mail = self._way(lane, entry)
+        mail.posted += 1
+        if mail.sent:
+            mail.posted -= 1
+            self._leave(way, mail)
+
+    def _leave(self, way: tuple[str, int, int, int], mail: _Mail) -> None:
+        message = mail.sent.popleft()
+        _, source, target, _ = way
+        nodes = self._places.node(source), self._places.node(target)
+        if nodes[0] == nodes[1]:
+            latency, most = self._network.node_latency, math.inf
+            streams: dict[Part, int] = {("port", source): 1, ("port", target): 1}
+        else:
+            latency, most = self._network.nic_latency, self._network.nic_rate
+            streams = {("out", nodes[0]): 1, ("in", nodes[1]): 1}
+        arrive = lambda: self._links.later(latency, lambda: self._arrive(mail))  # noqa: E731
+        self._links.start(streams, message.nbytes, arrive, most=most)
+
+    def _arrive(self, mail: _Mail) -> None:
+        mail.there += 1
+        lane, mail.waiting = mail.waiting, None
+        if lane is not None:
+            mail.there -= 1
+            self._resume(lane)
+
+    def _receive(self, lane: _Lane, entry: Receive) -> bool:
+        _, mail = self._way(lane, entry)
+        if mail.there:
+            mail.there -= 1
+            return True
+        lane.go(STAGES, self._links.now)
+        mail.waiting = lane
+        return False

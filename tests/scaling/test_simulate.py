@@ -1,0 +1,373 @@
+"""The simulated job: recordings of the real engine against the plan, planted mistakes that are found, times by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import hpczero
+from hpczero.comm import Work as WorkOfComm
+from hpczero.job.mesh import Mesh
+from hpczero.models.config import GPTConfig, flops_per_token
+from hpczero.options.parallel import LayoutOptions
+from hpczero.plan.degrees import mesh_of
+from hpczero.plan.sent import sent_by
+from hpczero.plan.spread import Spread
+from hpczero.plan.transports import fastest_transport
+from hpczero.predict.machine import load_machine
+from scaling.simulate.engine import Recorded, Subject, record
+from scaling.simulate.links import Links, Network
+from scaling.simulate.matching import OrderError, check
+from scaling.simulate.outcome import COMPUTE
+from scaling.simulate.programs import (
+    MAIN,
+    Call,
+    Entry,
+    Places,
+    Post,
+    Program,
+    Receive,
+    Send,
+    Work,
+    expanded,
+)
+from scaling.simulate.replay import replay
+
+MODEL = GPTConfig(vocab_size=60, context=8, layers=6, hidden=48, heads=6)
+MACHINE = load_machine("dgx-h100")
+NETWORK = Network.of(MACHINE, message_s=3e-6)
+
+
+def subject_of(
+    ranks: int,
+    local: int,
+    options: LayoutOptions | None = None,
+    *,
+    stage: int = 3,
+    precision: str = "bf16",
+    accumulation: int = 1,
+    model: GPTConfig = MODEL,
+) -> Subject:
+    options = options or LayoutOptions()
+    spread = Spread(
+        model,
+        mesh_of(options, ranks, local),
+        local,
+        stage=stage,
+        precision=precision,
+        micro_batch=1,
+        accumulation=accumulation,
+        sequence_parallel=options.sequence,
+        secondary=options.secondary,
+        schedule=options.order,
+        interleave=options.interleave,
+    )
+    shards = spread.shards
+    transport = fastest_transport(shards.local, shards.nodes, on_host=False)
+    return Subject(dataclasses.replace(spread, transport=transport), options, MACHINE)
+
+
+KEPT: dict[
+    tuple[int, int], tuple[Subject, Recorded]
+] = {}  # with the subject, so that its id stays its own
+
+
+def recorded(subject: Subject, rank: int) -> Recorded:
+    key = id(subject), rank
+    if key not in KEPT:
+        KEPT[key] = subject, record(subject, rank)
+    return KEPT[key][1]
+
+
+def programs_of(subject: Subject, *, every_rank: bool = False) -> list[Program]:
+    def one(rank: int) -> tuple[Program, object]:
+        found = recorded(subject, rank)
+        return found.program, found.origins
+
+    return expanded(one, subject.places, every_rank=every_rank)  # type: ignore[arg-type]
+
+
+PLAIN, TWELVE = subject_of(8, 2), subject_of(12, 4)
+HYBRID = subject_of(8, 2, LayoutOptions(shard="node"))
+PIPELINE = subject_of(8, 2, LayoutOptions(pipeline=4), stage=1, accumulation=4)
+BOTH = subject_of(12, 6, LayoutOptions(pipeline=2, tensor=3), stage=1, accumulation=2)
+SUBJECTS = {
+    "plain": PLAIN,
+    "twelve": TWELVE,
+    "hybrid": HYBRID,
+    "pipeline": PIPELINE,
+    "pipeline and tensor": BOTH,
+    "second shard": subject_of(8, 2, LayoutOptions(secondary=True)),
+    "tokens": subject_of(8, 4, LayoutOptions(context=2), stage=2),
+}
+
+
+# --- sequences
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_sequences_of_all_ranks_fit_together(name: str) -> None:
+    programs = programs_of(SUBJECTS[name], every_rank=True)
+    check(programs)
+    outcome = replay(programs, SUBJECTS[name].places, NETWORK)
+    assert outcome.step_s > 0
+    assert len(outcome.spent) == len(programs)
+
+
+@pytest.mark.parametrize("name", ["plain", "twelve", "hybrid", "pipeline and tensor"])
+def test_one_rank_of_each_kind_stands_for_all(name: str) -> None:
+    some, every = (programs_of(SUBJECTS[name], every_rank=each) for each in (False, True))
+    for one, other in zip(some, every, strict=True):
+        assert one.rank == other.rank
+        assert one.comms == other.comms
+        assert [call.signature for call in one.calls] == [call.signature for call in other.calls]
+
+
+@pytest.mark.parametrize("name", ["plain", "twelve", "second shard"])
+def test_bytes_and_messages_between_nodes_are_those_of_the_plan(name: str) -> None:
+    subject = SUBJECTS[name]
+    programs = programs_of(subject)
+    outcome = replay(programs, subject.places, NETWORK)
+    _, messages = recorded(subject, 0).planned
+    if not subject.spread.secondary:
+        assert outcome.messages == [messages] * len(programs)
+        assert messages > 0
+    planned = sent_by(subject.spread, 0).shards.between
+    assert outcome.between_nbytes == [planned] * len(programs)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "pipeline"])
+def test_bytes_of_replicas_and_stages_are_those_of_the_plan(name: str) -> None:
+    subject = SUBJECTS[name]
+    programs = programs_of(subject)
+    outcome = replay(programs, subject.places, NETWORK)
+    for place in range(subject.spread.mesh.pipeline):
+        rank = subject.spread.first_rank(place)
+        # Stages with a tied weight compare five numbers of it, which the plan leaves out.
+        sends = (entry for entry in programs[rank].entries() if isinstance(entry, Send))
+        compared = sum(entry.nbytes for entry in sends if entry.dtype == "int64")
+        planned = sent_by(subject.spread, place).total.between
+        assert outcome.between_nbytes[rank] == planned + compared
+        assert planned > 0
+
+
+def test_counted_products_are_those_of_the_model() -> None:
+    model = GPTConfig(vocab_size=512, context=128, layers=3, hidden=96, heads=6)
+    found = record(subject_of(4, 2, model=model), 1)
+    assert found.flops == pytest.approx(flops_per_token(model) * model.context, rel=0.02)
+
+
+# --- mistakes that are planted
+
+
+def with_one(subject: Subject, rank: int, other: Program) -> list[Program]:
+    programs = programs_of(subject)
+    programs[rank] = other
+    return programs
+
+
+def swap_two_blocks(model: nn.Module) -> None:
+    blocks = model.blocks
+    assert isinstance(blocks, nn.ModuleList)
+    blocks[2], blocks[3] = blocks[3], blocks[2]
+
+
+def test_two_units_in_another_order_on_one_rank_are_found_and_named() -> None:
+    other = record(PLAIN, 5, prepare=swap_two_blocks).program
+    with pytest.raises(
+        OrderError,
+        match=r"rank 5: call \d+ over .* is all_gather of 'blocks.3' .*expected .* of 'blocks.2' .*as on 3 of 4",
+    ):
+        check(with_one(PLAIN, 5, other))
+
+
+def test_a_missing_reduction_is_found_and_named() -> None:
+    def lose_one(model: nn.Module) -> None:
+        comm = hpczero.sharding(model).collectives
+        reduce = comm.reduce_scatter
+
+        def reduce_all_but_one(*tensors: Tensor, name: str, **others: Any) -> WorkOfComm:
+            if name == "blocks.4":
+                return WorkOfComm(name)
+            return reduce(*tensors, name=name, **others)
+
+        comm.reduce_scatter = reduce_all_but_one  # type: ignore[method-assign]
+
+    other = record(PLAIN, 3, prepare=lose_one).program
+    with pytest.raises(
+        OrderError,
+        match=r"rank 3: call \d+ over .* expected reduce_scatter of 'blocks.4' .*as on 3 of 4",
+    ):
+        check(with_one(PLAIN, 3, other))
+
+
+def test_another_dtype_is_found_and_named() -> None:
+    spread = dataclasses.replace(PLAIN.spread, precision="fp32")
+    other = record(dataclasses.replace(PLAIN, spread=spread), 6).program
+    with pytest.raises(
+        OrderError, match=r"rank 6: call \d+ .*bytes of float32\), expected .*bfloat16"
+    ):
+        check(with_one(PLAIN, 6, other))
+
+
+def test_a_message_that_nobody_takes_is_found_and_named() -> None:
+    mine = programs_of(PIPELINE)[2]
+    lanes = {name: [*entries] for name, entries in mine.lanes.items()}
+    lost = next(entry for entry in lanes[MAIN] if isinstance(entry, Receive))
+    lanes[MAIN].remove(lost)
+    with pytest.raises(
+        OrderError, match=r"rank 0: message 1 over .* to rank 2 is activation .*expects none"
+    ):
+        check(with_one(PIPELINE, 2, dataclasses.replace(mine, lanes=lanes)))
+
+
+def by_hand(*lanes: list[Entry], **comms: tuple[int, ...]) -> list[Program]:
+    return [Program(rank, {MAIN: entries}, comms) for rank, entries in enumerate(lanes)]
+
+
+def places_of(ranks: int, local: int) -> Places:
+    return Places(Mesh.of(ranks), local)
+
+
+def test_ranks_that_wait_for_each_other_for_ever_are_named() -> None:
+    first, second = (Call(comm, "barrier", "", "bytes", 0) for comm in ("one", "other"))
+    programs = by_hand([first, second], [second, first], one=(0, 1), other=(0, 1))
+    check(programs)
+    with pytest.raises(
+        OrderError, match=r"2 ranks wait for each other.* rank 0 \(main, entry 1\) waits in barrier"
+    ):
+        replay(programs, places_of(2, 1), NETWORK)
+
+
+# --- times
+
+
+def test_a_call_takes_its_bytes_over_the_slowest_link() -> None:
+    network = dataclasses.replace(Network.none(), nic_rate=1e6, nics=1, nic_latency=0.5)
+    call = Call("all", "all_gather", "u", "float32", 1000, sent=1000)
+    lanes: list[list[Entry]] = [[Work(host_s=2.0 * rank), call] for rank in range(3)]
+    outcome = replay(by_hand(*lanes, all=(0, 1, 2)), places_of(3, 1), network)
+    # all wait for the last, which comes at 4 s; two blocks leave each rank
+    assert outcome.step_s == pytest.approx(4.0 + max(2 * 1000 / 1e6, 0.5))
+    assert outcome.spent[0]["other ranks"] == pytest.approx(4.0)
+    assert outcome.spent[2].get("other ranks", 0.0) == 0.0
+    assert outcome.between_nbytes == [2000] * 3
+
+
+def test_ranks_of_a_node_share_its_links() -> None:
+    network = dataclasses.replace(Network.none(), nic_rate=1e6, nics=1)
+    call = Call("rail", "all_gather", "u", "float32", 10**6, sent=10**6)
+    programs = [
+        Program(rank, {MAIN: [call]}, {"rail": (rank % 2, rank % 2 + 2)}) for rank in range(4)
+    ]
+    assert replay(programs, places_of(4, 2), network).step_s == pytest.approx(2.0)
+    alone = [*programs]
+    for rank in (1, 3):
+        alone[rank] = dataclasses.replace(programs[rank], lanes={MAIN: []})
+    assert replay(alone, places_of(4, 2), network).step_s == pytest.approx(1.0)
+
+
+def test_streams_that_come_and_go_share_a_part() -> None:
+    links = Links()
+    ends: dict[str, float] = {}
+    links.add_part("link", 10.0)
+    links.start({"link": 1}, 30.0, lambda: ends.update(long=links.now))
+    links.later(1.0, lambda: links.start({"link": 1}, 10.0, lambda: ends.update(short=links.now)))
+    links.run()
+    # alone for 1 s, together for 2 s, alone again for 1 s
+    assert ends == pytest.approx({"short": 3.0, "long": 4.0})
+    assert links.busy["link"] == pytest.approx(4.0)
+
+
+def test_a_long_message_waits_until_it_is_expected_and_a_short_one_does_not() -> None:
+    network = dataclasses.replace(Network.none(), nic_rate=1e6, nics=1, eager_nbytes=1000)
+
+    def step(nbytes: int) -> float:
+        pair = {"p": (0, 1)}
+        sender: list[Entry] = [Send("p", 1, 7, nbytes, "float32", "x")]
+        taker: list[Entry] = [
+            Work(1.0),
+            Post("p", 0, 7),
+            Receive("p", 0, 7, nbytes, "float32", "x"),
+        ]
+        programs = [Program(0, {MAIN: sender}, pair), Program(1, {MAIN: taker}, pair)]
+        check(programs)
+        return replay(programs, places_of(2, 1), network).step_s
+
+    assert step(1000) == pytest.approx(1.0)
+    assert step(10**6) == pytest.approx(2.0)
+
+
+class BlocksAlone:
+    """Kernels of which the products of blocks' MLPs take time alone."""
+
+    dispatch_s = 0.0
+
+    def matmul_s(self, m: int, k: int, n: int) -> float:
+        return 1.0 if MODEL.ffn_multiple * MODEL.hidden in (m, k, n) else 0.0
+
+    def attention_s(self, tokens: int, sequence: int, width: int, *, backward: bool) -> float:
+        return 0.0
+
+    def element_s(self, kind: str, *, backward: bool) -> float:
+        return 0.0
+
+    def update_s(self, numel: int) -> float:
+        return 0.0
+
+    def sum_s(self, blocks: int, numel: int) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 3), (3, 4), (6, 6)])
+def test_bubble_of_equal_stages_without_network_is_the_formula(
+    stages: int, micro_batches: int
+) -> None:
+    options = LayoutOptions(pipeline=stages)
+    subject = subject_of(stages, 1, options, stage=1, accumulation=micro_batches)
+    slow = dataclasses.replace(MACHINE, memory_rate=float("inf"))
+    subject = dataclasses.replace(subject, machine=slow, kernels=BlocksAlone())
+    outcome = replay(programs_of(subject), subject.places, Network.none())
+    for spent in outcome.spent:
+        busy = spent[COMPUTE]
+        assert (outcome.step_s - busy) / busy == pytest.approx((stages - 1) / micro_batches)
+
+
+def test_one_rank_is_never_idle() -> None:
+    subject = subject_of(1, 1)
+    (program,) = programs_of(subject)
+    assert not list(program.calls)
+    outcome = replay([program], subject.places, NETWORK)
+    assert outcome.idle_s == pytest.approx([0.0])
+    assert outcome.step_s > 0
+
+
+def test_work_on_shared_processors_takes_turns() -> None:
+    network = dataclasses.replace(Network.none(), cores=2, one_host=True)
+    lanes: list[list[Entry]] = [[Work(host_s=1.0)] for _ in range(6)]
+    programs = by_hand(*lanes)
+    assert replay(programs, places_of(6, 2), network).step_s == pytest.approx(3.0)
+
+
+# --- this processor
+
+
+@pytest.mark.parametrize(
+    "options", [LayoutOptions(), LayoutOptions(tensor=2)], ids=["plain", "tensor"]
+)
+def test_a_small_model_in_memory_makes_the_same_calls_and_takes_time(
+    options: LayoutOptions,
+) -> None:
+    subject = subject_of(8, 2, options, precision="fp32")
+    here = dataclasses.replace(subject, machine=None)
+    measured = record(here, 3).program
+    assert sum(entry.seconds for entry in measured.entries() if isinstance(entry, Work)) > 1e-3
+    gathers = [call.name for call in measured.calls if call.operation == "all_gather" and call.sent]
+    counted = recorded(subject, 3).program
+    expected = [
+        call.name for call in counted.calls if call.operation == "all_gather" and call.messages
+    ]
+    assert gathers == expected
