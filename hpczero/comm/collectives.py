@@ -133,6 +133,11 @@ class Collectives(ABC):
         """Device of the buffers."""
         return self.reach.accelerator.device
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank adds to what this one reduces."""
+        return self.group.size == self.everybody.size == 1
+
     @abstractmethod
     def describe(self) -> str:
         """One line for a run header."""
@@ -186,7 +191,7 @@ class Collectives(ABC):
 
         Args:
             full: (num_shards * shard_numel,) fp32, bf16 or fp16; not changed.
-            out: (shard_numel,) fp32, no overlap with ``full``.
+            out: (shard_numel,) fp32, no overlap with ``full``; where this rank is ``alone`` it may be ``full`` itself.
             scale: multiplies the sum, e.g. 1 / world size.
             accumulate: whether to add to ``out`` instead of replacing it.
             name: name of the unit, for messages.
@@ -203,6 +208,10 @@ class Collectives(ABC):
         sent = self._sent_nbytes(full, shard, Use.REDUCE)
         with self._issue("reduce_scatter", name, sent, key=full.numel() * full.element_size()):
             if not full.numel():
+                return Work(name)
+            if self.alone and full.data_ptr() == out.data_ptr():
+                if scale != 1.0:
+                    out.mul_(scale)
                 return Work(name)
             return self._reduce_scatter(full, out, shard, scale, accumulate, name)
 

@@ -65,6 +65,7 @@ def run_of(
         laid_out=config.parallel.nodes is not None or Environment.read().fake_nodes is not None,
         offload=offload,
         kept=kept,
+        on_device=not is_host,
     )
     kept.check_saves(inputs=model.layers, input_nbytes=run.input_nbytes)
     return run if topology.mesh.shard == topology.size else _part_of(run, config.parallel, topology)

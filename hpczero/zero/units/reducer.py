@@ -18,6 +18,11 @@ from hpczero.plan import UnitSpec
 class Reducer(Protocol):
     """One for each model; units call it in the same order on every rank."""
 
+    @property
+    def in_place(self) -> bool:
+        """Whether ``into`` may be ``local`` itself, where it is not added to: nobody else has a part of the sum."""
+        ...
+
     def reduce(
         self, local: Tensor, into: Tensor, *, scale: float, accumulate: bool, name: str
     ) -> Work:
@@ -25,7 +30,7 @@ class Reducer(Protocol):
 
         Args:
             local: (num_shards * shard_numel,) fp32, bf16 or fp16; not changed, and kept until the work is done.
-            into: (shard_numel,) fp32.
+            into: (shard_numel,) fp32; ``local`` itself where ``in_place``, which is changed then.
             scale: multiplies the sum.
             accumulate: add to ``into`` instead of replacing it.
             name: of the unit; what a reducer keeps from one step to the next, it keeps by this name.
@@ -39,6 +44,11 @@ class ExactReducer:
     def __init__(self, comm: Collectives) -> None:
         """Not collective; ``comm`` is borrowed."""
         self._comm = comm
+
+    @property
+    def in_place(self) -> bool:
+        """As the transport says."""
+        return self._comm.alone
 
     def reduce(
         self, local: Tensor, into: Tensor, *, scale: float, accumulate: bool, name: str
@@ -73,6 +83,11 @@ class PartialReducer:
         self._runs: Mapping[str, list[slice]] = {
             spec.name: runs for spec in units if (runs := _partial_runs(spec, index))
         }
+
+    @property
+    def in_place(self) -> bool:
+        """As over the ranks with other samples; the tensor ranks' sum goes through memory of its own."""
+        return self._over_data.in_place
 
     def reduce(
         self, local: Tensor, into: Tensor, *, scale: float, accumulate: bool, name: str

@@ -103,8 +103,8 @@ class Step:
         self._comm, self._topology = comm, topology
         self._model = model
         self.skips = Skips(comm, precision, scaler, speaks=topology.is_root)
-        self.agreement = Agreement(self._units, comm, topology, advice)
         self.norms = GradientNorms(self._units, comm, topology.model_parallel, self._check_reduced)
+        self.agreement = Agreement(self._units, comm, topology, advice, self.norms.readings)
         self.history = GradientHistory(self._units, self.norms)
         self.rounds = Rounds(0)
         self.steppers: list[Stepper] = []
