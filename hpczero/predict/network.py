@@ -97,8 +97,12 @@ class Network:
                 _not_hidden(costs, compute, head_b * one.backward) if hides else total
             )
         if stage.shards_optimizer and not gathers:  # the updated parameters
-            after = sum(self._gather_of(unit) for unit in (root, *blocks))
-            exposed, whole = exposed + after, whole + after
+            costs = [(self._gather_of(unit), 0.0) for unit in units]
+            after = sum(gather for gather, _ in costs)
+            whole += after
+            # In half precision the next forward waits for each unit, where no other rank sees its memory.
+            late = hides and job.plan.precision.has_masters and footprint.copies == 1
+            exposed += _not_hidden(costs, block_f, 0.0) if late else after
         return exposed, whole
 
     def _gather_of(self, unit: UnitSpec) -> float:

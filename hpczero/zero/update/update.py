@@ -338,6 +338,6 @@ class Step:
         for unit in stepper.slots:
             unit.refresh()
         for unit, own in stepper.slots.items():
-            unit.whole.wait_for_update()
+            unit.whole.wait_for_update(late=len(self.steppers) == 1)
             # A graph may need parameters of other optimizers. Where the unit was kept whole for it, they are gone.
             unit.note_step(range(len(unit.parameters)) if unit in ended else own)
