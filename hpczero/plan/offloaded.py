@@ -149,7 +149,7 @@ class OffloadedPlan:
             return everything
         gone = {id(unit) for unit in self.away}
         stay = [unit for unit in self.plan.units if id(unit) not in gone]
-        here = self._of(stay).memory(optimizer_bytes=states, footprint=footprint)
+        here = self._of(stay).memory(optimizer_bytes=states, footprint=footprint, apart=apart)
         away = self._of(self.away).memory(footprint=self.footprint(footprint), apart=apart)
         item = self.plan.precision.param_itemsize
         if self.parameters:

@@ -161,7 +161,7 @@ class Plan:
         Args:
             optimizer_bytes: state per element: 8 for Adam, 4 for SGD with momentum, 0 for plain SGD.
             footprint: of the transport (``Collectives.footprint``). None means that ranks share nothing.
-            apart: whether mean gradients rest elsewhere, so that nothing is summed in place.
+            apart: whether some mean gradients rest elsewhere, so that nothing is summed in place.
 
         Source: Rajbhandari et al., ZeRO, SC20, sec. 5. It differs from the paper's 16Ψ because reduced gradients are
         fp32.

@@ -41,14 +41,19 @@ class Reducer(Protocol):
 class ExactReducer:
     """The sum of the transport: fp32, in one order, whatever the ranks and nodes."""
 
-    def __init__(self, comm: Collectives) -> None:
-        """Not collective; ``comm`` is borrowed."""
-        self._comm = comm
+    def __init__(self, comm: Collectives, *, apart: bool = False) -> None:
+        """Not collective.
+
+        Args:
+            comm: borrowed.
+            apart: whether means lie elsewhere than where gradients are collected, of any unit of the model.
+        """
+        self._comm, self._apart = comm, apart
 
     @property
     def in_place(self) -> bool:
         """As the transport says."""
-        return self._comm.alone
+        return self._comm.alone and not self._apart
 
     def reduce(
         self, local: Tensor, into: Tensor, *, scale: float, accumulate: bool, name: str

@@ -71,8 +71,7 @@ class UnitGradients:
         self._stage, self._comm, self._reducer = stage, comm, reducer
         layout = spec.layout
         self.rest = rest
-        # In half precision the mean has another dtype; on a tier it has no memory before it is there.
-        in_place = reducer.in_place and rest.resident and not precision.has_masters
+        in_place = reducer.in_place and not precision.has_masters  # else the mean has another dtype
         self._local = LocalGradient(
             layout,
             DTYPES[precision.param],
