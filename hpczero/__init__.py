@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hpczero.zero.filling import loaded_later
     from hpczero.zero.forward_methods import register_forward
     from hpczero.zero.full_state import full_state_dict
+    from hpczero.zero.numbers import read_later
     from hpczero.zero.sharding import Sharding
     from hpczero.zero.zeroify import (
         clip_grad_norm_,
@@ -60,6 +61,7 @@ _HOME = {
     "gathered": "hpczero.zero.access",
     "loaded_later": "hpczero.zero.filling",
     "no_sync": "hpczero.zero.zeroify",
+    "read_later": "hpczero.zero.numbers",
     "register_forward": "hpczero.zero.forward_methods",
     "release": "hpczero.zero.zeroify",
     "sharding": "hpczero.zero.zeroify",
@@ -97,6 +99,7 @@ __all__ = [
     "gathered",
     "loaded_later",
     "no_sync",
+    "read_later",
     "register_forward",
     "release",
     "sharding",

@@ -134,6 +134,11 @@ class Collectives(ABC):
         """Device of the buffers."""
         return self.reach.accelerator.device
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank adds to what this one reduces."""
+        return self.group.size == self.everybody.size == 1
+
     @abstractmethod
     def describe(self) -> str:
         """One line for a run header."""
@@ -182,12 +187,11 @@ class Collectives(ABC):
     ) -> Work:
         """Set ``out (+)= scale *`` this rank's shard of the fp32 sum of every rank's ``full``.
 
-        Collective over the group. Every transport sums in the same order (`kernels.tree_sum` over
-        ``group.reduction_groups``).
+        Collective over the group. Every transport sums in one order (`kernels.tree_sum`, ``group.reduction_groups``).
 
         Args:
             full: (num_shards * shard_numel,) fp32, bf16 or fp16; not changed.
-            out: (shard_numel,) fp32, no overlap with ``full``.
+            out: (shard_numel,) fp32, no overlap with ``full``; where this rank is ``alone`` it may be ``full`` itself.
             scale: multiplies the sum, e.g. 1 / world size.
             accumulate: whether to add to ``out`` instead of replacing it.
             name: name of the unit, for messages.
@@ -203,7 +207,10 @@ class Collectives(ABC):
             )
         sent = self._sent_nbytes(full, shard, Use.REDUCE)
         with self._issue("reduce_scatter", name, sent, key=full.numel() * full.element_size()):
-            if not full.numel():
+            in_place = self.alone and full.data_ptr() == out.data_ptr()
+            if in_place and scale != 1.0:
+                out.mul_(scale)
+            if in_place or not full.numel():
                 return Work(name)
             return self._reduce_scatter(full, out, shard, scale, accumulate, name)
 
@@ -229,8 +236,7 @@ class Collectives(ABC):
     ) -> npt.NDArray[np.float64]:
         """``values`` of every rank in rank order, as (ranks, len(values)). Blocking. Collective.
 
-        It is for the few numbers that ranks agree on in a step. Every rank gets the same bits; an MPI sum does not
-        promise that.
+        It is for the few numbers of a step. Every rank gets the same bits, which an MPI sum does not promise.
 
         Args:
             values: this rank's.

@@ -10,7 +10,7 @@ nor vanishes. Elements are therefore widened block by block, into one small buff
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,12 @@ from torch import Tensor
 # parallel copy; on devices enough to keep one busy (32 MiB).
 HOST_BLOCK = 2**18
 DEVICE_BLOCK = 2**22
+
+
+def numbers_of(sums: Sequence[Tensor]) -> list[float]:
+    """Of 0-dimensional tensors of one dtype on one device; one transfer, none for nothing."""
+    found: list[float] = torch.stack(list(sums)).tolist() if sums else []
+    return found
 
 
 def sum_of_squares(tensors: Iterable[Tensor]) -> float:
@@ -32,6 +38,11 @@ def sum_of_squares(tensors: Iterable[Tensor]) -> float:
 
 def squares(tensors: Iterable[Tensor]) -> list[float]:
     """What ``sum_of_squares`` sums up, by ``math.fsum``: one number for each block."""
+    return numbers_of(square_sums(tensors))
+
+
+def square_sums(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """``squares`` where they are computed: 0-dimensional, fp64, not waited for."""
     held = [tensor for tensor in tensors if tensor.numel()]
     if not held:
         return []
@@ -46,16 +57,17 @@ def squares(tensors: Iterable[Tensor]) -> list[float]:
             # linalg.vector_norm(dtype=float64) does the same, 50 times slower on the host (torch 2.13).
             widened = wide[: part.numel()].copy_(part)
             sums.append(torch.dot(widened, widened))
-    found: list[float] = torch.stack(sums).tolist()
-    return found
+    return sums
 
 
-def largest_magnitude(tensors: Iterable[Tensor]) -> float:
-    """``max(abs(x))`` over all elements, in which NaN wins; 0 for nothing. One transfer, as above."""
+def largest_magnitude(
+    tensors: Iterable[Tensor], read: Callable[[Sequence[Tensor]], list[float]] = numbers_of
+) -> float:
+    """``max(abs(x))`` over all elements, in which NaN wins; 0 for nothing. One transfer, by ``read``."""
     held = [tensor.detach() for tensor in tensors if tensor.numel()]
     if not held:
         return 0.0
-    return largest(torch.stack([torch.linalg.vector_norm(t, math.inf) for t in held]).tolist())
+    return largest(read([torch.linalg.vector_norm(t, math.inf) for t in held]))
 
 
 def sum_of_powers(tensors: Iterable[Tensor], order: float) -> float:

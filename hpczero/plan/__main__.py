@@ -149,7 +149,7 @@ def _answer_layout(options: Options) -> int:
     device = _device(options, described)
     local = per_node or options.ranks
     place = Place(
-        Machine(options.ranks, choose_memory(options, described)),
+        Machine(options.ranks, choose_memory(options, described), on_device=device != "cpu"),
         local,
         lambda inside, nodes: choose_transport(options, inside, device, nodes=nodes),
         described,
@@ -215,6 +215,7 @@ def build_report(options: Options) -> Report:
         choose_memory(options, described),
         local_size=of_node(options.ranks),
         transport=transport,
+        on_device=device != "cpu",
     )
 
     def size(stage: int, ranks: int) -> Fit:

@@ -138,7 +138,9 @@ def main(arguments: list[str], choose_config: Callable[[Any], GPTConfig]) -> int
             rectangular=topology.is_rectangular,
         )
         base = _base(options, config, sequence, topology.size, topology.local_size, transport)
-        base = dataclasses.replace(base, carriers=carriers_of(topology.world))
+        base = dataclasses.replace(
+            base, carriers=carriers_of(topology.world), on_device=not accelerator.is_host
+        )
     freedom = Freedom(media=media, rests=media, folder=options.folder)
     choice, troubles = choose_here(base, config, freedom, topology, accelerator)
     if topology.is_root:
@@ -182,6 +184,7 @@ def _on_sheet(options: Options, config: GPTConfig, sequence: int) -> Choice:
         )
     transport = fastest_transport(local, options.ranks // local, on_host=machine.shares_memory)
     base = _base(options, config, sequence, options.ranks, local, transport)
+    base = dataclasses.replace(base, on_device=not machine.shares_memory)
     media: list[Any] = [medium for medium in ("host", "disk") if all(machine.tier_rates(medium))]
     if (
         machine.shares_memory or not machine.host_memory

@@ -81,6 +81,15 @@ class Footprint:
         """Number of ranks that share one copy of whole parameters."""
         return 1 if self.pulls else self.ranks
 
+    def sums_in_place(self, num_shards: int, itemsize: int) -> bool:
+        """Whether a rank collects its gradient where the mean will lie, because no other rank adds to it.
+
+        Args:
+            num_shards: ranks that share each unit.
+            itemsize: bytes of an element of the gradient; the mean is fp32.
+        """
+        return num_shards == self.replicas == 1 and itemsize == FP32_BYTES
+
 
 def replicas_nbytes(footprint: Footprint, shard_numel: int, itemsize: int) -> int:
     """Bytes in which replicas of a shard sum it: what leaves, what is whole again in fp32, and what comes.

@@ -28,8 +28,8 @@ from hpczero.plan.sizing import (
     BLOCK_FACTOR,
     BLOCK_FFN_FACTOR,
     LOSS_PIECE_BYTES,
-    LOSS_PIECE_NUMEL,
     ROTARY_FACTOR,
+    loss_piece_numel,
 )
 
 # Of the block's own factor: inputs of both norms, which sequence parallelism cuts, and their outputs, which it gathers.
@@ -49,6 +49,7 @@ class Held:
         sequence_parallel: whether norms share the tokens too.
         checkpointing: whether only inputs of blocks are kept.
         last: whether the stage has the head and the loss.
+        on_device: whether it computes there, where pieces of the loss are larger.
     """
 
     model: GPTConfig
@@ -59,6 +60,7 @@ class Held:
     sequence_parallel: bool = False
     checkpointing: bool = False
     last: bool = True
+    on_device: bool = False
 
     @property
     def _wide(self) -> int:
@@ -109,7 +111,7 @@ class Held:
         if not self.last:
             return ceil(live * self.itemsize)
         width = -(-self.model.vocab_size // self.tensor)
-        piece = min(self._logits, max(LOSS_PIECE_NUMEL // width, 1) * width)
+        piece = loss_piece_numel(self._logits, width, on_device=self.on_device)
         loss = (self._input_numel + self._wide + 2 * self._logits - piece) * self.itemsize
         return ceil(max(loss + LOSS_PIECE_BYTES * piece, live * self.itemsize))
 

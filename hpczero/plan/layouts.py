@@ -103,7 +103,13 @@ def layout_report(options: Sizes, config: GPTConfig, sequence: int, place: Place
     rows = []
     for stage in range(4):
         second = parallel.secondary and stage == 3
-        row = replace(spread, stage=stage, secondary=second, transport=transport)
+        row = replace(
+            spread,
+            stage=stage,
+            secondary=second,
+            transport=transport,
+            on_device=place.machine.on_device,
+        )
         rows.append(_row(row, place))
     title = options.model or "custom model"
     described = place.described.title if place.described else ""

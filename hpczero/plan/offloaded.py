@@ -143,13 +143,14 @@ class OffloadedPlan:
         """
         footprint = footprint or Footprint()
         states = FP32_BYTES * self.states
-        everything = self.plan.memory(optimizer_bytes=states, footprint=footprint)
+        apart = self.gradients
+        everything = self.plan.memory(optimizer_bytes=states, footprint=footprint, apart=apart)
         if not self.offload.any:
             return everything
         gone = {id(unit) for unit in self.away}
         stay = [unit for unit in self.plan.units if id(unit) not in gone]
-        here = self._of(stay).memory(optimizer_bytes=states, footprint=footprint)
-        away = self._of(self.away).memory(footprint=self.footprint(footprint))
+        here = self._of(stay).memory(optimizer_bytes=states, footprint=footprint, apart=apart)
+        away = self._of(self.away).memory(footprint=self.footprint(footprint), apart=apart)
         item = self.plan.precision.param_itemsize
         if self.parameters:
             parameters = 0

@@ -104,6 +104,7 @@ class Run:
         kept: with checkpointing: what is kept of blocks, and where their inputs rest.
         reduce: dtype of gradients' partial sums between nodes.
         carriers: where nodes have different numbers of ranks, who moves what between them, as this rank sees it.
+        on_device: whether ranks compute on devices.
     """
 
     network: Network
@@ -122,6 +123,7 @@ class Run:
     kept: Activations = EVERYTHING_KEPT
     reduce: DType = "fp32"
     carriers: Carriers | None = None
+    on_device: bool = False
 
     @property
     def global_batch(self) -> int:
@@ -198,6 +200,7 @@ class Run:
             itemsize=self.plan.precision.param_itemsize,
             checkpointing=self.checkpointing,
             kept=self.kept,
+            on_device=self.on_device,
         ) + (self.kept.staging_nbytes(self.input_nbytes) if self.checkpointing else 0)
 
     @property
@@ -209,7 +212,8 @@ class Run:
     @cached_property
     def accumulated(self) -> int:
         """Bytes of this rank's own whole gradients, which are kept until the last forward of a step."""
-        return accumulated_nbytes(self.plan, self.accumulation)
+        apart = self.offloaded.gradients
+        return accumulated_nbytes(self.plan, self.accumulation, apart=apart)
 
     @property
     def _arriving(self) -> int:
@@ -223,8 +227,20 @@ class Run:
         return held.parameters + held.master + held.optimizer + held.staging + self.tiered
 
     @property
+    def _in_place(self) -> bool:
+        """Whether own gradients are collected in the memory of the mean."""
+        item = self.plan.precision.param_itemsize
+        alone = self._of_transport.sums_in_place(self.plan.num_shards, item)
+        return alone and not self.offloaded.gradients
+
+    @property
+    def _collected(self) -> int:
+        """Bytes of them before the last forward of a step ends; ``accumulated`` are those in memory of their own."""
+        return self.memory.gradients if self._in_place and self.accumulation > 1 else 0
+
+    @property
     def _kept_gradients(self) -> int:
-        if not self.plan.stage.keeps_local_gradients:
+        if not self.plan.stage.keeps_local_gradients or self._in_place:
             return 0
         trainable = sum(unit.layout.padded_numel for unit in self.plan.trainable_units)
         return self.plan.precision.param_itemsize * trainable
@@ -234,7 +250,11 @@ class Run:
         """Low estimates of what a rank holds."""
         largest = max((unit.layout.numel for unit in self.plan.units), default=0)
         return Moments(
-            loss=self._lasting + self._kept_gradients + self.accumulated + self.activations,
+            loss=self._lasting
+            + self._kept_gradients
+            + self._collected
+            + self.accumulated
+            + self.activations,
             step=self._lasting + self.memory.gradients,
             end=self._lasting + self._kept_gradients + FP32_BYTES * largest,
         )

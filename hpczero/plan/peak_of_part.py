@@ -30,7 +30,7 @@ class PartRun(Run):
 
     Attributes:
         layout: the degrees as options, for a command line.
-        spread: over which ranks; its stage, batch, checkpointing and transport are those of the run.
+        spread: over which ranks; its stage, batch, checkpointing, transport and device are the run's.
         place: pipeline stage.
         near: pipeline stage of each rank of the node.
     """
@@ -52,6 +52,7 @@ class PartRun(Run):
             accumulation=self.accumulation,
             checkpointing=self.checkpointing,
             transport=self.transport,
+            on_device=self.on_device,
         )
 
     @property
@@ -124,7 +125,7 @@ class PartRun(Run):
         largest = max((unit.layout.numel for unit in self.plan.units), default=0)
         lasting = self._lasting + self._kept_gradients
         return Moments(
-            loss=lasting + max(self._shares.activations, self.accumulated),
+            loss=lasting + max(self._shares.activations, self.accumulated + self._collected),
             step=self._lasting + self.memory.gradients,
             end=lasting + FP32_BYTES * largest,
         )

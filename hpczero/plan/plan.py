@@ -150,13 +150,18 @@ class Plan:
         return sum(unit.layout.padded_numel - unit.layout.numel for unit in self.units)
 
     def memory(
-        self, *, optimizer_bytes: int = ADAM_STATE_BYTES, footprint: Footprint | None = None
+        self,
+        *,
+        optimizer_bytes: int = ADAM_STATE_BYTES,
+        footprint: Footprint | None = None,
+        apart: bool = False,
     ) -> MemoryPlan:
         """Bytes that each rank holds, padding included; docs/zero.md has the table.
 
         Args:
             optimizer_bytes: state per element: 8 for Adam, 4 for SGD with momentum, 0 for plain SGD.
             footprint: of the transport (``Collectives.footprint``). None means that ranks share nothing.
+            apart: whether some mean gradients rest elsewhere, so that nothing is summed in place.
 
         Source: Rajbhandari et al., ZeRO, SC20, sec. 5. It differs from the paper's 16Ψ because reduced gradients are
         fp32.
@@ -178,18 +183,20 @@ class Plan:
             parameters += 0 if self.precision.has_masters else FP32_BYTES * owned
         else:
             parameters = item * full
-        gradients = FP32_BYTES * owned + (item * trainable if stage.keeps_local_gradients else 0)
+        in_place = footprint.sums_in_place(self.num_shards, item) and not apart
+        kept = stage.keeps_local_gradients and not in_place
+        gradients = FP32_BYTES * owned + (item * trainable if kept else 0)
         return MemoryPlan(
             parameters=parameters,
             master=FP32_BYTES * owned if self.precision.has_masters else 0,
             gradients=gradients,
             optimizer=optimizer_bytes * owned,
-            unsharded=self._unsharded_nbytes(footprint),
+            unsharded=self._unsharded_nbytes(footprint, local=not (in_place or kept)),
             exchange=self.exchange_nbytes(footprint),
         )
 
-    def _unsharded_nbytes(self, footprint: Footprint) -> int:
-        """Peak of whole parameters and gradients in use: those of the root unit and of the largest other module.
+    def _unsharded_nbytes(self, footprint: Footprint, *, local: bool) -> int:
+        """Peak of whole parameters and (``local``) gradients in use: those of the root unit and of the largest module.
 
         With ``footprint.overlap`` one more counts: one module is unsharded ahead, and one gradient is still being
         reduced.
@@ -200,8 +207,7 @@ class Plan:
             nbytes = 0
             if self.stage.shards_parameters and not footprint.lasting:
                 nbytes += -(-whole // footprint.copies)
-            private = not (self.stage.keeps_local_gradients or footprint.reads_peers)
-            if unit.trainable and private:
+            if unit.trainable and local and not footprint.reads_peers:
                 nbytes += whole
             live[unit.modules] = live.get(unit.modules, 0) + nbytes
         root = live.pop(("",), 0)
@@ -235,10 +241,8 @@ class Plan:
             parts = [unit.layout.padded_numel * item // footprint.ranks for unit in self.units]
             places = [*places, pulled_nbytes(parts)]
         if footprint.pulls and not self.stage.keeps_local_gradients:
-            places = [
-                *places,
-                max(sizes, default=0),
-            ]  # the spare place, which is exported with the others
+            # the spare place, which is exported with the others
+            places = [*places, max(sizes, default=0)]
         if footprint.nodes == 1:
             return sum(places)
         shards = {unit.layout.shard_numel for unit in self.trainable_units}

@@ -42,7 +42,7 @@ PRODUCTS_FACTOR, PRODUCTS_FFN_FACTOR = 6, 1
 NEEDED_PRODUCTS_FACTOR = 4
 # fp32 logits, their log-softmax and one gradient of a piece of the loss.
 LOSS_PIECE_BYTES = 12
-LOSS_PIECE_NUMEL = 2**24
+LOSS_PIECE_NUMEL, DEVICE_LOSS_PIECE_NUMEL = 2**24, 2**28
 MAX_RANKS = 2**20
 MAX_MICRO_BATCH = 2**20
 
@@ -181,6 +181,7 @@ def activation_nbytes(
     itemsize: int,
     checkpointing: bool,
     kept: Activations = EVERYTHING_KEPT,
+    on_device: bool = False,
 ) -> int:
     """Bytes of activations at the peak of one forward and backward of hpczero's GPT without dropout.
 
@@ -195,6 +196,7 @@ def activation_nbytes(
         checkpointing: whether only block inputs are kept, h·b·s·L, and one block at a time is recomputed.
         kept: with checkpointing: whether products are kept too, and whether inputs rest elsewhere; then staging comes
             on top.
+        on_device: whether the model computes there, where pieces of the loss are larger.
 
     Source: counted from ``hpczero.models.gpt``; tests/plan compares with the memory profiler of torch.
     """
@@ -210,11 +212,17 @@ def activation_nbytes(
         each, inputs = products, kept.kept(model.layers)
     held = (each * model.layers + inputs) * model.hidden * tokens * itemsize
     logits = tokens * model.vocab_size
-    piece = min(logits, max(LOSS_PIECE_NUMEL // model.vocab_size, 1) * model.vocab_size)
+    piece = loss_piece_numel(logits, model.vocab_size, on_device=on_device)
     loss = (2 * model.hidden * tokens + 2 * logits - piece) * itemsize + LOSS_PIECE_BYTES * piece
     live = BACKWARD_FACTOR + BACKWARD_FFN_FACTOR * model.ffn_multiple
     live += block - 1 - needed if checkpointing else 0  # its input is one of those kept
     return held + max(loss, live * model.hidden * tokens * itemsize)
+
+
+def loss_piece_numel(logits: int, width: int, *, on_device: bool) -> int:
+    """Elements of a piece of the loss: whole rows of ``width``, of ``logits`` elements in all."""
+    most = DEVICE_LOSS_PIECE_NUMEL if on_device else LOSS_PIECE_NUMEL
+    return min(logits, max(most // width, 1) * width)
 
 
 def arriving_nbytes(
@@ -235,16 +243,23 @@ def arriving_nbytes(
     return itemsize * max(largest, 3 * tied)
 
 
-def accumulated_nbytes(plan: Plan, accumulation: int) -> int:
+def accumulated_nbytes(
+    plan: Plan, accumulation: int, *, footprint: Footprint | None = None, apart: bool = False
+) -> int:
     """Bytes of a rank's own whole gradients, which are kept until the last forward of a step.
 
-    In half precision they are summed in fp32. In fp32 the gradient that stage 1 keeps is that sum.
+    In half precision they are summed in fp32. In fp32 the gradient that stage 1 keeps is that sum, and on one rank
+    alone the mean is.
 
     Args:
         plan: plan of the model.
         accumulation: forwards of a step.
+        footprint: of the transport.
+        apart: whether mean gradients rest elsewhere.
     """
     kept = plan.stage.keeps_local_gradients and not plan.precision.has_masters
+    item, footprint = plan.precision.param_itemsize, footprint or Footprint()
+    kept = kept or (footprint.sums_in_place(plan.num_shards, item) and not apart)
     if accumulation == 1 or kept:
         return 0
     return FP32_BYTES * sum(unit.layout.padded_numel for unit in plan.trainable_units)
@@ -285,12 +300,14 @@ class Machine:
         memory_nbytes: bytes that each rank may use beside the runtime itself.
         local_size: ranks of a node; None puts all on one node.
         transport: transport between the ranks.
+        on_device: whether ranks compute on devices.
     """
 
     ranks: int
     memory_nbytes: int
     local_size: int | None = None
     transport: Named = "flat"
+    on_device: bool = False
 
     @property
     def footprint(self) -> Footprint:
@@ -324,7 +341,7 @@ def fit(
     """
     plan = blockwise_plan(shapes, num_shards=machine.ranks, stage=stage, precision=precision)
     memory = plan.memory(footprint=machine.footprint)
-    waiting = accumulated_nbytes(plan, accumulation)
+    waiting = accumulated_nbytes(plan, accumulation, footprint=machine.footprint)
     room = machine.memory_nbytes - memory.total - waiting
 
     def activations(batch: int, checkpointing: bool) -> int:
@@ -334,6 +351,7 @@ def fit(
             batch=batch,
             itemsize=plan.precision.param_itemsize,
             checkpointing=checkpointing,
+            on_device=machine.on_device,
         )
 
     plain = largest(lambda batch: activations(batch, False) <= room, MAX_MICRO_BATCH)

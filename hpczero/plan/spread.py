@@ -88,6 +88,7 @@ class Spread:
         schedule: of the pipeline.
         interleave: groups of blocks on each stage.
         transport: between the ranks that share parameters.
+        on_device: whether ranks compute on devices.
     """
 
     model: GPTConfig
@@ -104,6 +105,7 @@ class Spread:
     schedule: Schedule = "1f1b"
     interleave: int = 1
     transport: Named = "hierarchical"
+    on_device: bool = False
 
     def as_json(self) -> dict[str, object]:
         """For programs: everything but the model."""
@@ -194,6 +196,7 @@ class Spread:
             sequence_parallel=self.sequence_parallel,
             checkpointing=self.checkpointing,
             last=part.last,
+            on_device=self.on_device,
         )
 
     def alive(self, place: int) -> Fraction:
@@ -229,7 +232,8 @@ class Spread:
             held=kept,
             unsharded=unsharded,
             exchange=memory.exchange,
-            accumulated=accumulated_nbytes(plan, self.accumulation) + self._arriving_nbytes(part),
+            accumulated=accumulated_nbytes(plan, self.accumulation, footprint=footprint)
+            + self._arriving_nbytes(part),
             activations=held.peak_nbytes(alive),
             boundary=boundary,
         )

@@ -125,7 +125,8 @@ def candidates(
                 transport = fastest_transport(
                     spread.shards.local, spread.shards.nodes, on_host=machine.shares_memory
                 )
-                yield options, replace(spread, transport=transport)
+                on_device = not machine.shares_memory
+                yield options, replace(spread, transport=transport, on_device=on_device)
 
 
 def _degrees(model: GPTConfig, ranks: int, local: int) -> Iterator[LayoutOptions]:

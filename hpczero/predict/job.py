@@ -153,6 +153,7 @@ class Job:
             self.machine.usable,
             local_size=self.local,
             transport=self.transport,
+            on_device=not self.machine.shares_memory,
         )
 
     @property
@@ -199,6 +200,7 @@ class Job:
             batch=self.micro_batch,
             itemsize=self.plan.precision.param_itemsize,
             checkpointing=self.checkpointing,
+            on_device=self.room.on_device,
         )
 
 

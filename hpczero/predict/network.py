@@ -134,8 +134,12 @@ class Network:
             whole += total * one.times
             exposed += one.times * not_hidden
         if stage.shards_optimizer and not gathers:  # the updated parameters
-            after = Cost.of_all(_of_each(units, self._gather_of))
-            exposed, whole = exposed + after.seconds, whole + after
+            after = _of_each(units, self._gather_of)
+            seconds = [(gather.seconds, 0.0) for gather in after]
+            whole += Cost.of_all(after)
+            # In half precision the next forward waits for each unit, where no other rank sees its memory.
+            late = hides and job.plan.precision.has_masters and footprint.copies == 1
+            exposed += _not_hidden(seconds, block_f, 0.0) if late else Cost.of_all(after).seconds
         return Exchanged(exposed, whole)
 
     def _gather_of(self, unit: UnitSpec) -> Cost:

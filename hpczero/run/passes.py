@@ -42,7 +42,8 @@ class Passes(Protocol):
             finish: called when the last backward has been started.
 
         Returns:
-            Gives the mean loss over this rank's samples; it may wait for a device.
+            Gives the mean loss over this rank's samples. It waits for a device where the step has not; with a pipeline
+            it is collective over the stages.
         """
         ...
 
@@ -90,7 +91,7 @@ class PlainPasses:
         self, number: int, samples: Samples, watch: Stopwatch, finish: Callable[[], None]
     ) -> Callable[[], float]:
         """As of every way."""
-        losses: list[Tensor] = []
+        losses: list[Callable[[], float]] = []
         for micro_step in range(self._accumulation):
             with watch.phase("data"):
                 arrays = samples(number, micro_step)
@@ -104,8 +105,8 @@ class PlainPasses:
                     loss.backward()  # type: ignore[no-untyped-call]
                     if micro_step == self._accumulation - 1:
                         finish()
-            losses.append(loss.detach() / self._accumulation)
-        return lambda: sum(loss.item() for loss in losses)
+            losses.append(hpczero.read_later(self._model, loss.detach() / self._accumulation))
+        return lambda: sum(loss() for loss in losses)
 
     def held_out(self, parts: Iterable[tuple[Tensor, Tensor, int]]) -> float:
         """As of every way."""
@@ -145,9 +146,9 @@ class PipelinePasses:
                 [self._accelerator.bring(self._own(torch.from_numpy(a))) for a in arrays]
                 for arrays in micro_steps
             ]
-            loss = self._pipeline.step([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+            loss = self._pipeline.begin_step([p[0] for p in pairs], [p[1] for p in pairs])
             finish()
-        return lambda: loss
+        return loss
 
     def held_out(self, parts: Iterable[tuple[Tensor, Tensor, int]]) -> float:
         """As of every way; forwards of equally many samples pass one after the other."""

@@ -28,7 +28,7 @@ from hpczero.zero.calls.seal import Seal
 from hpczero.zero.calls.surroundings import Surroundings
 from hpczero.zero.schedule import Schedule
 from hpczero.zero.shared_buffers import SharedBuffers
-from hpczero.zero.units.away_shard import NOTHING_AWAY, Away
+from hpczero.zero.units.away_shard import GRADIENT, NOTHING_AWAY, Away
 from hpczero.zero.units.reducer import ExactReducer, PartialReducer, Reducer
 from hpczero.zero.units.seen_gradient import Sight, SlotGradient
 from hpczero.zero.units.unit import Unit
@@ -92,7 +92,8 @@ class Sharding:
         self.scaler = LossScaler(plan.precision.loss_scale)
         self.advice = Advice(model, self.topology)
         parameters = dict(model.named_parameters())
-        reducer: Reducer = ExactReducer(collectives)
+        apart = any(GRADIENT in shard.parts for shard in away.shards.values())
+        reducer: Reducer = ExactReducer(collectives, apart=apart)
         self._over_tensor: Collectives | None = None
         if any(spec.partial for spec in plan.units):
             self._over_tensor = Flat(

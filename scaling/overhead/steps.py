@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,11 +83,14 @@ class Stepper:
         self.model.initialize_all(seed=SEED)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self._clip: Callable[[], Tensor | float]
+        self._number: Callable[[Tensor], Callable[[], float]]
         if stage is None:
             self._clip = lambda: torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+            self._number = lambda loss: loss.item
         else:
             hpczero.zeroify(self.model, self._optimizer, stage=stage)
             self._clip = lambda: hpczero.clip_grad_norm_(self.model, CLIP)
+            self._number = partial(hpczero.read_later, self.model)
         generator = torch.Generator().manual_seed(SEED)
         tokens = torch.randint(config.vocab_size, (1, config.context + 1), generator=generator)
         self._tokens, self._targets = tokens[:, :-1], tokens[:, 1:]
@@ -103,16 +107,17 @@ class Stepper:
         reached()
         loss.backward()
         reached()
+        value = self._number(loss)
         self._clip()
         reached()
         self._optimizer.step()
         reached()
         self._optimizer.zero_grad()
-        value = loss.item()
+        number = value()
         reached()
         return {
             part: after - before for part, before, after in zip(PARTS, at[:-1], at[1:], strict=True)
-        }, value
+        }, number
 
     def waits(self) -> dict[str, int]:
         """Waits for a device in one step, that for the loss among them, by operation."""

@@ -168,6 +168,26 @@ def test_loss_in_pieces_equals_the_loss_at_once(
     torch.testing.assert_close(logits.grad, wide.grad.float())
 
 
+@pytest.mark.parametrize(("device", "pieces"), [("cpu", 12), ("meta", 2)])
+def test_a_device_gets_few_pieces_of_the_loss(
+    monkeypatch: pytest.MonkeyPatch, device: str, pieces: int
+) -> None:
+    """Another device than the CPU, which computes nothing."""
+    monkeypatch.setattr(gpt_module, "LOSS_CHUNK_NUMEL", 37 * 4)
+    monkeypatch.setattr(gpt_module, "DEVICE_LOSS_CHUNK_NUMEL", 37 * 24)
+    taken: list[int] = []
+
+    def counted(function: Any, logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
+        taken.append(len(logits))
+        total: Tensor = function(logits, targets)
+        return total
+
+    monkeypatch.setattr(gpt_module, "checkpoint", counted)
+    targets = torch.zeros(4, 12, dtype=torch.int64, device=device)
+    mean_cross_entropy(torch.zeros(4, 12, 37, device=device), targets)
+    assert (len(taken), sum(taken)) == (pieces, 48)
+
+
 def test_loss_of_a_bf16_model_is_summed_in_fp32() -> None:
     model = build(CONFIG).bfloat16()
     x, y = batch(CONFIG)

@@ -11,11 +11,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hpczero.models.config import GPTConfig, parameter_count, parameter_shapes
-from hpczero.models.gpt import GPT, LOSS_CHUNK_NUMEL
+from hpczero.models.gpt import DEVICE_LOSS_CHUNK_NUMEL, GPT, LOSS_CHUNK_NUMEL
 from hpczero.models.presets import PRESETS
+from hpczero.parallel.tensor.loss import DEVICE_PIECE_NUMEL, PIECE_NUMEL
 from hpczero.plan import Plan
 from hpczero.plan.rules import default_rule
 from hpczero.plan.sizing import (
+    DEVICE_LOSS_PIECE_NUMEL,
     LOSS_PIECE_NUMEL,
     Machine,
     activation_nbytes,
@@ -197,7 +199,22 @@ def test_gradients_on_their_way_agree_with_the_memory_profiler(tied: bool) -> No
 
 
 def test_pieces_of_the_loss_are_those_of_the_model() -> None:
-    assert LOSS_PIECE_NUMEL == LOSS_CHUNK_NUMEL
+    assert LOSS_PIECE_NUMEL == LOSS_CHUNK_NUMEL == PIECE_NUMEL
+    assert DEVICE_LOSS_PIECE_NUMEL == DEVICE_LOSS_CHUNK_NUMEL == DEVICE_PIECE_NUMEL
+
+
+def test_larger_pieces_of_a_device_are_planned() -> None:
+    config, tokens = PRESETS["gpt2"], 16 * 1024
+    here, there = (
+        activation_nbytes(
+            config, sequence=1024, batch=16, itemsize=2, checkpointing=False, on_device=on_device
+        )
+        for on_device in (False, True)
+    )
+    rows = 2**28 // config.vocab_size - 2**24 // config.vocab_size
+    assert tokens * config.vocab_size > 2**28
+    # Of three fp32 tensors, less the half gradient of those logits, which is not there yet.
+    assert there - here == (3 * 4 - 2) * rows * config.vocab_size
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

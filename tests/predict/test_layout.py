@@ -15,6 +15,7 @@ from hpczero.predict.job import Job
 from hpczero.predict.layout import LayoutPrediction, predict_layout
 from hpczero.predict.machine import load_machine
 from hpczero.predict.model import predict
+from hpczero.predict.network import Network
 
 MACHINE = load_machine("dgx-a100")
 MODEL = GPTConfig(vocab_size=1024, context=128, layers=8, hidden=512, heads=8)
@@ -143,3 +144,33 @@ def test_parts_of_a_step_add_up() -> None:
     assert found.step_s == pytest.approx(sum(parts))
     assert found.spread.global_batch == 2 * 4 * 4
     assert found.tokens_per_s == pytest.approx(32 * 128 / found.step_s)
+
+
+@pytest.mark.parametrize(("precision", "late"), [("bf16", True), ("fp32", False)])
+def test_in_half_precision_the_next_forward_hides_the_gathers_of_the_update(
+    precision: str, late: bool
+) -> None:
+    job = Job(
+        model=MODEL,
+        machine=MACHINE,
+        ranks=8,
+        stage=1,
+        precision=precision,
+        micro_batch=1,
+        transport="ipc",
+    )
+    network = Network(job)
+    gathers = [network.gather_s(u.layout.shard_numel * (2 if late else 4)) for u in job.plan.units]
+    hours = 1e4  # of computing in each block, which hide whatever can be hidden
+    exposed, whole = network.exposed(hours, hours, hours)
+    assert whole - exposed > 0
+    # Nothing runs before the first two, and the reductions that nothing hides are those of the last two units.
+    reduced = [network.reduce_s(job.plan.units[place].layout.shard_numel) for place in (0, -1)]
+    expected = sum(gathers[:2] if late else gathers) + sum(reduced)
+    assert exposed - expected == pytest.approx(
+        whole - sum(gathers) - _reductions(network), rel=1e-9
+    )
+
+
+def _reductions(network: Network) -> float:
+    return sum(network.reduce_s(unit.layout.shard_numel) for unit in network.job.plan.units)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from hpczero.parallel.pipeline.simulate import Simulation, simulate
 from hpczero.parallel.pipeline.stages import stage_of
 from hpczero.parallel.pipeline.ties import Ties
 from hpczero.zero.accumulation import counted
+from hpczero.zero.numbers import read_later
 from hpczero.zero.zeroify import sharding
 
 REDUCE = ("once", "each")
@@ -148,6 +149,25 @@ class Pipeline:
             StepError: gradients are there already; micro-batches of other shapes; a stage whose output does not depend
                 on its input; on this rank.
         """
+        return self.begin_step(inputs, targets)()
+
+    def begin_step(
+        self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None
+    ) -> Callable[[], float]:
+        """As ``step``, but for the loss, which the caller asks for: once, on all stages, and before the next call.
+
+        The last stage need not wait for its device then; see ``hpczero.read_later``.
+
+        Args:
+            inputs: as of ``step``.
+            targets: as of ``step``.
+
+        Returns:
+            Gives what ``step`` returns. Collective over the pipeline.
+
+        Raises:
+            StepError: as ``step``.
+        """
         self._check_training()
         given = self._given(inputs, targets)
         with self._whole():
@@ -164,7 +184,7 @@ class Pipeline:
         """
         given = self._given(inputs, targets, any_number=True)
         self._run_forwards(given, "evaluate")
-        return self._mean_loss()
+        return self._mean_loss()()
 
     def outputs(self, inputs: Sequence[Any] | None) -> list[Any] | None:
         """What the model returns without targets, of each micro-batch, on the last stage; None on the others.
@@ -270,12 +290,13 @@ class Pipeline:
         piece = self._stage.piece(action.chunk)
         self.messages.send(Message("B", piece - 1, action.micro_batch), x.gradient.contiguous())
 
-    def _mean_loss(self) -> float:
-        if self._results:  # on the last stage
-            losses = torch.stack([loss.reshape(()).double() for loss in self._results])
-            self._results = []
-            return self.messages.last_says(losses.mean().item())
-        return self.messages.last_says(0.0)
+    def _mean_loss(self) -> Callable[[], float]:
+        found, self._results = self._results, []
+        if not found:  # not on the last stage
+            return lambda: self.messages.last_says(0.0)
+        losses = torch.stack([loss.reshape(()).double() for loss in found])
+        mean = read_later(self._model, losses.mean())
+        return lambda: self.messages.last_says(mean())
 
     def _whole(self) -> AbstractContextManager[None]:
         """Context in which units stay whole that are gathered, if that was asked for."""

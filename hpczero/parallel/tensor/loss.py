@@ -27,8 +27,8 @@ from hpczero.comm.sums import Sums
 from hpczero.parallel.tensor.functions import compare, leave
 from hpczero.zero.calls.untraced import untraced
 
-# Logits per piece, as in models/gpt.py.
-PIECE_NUMEL = 2**24
+# Logits per piece, on the host and on a device, as in models/gpt.py.
+PIECE_NUMEL, DEVICE_PIECE_NUMEL = 2**24, 2**28
 
 
 class Words(NamedTuple):
@@ -192,7 +192,8 @@ def _composed(
 
 
 def _pieces(own: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    step = max(1, PIECE_NUMEL // max(own.shape[1], 1))
+    most = PIECE_NUMEL if own.device.type == "cpu" else DEVICE_PIECE_NUMEL
+    step = max(1, most // max(own.shape[1], 1))
     for start in range(0, own.shape[0], step):
         rows = slice(start, start + step)
         yield rows, own[rows]

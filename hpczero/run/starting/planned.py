@@ -67,6 +67,7 @@ def run_of(
         offload=offload,
         kept=kept,
         carriers=carriers_of(topology.shard),
+        on_device=not is_host,
     )
     kept.check_saves(inputs=model.layers, input_nbytes=run.input_nbytes)
     return run if topology.mesh.shard == topology.size else _part_of(run, config.parallel, topology)

@@ -10,6 +10,8 @@ there twice. Small ones, of norms and biases, wait for each other: one call, or 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -24,13 +26,31 @@ SMALL_NUMEL = 2**14  # a copy of more takes longer than its call
 class LocalGradient:
     """(padded_numel,) in the parameter dtype, held from the first gradient to ``clear``, or for ever with ``keep``.
 
+    Where the mean over ranks is this rank's own gradient, it is collected where the mean will lie (``landing``).
+
     Attributes:
         filled: for each slot, whether a gradient has come in.
     """
 
     def __init__(
-        self, layout: ShardLayout, dtype: torch.dtype, *, comm: Collectives, keep: bool
+        self,
+        layout: ShardLayout,
+        dtype: torch.dtype,
+        *,
+        comm: Collectives,
+        keep: bool,
+        landing: Callable[[], Tensor | None] | None = None,
     ) -> None:
+        """Not collective.
+
+        Args:
+            layout: of the unit.
+            dtype: of the parameters.
+            comm: the transport, for memory.
+            keep: whether the memory stays between steps.
+            landing: asked at the first gradient of a reduction: (padded_numel,) of ``dtype`` for all of them, which
+                stays the caller's, or None. Without it there is never any.
+        """
         self.filled = [False] * len(layout.slots)
         self._layout = layout
         self._comm = comm
@@ -43,13 +63,14 @@ class LocalGradient:
         )
         self._wire.release()
         self._half = dtype is not torch.float32
-        self._padded = layout.padded_numel > layout.numel
+        self._landing = landing
+        self._flat: Tensor | None = None  # where gradients go until ``clear``, if not to ``_sum``
         self._sum: Buffer | None = None  # fp32 sum over micro-batches, for half dtypes only
-        self._views: list[Tensor] = []  # of the buffer for the wire, one for each slot
-        self._viewed: Tensor | None = None  # which it was; None: look again
+        self._views: list[Tensor] = []  # of ``_flat``, one for each slot
         self._small: dict[int, Tensor] = {}  # gradients that wait, by slot
         self._small_adds = False  # they are added, else copied
-        self._is_small = [slot.numel <= SMALL_NUMEL for slot in layout.slots]
+        lengths = [slot.numel for slot in layout.slots]
+        self._lengths = [*lengths, layout.padded_numel - sum(lengths)]  # the last: padding
 
     def add(self, position: int, gradient: Tensor, accumulating: bool) -> None:
         """Add ``gradient`` to slot ``position``.
@@ -71,7 +92,7 @@ class LocalGradient:
         if torch.is_grad_enabled():  # create_graph=True
             gradient = gradient.detach()
         adds = self.filled[position]
-        if self._is_small[position] and not (accumulating and self._half):
+        if self._lengths[position] <= SMALL_NUMEL and not (accumulating and self._half):
             small = self._small
             if not small:
                 self._buffer(False)  # it is planned to be there from the first gradient on
@@ -92,8 +113,8 @@ class LocalGradient:
         """Those that wait go to the buffer."""
         if not self._small:
             return
-        self._view(next(iter(self._small)), False)
-        # Where that was a view of the buffer for the wire, those of all slots are there.
+        self._buffer(False)
+        # Where they go to the wire or to the mean, the views of all slots are there.
         views = self._views if self._sum is None else None
         into = [views[p] if views else self._view(p, False) for p in self._small]
         gradients = [*self._small.values()]
@@ -105,22 +126,21 @@ class LocalGradient:
 
     def _view(self, position: int, accumulating: bool) -> Tensor:
         """Of the buffer that gradients go to now, in the slot's shape."""
-        if self._viewed is not None and self._sum is None and not (accumulating and self._half):
-            return self._views[position]
         flat = self._buffer(accumulating)
-        if flat is not self._wire.tensor:
-            slot = self._layout.slots[position]
-            return flat[slot.offset : slot.stop].view(slot.shape)
-        if self._viewed is not flat:
-            self._make_views(flat)
-        return self._views[position]
+        if self._sum is None:
+            return self._views[position]
+        slot = self._layout.slots[position]
+        return flat[slot.offset : slot.stop].view(slot.shape)
 
     def _make_views(self, flat: Tensor) -> None:
         # Memory that is given back and taken again comes back to its views; some transports give other memory instead.
         if not (self._views and torch._C._is_alias_of(self._views[0], flat)):  # type: ignore[attr-defined]
             with torch.inference_mode(False):
-                self._views = [flat[s.offset : s.stop].view(s.shape) for s in self._layout.slots]
-        self._viewed = flat
+                parts = flat.split_with_sizes(self._lengths)  # one call for all
+                self._views = [
+                    part.view(slot.shape)
+                    for part, slot in zip(parts, self._layout.slots, strict=False)
+                ]
 
     def complete(self) -> Tensor:
         """The whole gradient for the wire: zero where none came in, padding included."""
@@ -130,14 +150,15 @@ class LocalGradient:
             for filled, slot in zip(self.filled, self._layout.slots, strict=True):
                 if not filled:
                     gradients[slot.offset : slot.stop].zero_()
-        if self._padded:
+        if self._lengths[-1]:
             gradients[self._layout.numel :].zero_()
-        if self._sum is not None:
-            self._wire.take()
-            self._wire.tensor.copy_(self._sum.tensor)
-            self._sum.release()
+        summed = self._sum
+        if summed is not None:
             self._sum = None
-        return self._wire.tensor
+            gradients = self._buffer(False)
+            gradients.copy_(summed.tensor)
+            summed.release()
+        return gradients
 
     def clear(self) -> None:
         """Forget everything and give the memory back, unless it is kept."""
@@ -146,7 +167,9 @@ class LocalGradient:
         if self._sum is not None:
             self._sum.release()
             self._sum = None
-        self._viewed = None
+        if self._flat is not None and self._flat is not self._wire.tensor:
+            self._views = []  # else the mean would stay in memory after everybody has dropped it
+        self._flat = None
         self._wire.release()
 
     def _buffer(self, accumulating: bool) -> Tensor:
@@ -158,5 +181,11 @@ class LocalGradient:
                 self._sum.tensor.copy_(self._wire.tensor)
         if self._sum is not None:
             return self._sum.tensor
-        self._wire.take()
-        return self._wire.tensor
+        if self._flat is None:
+            landing = None if self._landing is None else self._landing()
+            if landing is None:
+                self._wire.take()
+                landing = self._wire.tensor
+            self._make_views(landing)
+            self._flat = landing
+        return self._flat

@@ -31,7 +31,7 @@ _METADATA_FIELDS = (
     "shape dtype device layout ndim requires_grad is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized "
     "is_nested itemsize nbytes retains_grad _version grad"
 )
-_METADATA: frozenset[Any] = frozenset(
+METADATA: frozenset[Any] = frozenset(
     [getattr(torch.Tensor, name) for name in _METADATA_METHODS.split()]
     + [getattr(torch.Tensor, name).__get__ for name in _METADATA_FIELDS.split()]
     + [getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")]
@@ -78,7 +78,7 @@ class ShardedParameter(nn.Parameter):
         """Answer metadata, refuse everything that touches elements."""
         kwargs = kwargs or {}
         given = (*args, *kwargs.values())
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _FACTORIES and sum(isinstance(a, ShardedParameter) for a in given) == 1:
@@ -204,7 +204,10 @@ class Guard:
         self._closed_class = type(
             "ShardedParameter", (ShardedParameter,), {"qualified_name": qualified_name}
         )
-        self._closed = self._swapped = False
+        self._late_class: type | None = (
+            None  # while its values are on their way; made when first needed
+        )
+        self._closed = self._late = self._swapped = False
         _guarded[parameter] = True
 
     def leave(self) -> None:
@@ -217,7 +220,8 @@ class Guard:
     @property
     def is_swapped(self) -> bool:
         """Whether ``torch.utils.swap_tensors`` took the class away, and with it every hook; stays so."""
-        shown = self._closed_class if self._closed else self._open_class
+        shown = self._late_class if self._late else self._open_class
+        shown = self._closed_class if self._closed else shown
         return self._swapped or type(self._parameter) is not shown
 
     def fill(self, real: nn.Parameter) -> None:
@@ -233,15 +237,27 @@ class Guard:
         self._parameter.__class__ = self._closed_class
         self._closed = True
 
+    def put_off(self, kind: type, settle: Callable[[], None]) -> None:
+        """From now on, until it is opened, the parameter is one of ``kind``, whose class has ``settle``."""
+        self._swapped = self.is_swapped
+        if self._late_class is None:
+            shown = {n: v for n, v in vars(self._open_class).items() if n in ("grad", "_grad")}
+            names = {**shown, "settle": staticmethod(settle)}
+            # Behind it the parameter's own class, with what a program has put there.
+            self._late_class = type(kind.__name__, (kind, self._own_class), names)
+        self._parameter.__class__ = self._late_class
+        self._late = True
+
     def open(self) -> None:
         """The value is there again."""
         self._swapped = self.is_swapped
         self._parameter.__class__ = self._open_class
-        self._closed = False
+        self._closed = self._late = False
 
     def show_gradient(self, sight: GradientSight | None) -> None:
         """Let ``sight`` answer for ``parameter.grad``; None: autograd's own gradient and nothing else."""
         own = self._own_class
+        self._late_class, self._late = None, False
         closed: dict[str, Any] = {"qualified_name": self._name}
         self._open_class = own
         if sight is not None:

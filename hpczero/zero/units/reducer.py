@@ -18,6 +18,11 @@ from hpczero.plan import UnitSpec
 class Reducer(Protocol):
     """One for each model; units call it in the same order on every rank."""
 
+    @property
+    def in_place(self) -> bool:
+        """Whether ``into`` may be ``local`` itself, where it is not added to: nobody else has a part of the sum."""
+        ...
+
     def reduce(
         self, local: Tensor, into: Tensor, *, scale: float, accumulate: bool, name: str
     ) -> Work:
@@ -25,7 +30,7 @@ class Reducer(Protocol):
 
         Args:
             local: (num_shards * shard_numel,) fp32, bf16 or fp16; not changed, and kept until the work is done.
-            into: (shard_numel,) fp32.
+            into: (shard_numel,) fp32; ``local`` itself where ``in_place``, which is changed then.
             scale: multiplies the sum.
             accumulate: add to ``into`` instead of replacing it.
             name: of the unit; what a reducer keeps from one step to the next, it keeps by this name.
@@ -36,9 +41,19 @@ class Reducer(Protocol):
 class ExactReducer:
     """The sum of the transport: fp32, in one order, whatever the ranks and nodes."""
 
-    def __init__(self, comm: Collectives) -> None:
-        """Not collective; ``comm`` is borrowed."""
-        self._comm = comm
+    def __init__(self, comm: Collectives, *, apart: bool = False) -> None:
+        """Not collective.
+
+        Args:
+            comm: borrowed.
+            apart: whether means lie elsewhere than where gradients are collected, of any unit of the model.
+        """
+        self._comm, self._apart = comm, apart
+
+    @property
+    def in_place(self) -> bool:
+        """As the transport says."""
+        return self._comm.alone and not self._apart
 
     def reduce(
         self, local: Tensor, into: Tensor, *, scale: float, accumulate: bool, name: str
@@ -73,6 +88,11 @@ class PartialReducer:
         self._runs: Mapping[str, list[slice]] = {
             spec.name: runs for spec in units if (runs := _partial_runs(spec, index))
         }
+
+    @property
+    def in_place(self) -> bool:
+        """As over the ranks with other samples; the tensor ranks' sum goes through memory of its own."""
+        return self._over_data.in_place
 
     def reduce(
         self, local: Tensor, into: Tensor, *, scale: float, accumulate: bool, name: str

@@ -89,7 +89,7 @@ class SlotGradient:
             self.reset()
         if self.unit.gradients.present:
             self.changed(self.name, "gradients set to None one by one")
-        self.unit.gradients.drop_at(self.position)
+        self.unit.gradients.drop_slots([self.position])
         self.dropped()
 
     def change(self, what: str, operation: Callable[..., Any], numbers: Sequence[float]) -> None:

@@ -21,6 +21,7 @@ from typing_extensions import override
 from hpczero.errors import StepError
 from hpczero.zero.units.away import check_at_hand
 from hpczero.zero.units.guard import ShardedParameter, own_gradient, set_own_gradient, watched_data
+from hpczero.zero.units.late import LateParameter
 
 # Each element of the result depends on the same element of each piece, and on numbers. Names without the underscore of
 # those in place and without the prefix of those on lists.
@@ -143,8 +144,8 @@ def _on_pieces(
     func: Callable[..., Any], types: tuple[type, ...], args: Any, kwargs: dict[str, Any] | None
 ) -> Any:
     """As for ordinary tensors; what comes of a piece is a piece. Raises as ``_refuse_rank_local``."""
-    if any(issubclass(kind, ShardedParameter) for kind in types):
-        return NotImplemented  # the parameter is asked then, whose memory may be given back
+    if any(issubclass(kind, (ShardedParameter, LateParameter)) for kind in types):
+        return NotImplemented  # the parameter is asked then, whose values may not be there
     kwargs = kwargs or {}
     _refuse_rank_local(func, args, kwargs)
     if getattr(func, "__name__", "") not in _METADATA:

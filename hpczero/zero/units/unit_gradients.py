@@ -3,7 +3,8 @@
 Owns: this rank's own gradient, its reduction, the mean over ranks that the optimizer reads, and which parameters have
 one. Must not know: values, modules, when to act (`schedule`), optimizers (they see `shards`).
 
-    local       this rank's gradient      (padded_numel,) param dtype, from first use in backward to the reduction
+    local       this rank's gradient      (padded_numel,) param dtype, from first use in backward to the reduction;
+                                          one rank alone collects it where the mean will lie, in fp32
     reduced     mean over ranks           fp32, this rank's shard, or the whole unit where the optimizer is replicated;
                                           ``shards[i].grad`` are views of it; made in backward, gone with zero_grad
 """
@@ -70,8 +71,13 @@ class UnitGradients:
         self._stage, self._comm, self._reducer = stage, comm, reducer
         layout = spec.layout
         self.rest = rest
+        in_place = reducer.in_place and not precision.has_masters  # else the mean has another dtype
         self._local = LocalGradient(
-            layout, DTYPES[precision.param], comm=comm, keep=stage.keeps_local_gradients
+            layout,
+            DTYPES[precision.param],
+            comm=comm,
+            keep=stage.keeps_local_gradients and not in_place,
+            landing=self._land if in_place else None,
         )
         self.usage = Usage(len(layout.slots))
         self.drops = np.zeros(len(layout.slots), dtype=np.int64)
@@ -86,6 +92,13 @@ class UnitGradients:
             self._dropped.discard(position)
         if gradient is not None:
             self._local.add(position, gradient, accumulating)
+
+    def _land(self) -> Tensor | None:
+        """The memory of the mean; None where a mean is there, which is added to."""
+        if self._present:
+            return None
+        self.rest.take()
+        return self.rest.tensor
 
     @property
     def waiting(self) -> bool:
@@ -210,10 +223,6 @@ class UnitGradients:
         mine = self._comm.group.index
         parts = self._optimized.parts_at(position, self.reduced)
         return [part for piece, part in parts if piece == mine or not owned]
-
-    def drop_at(self, position: int) -> None:
-        """Forget the gradient of one slot; after the last one the memory is given back."""
-        self.drop_slots([position])
 
     def drop_slots(self, positions: Collection[int], *, set_to_none: bool = True) -> None:
         """As ``drop``, of some slots; after the last one the memory is given back."""

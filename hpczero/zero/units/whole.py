@@ -29,6 +29,7 @@ from hpczero.kernels.bits import sum_of_bits
 from hpczero.memory.buffers import DTYPES, Use
 from hpczero.plan import Stage, UnitSpec
 from hpczero.plan.precision import Precision
+from hpczero.zero.units.late import LateUpdate
 from hpczero.zero.units.marks import Marks
 from hpczero.zero.units.watch import Watch
 
@@ -57,6 +58,7 @@ class WholeParameters:
         lasts: whether the buffer keeps its content while the parameters are sharded.
         mine: this rank's slice of the buffer.
         watch: over them, with their guards.
+        late: values of an update that are on their way.
         holds: how many ``gathered`` blocks are open.
         doubtful: why nobody may use them: changes were cut off, say, and what is kept of them depends on the transport.
             Empty where they are certain.
@@ -96,6 +98,11 @@ class WholeParameters:
         self.lasts = not in_flight
         self._buffer.release()
         self.watch = Watch(spec, self.parameters, rank=comm.rank)
+        replaced = stage.shards_optimizer and not stage.shards_parameters and not self.shared
+        # In fp32 the masters are a part of the buffer, and the next update would change what is on its way.
+        allowed = comm.footprint.overlap and replaced and precision.has_masters
+        guards = self.watch.guards
+        self.late = LateUpdate(self.parameters, guards, layout, allowed=allowed)
         index, size = comm.group.index, spec.layout.num_shards
         told = comm.group.is_job
         self._marks = Marks(spec.name, rank=index, shards=size, is_job=told) if given_back else None
@@ -184,6 +191,7 @@ class WholeParameters:
         Raises:
             TierError: on every rank; one of them could not read its part. They are sharded again then.
         """
+        self.late.settle()
         if self.state is not UnitState.GATHERING:
             return
         self._wait()
@@ -228,6 +236,7 @@ class WholeParameters:
         Args:
             read: puts this rank's into its slice, (shard_numel,).
         """
+        self.late.settle()
         self.forget_copy()
         self._gathered = False
         if self.lasts:
@@ -240,9 +249,12 @@ class WholeParameters:
         if self._comm.secondary is not None:
             self._comm.secondary.forget(self._spec.name)
 
-    def wait_for_update(self) -> None:
-        """Return when parameters that stay whole have the values of ``update``."""
-        if self.state is UnitState.WHOLE:
+    def wait_for_update(self, *, late: bool = False) -> None:
+        """Return when parameters that stay whole have the values of ``update``; with ``late`` whoever asks may wait."""
+        work = self._work
+        if work is not None and late and self.late.put_off(self.flat, work.wait):
+            self._work = None
+        elif self.state is UnitState.WHOLE:
             self._wait()
 
     def note_step(self, positions: Sequence[int]) -> None:
@@ -382,6 +394,6 @@ class WholeParameters:
     def check_values(self) -> None:
         """Raises StepError if masters lack what parameters show. Inside a ``hold`` changes count at its end only."""
         self.check_certain()
-        if not self.holds:
+        if not (self.holds or self.late.pending):
             self.watch.check_guards()
             self.watch.check_values(self.flat)

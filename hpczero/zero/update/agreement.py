@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import CommError, StepError, TierError
 from hpczero.job.topology import Topology
 from hpczero.job.unlike import unlike
+from hpczero.kernels.norm import numbers_of
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.usage import Flags
 from hpczero.zero.update.gradient_norms import squares_of
+from hpczero.zero.update.readings import Readings
 from hpczero.zero.update.replicas import Replicas
 from hpczero.zero.update.tensor_copies import TensorCopies
 
@@ -37,7 +40,12 @@ class Agreement:
     """
 
     def __init__(
-        self, units: Sequence[Unit], comm: Collectives, topology: Topology, advice: Advice
+        self,
+        units: Sequence[Unit],
+        comm: Collectives,
+        topology: Topology,
+        advice: Advice,
+        readings: Readings,
     ) -> None:
         """Not collective.
 
@@ -46,11 +54,13 @@ class Agreement:
             comm: the transport.
             topology: of the ranks.
             advice: told what the comparison of ranks found.
+            readings: numbers that are read with whether gradients are finite.
         """
         self._units = list(units)
         self._comm = comm
         self._topology = topology
         self._advice = advice
+        self._readings = readings
         self.replicas = Replicas(self._units, comm)
         self._copies = TensorCopies(self._units, topology)
 
@@ -90,7 +100,7 @@ class Agreement:
         ]
         used = np.concatenate(usages or [np.zeros((2, 0), dtype=bool)], axis=1)
         # Last: here a device is waited for, which is better busy while the host does the rest.
-        bad = [not known_finite and not are_finite(held) for held in owned]
+        bad = [not known_finite and not are_finite(held, self._readings.read) for held in owned]
         differing = self._copies.error(options)  # collective, whatever is wrong here
         failures = (unit.gradients.rest.failure for unit in self._units)  # of a read for it too
         error = differing or error or next(filter(None, failures), None)
@@ -161,21 +171,26 @@ class Agreement:
         return error
 
 
-def are_finite(slots: Slots) -> bool:
-    """Whether this rank's gradients of ``slots`` are; units that rest elsewhere have left their sums of squares."""
+def are_finite(slots: Slots, read: Callable[[Sequence[Tensor]], list[float]] = numbers_of) -> bool:
+    """Whether this rank's gradients of ``slots`` are; units that rest elsewhere have left their sums of squares.
+
+    Args:
+        slots: which gradients.
+        read: as ``kernels.norm.numbers_of``.
+    """
     present = {unit: own for unit, own in slots.items() if unit.gradients.present}
-    near: list[torch.Tensor] = []
+    near: list[Tensor] = []
     for unit, own in present.items():
         if unit.gradients.rest.resident:
             near += _owned(unit, own)
-    return all_finite(near) and all(
+    return all_finite(near, read) and all(
         _rests_finite(unit, own)
         for unit, own in present.items()
         if not unit.gradients.rest.resident
     )
 
 
-def _owned(unit: Unit, positions: Sequence[int]) -> list[torch.Tensor]:
+def _owned(unit: Unit, positions: Sequence[int]) -> list[Tensor]:
     gradients = unit.gradients
     if len(positions) == len(gradients.usage):
         return [gradients.owned]
@@ -191,11 +206,10 @@ def _rests_finite(unit: Unit, positions: Sequence[int]) -> bool:
         return all_finite(_owned(unit, positions))
 
 
-def all_finite(gradients: Sequence[torch.Tensor]) -> bool:
+def all_finite(
+    gradients: Sequence[Tensor], read: Callable[[Sequence[Tensor]], list[float]] = numbers_of
+) -> bool:
     """Whether every element is finite; the sums tell, unless one overflows by itself. One transfer if they do."""
-    if not gradients:
-        return True
-    sums = torch.stack([gradient.sum() for gradient in gradients])
-    if bool(torch.isfinite(sums).all()):
+    if all(map(math.isfinite, read([gradient.sum() for gradient in gradients]))):
         return True
     return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)

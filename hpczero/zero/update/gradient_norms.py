@@ -20,15 +20,21 @@ from hpczero.job.group import Group
 from hpczero.kernels.norm import (
     largest,
     largest_magnitude,
+    square_sums,
     squares,
     sum_of_powers,
     sum_of_squares,
 )
 from hpczero.zero.units.unit import Unit
+from hpczero.zero.update.readings import Readings
 
 
 class GradientNorms:
-    """All methods but ``forget`` are collective over topology.world."""
+    """All methods but ``forget`` are collective over topology.world.
+
+    Attributes:
+        readings: numbers that are read with those of a norm.
+    """
 
     def __init__(
         self,
@@ -48,6 +54,7 @@ class GradientNorms:
         self._units = list(units)
         self._comm, self._model_ranks = comm, model_ranks
         self._check = check
+        self.readings = Readings()
         # By order, with the versions of the gradients they are of; a norm is taken out when asked for: see of_slot.
         self._of_slots: dict[float, tuple[dict[tuple[Unit, int], float], list[int]]] = {}
         self._finite: list[int] | None = (
@@ -88,45 +95,53 @@ class GradientNorms:
             raise ConfigError(f"norm_type: got {norm_type!r}, expected 2.0 or inf")
         self._check()
         square = norm_type == 2.0
+        mine, others = self._squares() if square else self._largest()
         if square:  # in each step of training: no list of all ranks
-            of_part = self._comm.total(math.fsum(self._squares()), name="grad_norm")
+            of_part = self._comm.total(mine, name="grad_norm")
         else:
-            mine = np.array([self._largest()])
-            of_part = largest(self._comm.share(mine, name="grad_norm")[:, 0].tolist())
+            everybody = self._comm.share(np.array([mine]), name="grad_norm")[:, 0].tolist()
+            of_part = largest(everybody)
         parts = self._model_ranks.share(np.array([of_part]))[:, 0].tolist()
         norm = math.sqrt(math.fsum(parts)) if square else largest(parts)
-        if math.isfinite(norm) and self._others_are_finite():
+        # What another rank counts, the norm says nothing of.
+        if math.isfinite(norm) and math.isfinite(others):
             self.note_finite()
         return norm
 
-    def _others_are_finite(self) -> bool:
-        """Whether what this rank has of gradients that another rank counts is finite; the norm says nothing of it."""
-        for unit in self._units:
-            if unit.spec.uncounted and unit.gradients.present:
-                with unit.gradients.rest.at_hand():
-                    parts = pieces_of(unit, unit.spec.uncounted)
-                    if not all(bool(part.isfinite().all()) for part in parts):
-                        return False
-        return True
+    def _squares(self) -> tuple[float, float]:
+        """Sums of squares of this rank's gradients: what it adds to the norm, and what another rank adds.
 
-    def _squares(self) -> list[float]:
-        """Of this rank's gradients; those in memory at once, with one transfer from a device."""
+        Those in memory at once, with one transfer from a device.
+        """
         present = [unit for unit in self._units if unit.gradients.present]
         near = [unit for unit in present if unit.gradients.rest.resident]
-        found = squares([part for unit in near for part in counted(unit)])
+        sums = square_sums([part for unit in near for part in counted(unit)])
+        others = [u for u in near if u.spec.uncounted]
+        of_others = square_sums([p for u in others for p in pieces_of(u, u.spec.uncounted)])
+        numbers = self.readings.read([*sums, *of_others])
+        found, beside = numbers[: len(sums)], numbers[len(sums) :]
         for unit in present:
             if not unit.gradients.rest.resident:
                 found += squares_of(unit)
-        return found
+                if unit.spec.uncounted:
+                    with unit.gradients.rest.at_hand():
+                        beside += squares(pieces_of(unit, unit.spec.uncounted))
+        return math.fsum(found), math.fsum(beside)
 
-    def _largest(self) -> float:
+    def _largest(self) -> tuple[float, float]:
+        """Largest magnitude of what this rank adds to the norm; NaN for what another rank adds, which is not looked at.
+
+        0 where it adds nothing.
+        """
         present = [unit.gradients for unit in self._units if unit.gradients.present]
-        found = [largest_magnitude([each.owned for each in present if each.rest.resident])]
+        near = [each.owned for each in present if each.rest.resident]
+        found = [largest_magnitude(near, self.readings.read)]
         for each in present:
             if not each.rest.resident:
                 with each.rest.at_hand():
                     found.append(largest_magnitude([each.owned]))
-        return largest(found)
+        others = any(unit.spec.uncounted and unit.gradients.present for unit in self._units)
+        return largest(found), math.nan if others else 0.0
 
     def of_slot(self, unit: Unit, position: int, order: float) -> float:
         """Norm over one parameter, the same bits on every rank.

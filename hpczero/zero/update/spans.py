@@ -268,7 +268,7 @@ class Run:
 
     def _give_new(self, name: str, value: Any, states: dict[Any, Any]) -> None:
         if isinstance(value, Tensor) and value.dim() == 0:
-            values: Any = value.expand(len(self.pieces)).clone()
+            values: Any = value.repeat(len(self.pieces))  # a copy that is dense for one piece too
         elif isinstance(value, Tensor):
             # A base of its own: parts_of asks for it.
             whole = value if value._base is None else value.clone()

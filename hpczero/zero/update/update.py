@@ -103,8 +103,8 @@ class Step:
         self._comm, self._topology = comm, topology
         self._model = model
         self.skips = Skips(comm, precision, scaler, speaks=topology.is_root)
-        self.agreement = Agreement(self._units, comm, topology, advice)
         self.norms = GradientNorms(self._units, comm, topology.model_parallel, self._check_reduced)
+        self.agreement = Agreement(self._units, comm, topology, advice, self.norms.readings)
         self.history = GradientHistory(self._units, self.norms)
         self.rounds = Rounds(0)
         self.steppers: list[Stepper] = []
@@ -338,6 +338,6 @@ class Step:
         for unit in stepper.slots:
             unit.refresh()
         for unit, own in stepper.slots.items():
-            unit.whole.wait_for_update()
+            unit.whole.wait_for_update(late=len(self.steppers) == 1)
             # A graph may need parameters of other optimizers. Where the unit was kept whole for it, they are gone.
             unit.note_step(range(len(unit.parameters)) if unit in ended else own)
