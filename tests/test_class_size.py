@@ -17,8 +17,9 @@ LARGER = {
     # One state machine over one buffer: who may use it, and who may write to it, decide together when it is given back.
     "WholeParameters": (27, 19),
     # The contract of a transport, public: ten verbs to write, the others say what every transport has in common.
-    "Collectives": (28, 15),
+    "Collectives": (29, 15),
     # What a block of memory holds for peers, place by place: offsets that are found together, when memory is settled.
+    "Hierarchical": (23, 9),
     "Ipc": (7, 13),
 }
 

@@ -46,6 +46,8 @@ def rows_of(blocks: Sequence[Tensor], out: Tensor) -> tuple[Sequence[Tensor], Te
         or the rows of one block are further apart than those of another.
     """
     if all(tensor.is_contiguous() for tensor in (*blocks, out)):
+        if out.dim() == 1:
+            return blocks, out
         return [block.view(-1) for block in blocks], out.view(-1)
     if out.dim() != 2 or out.stride(1) != 1:
         return None

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 # Upper bound of the buffers that receive peers' gradient blocks, unless messages would then be too short.
 EXCHANGE_BYTES = 32 * 2**20
+# The same for rounds of a device: each costs the host launches and waits, and a device has more memory than that.
+DEVICE_EXCHANGE_BYTES = 128 * 2**20
 # Bytes of a message below which buffers grow instead.
 LEAST_BYTES = 256 * 2**10
 # Bytes that one message of a round between nodes carries, unless a measurement finds better: small enough that sums and
@@ -76,10 +78,11 @@ def rail_chunk(shard_numel: int, nodes: int, itemsize: int, round_nbytes: int = 
         shard_numel: elements of a rank's shard.
         nodes: G.
         itemsize: bytes of an element on the network.
-        round_nbytes: wished for; less where the buffers would pass EXCHANGE_BYTES and messages stay long enough, more
-            where there would be too many messages.
+        round_nbytes: wished for; less where the buffers would pass EXCHANGE_BYTES (of a device's rounds
+            DEVICE_EXCHANGE_BYTES) and messages stay long enough, more where there would be too many messages.
     """
-    fits = max(EXCHANGE_BYTES // (4 * nodes), LEAST_BYTES)
+    most = EXCHANGE_BYTES if round_nbytes < DEVICE_ROUND_BYTES else DEVICE_EXCHANGE_BYTES
+    fits = max(most // (4 * nodes), LEAST_BYTES)
     rounds = _rounds(shard_numel * itemsize, nodes, min(round_nbytes, fits), EXCHANGE_MESSAGES)
     if rounds == 1:
         return max(shard_numel, 1)

@@ -35,7 +35,7 @@ SECTIONS = {
     "offload": "optimizer gradients parameters folder window buffers ahead fraction step delayed",
     "activations": "checkpointing rest folder buffers",
     "evaluation": "every batches",
-    "checkpoint": "every keep background writer required",
+    "checkpoint": "every keep background writer required stripes",
     "resume": "from",
     "log": "every level progress tensorboard plot peak_tflops stragglers_every",
 }

@@ -99,8 +99,10 @@ def test_layouts_without_a_machine_are_refused() -> None:
 
 def test_partial_sums_of_half_the_bytes_can_be_asked_for() -> None:
     """They change the result, so they are never chosen by the search itself."""
+    # On a fast network the rounding of so small a model costs more than the bytes.
+    machine = dataclasses.replace(MACHINE, nic_rate=MACHINE.nic_rate / 100)
     exact, half = (
-        search_layouts(MODEL, MACHINE, ranks=8, precision="bf16", global_batch=16, reduce=reduce)
+        search_layouts(MODEL, machine, ranks=8, precision="bf16", global_batch=16, reduce=reduce)
         for reduce in ("fp32", "bf16")
     )
     assert not any("reduce" in options_of_layout(one) for one in exact)

@@ -31,8 +31,8 @@ def test_counts_are_those_of_the_plan(row: Row) -> None:
 
 def test_counts_of_a_block_are_those_by_hand(row: Row) -> None:
     shard = -(-BLOCK // 48)
-    # rounds of 4 MiB to gather; to reduce as many bytes as 32 MiB of 4 buffers leave for each of 6 nodes
-    chunk = -(-(32 * 2**20 // (4 * 6) // 4) // 64) * 64
+    # rounds of 4 MiB both ways; buffers of 128 MiB would leave more for each of 6 nodes
+    chunk = min(2**22, 128 * 2**20 // (4 * 6)) // 4
     assert row["gather_messages"] == 5 * -(-2 * shard // 2**22)
     assert row["reduce_messages"] == 5 * -(-shard // chunk)
     assert row["exchange_nbytes"] == 4 * 6 * chunk * 4
