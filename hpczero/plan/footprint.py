@@ -129,7 +129,12 @@ def places_in_turn(sizes: Sequence[int]) -> list[int]:
 
 
 def footprint_of(
-    transport: Named, *, ranks: int, local_size: int, carriers: Carriers | None = None
+    transport: Named,
+    *,
+    ranks: int,
+    local_size: int,
+    carriers: Carriers | None = None,
+    on_device: bool = False,
 ) -> Footprint:
     """The footprint that a transport of this name will have.
 
@@ -138,24 +143,24 @@ def footprint_of(
         ranks: number of ranks in the group.
         local_size: number of ranks on a node.
         carriers: of nodes with different numbers of ranks, as one rank sees them; then ``local_size`` is not used.
+        on_device: whether buffers are on devices, which compute by themselves: rounds are longer, and communication
+            goes on beside that on one node too. With ``ipc`` they always are.
     """
+    rounds = DEVICE_ROUND_BYTES if on_device or transport == "ipc" else ROUND_BYTES
     if carriers is not None and transport in ("hierarchical", "window"):
         shares = transport == "window"
         return Footprint(
             carriers.size if shares else 1,
             nodes=len(carriers.nodes),
+            round_nbytes=rounds,
             overlap=True,
             carriers=replace(carriers, shares=shares),
         )
     local, nodes = min(local_size, ranks), -(-ranks // local_size)
     if transport == "flat":
         return Footprint()
-    if (
-        transport == "ipc"
-    ):  # devices compute by themselves: communication goes on beside that on one node too
-        return Footprint(
-            local, nodes=nodes, round_nbytes=DEVICE_ROUND_BYTES, overlap=True, pulls=local > 1
-        )
+    if transport == "ipc":
+        return Footprint(local, nodes=nodes, round_nbytes=rounds, overlap=True, pulls=local > 1)
     if transport == "hierarchical" or local == 1:
-        return Footprint(nodes=nodes, overlap=nodes > 1)
+        return Footprint(nodes=nodes, round_nbytes=rounds, overlap=on_device or nodes > 1)
     return Footprint(local, lasting=nodes == 1, nodes=nodes, overlap=nodes > 1)

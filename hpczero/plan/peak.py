@@ -77,9 +77,12 @@ def _memory(
     precision: Precision,
     offload: Offload,
     carriers: Carriers | None,
+    on_device: bool,
 ) -> MemoryPlan:
     plan = OffloadedPlan(network.plan(ranks, stage, precision), offload)
-    footprint = footprint_of(transport, ranks=ranks, local_size=local_size, carriers=carriers)
+    footprint = footprint_of(
+        transport, ranks=ranks, local_size=local_size, carriers=carriers, on_device=on_device
+    )
     return plan.memory(footprint)
 
 
@@ -156,6 +159,7 @@ class Run:
             ranks=self.ranks,
             local_size=self.local_size,
             carriers=self.carriers,
+            on_device=self.on_device,
         )
 
     @cached_property
@@ -170,6 +174,7 @@ class Run:
             self._dtypes,
             self.offload,
             self.carriers,
+            self.on_device,
         )
 
     @property

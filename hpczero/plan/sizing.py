@@ -313,7 +313,9 @@ class Machine:
     def footprint(self) -> Footprint:
         """Footprint of the transport."""
         local = self.local_size or self.ranks
-        return footprint_of(self.transport, ranks=self.ranks, local_size=local)
+        return footprint_of(
+            self.transport, ranks=self.ranks, local_size=local, on_device=self.on_device
+        )
 
 
 def fit(

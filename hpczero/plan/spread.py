@@ -163,7 +163,12 @@ class Spread:
         """Footprint of the transport between the ranks that share parameters."""
         replicas = self.span(0, "replicate")
         return replace(
-            footprint_of(self.transport, ranks=self.shards.size, local_size=self.shards.local),
+            footprint_of(
+                self.transport,
+                ranks=self.shards.size,
+                local_size=self.shards.local,
+                on_device=self.on_device,
+            ),
             replicas=replicas.size,
             replica_nodes=replicas.nodes,
         )
