@@ -280,8 +280,10 @@ def install_abort_hook() -> None:
     previous = sys.excepthook
     if getattr(previous, "ends_the_job", False):
         return
+    told: list[BaseException] = []
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        told.append(error)
         agreed, code = getattr(error, "agreed", False), EXIT_FAILURE
         try:
             if issubclass(kind, HpcZeroError):
@@ -294,6 +296,19 @@ def install_abort_hook() -> None:
         if not agreed:
             abort_job(code)
 
+    def end() -> None:
+        """Where a library's hook stands in place of this one, it alone was told (rich's says so to nobody else)."""
+        error = getattr(sys, "last_value", None)
+        replaced = not getattr(sys.excepthook, "ends_the_job", False)
+        if (
+            replaced
+            and error is not None
+            and all(error is not each for each in told)
+            and not getattr(error, "agreed", False)
+        ):
+            abort_job(EXIT_FAILURE)
+
+    atexit.register(end)
     hook.ends_the_job = True  # type: ignore[attr-defined]  # marks our own hook
     sys.excepthook = hook
 

@@ -155,6 +155,8 @@ if how == "hook":
     sys.excepthook = fail
 topology = hpczero.Topology.of_world()
 hpczero.errors.explain_exhaustion("as zeroify says")
+if how == "hook in place of ours":
+    sys.excepthook = lambda kind, error, trace: print("told by a library:", error, file=sys.stderr)
 if how == "inside agreed":
     with topology.agreed("read"):
         if topology.rank == 1:
@@ -170,6 +172,7 @@ topology.barrier()
     [
         ("words", "Unspeakable: <exception str() failed>"),
         ("hook", "a hook of the program's own"),
+        ("hook in place of ours", "told by a library: its own"),
         ("inside agreed", "could not read: Unspeakable: <exception str() failed>"),
     ],
 )
