@@ -214,8 +214,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or "can't allocate memory" in str(error)
+        or "can't allocate memory" in words_of(error)
     )
+
+
+def words_of(error: BaseException) -> str:
+    """``str(error)``; where a class of a program's own fails in that, what Python prints instead."""
+    try:
+        return str(error)
+    except Exception:  # whatever it is, the job has to end for the error before
+        return "<exception str() failed>"
 
 
 def _of_the_machine(error: BaseException) -> str | None:
@@ -234,7 +242,7 @@ def _of_the_machine(error: BaseException) -> str | None:
             "was saved before stays"
         )
     if is_out_of_memory(error):
-        first = next(iter(str(error).splitlines()), "")
+        first = next(iter(words_of(error).splitlines()), "")
         return (
             f"{type(error).__name__}: {first}{where}. Out of memory: take a smaller model or micro-batch, or more "
             "ranks on more nodes; `python -m hpczero.plan` says what fits"
@@ -272,16 +280,35 @@ def install_abort_hook() -> None:
     previous = sys.excepthook
     if getattr(previous, "ends_the_job", False):
         return
+    told: list[BaseException] = []
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, HpcZeroError):
-            code = (report_once if getattr(error, "agreed", False) else report)(error)
-        else:
-            previous(kind, error, trace)
-            code = EXIT_FAILURE
-        if not getattr(error, "agreed", False):
+        told.append(error)
+        agreed, code = getattr(error, "agreed", False), EXIT_FAILURE
+        try:
+            if issubclass(kind, HpcZeroError):
+                code = (report_once if agreed else report)(error)
+            else:
+                previous(kind, error, trace)
+        except Exception as failed:  # a hook of the program's own; the job has to end all the same
+            for each in (error, failed):
+                sys.__excepthook__(type(each), each, each.__traceback__)
+        if not agreed:
             abort_job(code)
 
+    def end() -> None:
+        """Where a library's hook stands in place of this one, it alone was told (rich's says so to nobody else)."""
+        error = getattr(sys, "last_value", None)
+        replaced = not getattr(sys.excepthook, "ends_the_job", False)
+        if (
+            replaced
+            and error is not None
+            and all(error is not each for each in told)
+            and not getattr(error, "agreed", False)
+        ):
+            abort_job(EXIT_FAILURE)
+
+    atexit.register(end)
     hook.ends_the_job = True  # type: ignore[attr-defined]  # marks our own hook
     sys.excepthook = hook
 

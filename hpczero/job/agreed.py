@@ -40,7 +40,7 @@ def agreed(comm: MPI.Intracomm, watchdog: Watchdog, what: str) -> Iterator[None]
         error = caught
     failed = np.array([error is not None], dtype=np.int64)
     is_foreign = not isinstance(error, HpcZeroError)
-    mine = None if error is None else (is_foreign, _told_as(error), str(error))
+    mine = None if error is None else (is_foreign, _told_as(error), errors.words_of(error))
     with watchdog.watch(f"the agreement of all ranks after {what!r}"):
         comm.Allreduce(MPI.IN_PLACE, failed, op=MPI.MAX)
         if not failed[0]:

@@ -137,3 +137,47 @@ def test_ranks_that_wait_in_vain_for_another_speak_for_themselves() -> None:
     done = run_ranks(3, ["-c", program, "one is elsewhere"], timeout=60)
     assert "ConfigError: told" in done.stderr, done
     assert done.returncode == 78, done
+
+
+UNSPEAKABLE = """
+import sys
+import hpczero
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("has no words")
+
+def fail(kind, error, trace):
+    raise RuntimeError("a hook of the program's own")
+
+how = sys.argv[1]
+if how == "hook":
+    sys.excepthook = fail
+topology = hpczero.Topology.of_world()
+hpczero.errors.explain_exhaustion("as zeroify says")
+if how == "hook in place of ours":
+    sys.excepthook = lambda kind, error, trace: print("told by a library:", error, file=sys.stderr)
+if how == "inside agreed":
+    with topology.agreed("read"):
+        if topology.rank == 1:
+            raise Unspeakable
+elif topology.rank == 1:
+    raise Unspeakable if how == "words" else ValueError("its own")
+topology.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("words", "Unspeakable: <exception str() failed>"),
+        ("hook", "a hook of the program's own"),
+        ("hook in place of ours", "told by a library: its own"),
+        ("inside agreed", "could not read: Unspeakable: <exception str() failed>"),
+    ],
+)
+def test_error_that_cannot_be_told_ends_the_job_too(how: str, said: str) -> None:
+    done = run_ranks(2, ["-c", UNSPEAKABLE, how], timeout=100, env={"HPCZERO_TIMEOUT": "60"})
+    assert said in done.stderr, done
+    assert "has no words" not in done.stderr, done
+    assert done.returncode == 1, done  # 86 where rank 0 has waited for rank 1

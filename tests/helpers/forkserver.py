@@ -344,6 +344,7 @@ def _become(job: dict[str, Any], files: list[int], python: str) -> NoReturn:
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         error.__traceback__ = trace
+        sys.last_value = error  # as Python does
         sys.excepthook(type(error), error, trace)
         sys.exit(1)
     sys.exit(0)

@@ -155,7 +155,8 @@ def check(comm: MPI.Intracomm, wire: Wire, sharding: Sharding, plan: TrafficPlan
     parallel_assert(comm, all(wire.calls[op] == calls[op] for op in calls), said)
     parallel_assert(comm, all(wire.nbytes[op] == nbytes[op] for op in nbytes), said)
     parallel_assert(comm, wire.calls["broadcast"] == 0, said)
-    few = wire.calls["agreement"] == 2 and wire.nbytes["agreement"] < 128  # clip and step
+    # Clip and step: the digits of a norm, and flags; nothing that grows with the model or the ranks.
+    few = wire.calls["agreement"] == 2 and wire.nbytes["agreement"] < 640 * (comm.size - 1)
     parallel_assert(comm, few, said)
     stats = sharding.collectives.stats
     parallel_assert(comm, all(stats.calls[op] == calls[op] for op in calls), str(stats))
