@@ -162,7 +162,8 @@ def test_in_half_precision_the_next_forward_hides_the_gathers_of_the_update(
     network = Network(job)
     gathers = [network.gather_s(u.layout.shard_numel * (2 if late else 4)) for u in job.plan.units]
     hours = 1e4  # of computing in each block, which hide whatever can be hidden
-    exposed, whole = network.exposed(hours, hours, hours)
+    found = network.exchanged(hours, hours, hours)
+    exposed, whole = found.exposed_s, found.cost.seconds
     assert whole - exposed > 0
     # Nothing runs before the first two, and the reductions that nothing hides are those of the last two units.
     reduced = [network.reduce_s(job.plan.units[place].layout.shard_numel) for place in (0, -1)]
