@@ -74,9 +74,8 @@ def subject_of(
     return Subject(dataclasses.replace(spread, transport=transport), options, MACHINE)
 
 
-KEPT: dict[
-    tuple[int, int], tuple[Subject, Recorded]
-] = {}  # with the subject, so that its id stays its own
+# With the subject, so that its id stays its own.
+KEPT: dict[tuple[int, int], tuple[Subject, Recorded]] = {}
 
 
 def recorded(subject: Subject, rank: int) -> Recorded:
@@ -166,15 +165,13 @@ def test_counted_products_are_those_of_the_model() -> None:
 
 @pytest.mark.parametrize("name", ["pipeline", "pipeline and tensor", "tokens"])
 def test_what_a_step_starts_after_its_update_the_next_forward_waits_for(name: str) -> None:
-    subject = SUBJECTS[name]
-    (main, *others) = recorded(subject, 0).program.lanes.values()
-    beside = [entry for lane in others for entry in lane]
+    lanes = recorded(SUBJECTS[name], 0).program.lanes
+    main, beside = lanes[MAIN], lanes["shards"]
     ends = [entry.token for entry in beside if isinstance(entry, Signal)]
-    waited = [entry.token for entry in main if isinstance(entry, Await)]
-    assert ends
-    assert sorted(waited) == sorted(ends)
+    assert sorted(ends) == sorted(entry.token for entry in main if isinstance(entry, Await))
     calls = [entry for entry in beside if isinstance(entry, Call)]
     gathers = len({call.name for call in calls if call.operation == "all_gather"})
+    assert gathers > 1
     first, last = (main.index(Await(token, "shards")) for token in (ends[0], ends[gathers - 1]))
     started = [main.index(entry) for entry in main if isinstance(entry, Signal)]
     assert started[gathers - 1] < first
@@ -187,8 +184,7 @@ def test_what_a_step_starts_after_its_update_the_next_forward_waits_for(name: st
 def test_a_wait_for_what_the_recorded_step_has_not_started_is_refused() -> None:
     recorder = Recorder(NoClock())
     recorder.begin()
-    with recorder.started("shards") as late:
-        pass
+    late = recorder.started("shards")
     recorder.begin()
     with pytest.raises(HpcZeroError, match=r"'shards'.* waits for operation 1 of the one before"):
         late.wait()
