@@ -27,6 +27,8 @@ from scaling.planner import report as planner_report
 from scaling.predict import report as predict_report
 from scaling.report.page import Report, page
 from scaling.report.rows import is_sound
+from scaling.simulate import check as simulate_check
+from scaling.simulate import report as simulate_report
 from scaling.start import report as start_report
 from scaling.sweep import plots as sweep_plots
 from scaling.sweep import report as sweep_report
@@ -42,6 +44,12 @@ def gpu_text(rows: list[Row]) -> str:
         f"Checks of {where}: {head['machine']}, commit {head['commit']}, {head['date']}.\n\n"
         f"{gpu_goals.report(rows)}"
     )
+
+
+def simulate_text(rows: list[Row]) -> str:
+    """A simulated job, or simulated steps beside those of emulated hosts."""
+    beside = any(of_kind(rows, "layout"))
+    return simulate_check.text(rows) if beside else simulate_report.text(rows)
 
 
 def draw_nothing(rows: list[Row], path: Path) -> None:
@@ -60,6 +68,7 @@ TEXT: dict[str, Callable[[list[Row]], str]] = {
     "peers": peers_report.text,
     "planner": planner_report.text,
     "predict": predict_report.text,
+    "simulate": simulate_text,
     "start": start_report.text,
     "sweep": sweep_report.text,
     "tiers": tiers_report.text,
@@ -76,6 +85,7 @@ DRAW: dict[str, Callable[[list[Row], Path], None]] = {
     "peers": peers_report.draw,
     "planner": planner_report.draw,
     "predict": predict_report.draw,
+    "simulate": draw_nothing,
     "start": draw_nothing,
     "sweep": sweep_plots.draw,
     "tiers": tiers_report.draw,

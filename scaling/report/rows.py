@@ -74,6 +74,15 @@ NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
         "run": (*_WHERE, "rounds", "steps", "tolerance"),
         "turn": ("workload", "ranks", "stage", "measured_s", "predicted_s", "foreign_share"),
     },
+    "simulate": {  # of a job, and of layouts beside those of emulated hosts
+        "run": _WHERE,
+        "job": (
+            *("layout", "ranks", "ranks_per_node", "stage", "recorded", "calls", "step_s", "spent"),
+            *("idle_s", "between_nbytes", "messages", "links", "binds"),
+            *("foretold_s", "foretold_compute_s", "took_s", "peak_nbytes"),
+        ),
+        "layout": ("layout", "seconds", "step_s", "links", "binds"),
+    },
     "sweep": {
         "run": (
             *("study", "grow", "definition", "points_asked", "points_done", "malformed", "steps"),

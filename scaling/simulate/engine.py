@@ -44,6 +44,7 @@ from hpczero.run.step import TrainingStep
 from scaling.contenders.workload import LEARNING_RATE, SEED
 from scaling.simulate.activations import RecordedPath, RecordedStageMessages
 from scaling.simulate.clocks import CountingClock, Fused, Operations, ThreadClock
+from scaling.simulate.cuts import Cuts
 from scaling.simulate.messages import Elsewhere, RecordedReach
 from scaling.simulate.programs import (
     Call,
@@ -133,16 +134,14 @@ def record(
             stack.enter_context(Operations(clock))
         recorder = Recorder(clock)
         topology = topology_of(recorder, subject.places, rank)
-        model, step = _made(subject, recorder, topology, device)
+        model, optimizer, step = _made(subject, recorder, topology, device)
         if prepare is not None:
             prepare(model)
         step.take(0)
-        lanes: list[Lanes] = []
-        for number in range(MEASURED_STEPS if machine is None else 1):
-            flops = getattr(clock, "flops", 0.0)
-            recorder.begin()
+        cuts = Cuts(recorder, clock, MEASURED_STEPS if machine is None else 1)
+        optimizer.register_step_pre_hook(cuts)
+        for number in range(cuts.most + 1):
             step.take(1 + number)
-            lanes.append(recorder.end())
         state = hpczero.sharding(model)
         accumulation = spread.accumulation if spread.mesh.pipeline == 1 else 1
         traffic = state.plan.traffic(
@@ -150,20 +149,20 @@ def record(
         )
         topology.watchdog.stop()
         found = Recorded(
-            _program(rank, _median(lanes), recorder),
+            _program(rank, _median(cuts.lanes), recorder),
             recorder.origins,
-            getattr(clock, "flops", 0.0) - flops,
+            cuts.flops,
             (traffic.nbytes, traffic.messages),
         )
-    del model, step, state, topology
+    del model, optimizer, step, state, topology
     gc.collect()
     return found
 
 
 def _made(
     subject: Subject, recorder: Recorder, topology: Topology, device: Accelerator
-) -> tuple[nn.Module, TrainingStep]:
-    """Model and step, in the order of training."""
+) -> tuple[nn.Module, torch.optim.Optimizer, TrainingStep]:
+    """Model, optimizer and step, in the order of training."""
     spread, options = subject.spread, subject.options
     on_host = device.is_host
     torch.manual_seed(SEED)
@@ -213,7 +212,7 @@ def _made(
         accelerator=device,
         clip=1.0,
     )
-    return model, step
+    return model, optimizer, step
 
 
 def _passes(

@@ -16,8 +16,9 @@ from typing_extensions import override
 from hpczero.accelerator import Accelerator
 from hpczero.comm.algorithms import Exchange, Gather, Meanwhile, Prepare
 from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
-from hpczero.comm.algorithms.pairwise import IN_FLIGHT, steps
+from hpczero.comm.algorithms.pairwise import steps
 from hpczero.comm.devices.access import Reach
+from hpczero.plan.rounds import IN_FLIGHT
 from scaling.simulate.programs import Work
 from scaling.simulate.recorder import Recorder
 from scaling.simulate.standin import StandIn

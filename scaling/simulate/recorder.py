@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from hpczero.errors import HpcZeroError
 from scaling.simulate.programs import MAIN, Await, Call, Entry, Origin, Signal, Work
 
 
@@ -42,6 +43,7 @@ class Recorder:
         comms: world ranks of every communicator, by its name.
         origins: where each comes from.
         on: whether entries are kept.
+        begun: how often that was begun; a token is of one of these times.
         clock: of the work.
         operation, name, dtype: what is going on, for calls.
         reads: communicator of a node, and bytes that this rank is about to read from each peer beside the next call.
@@ -52,7 +54,7 @@ class Recorder:
         self.lanes: dict[str, list[Entry]] = {MAIN: []}
         self.comms: dict[str, tuple[int, ...]] = {}
         self.origins: dict[str, Origin] = {}
-        self.on = False
+        self.on, self.begun = False, 0
         self.operation, self.name, self.dtype = "", "", ""
         self.reads: tuple[str, int] = ("", 0)
         self._lane = MAIN
@@ -63,6 +65,7 @@ class Recorder:
         """Keep entries from now on, and forget those of before."""
         self.lanes = {MAIN: []}
         self._tokens = 0
+        self.begun += 1
         self.on = True
         self.clock.start()
 
@@ -185,6 +188,7 @@ class Starting:
 
     def __init__(self, recorder: Recorder, lane: str, number: int) -> None:
         self._recorder, self._lane = recorder, lane
+        self._number, self._begun = number, recorder.begun
         self._begin, self._end = f"begin {number}", f"end {number}"
         self._before = MAIN
 
@@ -200,5 +204,15 @@ class Starting:
         self._recorder.enter(self._before)
 
     def wait(self) -> None:
-        """The lane that is recorded now waits for the end."""
-        self._recorder.record(Await(self._end, self._lane))
+        """The lane that is recorded now waits for the end.
+
+        Raises:
+            HpcZeroError: it was started before what is recorded now, in which nobody gives its token.
+        """
+        recorder = self._recorder
+        if recorder.on and recorder.begun != self._begun:
+            raise HpcZeroError(
+                f"lane {self._lane!r}: the step that is recorded waits for operation {self._number} of the one before, "
+                "which it does not have, expected one of its own; cut steps where nothing is on its way"
+            )
+        recorder.record(Await(self._end, self._lane))

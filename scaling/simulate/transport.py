@@ -21,7 +21,7 @@ from typing_extensions import override
 from hpczero.comm import Collectives, Flat, Hierarchical, Hybrid, Work
 from hpczero.comm.background import Background
 from hpczero.comm.devices.access import Reach
-from hpczero.comm.inside.level import Messages, NodeLevel, Parts
+from hpczero.comm.inside.level import NodeLevel, Parts
 from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Buffer, Memory, Use
@@ -93,11 +93,10 @@ class Peers(NodeLevel):
     @contextmanager
     def _reading(self, full: Tensor) -> Iterator[Parts]:
         part = full.numel() // self.comm.size
-        begin = self.comm.rank * part
         self._meet(full, 0)
         if not self.shares_wholes:
             self._recorder.reads = self._node.name_of, part * full.element_size()
-        yield lambda start, count: [full[begin + start :][:count]] * self.comm.size
+        yield lambda start, count: [full.narrow(0, start, count)] * self.comm.size
         if self._recorder.reads[1]:  # no other call has gone on meanwhile
             self._recorder.reads = "", 0
             self._meet(full, part * full.element_size())
@@ -154,6 +153,11 @@ class Labelled(Collectives):
             return super().reduce_scatter(full, out, scale=scale, accumulate=accumulate, name=name)
 
     @override
+    def total(self, value: float, *, name: str) -> float:
+        with self.recorder.labelled("total", name, "digits"):
+            return super().total(value, name=name)
+
+    @override
     def agree(self, flags: npt.NDArray[np.uint8], *, name: str) -> npt.NDArray[np.uint8]:
         with self.recorder.labelled("agree", name, "bits"):
             return super().agree(flags, name=name)
@@ -185,7 +189,7 @@ class RecordedHierarchical(Labelled, Hierarchical):
 
     @override
     def _level(
-        self, inside: str, group: Group, messages: Messages, *, shares_wholes: bool
+        self, inside: str, group: Group, messages: NodeLevel, *, shares_wholes: bool
     ) -> NodeLevel:
         if group.node.size == 1 or inside == "messages":
             return messages

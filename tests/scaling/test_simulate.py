@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import hpczero
 from hpczero.comm import Work as WorkOfComm
+from hpczero.errors import HpcZeroError
 from hpczero.job.mesh import Mesh
 from hpczero.models.config import GPTConfig, flops_per_token
 from hpczero.options.parallel import LayoutOptions
@@ -24,6 +25,7 @@ from scaling.simulate.matching import OrderError, check
 from scaling.simulate.outcome import COMPUTE
 from scaling.simulate.programs import (
     MAIN,
+    Await,
     Call,
     Entry,
     Places,
@@ -31,9 +33,11 @@ from scaling.simulate.programs import (
     Program,
     Receive,
     Send,
+    Signal,
     Work,
     expanded,
 )
+from scaling.simulate.recorder import NoClock, Recorder
 from scaling.simulate.replay import replay
 
 MODEL = GPTConfig(vocab_size=60, context=8, layers=6, hidden=48, heads=6)
@@ -70,9 +74,8 @@ def subject_of(
     return Subject(dataclasses.replace(spread, transport=transport), options, MACHINE)
 
 
-KEPT: dict[
-    tuple[int, int], tuple[Subject, Recorded]
-] = {}  # with the subject, so that its id stays its own
+# With the subject, so that its id stays its own.
+KEPT: dict[tuple[int, int], tuple[Subject, Recorded]] = {}
 
 
 def recorded(subject: Subject, rank: int) -> Recorded:
@@ -160,7 +163,31 @@ def test_counted_products_are_those_of_the_model() -> None:
     assert found.flops == pytest.approx(flops_per_token(model) * model.context, rel=0.02)
 
 
+@pytest.mark.parametrize("name", ["pipeline", "pipeline and tensor", "tokens"])
+def test_what_a_step_starts_after_its_update_the_next_forward_waits_for(name: str) -> None:
+    lanes = recorded(SUBJECTS[name], 0).program.lanes
+    main, beside = lanes[MAIN], lanes["shards"]
+    ends = [entry.token for entry in beside if isinstance(entry, Signal)]
+    assert sorted(ends) == sorted(entry.token for entry in main if isinstance(entry, Await))
+    calls = [entry for entry in beside if isinstance(entry, Call)]
+    gathers = len({call.name for call in calls if call.operation == "all_gather"})
+    assert gathers > 1
+    first, last = (main.index(Await(token, "shards")) for token in (ends[0], ends[gathers - 1]))
+    started = [main.index(entry) for entry in main if isinstance(entry, Signal)]
+    assert started[gathers - 1] < first
+    assert any(isinstance(entry, Work) and entry.device_s for entry in main[first:last])
+
+
 # --- mistakes that are planted
+
+
+def test_a_wait_for_what_the_recorded_step_has_not_started_is_refused() -> None:
+    recorder = Recorder(NoClock())
+    recorder.begin()
+    late = recorder.started("shards")
+    recorder.begin()
+    with pytest.raises(HpcZeroError, match=r"'shards'.* waits for operation 1 of the one before"):
+        late.wait()
 
 
 def with_one(subject: Subject, rank: int, other: Program) -> list[Program]:
