@@ -16,11 +16,11 @@ from hpczero.comm.algorithms import (
     Gather,
     PairwiseExchange,
     PairwiseGather,
-    pairwise,
 )
 from hpczero.comm.algorithms.blocks import Blocks
 from hpczero.comm.algorithms.standing import Standing
 from hpczero.comm.devices.access import DirectReach, HostReach, Reach, StagedReach
+from hpczero.plan import rounds
 from tests.helpers.late import LateAccelerator
 from tests.helpers.parallel import parallel_assert
 
@@ -76,7 +76,7 @@ def check_gather(comm: MPI.Intracomm, kind: type[Gather], reach: Reach, chunk_nb
 def test_pairs_of_several_peers_at_a_time_move_the_same_bytes(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, steps: int, reach: str
 ) -> None:
-    monkeypatch.setattr(pairwise, "STEPS", steps)
+    monkeypatch.setattr(rounds, "STEPS", steps)
     for _ in range(2):
         check_gather(comm, PairwiseGather, REACHES[reach](), chunk_nbytes=12)
         check_exchange(comm, PairwiseExchange, REACHES[reach]())

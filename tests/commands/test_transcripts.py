@@ -167,7 +167,7 @@ TABLE = {
         instead=("tokens.h5", "old.h5"), needs="token file of version 1"
     ),
     # SLURM
-    "NODES=2 slurm/train_60b.sh": Verdict(code=78, shows="from 59 ranks on it fits"),
+    "NODES=2 slurm/train_60b.sh": Verdict(code=78, shows="from 60 ranks on it fits"),
     "NODES=25 GPUS_PER_NODE=16 slurm/preflight.sh --directory runs": DRY,
     "NODES=4 RANKS_PER_NODE=8 GPUS_PER_NODE=8 CPUS_PER_RANK=12 slurm/train.sh run.toml": DRY,
     "ACCOUNT=... slurm/weak_scaling.sh": DRY,
@@ -180,6 +180,12 @@ TABLE = {
     "chain.sh N SCRIPT ...": BESIDE,
     "bind.sh COMMAND...": Verdict(before="mpirun -n 2 slurm/", needs="not a job"),
     "sbatch slurm/train_60b.sh": Verdict("ask", needs="25 nodes"),
+    # tests/slurm packs, sends and starts from there
+    "slurm/pack.sh": Verdict("no", needs="on a login node"),
+    "pack.sh [ARCHIVE]": Verdict("no", needs="packs environment"),
+    "on_node.sh VERB ...": Verdict("no", needs="not a job"),
+    "ENV_ARCHIVE=env.tar NODES=50 slurm/train.sh run.toml": Verdict("no", needs="sbcast"),
+    "lfs setstripe -c 25 -S 16M runs": Verdict("no", needs="Lustre"),
     "sbatch --exclude=n3,n17 slurm/train_60b.sh": Verdict(
         "ask", needs=CLUSTER, instead=("n3,n17", "host2,host3")
     ),
@@ -206,6 +212,7 @@ TABLE = {
     "mpirun -n 8 python -m scaling.layouts": Verdict(after=ONE_LAYOUT),
     "python -m tests.cluster --hosts 4 --ranks-per-host 2 --rate 250 -- -m scaling.layouts --rate_mbit 250 "
     "--emulated": Verdict(after=ONE_LAYOUT, needs="root"),
+    "python -m scaling.simulate.check": Verdict("parse"),
     "python -m scaling.simulate": Verdict(after="--model gpt2 --ranks 16 --ranks_per_node 8"),
     "python -m scaling.hostcost": Verdict(after="--model gpt2 --ranks 64 --ranks_per_node 8"),
     "python -m scaling.layouts": Verdict("parse"),

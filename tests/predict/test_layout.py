@@ -22,7 +22,7 @@ MODEL = GPTConfig(vocab_size=1024, context=128, layers=8, hidden=512, heads=8)
 
 
 def foretold(mesh: Mesh, model: GPTConfig = MODEL, **more: Any) -> LayoutPrediction:
-    return predict_layout(Spread(model, mesh, 8, **more), MACHINE)
+    return predict_layout(Spread(model, mesh, 8, on_device=True, **more), MACHINE)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

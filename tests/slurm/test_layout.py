@@ -61,5 +61,5 @@ def test_layout_that_does_not_fit_is_refused() -> None:
     refused = dry_run(MODEL_PARALLEL="16", MEMORY="10GB")
     assert refused.returncode == 78
     assert (
-        "--stage 2 in this layout needs 19.4 GB per rank, and 10.0 GB are there" in refused.stderr
+        "--stage 2 in this layout needs 19.5 GB per rank, and 10.0 GB are there" in refused.stderr
     )

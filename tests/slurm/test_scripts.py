@@ -63,7 +63,7 @@ def test_60b_dry_run_shows_the_plan_for_400_ranks_and_the_line(submit: Submitter
     [
         ("train_60b.sh", {"MODEL_PARALLEL": "0"}, "MODEL_PARALLEL is 0, expected at least 1"),
         ("train_60b.sh", {"MODEL_PARALLEL": "x"}, "MODEL_PARALLEL is 'x', expected a number"),
-        ("train_60b.sh", {"NODES": "2", "RANKS_PER_NODE": "16"}, "from 59 ranks on it fits"),
+        ("train_60b.sh", {"NODES": "2", "RANKS_PER_NODE": "16"}, "from 60 ranks on it fits"),
         ("train.sh", {"PARTITION": "nope"}, "PARTITION is 'nope', and this cluster has: dgx2 gpu"),
         ("train.sh", {"MACHINE": "nope"}, "no machine file"),
         ("train.sh", {"MACHINE": "dgx-infiniband"}, "wants the module openmpi"),
