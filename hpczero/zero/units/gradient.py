@@ -69,6 +69,7 @@ class LocalGradient:
         self._views: list[Tensor] = []  # of ``_flat``, one for each slot
         self._small: dict[int, Tensor] = {}  # gradients that wait, by slot
         self._small_adds = False  # they are added, else copied
+        self._shapes = [torch.empty(slot.shape, device="meta") for slot in layout.slots]
         lengths = [slot.numel for slot in layout.slots]
         self._lengths = [*lengths, layout.padded_numel - sum(lengths)]  # the last: padding
 
@@ -136,11 +137,8 @@ class LocalGradient:
         # Memory that is given back and taken again comes back to its views; some transports give other memory instead.
         if not (self._views and torch._C._is_alias_of(self._views[0], flat)):  # type: ignore[attr-defined]
             with torch.inference_mode(False):
-                parts = flat.split_with_sizes(self._lengths)  # one call for all
-                self._views = [
-                    part.view(slot.shape)
-                    for part, slot in zip(parts, self._layout.slots, strict=False)
-                ]
+                # One call for all: they are made anew each step where the mean is collected in place.
+                self._views = [*torch._C._nn.unflatten_dense_tensors(flat, self._shapes)]
 
     def complete(self) -> Tensor:
         """The whole gradient for the wire: zero where none came in, padding included."""
