@@ -18,8 +18,9 @@ LARGER = {
     "WholeParameters": (27, 19),
     # The contract of a transport, public: ten verbs to write, the others say what every transport has in common.
     "Collectives": (29, 15),
-    # What a block of memory holds for peers, place by place: offsets that are found together, when memory is settled.
+    # Two levels behind that contract, each of which it asks; what differs between nodes is seams that subclasses fill.
     "Hierarchical": (23, 9),
+    # What a block of memory holds for peers, place by place: offsets that are found together, when memory is settled.
     "Ipc": (7, 13),
 }
 

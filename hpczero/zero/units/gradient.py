@@ -70,8 +70,6 @@ class LocalGradient:
         self._small: dict[int, Tensor] = {}  # gradients that wait, by slot
         self._small_adds = False  # they are added, else copied
         self._shapes = [torch.empty(slot.shape, device="meta") for slot in layout.slots]
-        lengths = [slot.numel for slot in layout.slots]
-        self._lengths = [*lengths, layout.padded_numel - sum(lengths)]  # the last: padding
 
     def add(self, position: int, gradient: Tensor, accumulating: bool) -> None:
         """Add ``gradient`` to slot ``position``.
@@ -93,7 +91,7 @@ class LocalGradient:
         if torch.is_grad_enabled():  # create_graph=True
             gradient = gradient.detach()
         adds = self.filled[position]
-        if self._lengths[position] <= SMALL_NUMEL and not (accumulating and self._half):
+        if self._layout.slots[position].numel <= SMALL_NUMEL and not (accumulating and self._half):
             small = self._small
             if not small:
                 self._buffer(False)  # it is planned to be there from the first gradient on
@@ -148,7 +146,7 @@ class LocalGradient:
             for filled, slot in zip(self.filled, self._layout.slots, strict=True):
                 if not filled:
                     gradients[slot.offset : slot.stop].zero_()
-        if self._lengths[-1]:
+        if self._layout.numel < self._layout.padded_numel:
             gradients[self._layout.numel :].zero_()
         summed = self._sum
         if summed is not None:
