@@ -203,6 +203,11 @@ def _cases(topology: Topology, options: Options) -> list[Case]:
         raise ConfigError(
             f"ranks lie as {nodes}; expected as many on every node, one node after the other (mpirun --map-by core)"
         )
+    if topology.num_nodes < 2:
+        raise ConfigError(
+            f"ranks lie on {topology.num_nodes} node; expected several: links between nodes are what is compared "
+            "(python -m tests.cluster emulates them)"
+        )
     found = cases_of(options.work, topology.num_nodes, len(nodes[0]))
     if any(not 0 <= number < len(found) for number in options.only):
         raise ConfigError(

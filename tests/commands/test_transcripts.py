@@ -212,7 +212,9 @@ TABLE = {
     "mpirun -n 8 python -m scaling.layouts": Verdict(after=ONE_LAYOUT),
     "python -m tests.cluster --hosts 4 --ranks-per-host 2 --rate 250 -- -m scaling.layouts --rate_mbit 250 "
     "--emulated": Verdict(after=ONE_LAYOUT, needs="root"),
-    "mpirun -n 8 python -m scaling.simulate.check": Verdict("no", needs="on emulated hosts"),
+    "mpirun -n 8 python -m scaling.simulate.check": Verdict(
+        code=78, shows="expected several: links between nodes", needs="on emulated hosts"
+    ),
     "python -m scaling.simulate": Verdict(after="--model gpt2 --ranks 16 --ranks_per_node 8"),
     "python -m scaling.hostcost": Verdict(after="--model gpt2 --ranks 64 --ranks_per_node 8"),
     "python -m scaling.layouts": Verdict("parse"),
