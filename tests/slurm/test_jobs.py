@@ -58,8 +58,8 @@ def test_60b_script_scaled_down_is_warned_saves_is_requeued_and_finishes_with_th
 ) -> None:
     steps = 120
     variables = {
-        "TIME": "1",
-        "SIGNAL_S": "50",  # SLURM looks every 30 s, and may be early by as much
+        "TIME": "20",
+        "SIGNAL_S": "100",
         "MODEL": "gpt-micro",
         "PRECISION": "fp32",
         "STEPS": str(steps),
@@ -95,6 +95,11 @@ def test_60b_script_scaled_down_is_warned_saves_is_requeued_and_finishes_with_th
             ["-m", "hpczero.train", *words_of(whole_run)],
             timeout=90,
         )
+        # Between one and two minutes are left then: SLURM, which looks every 30 s, warns at its
+        # next look. A short limit from the start would warn a slow machine before its step 10.
+        hours, minutes, _ = map(int, job.field("RunTime").split(":"))
+        limit = f"TimeLimit={60 * hours + minutes + 2}"
+        submit.cluster.run(["scontrol", "update", f"JobId={job.number}", limit])
         job.wait(lambda: "asked to stop" in job.log, "the warning")
     finally:
         for rank in ranks:
