@@ -69,12 +69,16 @@ class Footprint:
         local = shards // self.nodes
         return local if local > 1 else 0
 
-    def rail_nbytes(self, shard_numel: int, itemsize: int) -> int:
-        """Bytes of the buffers of a reduction between nodes; arguments as of ``plan.rounds.rail_nbytes``."""
+    def rail_nbytes(self, shard_numel: int, itemsize: int, *, alone: bool = False) -> int:
+        """Bytes of the buffers of a reduction between nodes; arguments as of ``plan.rounds.rail_nbytes``.
+
+        With ``alone`` a node has one rank, whose gradient has the dtype of the network; devices do not use that.
+        """
         if self.carriers is not None:
             chunk = rail_chunk(shard_numel, self.nodes, itemsize, self.round_nbytes)
             return self.carriers.exchange_numel(shard_numel, chunk) * itemsize
-        return rail_nbytes(shard_numel, self.nodes, itemsize, self.round_nbytes)
+        alone = alone and self.round_nbytes < DEVICE_ROUND_BYTES
+        return rail_nbytes(shard_numel, self.nodes, itemsize, self.round_nbytes, alone=alone)
 
     @property
     def copies(self) -> int:
@@ -108,7 +112,9 @@ def replicas_nbytes(footprint: Footprint, shard_numel: int, itemsize: int) -> in
         chunk = rail_chunk(share, footprint.replica_nodes, itemsize, footprint.round_nbytes)
         comes = (carriers.exchange_numel(share, chunk) + (carriers.size - 1) * chunk) * itemsize
     elif footprint.replica_nodes > 1:
-        comes = rail_nbytes(share, footprint.replica_nodes, itemsize, footprint.round_nbytes)
+        nodes, length = footprint.replica_nodes, footprint.round_nbytes
+        alone = count == nodes and length < DEVICE_ROUND_BYTES
+        comes = rail_nbytes(share, nodes, itemsize, length, alone=alone)
     else:
         comes = exchange_chunk(share, count, itemsize) * count * itemsize
     return share * count * (itemsize + FP32_BYTES) + comes

@@ -248,10 +248,11 @@ class Plan:
         shards = {unit.layout.shard_numel for unit in self.trainable_units}
         wire = self.wire_itemsize(footprint)
         rail = (footprint.nodes, wire, footprint.round_nbytes)
-        between = max((footprint.rail_nbytes(shard, wire) for shard in shards), default=0)
+        alone = wire == item and self.num_shards == footprint.nodes
+        held = [footprint.rail_nbytes(shard, wire, alone=alone) for shard in shards]
         rows = footprint.rows_of_peers(self.num_shards)
         inside = rows * item * max((rail_chunk(shard, *rail) for shard in shards), default=0)
-        return sum(places) + between + inside
+        return sum(places) + max(held, default=0) + inside
 
     @property
     def node_itemsize(self) -> int:

@@ -91,11 +91,20 @@ def rail_chunk(shard_numel: int, nodes: int, itemsize: int, round_nbytes: int = 
 
 
 def rail_nbytes(
-    shard_numel: int, nodes: int, itemsize: int, round_nbytes: int = ROUND_BYTES
+    shard_numel: int,
+    nodes: int,
+    itemsize: int,
+    round_nbytes: int = ROUND_BYTES,
+    *,
+    alone: bool = False,
 ) -> int:
-    """Bytes of the buffers of such a reduction: one to send and one to receive, twice if rounds overlap."""
+    """Bytes of the buffers of such a reduction: one to send and one to receive, twice if rounds overlap.
+
+    With ``alone`` each rank sends its own gradient from where it lies, and only what comes needs memory.
+    """
     chunk = rail_chunk(shard_numel, nodes, itemsize, round_nbytes)
-    return rail_turns(shard_numel, chunk) * 2 * nodes * chunk * itemsize
+    sides = 1 if alone else 2
+    return rail_turns(shard_numel, chunk) * sides * nodes * chunk * itemsize
 
 
 def rail_turns(shard_numel: int, chunk: int) -> int:

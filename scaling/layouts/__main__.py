@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 import tyro
 
 from hpczero.errors import ConfigError, HpcZeroError, run
-from hpczero.models.config import GPTConfig
 from hpczero.options.reading import parse_command_line
 from scaling.evidence.record import Row, circumstances
-from scaling.layouts.cases import Case, Work, cases_of, on_links
+from scaling.layouts.cases import Case, cases_of, on_links
+from scaling.layouts.sizes import Sizes
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology
@@ -36,14 +36,10 @@ SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Sizes):
     """What to measure.
 
     Attributes:
-        layers, hidden, heads, vocabulary, context: of the model. It should be large beside its samples, so that the
-            links show and not the cores.
-        global_batch: samples of a step, the same in every layout.
-        micro_batches: of a pipeline's step.
         only: numbers of the layouts, from 0; left out, all. -1 is none, for pipelines that sleep alone.
         rounds: measured turns of each layout; from 6 on there is a 95 % interval of the median.
         steps: of a turn.
@@ -58,13 +54,6 @@ class Options:
         results: folder of all machines' results; left out, scaling/results.
     """
 
-    layers: int = 8
-    hidden: int = 256
-    heads: int = 4
-    vocabulary: int = 1024
-    context: int = 16
-    global_batch: int = 32
-    micro_batches: int = 8
     only: tuple[int, ...] = ()
     rounds: int = 7
     steps: int = 2
@@ -79,25 +68,11 @@ class Options:
     results: str | None = None
 
     def __post_init__(self) -> None:
-        positive = ("layers", "hidden", "heads", "vocabulary", "context", "global_batch")
-        for name in (*positive, "micro_batches", "rounds", "steps", "warm_up", "naps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name}: got {getattr(self, name)}, expected at least 1")
+        super().__post_init__()
+        self.check_positive("rounds", "steps", "warm_up", "naps")
         for name in ("rate_mbit", "nap_ms", "nap_kib"):
             if not 0 <= getattr(self, name) < 1e9:
                 raise ConfigError(f"--{name}: got {getattr(self, name)}, expected 0 or above")
-
-    @property
-    def work(self) -> Work:
-        """What every layout trains."""
-        model = GPTConfig(
-            vocab_size=self.vocabulary,
-            context=self.context,
-            layers=self.layers,
-            hidden=self.hidden,
-            heads=self.heads,
-        )
-        return Work(model, self.global_batch, self.micro_batches)
 
 
 def main() -> int:

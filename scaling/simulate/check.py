@@ -26,7 +26,6 @@ import numpy.typing as npt
 import tyro
 
 from hpczero.errors import ConfigError, run
-from hpczero.models.config import GPTConfig
 from hpczero.options.reading import parse_command_line
 from scaling.evidence.record import (
     Recorder,
@@ -38,7 +37,8 @@ from scaling.evidence.record import (
     where_and_when,
 )
 from scaling.evidence.table import table
-from scaling.layouts.cases import Case, Work, cases_of
+from scaling.layouts.cases import Case, cases_of
+from scaling.layouts.sizes import Sizes
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -55,13 +55,10 @@ NEAR = 0.2
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Sizes):
     """What to compare.
 
     Attributes:
-        layers, hidden, heads, vocabulary, context: of the model.
-        global_batch: samples of a step, the same in every layout.
-        micro_batches: of a pipeline's step.
         only: numbers of the layouts, from 0; left out, all.
         rounds: measured turns of each layout.
         steps: of a turn.
@@ -74,13 +71,6 @@ class Options:
         results: folder of all machines' results; left out, scaling/results.
     """
 
-    layers: int = 8
-    hidden: int = 256
-    heads: int = 4
-    vocabulary: int = 1024
-    context: int = 16
-    global_batch: int = 32
-    micro_batches: int = 8
     only: tuple[int, ...] = ()
     rounds: int = 3
     steps: int = 2
@@ -92,28 +82,14 @@ class Options:
     results: str | None = None
 
     def __post_init__(self) -> None:
-        positive = ("layers", "hidden", "heads", "vocabulary", "context", "global_batch")
-        for name in (*positive, "micro_batches", "rounds", "steps", "warm_up"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name}: got {getattr(self, name)}, expected at least 1")
+        super().__post_init__()
+        self.check_positive("rounds", "steps", "warm_up")
         if not 0 < self.rate_mbit < 1e9:
             raise ConfigError(f"--rate_mbit: got {self.rate_mbit}, expected a number above 0")
         if self.beside is not None and not Path(self.beside).is_file():
             raise ConfigError(
                 f"--beside: got {self.beside!r}, expected a file of rows of scaling.layouts"
             )
-
-    @property
-    def work(self) -> Work:
-        """What every layout trains."""
-        model = GPTConfig(
-            vocab_size=self.vocabulary,
-            context=self.context,
-            layers=self.layers,
-            hidden=self.hidden,
-            heads=self.heads,
-        )
-        return Work(model, self.global_batch, self.micro_batches)
 
 
 def main() -> int:

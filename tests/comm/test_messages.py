@@ -106,7 +106,8 @@ def test_a_step_sends_the_messages_of_the_plan_and_holds_its_buffers(
     transport.close()
     parallel_assert(comm, described[0] == sent == expected, f"{described} {sent} {expected}")
     wire = plan.wire_itemsize(footprint)
+    alone = topology.num_nodes == comm.size and wire == plan.precision.param_itemsize
     shards = [unit.layout.shard_numel for unit in plan.units]
-    most_held = max(rounds.rail_nbytes(shard, footprint.nodes, wire) for shard in shards)
+    most_held = max(footprint.rail_nbytes(shard, wire, alone=alone) for shard in shards)
     parallel_assert(comm, held == most_held, f"{held} {most_held}")
     parallel_assert(comm, expected <= 3 * len(shards) * max(most, topology.num_nodes - 1))

@@ -92,6 +92,7 @@ class Exchange(_Algorithm, ABC):
     """All-to-all of equal blocks. Calls may overlap: each call completes the one before, ``finish`` the last one."""
 
     in_rounds = True
+    takes_gaps: ClassVar[bool] = False  # blocks to send may lie apart, at no cost
 
     def __call__(
         self,

@@ -115,6 +115,7 @@ class PairwiseExchange(Exchange):
     """Step by step. Each is prepared and given to MPI while the one before travels."""
 
     name = "pairwise"
+    takes_gaps = True
 
     @override
     def __init__(self, comm: MPI.Intracomm, *, chunk_nbytes: int = CHUNK_BYTES) -> None:

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.comm.algorithms import EXCHANGES, GATHERS, Exchange, Gather
+from hpczero.comm.algorithms import EXCHANGES, GATHERS, Exchange, Gather, Prepare
 from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
 from hpczero.comm.between.level import BetweenLevel
 from hpczero.comm.between.selection import DEFAULT, Selection
@@ -117,33 +117,40 @@ class Rails(BetweenLevel):
         spans: bool = True,
     ) -> None:
         # Of what this rail owns slice g is for node g.
-        nodes, wire, shard_numel = self.comm.size, self.wire(dtype), out.numel()
+        nodes, me, wire, shard_numel = self.comm.size, self.comm.rank, self.wire(dtype), out.numel()
+        is_host = self._reach.accelerator.is_host
         choice = self.selection.exchange_for(shard_numel * wire.itemsize)
         exchange = self._exchange_called(choice.algorithm)
         chunk = rail_chunk(shard_numel, nodes, wire.itemsize, choice.chunk_nbytes)
         chunk = max(min(chunk, self._chunk_nbytes // wire.itemsize), 1)
         turns, first = rail_turns(shard_numel, chunk), self._local_rank * nodes * shard_numel
-        buffers = self._scratch.get(turns * 2 * nodes * chunk, wire).view(turns, 2, nodes * chunk)
+        # What a rank alone on its node sends is its gradient: no sum, no copy.
+        alone = self._local_size == 1 and dtype is wire and exchange.takes_gaps and is_host
+        sides = 1 if alone else 2
+        buffers = self._scratch.get(turns * sides * nodes * chunk, wire)
+        buffers = buffers.view(turns, sides, nodes * chunk)
         left: Callable[[], None] = lambda: None  # noqa: E731  (what the chunk before still needs)
 
         for turn, start in enumerate(range(0, shard_numel, chunk)):
             count = min(chunk, shard_numel - start)
-            send, receive = buffers[turn % turns, :, : nodes * count]
-            exchange(
-                Blocks.of(send, 0, count, count, nodes),
-                Blocks.of(receive, 0, count, count, nodes),
-                prepare=partial(
-                    self._sum_node,
-                    parts,
-                    send.view(nodes, count),
-                    first + start,
-                    shard_numel,
-                    spans=spans,
-                ),
-                meanwhile=left,
-            )
+            *sums, receive = buffers[turn % turns, :, : nodes * count]
+            if alone:
+                (gradient,) = parts(start, (nodes - 1) * shard_numel + count)
+                send = Blocks.of(gradient, 0, count, shard_numel, nodes)
+                prepare: Prepare = lambda first, many: None  # noqa: E731
+                own = gradient[me * shard_numel :][:count]
+            else:
+                (summed,) = sums
+                send = Blocks.of(summed, 0, count, count, nodes)
+                rows = summed.view(nodes, count)
+                prepare = partial(
+                    self._sum_node, parts, rows, first + start, shard_numel, spans=spans
+                )
+                own = rows[me]
+            came = Blocks.of(receive, 0, count, count, nodes)
+            exchange(send, came, prepare=prepare, meanwhile=left)
             left = partial(
-                self._sum_nodes, send, receive, out[start : start + count], scale, accumulate
+                self._sum_nodes, own, receive, out[start : start + count], scale, accumulate
             )
         exchange.finish()
         left()
@@ -174,12 +181,11 @@ class Rails(BetweenLevel):
         sum_of_node(blocks, into, self.comm)
 
     def _sum_nodes(
-        self, sent: Tensor, received: Tensor, out: Tensor, scale: float, accumulate: bool
+        self, own: Tensor, received: Tensor, out: Tensor, scale: float, accumulate: bool
     ) -> None:
         """Sum one chunk of all nodes' partial sums. This node's own is read from where it was made."""
-        nodes, me = self.comm.size, self.comm.rank
-        rows = list(received.view(nodes, -1).unbind())
-        rows[me] = sent.view(nodes, -1)[me]
+        rows = list(received.view(self.comm.size, -1).unbind())
+        rows[self.comm.rank] = own
         sum_of_nodes(rows, out, scale=scale, accumulate=accumulate, node_dtype=self._node_dtype)
 
     @override

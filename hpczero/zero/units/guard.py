@@ -204,25 +204,23 @@ class Guard:
         self._closed_class = type(
             "ShardedParameter", (ShardedParameter,), {"qualified_name": qualified_name}
         )
-        self._late_class: type | None = (
-            None  # while its values are on their way; made when first needed
-        )
-        self._closed = self._late = self._swapped = False
+        # While its values are on their way; made when first needed.
+        self._late_class: type | None = None
+        self._shown = self._open_class  # which of them it has now
+        self._swapped = False
         _guarded[parameter] = True
 
     def leave(self) -> None:
         """The parameter is no longer a zeroified model's; a closed one stays closed."""
         self.show_gradient(None)
-        if self._closed:
+        if self._shown is self._closed_class:
             self._closed_class.released = True  # type: ignore[attr-defined]
         _guarded.pop(self._parameter, None)
 
     @property
     def is_swapped(self) -> bool:
         """Whether ``torch.utils.swap_tensors`` took the class away, and with it every hook; stays so."""
-        shown = self._late_class if self._late else self._open_class
-        shown = self._closed_class if self._closed else shown
-        return self._swapped or type(self._parameter) is not shown
+        return self._swapped or type(self._parameter) is not self._shown
 
     def fill(self, real: nn.Parameter) -> None:
         """Give a parameter on the meta device the content of ``real``; the object stays."""
@@ -233,31 +231,30 @@ class Guard:
 
     def close(self) -> None:
         """From now on only metadata may be read."""
-        self._swapped = self.is_swapped
-        self._parameter.__class__ = self._closed_class
-        self._closed = True
+        self._show(self._closed_class)
 
     def put_off(self, kind: type, settle: Callable[[], None]) -> None:
         """From now on, until it is opened, the parameter is one of ``kind``, whose class has ``settle``."""
-        self._swapped = self.is_swapped
         if self._late_class is None:
             shown = {n: v for n, v in vars(self._open_class).items() if n in ("grad", "_grad")}
             names = {**shown, "settle": staticmethod(settle)}
             # Behind it the parameter's own class, with what a program has put there.
             self._late_class = type(kind.__name__, (kind, self._own_class), names)
-        self._parameter.__class__ = self._late_class
-        self._late = True
+        self._show(self._late_class)
 
     def open(self) -> None:
         """The value is there again."""
-        self._swapped = self.is_swapped
-        self._parameter.__class__ = self._open_class
-        self._closed = self._late = False
+        self._show(self._open_class)
+
+    def _show(self, kind: type) -> None:
+        if type(self._parameter) is not self._shown:
+            self._swapped = True
+        self._parameter.__class__ = self._shown = kind
 
     def show_gradient(self, sight: GradientSight | None) -> None:
         """Let ``sight`` answer for ``parameter.grad``; None: autograd's own gradient and nothing else."""
-        own = self._own_class
-        self._late_class, self._late = None, False
+        own, closed_now = self._own_class, self._shown is self._closed_class
+        self._late_class = None
         closed: dict[str, Any] = {"qualified_name": self._name}
         self._open_class = own
         if sight is not None:
@@ -272,7 +269,8 @@ class Guard:
             names["__module__"] = own.__module__
             self._open_class = type(own.__name__, (own,), names)
         self._closed_class = type("ShardedParameter", (ShardedParameter,), closed)
-        self._parameter.__class__ = self._closed_class if self._closed else self._open_class
+        self._shown = self._closed_class if closed_now else self._open_class
+        self._parameter.__class__ = self._shown
 
 
 def is_at(parameter: Tensor, flat: Tensor, slot: Slot) -> bool:
