@@ -88,6 +88,7 @@ HPCZERO = House(
         "predict",
         "data",
         "names",
+        "hf",
         "checkpoint.foreign",
         "checkpoint",
         "adapters",
@@ -127,6 +128,7 @@ HPCZERO = House(
         "plan/layouts": "commands",
         "__init__": "names",
         "checkpoint/__init__": "names",
+        "hf/__init__": "names",
         "errors": "errors",
     },
     {

@@ -71,6 +71,7 @@ _HOME = {
 _ROOMS = (
     "activations",
     "checkpoint",
+    "hf",
     "parallel",
     "plan",
 )  # hpczero.checkpoint.save, hpczero.plan.rules.by_class

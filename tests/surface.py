@@ -23,6 +23,7 @@ MODULES = (
     "hpczero.checkpoint",
     "hpczero.comm",
     "hpczero.data",
+    "hpczero.hf",
     "hpczero.models",
     "hpczero.plan",
 )

@@ -17,7 +17,7 @@ from hpczero.parallel.tensor import close
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.metrics import process_peak_nbytes, read_metrics
 from hpczero.run.results.weights import begin_weights
-from hpczero.run.results.weights_writer import WeightsWriter
+from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from hpczero.run.setup import Run
 from hpczero.run.starting import resume
 from hpczero.zero.full_state import StateByUnit

@@ -33,6 +33,7 @@ from hpczero.plan.placement import part_of
 from hpczero.plan.plan import UnitRule
 from hpczero.plan.precision import Precision
 from hpczero.plan.rules import default_rule
+from hpczero.zero.drawing import KnownValues
 from hpczero.zero.filling import Initializer, fill, loaded_later, way_of
 from hpczero.zero.offloading import open_away, parts_of, tell
 from hpczero.zero.refusals import check_degrees, check_gradients, check_modules, check_part
@@ -175,7 +176,9 @@ def zeroify(
         undone.pop_all()
     sharding.shared_buffers.share()
     sharding.attach()
-    if initialize is not None and initialize is not loaded_later:
+    if initialize is not None and not (
+        initialize is loaded_later or isinstance(initialize, KnownValues)
+    ):
         sharding.advice.about_buffers(sharding.buffers)
     if accelerator.is_host:
         (give_back_freed_memory if parts else keep_freed_memory)(environment)

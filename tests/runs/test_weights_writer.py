@@ -21,7 +21,7 @@ from hpczero.data.tokenize import ByteTokenizer
 from hpczero.errors import CheckpointError, TierError
 from hpczero.run import ending
 from hpczero.run.results.weights import Weights, write_weights
-from hpczero.run.results.weights_writer import WeightsWriter
+from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import adamw, raises_on_all, tiny_gpt, tiny_tokens, zeroified
 

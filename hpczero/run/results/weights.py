@@ -26,7 +26,7 @@ from hpczero.data.tokenize import Tokenizer, from_json
 from hpczero.errors import CheckpointError, ConfigError, launcher_rank
 from hpczero.files.regular import check_regular, parse_json, reason
 from hpczero.models import GPTConfig
-from hpczero.run.results.weights_writer import WeightsWriter
+from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 
 logger = logging.getLogger("hpczero.weights")
 

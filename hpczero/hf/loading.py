@@ -1,0 +1,247 @@
+"""load: a model of a Hugging Face folder, built without weights, and its weights to be read into shards.
+
+Owns: the order of it, and what all ranks agree on. Must not know: units, stages, formats of files.
+
+    folder -> config -> model on meta -> names compared -> buffers -> (model, weights) -> zeroify(initialize=weights)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpczero.checkpoint.disk.format import NAMED
+from hpczero.checkpoint.foreign.weight_files import cast
+from hpczero.errors import CheckpointMismatch, ConfigError
+from hpczero.hf import building
+from hpczero.hf.drawing import OwnInitialization
+from hpczero.hf.files import WeightFolder
+from hpczero.hf.hub import Hub, find
+from hpczero.hf.library import transformers
+from hpczero.hf.matching import Matched, match
+from hpczero.hf.weights import FolderWeights
+from hpczero.job.parcels import hand_out
+from hpczero.job.topology import Topology
+from hpczero.job.unlike import unlike
+from hpczero.zero.units.module_buffers import persistent_buffers
+
+logger = logging.getLogger("hpczero.hf")
+
+
+def load(
+    name: str | Path,
+    *,
+    topology: Topology | None = None,
+    model_class: Any = None,
+    missing: Literal["draw", "refuse"] = "draw",
+    seed: int = 0,
+    hub: Hub | None = None,
+    **changes: Any,
+) -> tuple[Any, FolderWeights]:
+    """A model of transformers without weights, and the weights for ``zeroify``. Collective over the topology's world.
+
+    ``model, weights = load(folder)``, an optimizer over ``model.parameters()``, then ``zeroify(model, optimizer,
+    initialize=weights)``: each rank reads the elements of its own shard, and masters are fp32 whatever the files hold.
+    The model is in evaluation mode, as ``from_pretrained`` leaves it.
+
+    Args:
+        name: a folder with config.json and safetensors files, which every rank sees, or a model of the hub.
+        topology: the ranks; None takes MPI's world, for this call alone.
+        model_class: of transformers, such as ``AutoModelForSequenceClassification``; None takes the one that
+            config.json names.
+        missing: ``draw`` gives parameters that no file has the values that the model's own initialisation draws, by
+            (seed, name), the same for every number of ranks; rank 0 names them. ``refuse`` raises.
+        seed: of what is drawn.
+        hub: how a model of the hub is found.
+        changes: of the configuration, such as ``num_labels=3``, and ``attn_implementation``.
+
+    Returns:
+        The model, parameters on the meta device in fp32, buffers with their values, and its weights.
+
+    Raises:
+        ConfigError: there is no such model, config.json cannot be used, or transformers is not installed.
+        CheckpointError: a file is missing, torn or damaged.
+        CheckpointMismatch: the files are of another model, differ between nodes, or lack what must be there.
+        PlanError: a buffer has no values. All on every rank.
+    """
+    given = topology or Topology.of_world()
+    try:
+        return _load(find(name, hub or Hub(), given), given, model_class, missing, seed, changes)
+    finally:
+        if topology is None:
+            given.free()
+
+
+def _load(
+    path: Path,
+    topology: Topology,
+    model_class: Any,
+    missing: str,
+    seed: int,
+    changes: dict[str, Any],
+) -> tuple[Any, FolderWeights]:
+    with topology.agreed("build the model and compare it with its files"):
+        if missing not in ("draw", "refuse"):
+            raise ConfigError(f"missing: got {missing!r}, expected 'draw' or 'refuse'")
+        model = building.build(lambda: _model(path, model_class, changes), seed=seed)
+        folder = WeightFolder(path)
+        matched = match(model, folder.entries)
+        _check(path, matched, refuse=missing == "refuse")
+        names = {name for owner in matched.owners.values() for name in [owner] if matched.has(owner)}
+        building.check_buffers(model, dict.fromkeys(names))
+        lost = bool(matched.missing)
+        draw = OwnInitialization(model, seed).draw if lost else None
+        weights = FolderWeights(folder, matched, model, draw)
+    _compare_ranks(path, folder, model, seed, topology)
+    with topology.agreed("check the weights against their digests"):
+        folder.check(topology.rank, topology.size)
+    _fill_buffers(model, folder, matched, topology)
+    if topology.is_root:
+        _tell(path, model, matched)
+    model._weight_conversions = matched.transforms  # as from_pretrained; saving goes back by them
+    return model.eval(), weights
+
+
+# --- the model -----------------------------------------------------------------------------------------------------
+
+
+def _model(path: Path, model_class: Any, changes: dict[str, Any]) -> nn.Module:
+    """The model by its configuration; its parameters go to the meta device on the way."""
+    library: Any = transformers()
+    built = {key: changes[key] for key in ("attn_implementation",) if key in changes}
+    try:
+        config, unused = library.AutoConfig.from_pretrained(
+            path,
+            local_files_only=True,
+            return_unused_kwargs=True,
+            **{key: value for key, value in changes.items() if key not in built},
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: its config.json cannot be used: {_first_line(error)}") from error
+    if unused:
+        raise ConfigError(
+            f"{path}: {type(config).__name__} has no {', '.join(sorted(map(str, unused)))}; expected fields of "
+            "config.json"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{path}: its weights are quantised (quantization_config in config.json), expected floating point; take "
+            "the model's original weights"
+        )
+    kind = model_class or _named_class(library, path, config)
+    make = kind.from_config if not hasattr(kind, "_from_config") else kind._from_config
+    model: nn.Module = make(config, dtype=torch.float32, **built)
+    stated = path / "generation_config.json"
+    if stated.exists() and model.can_generate():  # type: ignore[operator]
+        model.generation_config = library.GenerationConfig.from_pretrained(
+            path, local_files_only=True
+        )
+    return model
+
+
+def _named_class(library: Any, path: Path, config: Any) -> Any:
+    named = (config.architectures or [None])[0]
+    found = getattr(library, named, None) if named else None
+    if found is None:
+        raise ConfigError(
+            f"{path}: config.json names {named or 'no architecture'}, which transformers {library.__version__} does "
+            "not have; give model_class=, such as transformers.AutoModelForCausalLM"
+        )
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# --- agreement -----------------------------------------------------------------------------------------------------
+
+
+def _check(path: Path, matched: Matched, *, refuse: bool) -> None:
+    if matched.mismatched:
+        shown = [f"{n} is {a} in the files and {b} in the model" for n, (a, b) in matched.mismatched.items()]
+        raise CheckpointMismatch(
+            f"{path}: weights of another model: {_some(shown, '; ')}; change the configuration to what the files hold"
+        )
+    if matched.missing and refuse:
+        raise CheckpointMismatch(
+            f"{path}: has no {_some(matched.missing)}, and missing='refuse'; bring files that have all, or draw them"
+        )
+
+
+def _compare_ranks(
+    path: Path, folder: WeightFolder, model: nn.Module, seed: int, topology: Topology
+) -> None:
+    """Refuse ranks with other files or another model. Collective over world."""
+    shapes = [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters()]
+    here = unlike(topology.world, [*folder.fingerprint(), *shapes, f"seed {seed}"])
+    with topology.agreed("compare the model and its files with those of rank 0"):
+        if here is not None:
+            raise CheckpointMismatch(
+                f"{path}: rank {topology.rank} has {here[0][:200]}, rank 0 has {here[1][:200]}; bring the same files to "
+                "every node, and give every rank the same arguments"
+            )
+
+
+def _fill_buffers(
+    model: nn.Module, folder: WeightFolder, matched: Matched, topology: Topology
+) -> None:
+    """Read persistent buffers on rank 0, and hand them out. Collective over world."""
+    kept = {n: b for n, b in persistent_buffers(model).items() if matched.has(matched.owners[n])}
+    with topology.agreed("read the buffers"):
+        if topology.is_root:
+            for name, buffer in kept.items():
+                value = _buffer(model, folder, matched, matched.owners[name])
+                with torch.no_grad():
+                    buffer.copy_(cast(value, buffer.dtype, name))
+    for buffer in kept.values():
+        values = buffer.detach().clone().contiguous().reshape(-1).view(torch.uint8)
+        bytes_: np.ndarray[Any, Any] = values.numpy()
+        hand_out(topology.world, bytes_)
+        with torch.no_grad():
+            buffer.copy_(values.view(buffer.dtype).view(buffer.shape))
+
+
+def _buffer(model: nn.Module, folder: WeightFolder, matched: Matched, owner: str) -> Tensor:
+    if owner in matched.plain:
+        return folder.whole(matched.plain[owner][0])
+    group, name = matched.converted[owner]
+    return group.convert(model, folder.whole)[name]
+
+
+def _tell(path: Path, model: Any, matched: Matched) -> None:
+    """Name what the files lack and what they have too much, as far as the model says that it matters."""
+    report = _Report(set(matched.missing), set(matched.unexpected))
+    model._adjust_missing_and_unexpected_keys(report)
+    if report.missing_keys:
+        logger.warning(
+            "%s: has no %s of %s; drawn by the model's own initialisation: train them",
+            path,
+            _some(sorted(report.missing_keys)),
+            type(model).__name__,
+        )
+    if report.unexpected_keys:
+        logger.warning(
+            "%s: has %s, which %s has no place for; left out",
+            path,
+            _some(sorted(report.unexpected_keys)),
+            type(model).__name__,
+        )
+
+
+class _Report:
+    """What transformers adjusts by the keys that its models may lack or ignore."""
+
+    def __init__(self, missing: set[str], unexpected: set[str]) -> None:
+        self.missing_keys, self.unexpected_keys = missing, unexpected
+
+
+def _some(names: Sequence[str], between: str = ", ") -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return between.join(names[:NAMED]) + more
