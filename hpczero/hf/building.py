@@ -9,7 +9,7 @@ is NaN here, so that one that the model leaves so is found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,7 +55,7 @@ def build(make: Callable[[], nn.Module], *, seed: int) -> nn.Module:
     return model
 
 
-def check_buffers(model: nn.Module, filled: Mapping[str, object]) -> None:
+def check_buffers(model: nn.Module, *, filled: Container[str]) -> None:
     """Refuse buffers that nobody has filled.
 
     Args:

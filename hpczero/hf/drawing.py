@@ -61,5 +61,7 @@ class OwnInitialization:
         kind = model_kind()
         for place in range(len(chain) - 1, -1, -1):
             # A model inside a model initialises what is below it, itself included.
-            owner: Any = next(each for each in reversed(chain[: place + 1]) if isinstance(each, kind))
+            owner: Any = next(
+                each for each in reversed(chain[: place + 1]) if isinstance(each, kind)
+            )
             yield owner._init_weights, chain[place]

@@ -42,9 +42,7 @@ class FolderWriter:
         try:
             there = is_there(self._folder)
             if there and not (self._folder.is_dir() and not any(self._folder.iterdir())):
-                raise ConfigError(
-                    f"{folder}: is there already; give another name, or take it away"
-                )
+                raise ConfigError(f"{folder}: is there already; give another name, or take it away")
         except OSError as error:
             raise ConfigError(f"{folder}: cannot be looked at: {reason(error)}") from error
         self._temporary = self._folder.with_name(f".{self._folder.name}.{secrets.token_hex(4)}")
@@ -123,7 +121,7 @@ class FolderWriter:
 
     def _not_written(self, error: OSError) -> CheckpointNotWritten:
         return CheckpointNotWritten(
-            f"{self._folder}: cannot be written ({os.strerror(error.errno or 0)}); check the path, space and permissions"
+            f"{self._folder}: cannot be written ({os.strerror(error.errno or 0)}); check path, space and permissions"
         )
 
     def _write_index(self) -> None:

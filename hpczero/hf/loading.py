@@ -93,8 +93,8 @@ def _load(
         folder = WeightFolder(path)
         matched = match(model, folder.entries)
         _check(path, matched, refuse=missing == "refuse")
-        names = {name for owner in matched.owners.values() for name in [owner] if matched.has(owner)}
-        building.check_buffers(model, dict.fromkeys(names))
+        there = {owner for owner in matched.owners.values() if matched.has(owner)}
+        building.check_buffers(model, filled=there)
         lost = bool(matched.missing)
         draw = OwnInitialization(model, seed).draw if lost else None
         weights = FolderWeights(folder, matched, model, draw)
@@ -123,7 +123,9 @@ def _model(path: Path, model_class: Any, changes: dict[str, Any]) -> nn.Module:
             **{key: value for key, value in changes.items() if key not in built},
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: its config.json cannot be used: {_first_line(error)}") from error
+        raise ConfigError(
+            f"{path}: its config.json cannot be used: {_first_line(error)}"
+        ) from error
     if unused:
         raise ConfigError(
             f"{path}: {type(config).__name__} has no {', '.join(sorted(map(str, unused)))}; expected fields of "
@@ -136,9 +138,9 @@ def _model(path: Path, model_class: Any, changes: dict[str, Any]) -> nn.Module:
         )
     kind = model_class or _named_class(library, path, config)
     make = kind.from_config if not hasattr(kind, "_from_config") else kind._from_config
-    model: nn.Module = make(config, dtype=torch.float32, **built)
+    model: Any = make(config, dtype=torch.float32, **built)
     stated = path / "generation_config.json"
-    if stated.exists() and model.can_generate():  # type: ignore[operator]
+    if stated.exists() and model.can_generate():
         model.generation_config = library.GenerationConfig.from_pretrained(
             path, local_files_only=True
         )
@@ -165,7 +167,10 @@ def _first_line(error: Exception) -> str:
 
 def _check(path: Path, matched: Matched, *, refuse: bool) -> None:
     if matched.mismatched:
-        shown = [f"{n} is {a} in the files and {b} in the model" for n, (a, b) in matched.mismatched.items()]
+        shown = [
+            f"{n} is {a} in the files and {b} in the model"
+            for n, (a, b) in matched.mismatched.items()
+        ]
         raise CheckpointMismatch(
             f"{path}: weights of another model: {_some(shown, '; ')}; change the configuration to what the files hold"
         )
@@ -184,8 +189,8 @@ def _compare_ranks(
     with topology.agreed("compare the model and its files with those of rank 0"):
         if here is not None:
             raise CheckpointMismatch(
-                f"{path}: rank {topology.rank} has {here[0][:200]}, rank 0 has {here[1][:200]}; bring the same files to "
-                "every node, and give every rank the same arguments"
+                f"{path}: rank {topology.rank} has {here[0][:200]}, rank 0 has {here[1][:200]}; bring the same files "
+                "to every node, and give every rank the same arguments"
             )
 
 

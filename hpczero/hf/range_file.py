@@ -30,7 +30,9 @@ HEADER_NBYTES = 100_000_000  # the library's own limit; safetensors/src/tensor.r
 CHUNK_NBYTES = 2**22  # read at a time
 SAMPLES, SAMPLE_NBYTES = 16, 64  # of the values, compared between nodes
 
-_DTYPES = {code: (getattr(torch, name), nbytes) for name, (code, nbytes) in DTYPES.items()}
+_DTYPES: dict[str, tuple[torch.dtype, int]] = {
+    code: (getattr(torch, name), nbytes) for name, (code, nbytes) in DTYPES.items()
+}
 
 
 @dataclass(frozen=True)

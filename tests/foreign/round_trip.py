@@ -1,0 +1,130 @@
+"""A model of transformers from disk into shards, trained there, and back to disk; beside plain torch and transformers.
+
+Must not know: which architectures there are.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import hpczero
+from tests.compat.architectures import Architecture
+from tests.compat.construct import Construct, Place, sgd
+from tests.compat.runner import Outcome, judge, learned, train_plain
+
+if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+STEPS = 2
+LOGITS = 1e-6  # of the largest; kernels round the tail of a matrix by where it lies in memory
+
+
+def library() -> Any:
+    """transformers; its import takes seconds."""
+    return importlib.import_module("transformers")
+
+
+def write(architecture: Architecture, folder: Path, *, size: str = "4KB") -> None:
+    """Its model as transformers writes it, in several files."""
+    model: Any = architecture.build()
+    model.save_pretrained(folder, max_shard_size=size)
+
+
+def read(architecture: Architecture, folder: Path) -> tuple[Any, list[str]]:
+    """Its model as transformers reads it, and what that missed or had too much."""
+    kind = getattr(library(), architecture.model)
+    model, info = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    return model, [f"{what}: {names}" for what, names in info.items() if names]
+
+
+def logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """What the model says of a batch, in evaluation mode, which it stays in."""
+    model.eval()
+    with torch.no_grad():
+        output = model(**batch)
+    for name in ("logits", "logits_per_image"):
+        if getattr(output, name, None) is not None:
+            found: Tensor = getattr(output, name)
+            return found
+    raise AssertionError(f"{type(output).__name__} has no logits")
+
+
+class RoundTrip:
+    """One architecture; ``plain`` is what one process of plain torch does with its files.
+
+    Attributes:
+        problems: what is wrong so far, in words; on rank 0.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, architecture: Architecture, folder: Path) -> None:
+        """Write the files and train the reference on rank 0. Collective."""
+        self.problems: list[str] = []
+        self._comm, self._architecture, self._folder = comm, architecture, folder
+        self._construct: Construct = replace(
+            architecture.construct(),
+            build=lambda: read(architecture, folder / "before")[0].train(),
+            steps=STEPS,
+        )
+        self._plain = Outcome()
+        self._batch = architecture.batch(Place(0, 77))
+        self._before: Tensor | None = None
+        if comm.rank == 0:
+            write(architecture, folder / "before")
+            self._plain = train_plain(self._construct, comm.size)
+            assert learned(self._plain), "proves nothing"
+            self._before = logits(read(architecture, folder / "before")[0], self._batch)
+        comm.Barrier()
+
+    def run(self, topology: Topology, *, stage: int, transport: str) -> None:
+        """Load, train, save, and compare. Collective."""
+        name = f"stage {stage}, {transport}"
+        model, weights = hpczero.hf.load(self._folder / "before", topology=topology)
+        hpczero.zeroify(
+            model,
+            sgd_of := sgd(model),
+            stage=stage,
+            topology=topology,
+            transport=transport,
+            initialize=weights,
+        )
+        self._compare(f"{name}: loaded", lambda: self._before, logits(model, self._batch))
+        model.train()
+        losses = []
+        for step in range(STEPS):
+            place = Place(topology.rank, step)
+            sgd_of.zero_grad()
+            torch.manual_seed(place.seed)
+            loss = model(**self._architecture.batch(place)).loss
+            loss.backward()
+            sgd_of.step()
+            losses.append(self._comm.allgather(loss.item()))
+        state = hpczero.full_state_dict(model) or {}
+        after = self._folder / name.replace(" ", "-").replace(",", "")
+        hpczero.hf.save_pretrained(model, after)
+        found = logits(model, self._batch)
+        hpczero.release(model)
+        if self._comm.rank == 0:
+            end = {f"0.{key}": value for key, value in state.items()}
+            outcome = Outcome(losses=losses, end=end)
+            self.problems += judge(self._construct, {name: outcome}, self._plain, self._comm.size)
+            again, wrong = read(self._architecture, after)
+            self.problems += [f"{name}: saved and loaded by transformers: {each}" for each in wrong]
+            self._compare(f"{name}: saved", lambda: logits(again, self._batch), found)
+
+    def _compare(self, what: str, expected: Callable[[], Tensor | None], found: Tensor) -> None:
+        if self._comm.rank != 0:
+            return
+        wanted = expected()
+        assert wanted is not None, "of rank 0"
+        apart = float((wanted - found).abs().max())
+        if not apart <= LOGITS * float(wanted.abs().max()):
+            self.problems.append(f"{what}: logits differ by {apart:.2e}")
