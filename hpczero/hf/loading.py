@@ -89,7 +89,7 @@ def _load(
     with topology.agreed("build the model and compare it with its files"):
         if missing not in ("draw", "refuse"):
             raise ConfigError(f"missing: got {missing!r}, expected 'draw' or 'refuse'")
-        model = building.build(lambda: _model(path, model_class, changes), seed=seed)
+        model: Any = building.build(lambda: _model(path, model_class, changes), seed=seed)
         folder = WeightFolder(path)
         matched = match(model, folder.entries)
         _check(path, matched, refuse=missing == "refuse")
@@ -111,7 +111,7 @@ def _load(
 # --- the model -----------------------------------------------------------------------------------------------------
 
 
-def _model(path: Path, model_class: Any, changes: dict[str, Any]) -> nn.Module:
+def _model(path: Path, model_class: Any, changes: dict[str, Any]) -> Any:
     """The model by its configuration; its parameters go to the meta device on the way."""
     library: Any = transformers()
     built = {key: changes[key] for key in ("attn_implementation",) if key in changes}
@@ -137,8 +137,7 @@ def _model(path: Path, model_class: Any, changes: dict[str, Any]) -> nn.Module:
             "the model's original weights"
         )
     kind = model_class or _named_class(library, path, config)
-    make = kind.from_config if not hasattr(kind, "_from_config") else kind._from_config
-    model: Any = make(config, dtype=torch.float32, **built)
+    model = _of_class(kind, path, config, built)
     stated = path / "generation_config.json"
     if stated.exists() and model.can_generate():
         model.generation_config = library.GenerationConfig.from_pretrained(
@@ -156,6 +155,21 @@ def _named_class(library: Any, path: Path, config: Any) -> Any:
             "not have; give model_class=, such as transformers.AutoModelForCausalLM"
         )
     return found
+
+
+def _of_class(kind: Any, path: Path, config: Any, options: dict[str, Any]) -> Any:
+    """A model of a class of transformers, or of the one that an Auto class finds."""
+    expected = getattr(kind, "config_class", None)
+    if expected is not None and not isinstance(config, expected):
+        raise ConfigError(
+            f"{path}: config.json is a {type(config).__name__}, and {kind.__name__} needs a {expected.__name__}; give "
+            "the model_class of this model"
+        )
+    make = getattr(kind, "_from_config", None) or kind.from_config
+    try:
+        return make(config, dtype=torch.float32, **options)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"{path}: {kind.__name__}: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

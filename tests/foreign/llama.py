@@ -1,0 +1,83 @@
+"""A small Llama on disk, for tests of single properties of loading and saving.
+
+Must not know: what any test looks for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import hpczero
+
+if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+VOCABULARY = 43
+OPTIONS = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 18,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "intermediate_size": 23,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def library() -> Any:
+    """transformers; its import takes seconds."""
+    return importlib.import_module("transformers")
+
+
+def made(kind: str = "LlamaForCausalLM", seed: int = 3, **options: Any) -> Any:
+    """A model with the same values on every call."""
+    config = library().LlamaConfig(**{**OPTIONS, **options})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return getattr(library(), kind)(config).eval()
+
+
+def on_disk(
+    comm: MPI.Intracomm, folder: Path, *, dtype: torch.dtype = torch.float32, **options: Any
+) -> Path:
+    """Its folder, written by rank 0 in several files. Collective."""
+    size = options.pop("max_shard_size", "5KB")
+    if comm.rank == 0:
+        made(**options).to(dtype).save_pretrained(folder, max_shard_size=size)
+    comm.Barrier()
+    return folder
+
+
+def changed(comm: MPI.Intracomm, file: Path, change: Any) -> None:
+    """Let rank 0 change the tensors of one file in place. Collective."""
+    if comm.rank == 0:
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, {"format": "pt"})
+    comm.Barrier()
+
+
+def tokens(rank: int = 0) -> Tensor:
+    """(2, 7), other ones on every rank."""
+    generator = torch.Generator().manual_seed(50 + rank)
+    return torch.randint(3, VOCABULARY, (2, 7), generator=generator)
+
+
+def sharded(topology: Topology, folder: Path, **options: Any) -> tuple[nn.Module, Any]:
+    """Loaded and zeroified without an optimizer: model and weights. Collective."""
+    known = ("stage", "transport", "precision")
+    zero = {key: options.pop(key) for key in known if key in options}
+    model, weights = hpczero.hf.load(folder, topology=topology, **options)
+    hpczero.zeroify(model, None, topology=topology, initialize=weights, **zero)
+    return model, weights

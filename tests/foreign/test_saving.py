@@ -1,0 +1,157 @@
+"""Saving: a folder that transformers loads, in the dtype that was asked for, there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import hpczero
+from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
+from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
+from tests.foreign import llama
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import adamw, raises_on_all, tiny_gpt, zeroified
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.ranks(1, 2, 3),
+    pytest.mark.filterwarnings("ignore", "error:::hpczero"),
+]
+
+
+class Words:
+    """A tokenizer, as far as saving goes."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (Path(folder) / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_transformers_loads_what_was_saved(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, dtype: str, stage: int
+) -> None:
+    llama.on_disk(comm, folder / "a", tie_word_embeddings=True)
+    model, _ = llama.sharded(topology, folder / "a", stage=stage)
+    hpczero.hf.save_pretrained(model, folder / "b", tokenizer=Words(), dtype=dtype, shard_mib=1)
+    hpczero.release(model)
+    problems = []
+    if comm.rank == 0:
+        kind = llama.library().AutoModelForCausalLM
+        again, info = kind.from_pretrained(folder / "b", output_loading_info=True)
+        problems = [f"{what} {names}" for what, names in info.items() if names]
+        wanted = llama.made(tie_word_embeddings=True).to(
+            torch.float32 if dtype == "fp32" else torch.bfloat16
+        )
+        ids = llama.tokens()
+        if not torch.equal(again(ids).logits, wanted(ids).logits):
+            problems.append("logits")
+        there = sorted(path.name for path in (folder / "b").iterdir())
+        expected = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+        if there != expected:
+            problems.append(f"files {there}")
+        config = json.loads((folder / "b" / "config.json").read_text())
+        if config["architectures"] != ["LlamaForCausalLM"] or config["dtype"] not in str(
+            again.dtype
+        ):
+            problems.append(f"config {config}")
+    parallel_assert(comm, not problems, str(problems))
+
+
+def test_several_files_have_an_index_and_come_back(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    llama.on_disk(comm, folder / "a", hidden_size=300, num_attention_heads=3, vocab_size=1001)
+    model, _ = llama.sharded(topology, folder / "a")
+    hpczero.hf.save_pretrained(model, folder / "b", shard_mib=1)
+    hpczero.release(model)
+    count = len(list((folder / "b").glob("model-*-of-*.safetensors")))
+    parallel_assert(comm, count > 2, str(count))
+    again, weights = llama.sharded(topology, folder / "b")  # through our own digests too
+    found = hpczero.full_state_dict(again) or {}
+    hpczero.release(again)
+    options: dict[str, Any] = {"hidden_size": 300, "num_attention_heads": 3, "vocab_size": 1001}
+    plain = llama.made(**options).state_dict() if comm.rank == 0 else {}
+    wrong = [name for name in plain if not torch.equal(plain[name], found[name])]
+    parallel_assert(comm, not wrong and not weights.missing, str(wrong))
+    if comm.rank == 0:  # damage inside of values, which no header shows
+        file = sorted((folder / "b").glob("model-*.safetensors"))[1]
+        data = bytearray(file.read_bytes())
+        data[-9] ^= 1
+        file.write_bytes(data)
+    comm.Barrier()
+    raises_on_all(comm, CheckpointError, "digest", lambda: llama.sharded(topology, folder / "b"))
+
+
+def test_a_failed_save_leaves_nothing(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama.on_disk(comm, folder / "a")
+    model, _ = llama.sharded(topology, folder / "a")
+    put, calls = WeightsWriter.put, []
+
+    def fails(writer: WeightsWriter, pairs: Any) -> None:
+        calls.append(1)
+        if len(calls) == 5:
+            raise CheckpointError("no space")
+        put(writer, pairs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightsWriter, "put", fails)
+        raises_on_all(
+            comm,
+            CheckpointError,
+            "no space",
+            lambda: hpczero.hf.save_pretrained(model, folder / "b"),
+        )
+    parallel_assert(comm, os.listdir(folder) == ["a"], str(os.listdir(folder)))
+    hpczero.hf.save_pretrained(model, folder / "b")  # and the model goes on
+    raises_on_all(
+        comm,
+        ConfigError,
+        "is there already",
+        lambda: hpczero.hf.save_pretrained(model, folder / "b"),
+    )
+    hpczero.release(model)
+
+
+def test_values_beyond_the_dtype_are_refused(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    llama.on_disk(comm, folder / "a", max_shard_size="1GB")
+    change = "model.norm.weight"
+    llama.changed(
+        comm, folder / "a" / "model.safetensors", lambda tensors: tensors[change].fill_(1e6)
+    )
+    model, _ = llama.sharded(topology, folder / "a")
+    raises_on_all(
+        comm,
+        CheckpointMismatch,
+        change,
+        lambda: hpczero.hf.save_pretrained(model, folder / "b", dtype="fp16"),
+    )
+    raises_on_all(
+        comm,
+        ConfigError,
+        "dtype",
+        lambda: hpczero.hf.save_pretrained(model, folder / "b", dtype="int8"),
+    )
+    hpczero.release(model)
+    other = tiny_gpt()
+    with zeroified(other, adamw(other), topology=topology):
+        raises_on_all(
+            comm,
+            ConfigError,
+            "expected a model of transformers",
+            lambda: hpczero.hf.save_pretrained(other, folder / "c"),
+        )
