@@ -60,7 +60,7 @@ def test_a_new_head_is_drawn_by_name_whatever_the_number_of_ranks(
 ) -> None:
     llama.on_disk(comm, folder)
     kind: Any = llama.library().AutoModelForSequenceClassification
-    drawn = []
+    drawn: list[Any] = []
     for seed in (0, 0, 1):
         model, weights = llama.sharded(topology, folder, model_class=kind, num_labels=4, seed=seed)
         state = hpczero.full_state_dict(model)

@@ -1,0 +1,42 @@
+"""What docs/hugging-face.md shows runs as it stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.foreign import llama
+from tests.helpers.mpirun import ROOT, run_ranks
+
+PAGE = ROOT / "docs" / "hugging-face.md"
+
+
+@pytest.mark.slow
+@pytest.mark.limit(300)
+@pytest.mark.filterwarnings("ignore", "error:::hpczero")
+def test_program_of_the_page_trains_and_saves(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    llama.made().save_pretrained(tmp_path / "my-model")
+    words = ["sample", "of", "rank", "0", "1", "2", "[UNK]"]
+    plain = Tokenizer(WordLevel({word: place for place, word in enumerate(words)}, "[UNK]"))
+    plain.pre_tokenizer = Whitespace()
+    fast: Any = llama.library().PreTrainedTokenizerFast(tokenizer_object=plain)
+    fast.save_pretrained(tmp_path / "my-model")
+    found = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    (tmp_path / "program.py").write_text(found.group(1))
+    finished = run_ranks(2, ["program.py"], 240, cwd=tmp_path)
+    assert finished.returncode == 0, str(finished)
+    kind: Any = llama.library().AutoModelForCausalLM
+    again = kind.from_pretrained(tmp_path / "trained")
+    assert again.dtype == torch.bfloat16
+    before = llama.made().state_dict()["model.embed_tokens.weight"]
+    assert not torch.equal(again.get_input_embeddings().weight.float(), before.bfloat16().float())
+    assert (tmp_path / "trained" / "tokenizer.json").exists()
