@@ -10,6 +10,7 @@ import time
 from contextlib import ExitStack
 
 import hpczero
+from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from hpczero.errors import EXIT_REQUEUE
 from hpczero.job import log
 from hpczero.options.config import RunConfig
@@ -17,7 +18,6 @@ from hpczero.parallel.tensor import close
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.metrics import process_peak_nbytes, read_metrics
 from hpczero.run.results.weights import begin_weights
-from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from hpczero.run.setup import Run
 from hpczero.run.starting import resume
 from hpczero.zero.full_state import StateByUnit

@@ -71,7 +71,7 @@ class RoundTrip:
         self._comm, self._architecture, self._folder = comm, architecture, folder
         self._construct: Construct = replace(
             architecture.construct(),
-            build=lambda: read(architecture, folder / "before")[0].train(),
+            build=self._plain_model,
             steps=STEPS,
         )
         self._plain = Outcome()
@@ -83,6 +83,16 @@ class RoundTrip:
             assert learned(self._plain), "proves nothing"
             self._before = logits(read(architecture, folder / "before")[0], self._batch)
         comm.Barrier()
+
+    def _plain_model(self) -> Any:
+        """As transformers reads it, frozen where its own code freezes it: ``from_pretrained`` forgets that."""
+        model, _ = read(self._architecture, self._folder / "before")
+        trained = {
+            name for name, p in self._architecture.build().named_parameters() if p.requires_grad
+        }
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trained)
+        return model.train()
 
     def run(self, topology: Topology, *, stage: int, transport: str) -> None:
         """Load, train, save, and compare. Collective."""

@@ -17,11 +17,11 @@ import hpczero
 from hpczero import Offload
 from hpczero.checkpoint.foreign.safe_file import DTYPES
 from hpczero.checkpoint.foreign.tensor_digests import tensor_digest, with_digests
+from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from hpczero.data.tokenize import ByteTokenizer
 from hpczero.errors import CheckpointError, TierError
 from hpczero.run import ending
 from hpczero.run.results.weights import Weights, write_weights
-from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import adamw, raises_on_all, tiny_gpt, tiny_tokens, zeroified
 

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from hpczero.checkpoint.foreign.safe_file import DTYPES
 from hpczero.checkpoint.foreign.tensor_digests import Digests, tensor_digest
+from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from hpczero.data.tokenize import Tokenizer, from_json
 from hpczero.errors import CheckpointError, ConfigError, launcher_rank
 from hpczero.files.regular import check_regular, parse_json, reason
 from hpczero.models import GPTConfig
-from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 
 logger = logging.getLogger("hpczero.weights")
 
