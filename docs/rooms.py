@@ -87,6 +87,7 @@ HPCZERO = House(
         "probe",
         "predict",
         "data",
+        "data.team",
         "names",
         "hf",
         "checkpoint.foreign",

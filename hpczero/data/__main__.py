@@ -17,9 +17,12 @@ import tyro
 from hpczero.data.corpus import Corpus
 from hpczero.data.prepare import VALIDATION_FRACTION, TokenizerName, prepare, seal
 from hpczero.data.targets import check_target
+from hpczero.data.team.base import Alone, Team
+from hpczero.data.team.ranks import Ranks
 from hpczero.data.tokens import VERSION, TokenFile
 from hpczero.errors import run
-from hpczero.job.long_work import Progress, watched
+from hpczero.job.long_work import watched
+from hpczero.options.environment import Environment
 from hpczero.options.reading import parse_command_line
 from hpczero.run.results.phases import phases_for
 
@@ -28,7 +31,7 @@ EXCERPT_TOKENS = 200
 
 @dataclass(frozen=True)
 class Prepare:
-    """Tokenize text files into one HDF5 token file."""
+    """Tokenize text files into one HDF5 token file. ``mpirun -n N`` before the command shares the work over N ranks."""
 
     texts: tyro.conf.Positional[tuple[Path, ...]] = ()
     """Text files, and folders taken with all they hold; none means the source text of Python's standard library."""
@@ -42,23 +45,33 @@ class Prepare:
     """Share of the text to hold out."""
 
     def __call__(self) -> None:
-        """Write the file and say what it holds."""
+        """Write the file and say what it holds. Under a launcher of several ranks all of them share the work."""
         check_target(self.out, self.texts)  # now: reading the texts may take hours
         # By default it would end the process before what is half written is taken away.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         with phases_for("auto", _say, to_stderr=True) as shown:
-            watched(self._make, shown.show)
-        describe(self.out)
+            if (Environment.read().launched_ranks or 1) == 1:
+                watched(lambda progress: self._make(Alone(progress)), shown.show)
+                describe(self.out)
+                return
+            from hpczero.job.topology import Topology
 
-    def _make(self, progress: Progress) -> None:
-        texts = self.texts
+            topology = Topology.of_world()
+            self._make(Ranks(topology, shown.show))
+        if topology.is_root:
+            describe(self.out)
+        topology.free()
+
+    def _make(self, team: Team) -> None:
         prepare(
-            Corpus.of_paths(texts, progress) if texts else Corpus.standard_library(progress),
+            Corpus.of_paths(self.texts, team=team)
+            if self.texts
+            else Corpus.standard_library(team=team),
             self.out,
             tokenizer=self.tokenizer,
             vocab_size=self.vocab_size,
             validation_fraction=self.validation_fraction,
-            progress=progress,
+            team=team,
         )
 
 

@@ -1,7 +1,8 @@
 """Which text to train on.
 
 Owns: finding documents, their order and the hash of them all. Must not know: tokens, splits. A document is a file. It
-is read in blocks, so a corpus may be far larger than memory.
+is read in blocks, so a corpus may be far larger than memory. Where its blocks end is found when it is hashed, so that
+any rank can read any of them afterwards.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
+import numpy as np
+import xxhash
+
+from hpczero.data.team.base import Alone, Team
 from hpczero.errors import DataError
 from hpczero.files.regular import open_regular, reason
 from hpczero.job.long_work import Progress
@@ -25,51 +30,59 @@ REST_NBYTES = 4 * 2**20  # of the line that a block ends in; more of it is for t
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
+class Block(NamedTuple):
+    """A piece of a document: where it begins, its bytes, and their digest (xxh3, 64 bits)."""
+
+    offset: int
+    nbytes: int
+    digest: int
+
+
 @dataclass(frozen=True)
 class Document:
-    """One file of text; ``digest`` is the SHA-256 of its bytes."""
+    """One file of text.
+
+    Attributes:
+        path: of the file.
+        nbytes: its length.
+        digest: SHA-256 of its bytes.
+        table: its blocks of about 4 MiB. Each but the last ends after a line, or in a line of 4 MiB or more.
+    """
 
     path: Path
     nbytes: int
     digest: bytes
+    table: tuple[Block, ...]
 
-    @classmethod
-    def of(cls, path: Path, progress: Progress | None = None) -> Document:
-        """Measure and hash a file; ``progress`` is told how far it is.
-
-        Raises:
-            DataError: It cannot be read.
-        """
-        digest, nbytes = hashlib.sha256(), 0
-        for block in _blocks(path):
-            digest.update(block)
-            nbytes += len(block)
-            if progress is not None:
-                progress.advance(len(block))
-        if progress is not None:
-            progress.advance()  # an empty file has no block
-        return cls(path, nbytes, digest.digest())
-
-    def blocks(self) -> Iterator[bytes]:
-        """The bytes in pieces of about 4 MiB. Each but the last ends after a line, or in a line of 4 MiB or more.
+    def block(self, index: int) -> bytes:
+        """The bytes of one block.
 
         Raises:
-            DataError: The file cannot be read, or has changed since it was hashed. The change is found after the last
-                piece.
+            DataError: The file cannot be read, or has changed since it was hashed.
         """
-        digest, nbytes = hashlib.sha256(), 0
-        for block in _blocks(self.path):
-            digest.update(block)
-            nbytes += len(block)
-            yield block
-        if nbytes != self.nbytes:
+        offset, nbytes, digest = self.table[index]
+        with _reading(self.path) as file:
+            file.seek(offset)
+            block = file.read(nbytes)
+            now = os.fstat(file.fileno()).st_size
+        if now != self.nbytes or len(block) != nbytes:
             raise DataError(
-                f"{self.path}: has {nbytes} bytes, had {self.nbytes} a moment ago; prepare a file at rest"
+                f"{self.path}: has {now} bytes, had {self.nbytes} a moment ago; prepare a file at rest"
             )
-        if digest.digest() != self.digest:
+        if xxhash.xxh3_64_intdigest(block) != digest:
             raise DataError(
                 f"{self.path}: holds another text than a moment ago; prepare a file at rest"
             )
+        return block
+
+    def blocks(self) -> Iterator[bytes]:
+        """All of them, in order.
+
+        Raises:
+            DataError: As ``block``.
+        """
+        for index in range(len(self.table)):
+            yield self.block(index)
 
 
 @dataclass(frozen=True)
@@ -79,32 +92,32 @@ class Corpus:
     documents: tuple[Document, ...]
 
     @classmethod
-    def of_paths(cls, paths: Sequence[Path], progress: Progress | None = None) -> Corpus:
+    def of_paths(
+        cls, paths: Sequence[Path], progress: Progress | None = None, team: Team | None = None
+    ) -> Corpus:
         """Files, and all files below folders, except empty ones and names that begin with a dot.
 
         Args:
             paths: Of files and folders.
-            progress: Told how far it is.
+            progress: Told how far it is; None: that of the team.
+            team: Ranks that share the hashing; collective over it. Rank 0 lists the files. None: this process alone.
 
         Raises:
-            DataError: A path is missing, unreadable, or holds no text.
+            DataError: A path is missing, unreadable, or holds no text; on every rank.
         """
-        progress = progress or Progress()
-        progress.phase("list the files")
-        files_of = {
-            path: _files_below(path, progress) if os.path.isdir(path) else [path] for path in paths
-        }
-        total_nbytes = _nbytes([file for files in files_of.values() for file in files], progress)
-        progress.phase("hash the text", total_nbytes)
+        team = team or Alone(progress)
+        listed = _listed(paths, team)
+        measured = _measured([file for _, files in listed for file, _ in files], team)
         found: dict[Path, Document] = {}
-        for path, files in files_of.items():
-            measured = (Document.of(file, progress) for file in files)
-            documents = [document for document in measured if document.nbytes]
+        for path, files in listed:
+            documents = [measured[file] for file, _ in files if measured[file].nbytes]
             if not documents:
                 raise _no_text(path, len(files))
-            for document in documents:
-                found[document.path.resolve()] = document
-                progress.advance()  # there may be a hundred thousand, on a slow file system
+            for document, (_, resolved) in zip(
+                (measured[file] for file, _ in files), files, strict=True
+            ):
+                if document.nbytes:
+                    found[resolved] = document
         return cls._ordered(list(found.values()), "no text files were given")
 
     @staticmethod
@@ -127,24 +140,22 @@ class Corpus:
                 raise _no_text(path, 1)
 
     @classmethod
-    def standard_library(cls, progress: Progress | None = None) -> Corpus:
+    def standard_library(cls, progress: Progress | None = None, team: Team | None = None) -> Corpus:
         """The sources of this Python's standard library, without its tests: 8 to 12 MB.
 
         Args:
-            progress: Told how far it is.
+            progress: Told how far it is; None: that of the team.
+            team: As for ``of_paths``.
 
         Raises:
-            DataError: This Python has no source files (some containers ship byte code alone).
+            DataError: This Python has no source files (some containers ship byte code alone); on every rank.
         """
-        progress = progress or Progress()
         folder = Path(sysconfig.get_path("stdlib"))
-        progress.phase("list the files")
-        below = _files_below(folder, progress, skip=_NOT_LIBRARY)
-        files = [path for path in below if path.suffix == ".py"]
-        progress.phase("hash the text", _nbytes(files, progress))
-        measured = (Document.of(file, progress) for file in files)
+        team = team or Alone(progress)
+        ((_, files),) = _listed([folder], team, skip=_NOT_LIBRARY)
+        measured = _measured([file for file, _ in files if file.suffix == ".py"], team)
         return cls._ordered(
-            [document for document in measured if document.nbytes],
+            [document for document in measured.values() if document.nbytes],
             f"{folder}: this Python has no standard library sources; give text files instead",
         )
 
@@ -167,9 +178,50 @@ class Corpus:
         return hashlib.sha256(b"".join(document.digest for document in self.documents)).hexdigest()
 
 
-def _files_below(
-    folder: Path, progress: Progress, skip: frozenset[str] = frozenset()
-) -> list[Path]:
+def _listed(
+    paths: Sequence[Path], team: Team, skip: frozenset[str] = frozenset()
+) -> list[tuple[Path, list[tuple[Path, Path]]]]:
+    """Each path with its files, and what these are once links are followed. Rank 0 looks."""
+    found = []
+    with team.agreed("list the files"):
+        if team.rank == 0:
+            team.progress.phase("list the files")
+            for path in paths:
+                files = [path]
+                if os.path.isdir(path):
+                    files = _files_below(path, team.progress, skip)
+                resolved = []
+                for file in files:
+                    resolved.append((file, Path(os.path.realpath(file))))
+                    team.progress.advance()  # there may be a hundred thousand, on a slow file system
+                found.append((path, resolved))
+    return team.all_gather_lists(found)[0]
+
+
+def _measured(files: Sequence[Path], team: Team) -> dict[Path, Document]:
+    """The documents of ``files``, of which each rank hashes a share."""
+    total, longest_first = 0, []
+    if team.rank == 0:
+        sizes = _sizes(files, team.progress)
+        total = sum(sizes)
+        longest_first = sorted(range(len(files)), key=lambda index: -sizes[index])
+    longest_first = team.all_gather_lists(longest_first)[0]
+    total = int(team.all_gather(np.array([total], dtype=np.int64))[0, 0])
+    # As cards are dealt: no rank gets more than the longest file above its share.
+    order = [files[index] for index in longest_first]
+    mine: list[tuple[Path, Document]] = []
+
+    def steps() -> Iterator[None]:
+        for path in order[team.rank :: team.size]:
+            for _ in _hashing(path, team.progress, mine):
+                yield
+
+    team.progress.phase("hash the text", total)
+    team.take_steps("hash the text", steps())
+    return {path: document for share in team.all_gather_lists(mine) for path, document in share}
+
+
+def _files_below(folder: Path, progress: Progress, skip: frozenset[str]) -> list[Path]:
     def refuse(error: OSError) -> None:
         raise _no_listing(error) from error
 
@@ -194,14 +246,29 @@ def _no_text(path: Path, num_files: int) -> DataError:
     )
 
 
-def _nbytes(paths: Sequence[Path], progress: Progress) -> int:
+def _hashing(path: Path, progress: Progress, into: list[tuple[Path, Document]]) -> Iterator[None]:
+    """Measure and hash a file, in steps of a block. The document is then the last ``into``."""
+    digest, nbytes, table = hashlib.sha256(), 0, []
+    for block in _blocks(path):
+        digest.update(block)
+        table.append(Block(nbytes, len(block), xxhash.xxh3_64_intdigest(block)))
+        nbytes += len(block)
+        progress.advance(len(block))
+        yield
+    progress.advance()  # an empty file has no block
+    into.append((path, Document(path, nbytes, digest.digest(), tuple(table))))
+    yield
+
+
+def _sizes(paths: Sequence[Path], progress: Progress) -> list[int]:
     """Bytes of files as they are now. A missing file counts 0; reading it raises."""
-    total = 0
+    sizes = []
     for path in paths:
         progress.advance()
+        sizes.append(0)
         with suppress(OSError, ValueError):
-            total += path.stat().st_size
-    return total
+            sizes[-1] = path.stat().st_size
+    return sizes
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

@@ -1,11 +1,11 @@
-"""From text to a token file: joins corpus, tokenizer and file.
+"""From text to a token file: joins corpus, tokenizer and file, on one process or on all ranks.
 
-Owns: the held-out split. Must not know: batches, ranks.
+Owns: the order of the work, and which rank tokenizes what. Must not know: batches, MPI.
 
-[Note: The held-out split]
-Documents are shuffled by the hash of their contents and laid end to end. The last ``validation_fraction`` of the bytes
-is held out. The document at the cut, if any, is divided after a line, so a corpus of one file holds out its end.
-Training never sees a held-out byte, nor does the training of a tokenizer.
+[Note: Who tokenizes what]
+The text is cut into units of whole blocks, which are the same for any number of ranks. Rank r of N tokenizes units r,
+r + N, r + 2N and so on. The ids of a block do not depend on its neighbours, so the file has the same bytes for any N.
+A rank holds a few units in memory, never its whole part.
 """
 
 from __future__ import annotations
@@ -17,18 +17,26 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from hpczero.data.corpus import Corpus
 from hpczero.data.dividing import LONG_WORD
+from hpczero.data.pieces import Piece, Place, pieces, places, small_pieces, units
 from hpczero.data.targets import check_target
-from hpczero.data.token_writer import create
-from hpczero.data.tokenize import TEXT_LEN, BPETokenizer, ByteTokenizer, NotUTF8, Tokenizer
+from hpczero.data.team.base import Alone, Team
+from hpczero.data.token_writer import TRAIN, VALIDATION, Ids, TokenWriter, create
+from hpczero.data.tokenize import (
+    TEXT_LEN,
+    BPETokenizer,
+    ByteTokenizer,
+    NotUTF8,
+    Tokenizer,
+    from_json,
+)
 from hpczero.data.tokens import VERSION, TokenFile
 from hpczero.errors import ConfigError, DataError
 from hpczero.job.long_work import Progress, in_order
@@ -36,7 +44,6 @@ from hpczero.options.config import DataOptions
 
 VALIDATION_FRACTION = 0.05
 BPE_VOCAB = 8192
-UTF8_NBYTES = 4  # of one character, at most
 SEAL_NUMEL = 2**22  # read at a time
 BATCH_NBYTES = 2**19  # tokenized at once
 ENCODERS = 2  # one makes arrays of what the library has found for it, while the library works for the other
@@ -55,23 +62,26 @@ def prepare(
     vocab_size: int | None = None,
     validation_fraction: float = VALIDATION_FRACTION,
     progress: Progress | None = None,
+    team: Team | None = None,
 ) -> None:
-    """Tokenize a corpus into the file ``out``, which appears whole or not at all.
+    """Tokenize a corpus into the file ``out``, which appears whole or not at all. Collective over the team.
 
     Args:
-        corpus: The text.
+        corpus: The text, equal on all ranks.
         out: Replaced if it is a token file and none of the texts. Anything else there is refused.
-        tokenizer: "bytes", or "bpe" trained on the training split.
+        tokenizer: "bytes", or "bpe" trained on the training split by rank 0.
         vocab_size: Size of BPE's vocabulary, the separator included; None means 8192.
         validation_fraction: Share of the bytes to hold out, between 0 and 1.
-        progress: Told how far it is.
+        progress: Told how far it is; None: that of the team.
+        team: Ranks that share the work; None: this process alone. The file has the same bytes on any number of them.
 
     Raises:
         ConfigError: The fraction or the vocabulary size is out of range, or bytes are given another vocabulary.
         DataError: The corpus cannot be read or is too small to split, or ``out`` is not a token file or cannot be
-            written.
+            written; on every rank.
     """
-    progress = progress or Progress()
+    team = team or Alone(progress)
+    progress = team.progress
 
     def sources() -> Iterator[Path]:
         for document in corpus.documents:
@@ -81,7 +91,9 @@ def prepare(
     def check() -> None:
         check_target(out, sources())
 
-    check()  # now: the training of a tokenizer may take hours
+    with team.agreed("look at what is to be replaced"):
+        if team.rank == 0:
+            check()  # now: the training of a tokenizer may take hours
     if not 0 < validation_fraction < 1:
         raise ConfigError(
             f"got a validation fraction of {validation_fraction}, expected 0 < fraction < 1"
@@ -98,31 +110,63 @@ def prepare(
         )
     chosen: Tokenizer = ByteTokenizer()
     if tokenizer == "bpe":
-        chosen = _learnt(corpus, cut, BPE_VOCAB if vocab_size is None else vocab_size, progress)
-    progress.phase("tokenize", corpus.nbytes)
+        size = BPE_VOCAB if vocab_size is None else vocab_size
+        learnt = team.by_root(
+            "learn a vocabulary", lambda told: _learnt(corpus, cut, size, told).to_json()
+        )
+        chosen = from_json(learnt)
+    share = -(-corpus.nbytes // team.size)
+    progress.phase("tokenize", share if team.size > 1 else corpus.nbytes)
     with (
-        create(out, chosen, corpus.digest, check) as writers,
+        create(out, chosen, corpus.digest, check, team) as writer,
         ThreadPoolExecutor(ENCODERS, "hpczero-encoder") as encoders,
     ):
 
-        def encoded(batch: list[_Piece]) -> list[npt.NDArray[np.int64]]:
-            return chosen.encode_all([piece.text for piece in batch])
+        def encoded(unit: list[Place]) -> list[_Encoded]:
+            return [*_encoded(unit, cut, chosen, writer, progress)]
 
-        batches = _batches(_parts(corpus, cut, chosen))
-        for batch, found in _waited_for(in_order(encoders, encoded, batches, ENCODERS), progress):
-            for piece, ids in zip(batch, found, strict=True):
-                writer = writers[piece.held_out]
-                writer.append_ids(ids)
-                writer.count(0, len(piece.text))
-                if piece.ends_document:
-                    writer.end_document()
-                progress.advance(len(piece.text))
+        mine = islice(units(corpus), team.rank, None, team.size)
+        work = _waited_for(in_order(encoders, encoded, mine, ENCODERS), progress)
+        for _ in range(-(-sum(1 for _ in units(corpus)) // team.size)):
+            error = None
+            try:
+                for part in next(work, ((), []))[1]:
+                    writer.append(part.split, part.ids, part.documents, part.text_nbytes)
+            except Exception as caught:  # raised by exchange, on every rank
+                error = caught
+            writer.exchange(error)
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """Tokens of some pieces of one split."""
+
+    split: int
+    ids: Ids
+    documents: int
+    text_nbytes: int
+
+
+def _encoded(
+    unit: list[Place], cut: int, tokenizer: Tokenizer, writer: TokenWriter, progress: Progress
+) -> Iterator[_Encoded]:
+    """The tokens of ``unit``, piece by piece, with a separator where a document ends."""
+    separator = writer.checked(np.array([tokenizer.separator]), TRAIN)
+    for batch in _batches(small_pieces(unit, cut, tokenizer)):
+        found = tokenizer.encode_all([piece.text for piece in batch])
+        for piece, whole in zip(batch, found, strict=True):
+            split = VALIDATION if piece.held_out else TRAIN
+            ids = writer.checked(whole, split)
+            if piece.ends_document:
+                ids = np.append(ids, separator)
+            yield _Encoded(split, ids, int(piece.ends_document), len(piece.text))
+            progress.advance(len(piece.text))
 
 
 def _learnt(corpus: Corpus, cut: int, vocab_size: int, progress: Progress) -> BPETokenizer:
     """A tokenizer of the training split."""
     told = False
-    current = _Piece(corpus.documents[0].path, 0, b"", False, False)  # that is learned from
+    current = Piece(corpus.documents[0].path, 0, b"", False, False)  # that is learned from
 
     def tell() -> None:
         nonlocal told
@@ -141,7 +185,7 @@ def _learnt(corpus: Corpus, cut: int, vocab_size: int, progress: Progress) -> BP
         def training_text() -> Iterator[bytes]:
             nonlocal current
             progress.phase("count words", cut)
-            for current in takewhile(lambda piece: not piece.held_out, _pieces(corpus, cut)):
+            for current in takewhile(lambda piece: not piece.held_out, pieces(places(corpus), cut)):
                 progress.advance(len(current.text))
                 yield current.text
             progress.phase("learn byte pairs")
@@ -183,11 +227,13 @@ def seal(path: Path, out: Path | None = None) -> None:
                 f"{path}: has digests already; `python -m hpczero.data verify` checks them"
             )
         check = partial(check_target, out) if out is not None else lambda: None
-        with create(out or path, old.tokenizer, old.source_sha256, check) as writers:
-            for split, writer in zip((old.train, old.validation), writers, strict=True):
+        with create(out or path, old.tokenizer, old.source_sha256, check) as writer:
+            for number, split in enumerate((old.train, old.validation)):
                 for start in range(0, len(split), SEAL_NUMEL):
-                    writer.append_ids(split[start : start + SEAL_NUMEL])
-                writer.count(split.documents, split.text_nbytes)
+                    ids = writer.checked(split[start : start + SEAL_NUMEL], number)
+                    writer.append(number, ids)
+                    writer.exchange()
+                writer.append(number, ids[:0], split.documents, split.text_nbytes)
 
 
 def default_token_file(cache_dir: Path, progress: Progress | None = None) -> Path:
@@ -231,22 +277,9 @@ def token_file(options: DataOptions, progress: Progress) -> Path:
     return path
 
 
-@dataclass(frozen=True)
-class _Piece:
-    path: Path
-    offset: int  # in the file
-    text: bytes
-    held_out: bool
-    ends_document: bool
-
-    def named(self, error: NotUTF8) -> NotUTF8:
-        """The same error with file and place."""
-        return NotUTF8(error.byte, self.offset + error.offset, f"{self.path}: ")
-
-
-def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
     """Several pieces together if they are short, as documents may be."""
-    batch: list[_Piece] = []
+    batch: list[Piece] = []
     nbytes = 0
     for piece in pieces:
         batch.append(piece)
@@ -256,51 +289,3 @@ def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
             batch, nbytes = [], 0
     if batch:
         yield batch
-
-
-def _parts(corpus: Corpus, cut: int, tokenizer: Tokenizer) -> Iterator[_Piece]:
-    """``_pieces``, as small as the tokenizer likes them."""
-    for piece in _pieces(corpus, cut):
-        try:
-            parts = list(tokenizer.parts(piece.text))
-        except NotUTF8 as error:
-            raise piece.named(error) from error
-        offset = piece.offset
-        for index, part in enumerate(parts, start=1):
-            ends_document = piece.ends_document and index == len(parts)
-            yield _Piece(piece.path, offset, part, piece.held_out, ends_document)
-            offset += len(part)
-
-
-def _pieces(corpus: Corpus, cut: int) -> Iterator[_Piece]:
-    """The corpus in order, with no piece across the cut ([Note: The held-out split])."""
-    position = 0
-    for document in corpus.documents:
-        path, begin, end = document.path, position, position + document.nbytes
-        for block in document.blocks():
-            head = _training_length(block, cut - position)
-            offset = position - begin
-            position += len(block)
-            training, held_out = block[:head], block[head:]
-            if training:
-                ends_document = position == end and not held_out
-                yield _Piece(path, offset, training, False, ends_document)
-            if held_out:
-                yield _Piece(path, offset + head, held_out, True, position == end)
-
-
-def _training_length(block: bytes, at: int) -> int:
-    """Bytes of a block that are training text.
-
-    The cut is ``at`` bytes after the block's start, outside of it included.
-    """
-    if not 0 < at < len(block):
-        return 0 if at <= 0 else len(block)
-    newline = block.find(b"\n", at, -1)
-    if newline >= 0:
-        return newline + 1
-    # Not inside a UTF-8 character, which BPE could not read in two halves; what is none may be cut anywhere.
-    for start in range(at, max(at - UTF8_NBYTES, -1), -1):
-        if block[start] & 0xC0 != 0x80:
-            return start
-    return at

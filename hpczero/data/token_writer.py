@@ -1,201 +1,226 @@
-"""Writing a token file: whole or not at all.
+"""Writing a token file, by one process or by many ranks: whole or not at all.
 
-Owns: the order of writing, and what HDF5 is given to write to. Must not know: where text comes from, batches, MPI.
+Owns: the order of writing, and which rank writes which slab. Must not know: where text comes from, batches, MPI.
 
-[Note: HDF5 never sees a disk that is full]
-HDF5 1.10 crashes the process when it closes a file that it could not write. It therefore writes to an object of ours,
-which keeps the first error and tells HDF5 that all is well. We raise the error afterwards and remove the file, because
-nothing that came after the error is of use.
-
-[Note: Where a chunk lies]
-HDF5 1.10 finds the place of one chunk by walking over all of them, which takes hours for a large file. The object that
-HDF5 writes to therefore remembers the place of the last write. The slab is read back from there before the place is
-trusted.
+[Note: Who writes a slab]
+Ranks bring their tokens in rounds. In a round those of rank 0 come first, then those of rank 1, and so on. Once all
+ranks know how many each brings, a rank writes the slabs that are wholly its own, and digests them. What is left at the
+ends of its tokens goes to rank 0, which joins it with that of others. Each slab has thus one writer, and no page of the
+file has two, as file systems want it that keep pages in every node's memory. The file has the same bytes on any number
+of ranks.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hpczero.data import appendix
+from hpczero.data import appendix, structure
 from hpczero.data.appendix import FORMAT, SPLITS, VERSION, Description, SplitPart
 from hpczero.data.slabs import check_ids
+from hpczero.data.team.base import Alone, Team
 from hpczero.data.tokenize import Tokenizer
 from hpczero.errors import DataError
 from hpczero.files.regular import reason
 
-if TYPE_CHECKING:
-    import h5py
-
-SLAB_NUMEL = 2**15  # of one digest and of one chunk of HDF5 (docs/performance.md)
-WRITE_SLABS = 32
+SLAB_NUMEL = 2**15  # of one digest (docs/performance.md)
 STALE_S = 3600.0  # since it was last written to: nobody writes it any more
+TRAIN, VALIDATION = range(len(SPLITS))
+
+Ids = npt.NDArray[np.unsignedinteger[Any]]
+Numbers = npt.NDArray[np.int64]
 
 
-class _Disk(io.RawIOBase):
-    """The file as HDF5 sees it ([Note: HDF5 never sees a disk that is full])."""
+class TokenWriter:
+    """A token file that is being written by a team."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, path: Path, descriptor: int, tokenizer: Tokenizer, team: Team) -> None:
+        self._path = path
         self._descriptor = descriptor
-        self._place = 0
-        self.last = 0  # place of the last write
-        self.error: OSError | None = None
-
-    def check(self) -> None:
-        """Raise OSError if something could not be written."""
-        if self.error is not None:
-            raise self.error
-
-    def write(self, data: Any) -> int:
-        left = memoryview(data).cast("B")
-        nbytes, place = len(left), self._place
-        self._place, self.last = place + nbytes, place
-        try:
-            while left and self.error is None:
-                written = os.pwrite(self._descriptor, left, place)
-                left, place = left[written:], place + written
-        except OSError as error:
-            self.error = error
-        return nbytes
-
-    def read_at(self, place: int, nbytes: int) -> bytes:
-        """What the file has there."""
-        return os.pread(self._descriptor, nbytes, place)
-
-    def readinto(self, into: Any) -> int:
-        left = memoryview(into).cast("B")
-        data = self.read_at(self._place, len(left))
-        left[: len(data)] = data
-        self._place += len(data)
-        return len(data)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        if whence == os.SEEK_END:
-            offset += os.fstat(self._descriptor).st_size
-        self._place = offset if whence != os.SEEK_CUR else self._place + offset
-        return self._place
-
-    def tell(self) -> int:
-        return self._place
-
-    def truncate(self, nbytes: int | None = None) -> int:
-        nbytes = self._place if nbytes is None else nbytes
-        try:
-            os.ftruncate(self._descriptor, nbytes)
-        except OSError as error:
-            self.error = self.error or error
-        return nbytes
-
-    def flush(self) -> None:
-        pass
-
-
-class SplitWriter:
-    """Appends documents to one split of a file that is being written, in large writes."""
-
-    def __init__(self, file: h5py.File, name: str, tokenizer: Tokenizer, disk: _Disk) -> None:
-        self._dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-        self._group = file.create_group(name)
-        self._tokens = self._group.create_dataset(
-            "tokens", shape=(0,), maxshape=(None,), chunks=(SLAB_NUMEL,), dtype=self._dtype
-        )
-        self._name = name
         self._tokenizer = tokenizer
-        self._disk = disk
-        self._pending: list[npt.NDArray[np.generic]] = []
-        self._pending_numel = 0
-        self._numel = 0
-        self._slabs: list[tuple[int, int]] = []  # place, digest
-        self._documents = 0
-        self._text_nbytes = 0
+        self._team = team
+        self.dtype: np.dtype[np.unsignedinteger[Any]] = np.min_scalar_type(
+            tokenizer.vocab_size - 1
+        ).newbyteorder("<")
+        self._places = structure.places(self.dtype, 1)
+        self._pending: tuple[list[Ids], ...] = ([], [])
+        self._mine = np.zeros((3, 2), dtype=np.int64)  # tokens, documents, text bytes of each split
+        self._all = np.zeros((3, 2), dtype=np.int64)
+        self._digests: list[tuple[int, int, int]] = []  # split, slab, digest
+        self._edges: dict[tuple[int, int], _Edge] = {}
 
-    def end_document(self) -> None:
-        """Add the separator to end a document."""
-        self.append_ids(np.array([self._tokenizer.separator]))
-        self._documents += 1
-
-    def append_ids(self, ids: npt.NDArray[np.integer[Any]]) -> None:
-        """Add tokens.
+    def checked(self, ids: npt.NDArray[np.integer[Any]], split: int) -> Ids:
+        """``ids`` as the file has them. Not collective; any thread may call it.
 
         Raises:
             DataError: ids are not of the vocabulary.
-            OSError: they cannot be written.
         """
-        what = f"/{self._name}/tokens"
+        what = f"/{SPLITS[split]}/tokens"
         check_ids(ids, self._tokenizer.vocab_size, what)
         if ids.size and int(ids.min()) < 0:
             raise DataError(f"{what} would hold token id {int(ids.min())}, expected 0 or above")
-        self._pending.append(ids.astype(self._dtype))
-        self._pending_numel += len(ids)
-        if self._pending_numel >= WRITE_SLABS * SLAB_NUMEL:
-            self._flush(self._pending_numel // SLAB_NUMEL * SLAB_NUMEL)
+        return ids.astype(self.dtype, copy=False)
 
-    def count(self, documents: int, text_nbytes: int) -> None:
-        """Count what ``append_ids`` cannot: documents and bytes of text."""
-        self._documents += documents
-        self._text_nbytes += text_nbytes
+    def append(self, split: int, ids: Ids, documents: int = 0, text_nbytes: int = 0) -> None:
+        """Bring tokens of ``checked``, and count documents and bytes of text. Not collective; see ``exchange``."""
+        self._pending[split].append(ids)
+        self._mine[:, split] += (len(ids), documents, text_nbytes)
 
-    def finish(self) -> tuple[SplitPart, appendix.Table]:
-        """Write what is pending, and the counts. The file is flushed afterwards.
+    def exchange(self, error: Exception | None = None) -> None:
+        """Write what all ranks have brought since the last call, in the order of ranks. Collective over the team.
+
+        Args:
+            error: of this rank's work, which all ranks then raise.
 
         Raises:
-            DataError: the split has no token.
-            OSError: it cannot be written.
+            DataError: the file cannot be written; on every rank.
+            ValueError: training tokens come after held-out ones.
+            HpcZeroError: some rank brings an error.
         """
-        self._flush(self._pending_numel)
-        if not self._numel:
-            raise DataError(
-                f"/{self._name}/tokens would have no token; was there enough text for both splits?"
+        failed = error is not None
+        found = self._team.all_gather(np.array([failed, *self._mine.flat], dtype=np.int64))
+        if found[:, 0].any():
+            with self._team.agreed("make tokens of its part of the text"):
+                if error is not None:
+                    raise error
+        counts = found[:, 1:].reshape(self._team.size, 3, 2)
+        before = self._all[0].copy()
+        self._all += counts.sum(axis=0)
+        self._find_places(before, self._all[0])
+        stops = before + counts[:, 0].cumsum(axis=0)  # (size, 2): behind the tokens of each rank
+        starts = stops - counts[:, 0]
+        edges = [
+            [(split, *edge) for split in (TRAIN, VALIDATION) for edge in _edges(*row[split])]
+            for row in np.stack([starts, stops], axis=-1).tolist()
+        ]
+        mine: list[Ids] = [np.zeros(0, dtype=self.dtype)]
+        with self._team.agreed("write tokens"), _said(self._path):
+            own = [np.concatenate([*parts, mine[0]]) for parts in self._pending]
+            for split, ids in enumerate(own):
+                self._write_slabs(split, int(starts[self._team.rank, split]), ids)
+            for split, start, stop in edges[self._team.rank]:
+                begin = starts[self._team.rank, split]
+                mine.append(own[split][start - begin : stop - begin])
+        self._pending = ([], [])
+        self._mine[:] = 0
+        nbytes = [
+            sum(stop - start for _, start, stop in row) * self.dtype.itemsize for row in edges
+        ]
+        brought = self._team.gather(np.concatenate(mine).view(np.uint8), nbytes)
+        with self._team.agreed("write tokens"), _said(self._path):
+            for row, data in zip(edges, brought, strict=False):  # which rank 0 alone has
+                self._join(row, data.view(self.dtype))
+
+    def finish(self) -> tuple[dict[str, SplitPart], dict[str, appendix.Table]]:
+        """Write what is left, and say what the splits hold. Collective over the team.
+
+        Raises:
+            DataError: a split has no token, or the file cannot be written; on every rank.
+        """
+        self.exchange()
+        for name, numel in zip(SPLITS, self._all[0], strict=True):
+            if not numel:
+                raise DataError(
+                    f"/{name}/tokens would have no token; was there enough text for both splits?"
+                )
+        with self._team.agreed("write tokens"), _said(self._path):
+            for (split, slab), edge in sorted(self._edges.items()):  # the last slab of each split
+                self._write(split, slab * SLAB_NUMEL, edge.data[: edge.filled])
+            os.fsync(self._descriptor)
+        digests = [entry for share in self._team.all_gather_lists(self._digests) for entry in share]
+        parts, tables = {}, {}
+        for split, name in enumerate(SPLITS):
+            rows = sorted((slab, digest) for of, slab, digest in digests if of == split)
+            assert [slab for slab, _ in rows] == [*range(len(rows))], "each slab has one writer"
+            table = np.array(
+                [(self._place(split, slab * SLAB_NUMEL), of) for slab, of in rows], "<u8"
             )
-        self._group.attrs.update({"documents": self._documents, "text_nbytes": self._text_nbytes})
-        self._group.file.flush()
-        self._disk.check()
-        table = np.array(self._slabs, dtype="<u8")
-        part = SplitPart(
-            dtype=self._dtype.name,
-            numel=self._numel,
-            slab_numel=SLAB_NUMEL,
-            documents=self._documents,
-            text_nbytes=self._text_nbytes,
-            table=appendix.table_digest(table),
-        )
-        return part, table
+            numel, documents, text_nbytes = self._all[:, split].tolist()
+            tables[name] = table
+            parts[name] = SplitPart(
+                dtype=self.dtype.name,
+                numel=numel,
+                slab_numel=SLAB_NUMEL,
+                documents=documents,
+                text_nbytes=text_nbytes,
+                table=appendix.table_digest(table),
+            )
+        return parts, tables
 
-    def _flush(self, numel: int) -> None:
-        """Write the first ``numel`` pending tokens. They are whole slabs, except at the end."""
-        if not numel:
-            return
-        data = np.concatenate(self._pending)
-        self._pending = [data[numel:].copy()]
-        self._pending_numel -= numel
-        data = data[:numel].astype(self._dtype.newbyteorder("<"), copy=False)
-        self._tokens.resize(self._numel + numel, axis=0)
-        for begin in range(0, numel, SLAB_NUMEL):
-            self._write_slab(data[begin : begin + SLAB_NUMEL])
-        self._disk.check()
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where the tokens of each split begin."""
+        return self._places
 
-    def _write_slab(self, slab: npt.NDArray[Any]) -> None:
-        chunk = np.zeros(SLAB_NUMEL, dtype=slab.dtype)
-        chunk[: len(slab)] = slab
-        self._tokens.id.write_direct_chunk((self._numel,), chunk)
-        digest = appendix.digest(slab)
-        place = self._disk.last
-        # See [Note: Where a chunk lies].
-        if self._disk.read_at(place, slab.nbytes) != slab.tobytes():
-            self._disk.check()
-            place = self._tokens.id.get_chunk_info_by_coord((self._numel,)).byte_offset
-        self._slabs.append((place, digest))
-        self._numel += len(slab)
+    def _find_places(self, before: Numbers, now: Numbers) -> None:
+        """The place of the held-out tokens, once all training tokens are counted."""
+        if before[VALIDATION] and now[TRAIN] > before[TRAIN]:
+            raise ValueError(
+                "TokenWriter: training tokens after held-out ones, expected them before"
+            )
+        if now[VALIDATION] and not before[VALIDATION]:
+            self._places = structure.places(self.dtype, max(int(now[TRAIN]), 1))
+
+    def _place(self, split: int, token: int) -> int:
+        return self._places[split] + token * self.dtype.itemsize
+
+    def _write_slabs(self, split: int, start: int, ids: Ids) -> None:
+        """Write the whole slabs of ``ids``, the first of which is token ``start``."""
+        first, last = _whole_slabs(start, start + len(ids))
+        if first < last:
+            self._write(split, first, ids[first - start : last - start])
+
+    def _write(self, split: int, start: int, ids: Ids) -> None:
+        """Write slabs from token ``start`` on, and digest each; the last may be short."""
+        left = memoryview(ids.data).cast("B")
+        place = self._place(split, start)
+        while left:
+            written = os.pwrite(self._descriptor, left, place)
+            left, place = left[written:], place + written
+        for begin in range(0, len(ids), SLAB_NUMEL):
+            digest = appendix.digest(ids[begin : begin + SLAB_NUMEL])
+            self._digests.append((split, (start + begin) // SLAB_NUMEL, digest))
+
+    def _join(self, edges: list[tuple[int, int, int]], data: Ids) -> None:
+        """Put the edges of one rank into their slabs, and write those that are whole."""
+        for split, start, stop in edges:
+            ids, data = data[: stop - start], data[stop - start :]
+            slab, begin = divmod(start, SLAB_NUMEL)
+            edge = self._edges.setdefault((split, slab), _Edge(np.zeros(SLAB_NUMEL, self.dtype)))
+            edge.data[begin : begin + len(ids)] = ids
+            edge.filled += len(ids)
+            if edge.filled == SLAB_NUMEL:
+                self._write(split, slab * SLAB_NUMEL, edge.data)
+                del self._edges[split, slab]
+
+
+@dataclass
+class _Edge:
+    """A slab that several ranks fill, in order."""
+
+    data: Ids
+    filled: int = 0
+
+
+def _whole_slabs(start: int, stop: int) -> tuple[int, int]:
+    """First and last bound of the slabs that are all of tokens ``start`` to ``stop``; none if first >= last."""
+    return -(-start // SLAB_NUMEL) * SLAB_NUMEL, stop // SLAB_NUMEL * SLAB_NUMEL
+
+
+def _edges(start: int, stop: int) -> list[tuple[int, int]]:
+    """What is left of tokens ``start`` to ``stop`` without whole slabs."""
+    first, last = _whole_slabs(start, stop)
+    found = [(start, stop)] if first > last else [(start, first), (last, stop)]
+    return [(begin, end) for begin, end in found if begin < end]
 
 
 @contextmanager
@@ -204,60 +229,91 @@ def create(
     tokenizer: Tokenizer,
     source_sha256: str,
     check: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[SplitWriter, SplitWriter]]:
-    """Write a token file: yields the writers of the training and the validation split.
+    team: Team | None = None,
+) -> Iterator[TokenWriter]:
+    """Write a token file: yields its writer. Collective over the team.
 
     The file is written under a temporary name beside ``path`` and renamed at the end of the block. After an error
-    nothing is left. What a killed process has left is removed an hour later. Several processes may write the same path
-    at once; the last whole file stays.
+    nothing is left. What a killed job has left is removed an hour later. Several jobs may write the same path at once;
+    the last whole file stays.
 
     Args:
-        path: Of the file.
+        path: Of the file; one file for all ranks.
         tokenizer: Of its tokens.
         source_sha256: Of the text.
-        check: Raises if ``path`` may not be replaced. It is called before anything is written, and before the rename.
+        check: Raises if ``path`` may not be replaced. Rank 0 calls it before anything is written, and before the
+            rename.
+        team: Ranks that write it; None: this process alone.
 
     Raises:
-        DataError: The folder cannot be written, or a split has no token.
+        DataError: The folder cannot be written, or a split has no token; on every rank.
     """
-    check()
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    descriptor = None
+    team = team or Alone()
+    name = f".{path.name}.{team.all_gather_lists([uuid.uuid4().hex])[0][0]}.tmp"
+    temporary = path.with_name(name)
+    descriptor = -1
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_left_over(path)
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        disk = _Disk(descriptor)
-        with _written_by_hdf5(disk) as file:
-            file.attrs.update(
-                {
-                    "format": FORMAT,
-                    "version": VERSION,
-                    "tokenizer": tokenizer.to_json(),
-                    "source_sha256": source_sha256,
-                }
-            )
-            train, validation = (SplitWriter(file, name, tokenizer, disk) for name in SPLITS)
-            yield train, validation
-            finished = {"train": train.finish(), "validation": validation.finish()}
-        parts = {name: part for name, (part, _) in finished.items()}
-        tables = {name: table for name, (_, table) in finished.items()}
-        disk.seek(0, os.SEEK_END)
-        description = Description(tokenizer.to_json(), source_sha256, **parts)
-        disk.write(appendix.to_bytes(disk.tell(), description, tables))
-        disk.check()
-        os.fsync(descriptor)  # first: a rename may reach the disk before the contents do
-        check()  # again: writing may have taken hours
-        temporary.replace(path)
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be written ({reason(error)}); check the folder, its permissions, space and quota"
-        ) from error
+        with team.agreed("make the token file"), _said(path):
+            if team.rank == 0:
+                check()
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _remove_left_over(path)
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                descriptor = os.open(temporary, flags, 0o666)
+        with team.agreed("open the token file that rank 0 has made"), _said(path):
+            if team.rank:
+                descriptor = os.open(temporary, os.O_RDWR | os.O_CLOEXEC)
+        writer = TokenWriter(path, descriptor, tokenizer, team)
+        yield writer
+        parts, tables = writer.finish()
+        with team.agreed("complete the token file"), _said(path):
+            if team.rank == 0:
+                description = Description(tokenizer.to_json(), source_sha256, **parts)
+                _complete(descriptor, writer, description, tables)
+                check()  # again: writing may have taken hours
+                temporary.replace(path)
     finally:
-        if descriptor is not None:
+        if descriptor >= 0:
             os.close(descriptor)
-        with suppress(OSError, ValueError):  # gone by the rename, or never made
-            temporary.unlink()
+        if team.rank == 0:
+            with suppress(OSError, ValueError):  # gone by the rename, or never made
+                temporary.unlink()
+
+
+def _complete(
+    descriptor: int,
+    writer: TokenWriter,
+    description: Description,
+    tables: dict[str, appendix.Table],
+) -> None:
+    """Write HDF5's structures around the tokens, and the appendix."""
+    datasets = tuple(
+        structure.Dataset(
+            part.numel, {"documents": part.documents, "text_nbytes": part.text_nbytes}
+        )
+        for part in description.parts().values()
+    )
+    attributes: dict[str, str | int] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "tokenizer": description.tokenizer,
+        "source_sha256": description.source_sha256,
+    }
+    made = structure.made(writer.dtype, datasets, attributes)
+    structure.check_places(made, writer.places)
+    # Readers expect room for a whole slab at each place, also where the last one is short.
+    parts = description.parts()
+    ends = [
+        int(tables[name][-1, 0]) + min(part.numel, SLAB_NUMEL) * writer.dtype.itemsize
+        for name, part in parts.items()
+    ]
+    end = max(made.nbytes, *ends)
+    for place, data in (*made.pieces, (end, appendix.to_bytes(end, description, tables))):
+        left = memoryview(data)
+        while left:
+            written = os.pwrite(descriptor, left, place)
+            left, place = left[written:], place + written
+    os.fsync(descriptor)  # first: a rename may reach the disk before the contents do
 
 
 def _remove_left_over(path: Path) -> None:
@@ -272,15 +328,11 @@ def _remove_left_over(path: Path) -> None:
 
 
 @contextmanager
-def _written_by_hdf5(disk: _Disk) -> Iterator[h5py.File]:
-    """Context: a new HDF5 file. What could not be written is raised as OSError, even if HDF5 raised something else."""
-    import h5py
-
+def _said(path: Path) -> Iterator[None]:
+    """Context: an error of the file system becomes a DataError that says what to do."""
     try:
-        # The newest form of its structures: they have checksums, which other readers hold them against.
-        with h5py.File(disk, "w", libver=("v110", "v110")) as file:
-            yield file
-    except (RuntimeError, ValueError, KeyError):
-        disk.check()
-        raise
-    disk.check()
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be written ({reason(error)}); check the folder, its permissions, space and quota"
+        ) from error

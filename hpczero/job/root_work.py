@@ -18,12 +18,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hpczero.errors import StoppedEarly
 from hpczero.job.long_work import LOOK_S, LongWork, Moment, Progress
 from hpczero.job.topology import Topology
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 SHORTEST_S, LONGEST_S = 0.05, 0.5  # between two meetings
 GRACE_S = 1.0  # who is asked to stop that early does short work all the same: the run then has something to save
@@ -114,9 +118,13 @@ def _finished(
 def _anywhere(topology: Topology, *mine: bool) -> tuple[bool, ...]:
     """Whether each holds on any rank. Collective over world ([Note: Sleeping])."""
     found = np.empty(len(mine), dtype=np.int64)
-    request = topology.world.comm.Iallreduce(np.array(mine, dtype=np.int64), found)  # a sum
+    wait_asleep(topology.world.comm.Iallreduce(np.array(mine, dtype=np.int64), found))  # a sum
+    return tuple(bool(count) for count in found)
+
+
+def wait_asleep(request: MPI.Request) -> None:
+    """Wait for a request; this process's cores are free meanwhile ([Note: Sleeping])."""
     sleep_s = LEAST_SLEEP_S
     while not request.Test():
         time.sleep(sleep_s)
         sleep_s = min(2 * sleep_s, MOST_SLEEP_S)
-    return tuple(bool(count) for count in found)

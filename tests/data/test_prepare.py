@@ -29,10 +29,11 @@ from hpczero.data import (
     TokenFile,
     corpus,
     default_token_file,
+    pieces,
     prepare,
 )
 from hpczero.data import token_writer as tokenwriter
-from hpczero.data.prepare import _training_length
+from hpczero.data.pieces import training_length
 from hpczero.errors import ConfigError, DataError
 from hpczero.job.long_work import LongWork, Progress
 
@@ -111,7 +112,7 @@ def test_end_of_a_single_file_is_held_out(tmp_path: Path) -> None:
 
 @given(block=st.text("aé☃\n", min_size=1, max_size=12).map(str.encode), at=st.integers(-3, 40))
 def test_cut_never_divides_a_character_and_prefers_the_end_of_a_line(block: bytes, at: int) -> None:
-    length = _training_length(block, at)
+    length = training_length(block, at)
     block[:length].decode()
     block[length:].decode()
     if not 0 < at < len(block):
@@ -125,7 +126,7 @@ def test_cut_never_divides_a_character_and_prefers_the_end_of_a_line(block: byte
 
 @given(junk=st.integers(1, 40), at=st.integers(1, 39))
 def test_cut_of_what_is_no_text_stays_where_it_is(junk: int, at: int) -> None:
-    assert _training_length(b"\x80" * junk, at) == min(at, junk)
+    assert training_length(b"\x80" * junk, at) == min(at, junk)
 
 
 def test_bytes_that_are_no_text_at_all_are_divided(tmp_path: Path) -> None:
@@ -269,7 +270,7 @@ def test_large_corpora_are_written_in_pieces(
 ) -> None:
     at_once = make(folder, tmp_path / "one.h5")
     monkeypatch.setattr(tokenwriter, "SLAB_NUMEL", 100)
-    monkeypatch.setattr(tokenwriter, "WRITE_SLABS", 3)
+    monkeypatch.setattr(pieces, "UNIT_NBYTES", 500)
     in_pieces = make(folder, tmp_path / "two.h5")
     with TokenFile.open(at_once) as one, TokenFile.open(in_pieces) as two:
         assert np.array_equal(one.train[: len(one.train)], two.train[: len(two.train)])
@@ -280,9 +281,9 @@ def test_large_vocabularies_get_wider_tokens(tmp_path: Path) -> None:
     class Wide(ByteTokenizer):
         vocab_size = 70_000
 
-    with tokenwriter.create(tmp_path / "wide.h5", Wide(), "") as writers:
-        for writer in writers:
-            writer.append_ids(np.array([69_999, 0]))
+    with tokenwriter.create(tmp_path / "wide.h5", Wide(), "") as writer:
+        for split in (0, 1):
+            writer.append(split, writer.checked(np.array([69_999, 0]), split))
     with h5py.File(tmp_path / "wide.h5") as file:
         assert file["train/tokens"].dtype == np.uint32
         assert file["train/tokens"][:].tolist() == [69_999, 0]

@@ -50,7 +50,7 @@ def content(path: Path) -> str:
 
 
 def test_no_flipped_bit_gives_other_tokens(file: Path) -> None:
-    """Those in HDF5's own part and in what fills up the last chunk change nothing; all others are found."""
+    """Those in HDF5's own part and in what fills up pages change nothing; all others are found."""
     sound, expected = file.read_bytes(), content(file)
     draw = random.Random(3)
     tail = len(sound) - 2000  # with all of the appendix but the tables
@@ -71,9 +71,9 @@ def test_no_flipped_bit_gives_other_tokens(file: Path) -> None:
 
 def test_damaged_slab_is_named_and_others_are_read(file: Path) -> None:
     with h5py.File(file) as opened:
-        places = [opened["train/tokens"].id.get_chunk_info(n).byte_offset for n in range(3)]
+        place = opened["train/tokens"].id.get_offset() + 2 * tokenwriter.SLAB_NUMEL
     with file.open("r+b") as opened_raw:
-        opened_raw.seek(places[1] + 7)
+        opened_raw.seek(place + 7)
         opened_raw.write(b"\x01")
     size = tokenwriter.SLAB_NUMEL
     with TokenFile.open(file) as found:
@@ -225,7 +225,7 @@ def test_place_outside_of_the_file_is_refused_though_it_is_signed(file: Path) ->
     start = len(data) - LINE_NBYTES - nbytes - 16 * (num_slabs + rest)
     table = np.frombuffer(data[start : start + 16 * num_slabs], dtype="<u8").reshape(-1, 2).copy()
     with h5py.File(file) as opened:
-        assert table[0, 0] == opened["train/tokens"].id.get_chunk_info(0).byte_offset
+        assert table[0, 0] == opened["train/tokens"].id.get_offset()
     table[0, 0] = 2**64 - 8
     file.write_bytes(data[:start] + table.tobytes() + data[start + table.nbytes :])
     xxh = f"{digest(table):016x}"
@@ -247,8 +247,8 @@ def test_new_file_that_h5py_has_changed_is_refused(file: Path) -> None:
 @pytest.mark.parametrize("ids", [[257], [65_536 + 3], [-1], [3, 2**40]])
 def test_ids_outside_of_the_vocabulary_are_not_written(tmp_path: Path, ids: list[int]) -> None:
     def write() -> None:
-        with tokenwriter.create(tmp_path / "t.h5", ByteTokenizer(), "") as writers:
-            writers[0].append_ids(np.array(ids))
+        with tokenwriter.create(tmp_path / "t.h5", ByteTokenizer(), "") as writer:
+            writer.append(0, writer.checked(np.array(ids), 0))
 
     with pytest.raises(DataError, match=f"token id {max(ids) if max(ids) > 0 else ids[0]}"):
         write()
@@ -259,9 +259,9 @@ def test_ids_outside_of_the_vocabulary_are_not_read(tmp_path: Path) -> None:
     class Wider(ByteTokenizer):
         vocab_size = 300
 
-    with tokenwriter.create(tmp_path / "t.h5", Wider(), "") as writers:
-        for writer in writers:
-            writer.append_ids(np.array([299, 1]))
+    with tokenwriter.create(tmp_path / "t.h5", Wider(), "") as writer:
+        for split in (0, 1):
+            writer.append(split, writer.checked(np.array([299, 1]), split))
     with (
         TokenFile.open(tmp_path / "t.h5") as found,
         pytest.raises(

@@ -1,0 +1,100 @@
+"""The team of all ranks of an MPI job.
+
+Owns: how they meet: asleep, under the watchdog, with one verdict. Must not know: text, tokens, files.
+
+[Note: Who may be slow]
+No collective takes longer than the work of a rank between two meetings: some blocks of text. The watchdog therefore
+ends the job where a rank hangs, for instance on a file server that is gone, and not because there is much text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from hpczero.data.team.base import ByteArray, Int64Array
+from hpczero.job.long_work import Moment, Progress
+
+if TYPE_CHECKING:
+    from hpczero.job.topology import Topology
+
+T = TypeVar("T")
+
+MEET_S = 0.5  # of work between two meetings, at least
+
+
+class Ranks:
+    """All ranks of ``topology``.
+
+    Args:
+        topology: borrowed.
+        show: called on rank 0 whenever all ranks meet, with how far rank 0 is.
+    """
+
+    def __init__(
+        self, topology: Topology, show: Callable[[Moment], None] = lambda moment: None
+    ) -> None:
+        self.rank, self.size = topology.rank, topology.size
+        self.progress = Progress()
+        self._topology = topology
+        self._show = show
+
+    def agreed(self, what: str) -> AbstractContextManager[None]:
+        """``Topology.agreed``."""
+        return self._topology.agreed(what)
+
+    def all_gather(self, mine: Int64Array) -> Int64Array:
+        """int64 (k,) of every rank as (size, k)."""
+        from hpczero.job.root_work import wait_asleep
+
+        found = np.empty((self.size, len(mine)), dtype=np.int64)
+        with self._topology.watchdog.watch("a meeting of the ranks that prepare tokens"):
+            wait_asleep(self._topology.world.comm.Iallgather(mine, found))
+        if self.rank == 0:
+            self._show(self.progress.now())
+        return found
+
+    def all_gather_lists(self, mine: Sequence[T]) -> list[list[T]]:
+        """The list of every rank, in rank order."""
+        self.all_gather(np.zeros(1, dtype=np.int64))  # asleep until all are there
+        with self._topology.watchdog.watch("an exchange of the ranks that prepare tokens"):
+            return self._topology.world.comm.allgather(list(mine))
+
+    def gather(self, mine: ByteArray, nbytes: Sequence[int]) -> list[ByteArray]:
+        """Bytes of every rank, on rank 0."""
+        from hpczero.job.root_work import wait_asleep
+
+        found = np.empty(sum(nbytes) if self.rank == 0 else 0, dtype=np.uint8)
+        into = (found, list(nbytes)) if self.rank == 0 else None
+        with self._topology.watchdog.watch("the gather of tokens on rank 0"):
+            wait_asleep(self._topology.world.comm.Igatherv(mine, into))
+        return np.split(found, np.cumsum(nbytes)[:-1]) if self.rank == 0 else []
+
+    def take_steps(self, what: str, steps: Iterator[object]) -> None:
+        """Exhaust them; see [Note: Who may be slow]."""
+        done = False
+        while True:
+            error = None
+            until = time.monotonic() + MEET_S
+            try:
+                while not done and time.monotonic() < until:
+                    done = next(steps, self) is self
+            except Exception as caught:  # raised again below, on every rank
+                error = caught
+            found = self.all_gather(np.array([done, error is not None], dtype=np.int64))
+            if found[:, 1].any():
+                with self.agreed(what):
+                    if error is not None:
+                        raise error
+            if found[:, 0].all():
+                return
+
+    def by_root(self, what: str, work: Callable[[Progress], str]) -> str:
+        """``done_by_root``: on the cores of all ranks of its node."""
+        from hpczero.job.root_work import done_by_root
+
+        return done_by_root(self._topology, what, work, show=self._show)
