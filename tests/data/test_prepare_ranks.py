@@ -1,0 +1,235 @@
+"""Text prepared by several ranks: the file of one rank byte for byte, one verdict, and nothing that looks whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+import pytest
+
+from hpczero.data import Corpus, TokenFile, corpus, pieces, prepare, structure
+from hpczero.data import token_writer as tokenwriter
+from hpczero.data.team.base import Alone
+from hpczero.data.team.ranks import Ranks
+from hpczero.errors import DataError
+from tests.helpers.mpirun import ROOT, run_ranks
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.processes import end_family, family, launch_environment
+from tests.helpers.small_models import raises_on_all
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero.job.topology import Topology
+
+
+def text(seed: int, num_lines: int) -> str:
+    return "".join(
+        f"def f{seed * 7919 + n}(x):\n    return {n}  # naïve ☃\n" for n in range(num_lines)
+    )
+
+
+def write_texts(folder: Path) -> Path:
+    """One file of many blocks, one of a single line, and small ones; sizes that nothing divides."""
+    folder.mkdir()
+    (folder / "long").write_text(text(1, 701))
+    (folder / "line").write_text(text(2, 97).replace("\n", " "))
+    for n in range(23):
+        (folder / str(n)).write_text(text(n, 1 + n % 5))
+    return folder
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks, units and slabs so small that a few KB have hundreds of each, with their ends at odd places."""
+    monkeypatch.setattr(corpus, "BLOCK_NBYTES", 700)
+    monkeypatch.setattr(corpus, "REST_NBYTES", 300)
+    monkeypatch.setattr(pieces, "UNIT_NBYTES", 1100)
+    monkeypatch.setattr(tokenwriter, "SLAB_NUMEL", 333)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_file_has_the_same_bytes_on_any_number_of_ranks(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, tokenizer: Any
+) -> None:
+    texts = folder / "texts"
+    options = {"tokenizer": tokenizer, "vocab_size": {"bytes": None, "bpe": 300}[tokenizer]}
+    if comm.rank == 0:
+        alone = Corpus.of_paths([write_texts(texts)])
+        prepare(alone, folder / "alone.h5", **options)
+    comm.Barrier()
+    team = Ranks(topology)
+    found = Corpus.of_paths([texts], team=team)
+    prepare(found, folder / "together.h5", **options, team=team)
+    comm.Barrier()
+    same = (folder / "alone.h5").read_bytes() == (folder / "together.h5").read_bytes()
+    parallel_assert(comm, same, "other bytes")
+    with TokenFile.open(folder / "together.h5") as file:
+        for split in (file.train, file.validation):
+            split.check()
+        ids = [*file.train[:].tolist(), *file.validation[:].tolist()]
+        expected = b"".join(b"".join(document.blocks()) for document in found.documents)
+        parallel_assert(comm, file.tokenizer.decode(ids) == expected, "other text")
+        parallel_assert(comm, file.train.documents + file.validation.documents == 25)
+    parallel_assert(
+        comm, {path.name for path in folder.iterdir()} == {"texts", "alone.h5", "together.h5"}
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("harm", ["not UTF-8", "changed", "full disk"])
+def test_what_one_rank_meets_is_the_error_of_all_and_leaves_nothing(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    folder: Path,
+    harm: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = folder / "texts"
+    if comm.rank == 0:
+        write_texts(texts)
+        (texts / "bad").write_bytes(
+            b"good line\n" * 30 + (b"\xff" if harm == "not UTF-8" else b"!")
+        )
+    comm.Barrier()
+    team = Ranks(topology)
+    found = Corpus.of_paths([texts], team=team)
+    if harm == "changed" and comm.rank == 0:
+        (texts / "bad").write_bytes(b"other line" * 30 + b"!")
+    comm.Barrier()
+    if harm == "full disk" and comm.rank == 1:
+
+        def fail(*_: object) -> int:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "pwrite", fail)
+    kind: Any = "bpe" if harm == "not UTF-8" else "bytes"
+    said = {
+        "not UTF-8": r"bad: byte 0xff at offset 300 is not UTF-8",
+        "changed": r"bad: has 301|bad: holds another text than a moment ago",
+        "full disk": r"on rank\(s\) 1, could not write tokens: .*No space left on device",
+    }[harm]
+    size = 300 if kind == "bpe" else None
+    raises_on_all(
+        comm,
+        DataError,
+        said,
+        lambda: prepare(found, folder / "t.h5", tokenizer=kind, vocab_size=size, team=team),
+    )
+    monkeypatch.undo()
+    comm.Barrier()
+    parallel_assert(comm, [path.name for path in folder.iterdir()] == ["texts"])
+
+
+def test_command_on_ranks_writes_the_file_of_one_process(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts")
+    prepare(Corpus.of_paths([texts]), tmp_path / "alone.h5")
+    out = tmp_path / "together.h5"
+    done = run_ranks(2, ["-m", "hpczero.data", "prepare", texts, "--out", out], timeout=90)
+    assert done.returncode == 0, done
+    assert done.stdout.count("together.h5: ByteTokenizer") == 1, "rank 0 alone says it"
+    assert out.read_bytes() == (tmp_path / "alone.h5").read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_job_that_is_ended_leaves_nothing_that_looks_whole_and_the_next_one_makes_it(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    texts = write_texts(tmp_path / "texts")
+    (texts / "huge").write_text(text(3, 20_000) * 60)  # of several seconds
+    out = tmp_path / "out" / "tokens.h5"
+    out.parent.mkdir()
+    command = ["-m", "hpczero.data", "prepare", os.fspath(texts), "--out", os.fspath(out)]
+    process = subprocess.Popen(
+        [ROOT / "install" / "launch.sh", "2", sys.executable, *command],
+        cwd=ROOT,
+        env=launch_environment(PYTHONPATH=os.fspath(ROOT)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        until = time.monotonic() + 60
+        while not any(path.stat().st_size > 2**20 for path in out.parent.iterdir()):
+            assert process.poll() is None, "it ended before it wrote"
+            assert time.monotonic() < until
+            time.sleep(0.002)
+        if number == signal.SIGKILL:
+            for member in family(process.pid):
+                os.kill(member.pid, number)
+        else:
+            process.send_signal(number)  # as a batch system does; mpirun passes it on
+        process.wait(60)
+    finally:
+        end_family(process.pid)
+        process.wait()
+    left = list(out.parent.iterdir())
+    assert len(left) == (number == signal.SIGKILL)
+    for path in left:
+        assert re.fullmatch(r"\.tokens\.h5\.[0-9a-f]{32}\.tmp", path.name)
+        with pytest.raises(DataError, match="not a usable token file"):
+            TokenFile.open(path)
+    prepare(Corpus.of_paths([texts]), out)
+    with TokenFile.open(out) as file:
+        file.train.check()
+
+
+@pytest.mark.parametrize(
+    "numel", [(1, 1), (2047, 1), (2048, 2049), (100_001, 7), (5_000_000_000, 3)]
+)
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_place_of_tokens_is_known_before_how_many_there_are(
+    numel: tuple[int, int], dtype: type[np.unsignedinteger[Any]]
+) -> None:
+    counts = {"documents": 3, "text_nbytes": 2**40}
+    attributes: dict[str, str | int] = {"tokenizer": "x" * (numel[0] % 1_000_000), "version": 2}
+    datasets = tuple(structure.Dataset(n, counts) for n in numel)
+    made = structure.made(np.dtype(dtype), datasets, attributes)
+    assert made.places == structure.places(np.dtype(dtype), numel[0])
+    assert made.places[0] == structure.places(np.dtype(dtype), 1)[0]
+    taken = [
+        (place, place + n * np.dtype(dtype).itemsize)
+        for place, n in zip(made.places, numel, strict=True)
+    ]
+    taken += [
+        (place, place + len(data)) for place, data in made.pieces if place
+    ]  # superblock is written twice
+    assert made.places[0] % 4096 == made.places[1] % 4096 == 0
+    tokens, rest = sorted(taken[:2]), taken[2:]
+    for start, stop in rest:
+        assert all(stop <= begin or start >= end for begin, end in tokens)
+
+
+def test_tokens_of_the_training_split_come_first(tmp_path: Path) -> None:
+    from hpczero.data import ByteTokenizer
+
+    def write() -> None:
+        with tokenwriter.create(tmp_path / "t.h5", ByteTokenizer(), "", team=Alone()) as writer:
+            for split in (1, 0):
+                writer.append(split, writer.checked(np.arange(5), split))
+                writer.exchange()
+
+    with pytest.raises(ValueError, match="training tokens after held-out ones"):
+        write()
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_readers_find_the_tokens(tmp_path: Path) -> None:
+    prepare(Corpus.of_paths([write_texts(tmp_path / "texts")]), tmp_path / "t.h5")
+    with h5py.File(tmp_path / "t.h5") as plain, TokenFile.open(tmp_path / "t.h5") as own:
+        assert plain["train/tokens"][:].tolist() == own.train[:].tolist()
+        assert plain["validation/tokens"][:].tolist() == own.validation[:].tolist()
+        assert plain["train/tokens"].chunks is None
