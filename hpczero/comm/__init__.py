@@ -2,11 +2,12 @@
 
 from hpczero.comm.accounts import CommStats
 from hpczero.comm.choice import check_transport_name, choose
-from hpczero.comm.collectives import Collectives, Work
+from hpczero.comm.collectives import Collectives
 from hpczero.comm.flat import Flat
 from hpczero.comm.hierarchical import Hierarchical
 from hpczero.comm.hybrid import Hybrid
 from hpczero.comm.uneven import Uneven
+from hpczero.comm.work import Work
 
 __all__ = [
     "Collectives",

@@ -29,6 +29,7 @@ from hpczero.comm.devices.access import HostReach, Reach
 from hpczero.comm.devices.exposed import Exposed
 from hpczero.comm.secondary import SecondaryCopy
 from hpczero.comm.strict import OrderCheck
+from hpczero.comm.work import Work
 from hpczero.errors import CommError
 from hpczero.job.exact_sum import digits_of, values_of
 from hpczero.job.group import Group
@@ -38,24 +39,6 @@ from hpczero.plan.footprint import Footprint
 
 # MPI moves bytes; which dtypes may be summed is decided by our own kernels, not by the MPI library.
 MOVABLE = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class Work:
-    """A started operation. ``wait`` returns when its buffers may be used again; it may be called twice."""
-
-    def __init__(self, name: str, finish: Callable[[], None] | None = None) -> None:
-        self.name = name
-        self._finish = finish
-
-    def wait(self) -> None:
-        """Block until the operation is complete on this rank.
-
-        Raises:
-            CommError: the operation failed.
-        """
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
 
 
 class Collectives(ABC):
@@ -312,7 +295,7 @@ class Collectives(ABC):
             with self.waiting():
                 wait()
 
-        return Work(name, timed)
+        return Work(name, timed, elsewhere=True)
 
     def _all_gather_again(
         self, full: Tensor, shard_numel: int, name: str, copy: SecondaryCopy

@@ -12,8 +12,9 @@ from typing_extensions import override
 
 from hpczero.comm.algorithms import Exchange, Gather, LibraryExchange, LibraryGather
 from hpczero.comm.algorithms.blocks import CHUNK_BYTES, Blocks
-from hpczero.comm.collectives import Collectives, Work
+from hpczero.comm.collectives import Collectives
 from hpczero.comm.devices.access import Reach
+from hpczero.comm.work import Work
 from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.kernels.tree_sum import tree_sum

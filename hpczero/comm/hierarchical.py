@@ -28,7 +28,7 @@ from hpczero.comm.background import Background
 from hpczero.comm.between.level import BetweenLevel
 from hpczero.comm.between.rails import Rails
 from hpczero.comm.between.selection import DEFAULT, Selection
-from hpczero.comm.collectives import Collectives, Work, shard_group
+from hpczero.comm.collectives import Collectives, shard_group
 from hpczero.comm.devices.access import Reach
 from hpczero.comm.inside.level import Messages, NodeLevel, Parts
 from hpczero.comm.inside.peers import Ipc
@@ -36,6 +36,7 @@ from hpczero.comm.inside.places import IN_TURN
 from hpczero.comm.inside.window import Window
 from hpczero.comm.lending import Lending, LentBuffer
 from hpczero.comm.secondary import SecondaryCopy
+from hpczero.comm.work import Work
 from hpczero.errors import TopologyError
 from hpczero.job.group import Group
 from hpczero.job.topology import Topology
@@ -309,7 +310,8 @@ class Hierarchical(Collectives):
 
         if self._background is not None:
             wait = self._background.start(f"reduce_scatter of {name!r} (step {self.step})", finish)
-            return Work(name, self._lending.lend(full, self._elsewhere(name, wait).wait))
+            finish_lent = self._lending.lend(full, self._elsewhere(name, wait).wait)
+            return Work(name, finish_lent, elsewhere=True)
         if self._nodes > 1 or not self._node.shares(full, Use.REDUCE):
             finish()
             return Work(name)
@@ -323,6 +325,8 @@ class Hierarchical(Collectives):
         """Finish what was put off, oldest first, up to ``work``; None finishes everything."""
         while self._put_off and (work is None or work in self._put_off):
             self._put_off.popleft().wait()
+        if work is not None:
+            work.wait()  # it has failed while another one was waited for, or it is complete
 
     def _sum_in_node(
         self, parts: Parts, out: Tensor, itemsize: int, scale: float, accumulate: bool

@@ -24,8 +24,9 @@ from typing_extensions import override
 
 from hpczero.comm.accounts import CommStats
 from hpczero.comm.background import Background
-from hpczero.comm.collectives import Collectives, Work
+from hpczero.comm.collectives import Collectives
 from hpczero.comm.secondary import SecondaryCopy
+from hpczero.comm.work import Work
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import Buffer, Scratch, Use
 from hpczero.plan.footprint import Footprint

@@ -40,9 +40,9 @@ class LentBuffer(Buffer):
 
     def get_back(self) -> None:
         """Return when nobody reads the buffer. Gives the memory back if the owner has released it."""
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader()
+        if self._reader is not None:
+            self._reader()
+            self._reader = None
         if not self._wanted:
             super().release()
 

@@ -99,7 +99,6 @@ class LateUpdate:
         self._views: list[Tensor] = []  # of the buffer that was last put off
         self._nothing: Tensor | None = None  # one NaN
         self._wait: Callable[[], None] | None = None
-        self._error: BaseException | None = None
         self._lock = threading.RLock()  # several threads may ask
 
     @torch.inference_mode(False)  # what parameters become views of lasts
@@ -108,7 +107,7 @@ class LateUpdate:
 
         Args:
             flat: what the parameters are views of, and nothing else of the unit is.
-            wait: returns when the values are there; it may raise.
+            wait: returns when the values are there; it may raise, and is called again then.
         """
         if not self._allowed or not self._parameters:
             return False
@@ -130,7 +129,7 @@ class LateUpdate:
     @property
     def pending(self) -> bool:
         """Whether values are on their way, which nobody can have changed then."""
-        return self._wait is not None or self._error is not None
+        return self._wait is not None
 
     def settle(self) -> None:
         """Return when the values are there; at once where none are on their way.
@@ -141,15 +140,9 @@ class LateUpdate:
         if not self.pending:
             return
         with self._lock:
-            if self._error is not None:
-                raise self._error
             if self._wait is None:
                 return
-            try:
-                self._wait()
-            except BaseException as error:
-                self._error = error
-                raise
+            self._wait()
             self._bring_back()
             self._wait = None
 

@@ -23,7 +23,8 @@ from enum import Enum, auto
 import torch
 from torch import Tensor, nn
 
-from hpczero.comm.collectives import Collectives, Work
+from hpczero.comm.collectives import Collectives
+from hpczero.comm.work import Work
 from hpczero.errors import StepError
 from hpczero.kernels.bits import sum_of_bits
 from hpczero.memory.buffers import DTYPES, Use

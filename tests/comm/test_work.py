@@ -1,0 +1,189 @@
+"""Operations that fail or are cut off: whoever waits for them again hears of it, or waits for the rest."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+import hpczero
+from hpczero.accelerator import HostAccelerator
+from hpczero.comm import Hierarchical
+from hpczero.comm.background import Background
+from hpczero.comm.lending import LentBuffer
+from hpczero.comm.work import Work
+from hpczero.errors import CommError
+from hpczero.job.watchdog import Watchdog
+from hpczero.memory.buffers import Memory, Use
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import MLP, mlp_input, zeroified
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class TimeUp(Exception):
+    """What a signal handler of a program raises."""
+
+
+def test_what_was_cut_off_is_an_error_at_every_wait() -> None:
+    def finish() -> None:
+        raise TimeUp("10 minutes left")
+
+    work = Work("layer.3", finish)
+    with pytest.raises(TimeUp):
+        work.wait()
+    for _ in range(2):
+        with pytest.raises(CommError, match=r"'layer\.3' never arrived, because TimeUp \(10 min"):
+            work.wait()
+
+
+def test_a_failure_is_the_same_error_at_every_wait() -> None:
+    def finish() -> None:
+        raise CommError("a link is down")
+
+    work = Work("layer.3", finish)
+    for _ in range(2):
+        with pytest.raises(CommError, match="a link is down"):
+            work.wait()
+
+
+def test_a_wait_for_another_thread_that_was_cut_off_is_begun_anew() -> None:
+    go, waits, done = threading.Event(), [], []
+    background = Background(Watchdog(0, 0.0), HostAccelerator())
+
+    def operation() -> None:
+        go.wait(10)
+        done.append(True)
+
+    rest = background.start("a gather", operation)
+
+    def cut_off_once() -> None:
+        waits.append(True)
+        if len(waits) == 1:
+            raise TimeUp
+        go.set()
+        rest()
+
+    work = Work("layer.3", cut_off_once, elsewhere=True)
+    with pytest.raises(TimeUp):
+        work.wait()
+    work.wait()
+    assert done
+    work.wait()
+    assert len(waits) == 2, "what is complete is not waited for"
+    background.close()
+
+
+def test_a_lent_gradient_is_not_given_back_while_it_is_read() -> None:
+    buffer = LentBuffer(8, torch.float32, memory=Memory(), category="gradients", keep=False)
+    waits = []
+
+    def reader() -> None:
+        waits.append(True)
+        if len(waits) == 1:
+            raise TimeUp
+
+    buffer.take()
+    buffer.lend(reader)
+    buffer.release()
+    with pytest.raises(TimeUp):
+        buffer.get_back()
+    assert buffer.tensor.untyped_storage().nbytes(), "it is read still"
+    buffer.get_back()
+    assert not buffer.tensor.untyped_storage().nbytes()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_a_sum_that_failed_while_another_was_waited_for_is_an_error_of_its_own(
+    comm: MPI.Intracomm, topology: hpczero.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = Hierarchical(topology)
+    wholes = [
+        transport.allocate(4 * comm.size, torch.float32, category="x", use=Use.REDUCE) for _ in "ab"
+    ]
+    transport.settle()
+    add = transport._sum_in_node
+
+    def cut_off(parts: object, out: Tensor, *rest: object) -> None:
+        monkeypatch.setattr(transport, "_sum_in_node", add)
+        raise TimeUp
+
+    monkeypatch.setattr(transport, "_sum_in_node", cut_off)
+    works, outs = [], [torch.zeros(4), torch.zeros(4)]
+    for whole, out, name in zip(wholes, outs, "ab", strict=True):
+        whole.take()
+        whole.tensor.fill_(1.0)
+        works.append(transport.reduce_scatter(whole.tensor, out, scale=1.0, name=name))
+    with pytest.raises(TimeUp):
+        works[1].wait()  # which finishes the other one first
+    with pytest.raises(CommError, match="'a' never arrived"):
+        works[0].wait()
+    works[1].wait()
+    parallel_assert(comm, torch.equal(outs[1], torch.full((4,), float(comm.size))))
+    transport.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_program_that_catches_what_its_signal_handler_raised_goes_on_with_the_new_values(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    topology = hpczero.Topology.create(comm, list(range(comm.size)))
+    models = [MLP(), MLP()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    options = {"stage": stage, "topology": topology, "precision": "bf16"}
+    held = threading.Event()
+    start = Background.start
+
+    def begun(background: Background, what: str, operation: object) -> object:
+        def late() -> None:
+            held.wait(10)
+            operation()
+
+        wait = start(background, what, late)
+        cut_off = []
+
+        def waited() -> None:
+            if "all_gather" in what and armed and not cut_off:
+                cut_off.append(True)
+                raise TimeUp
+            held.set()
+            wait()
+
+        return waited
+
+    armed: list[bool] = []
+    monkeypatch.setattr(Background, "start", begun)
+    with (
+        zeroified(models[0], optimizers[0], transport="hierarchical", **options),
+        zeroified(models[1], optimizers[1], transport="flat", **options),
+    ):
+        held.set()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(mlp_input(comm.rank)).square().mean().backward()
+            held.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+        armed.append(True)
+        caught = 0
+        for _ in range(20):
+            held.clear()
+            try:
+                with torch.no_grad():
+                    found = models[0](mlp_input(comm.rank))
+                break
+            except TimeUp:
+                caught += 1
+        with torch.no_grad():
+            expected = models[1](mlp_input(comm.rank))
+        parallel_assert(comm, caught, "nothing was cut off")
+        parallel_assert(comm, torch.equal(found, expected), f"{found} {expected}")
+        armed.clear()
+        held.set()
+    topology.free()
