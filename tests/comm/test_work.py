@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
@@ -141,13 +142,15 @@ def test_a_program_that_catches_what_its_signal_handler_raised_goes_on_with_the_
     held = threading.Event()
     start = Background.start
 
-    def begun(background: Background, what: str, operation: object) -> object:
+    def begun(
+        background: Background, what: str, operation: Callable[[], None]
+    ) -> Callable[[], None]:
         def late() -> None:
             held.wait(10)
             operation()
 
         wait = start(background, what, late)
-        cut_off = []
+        cut_off: list[bool] = []
 
         def waited() -> None:
             if "all_gather" in what and armed and not cut_off:
