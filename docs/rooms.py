@@ -90,6 +90,7 @@ HPCZERO = House(
         "data.team",
         "names",
         "hf",
+        "optim",
         "checkpoint.foreign",
         "checkpoint",
         "adapters",

@@ -72,6 +72,7 @@ _ROOMS = (
     "activations",
     "checkpoint",
     "hf",
+    "optim",
     "parallel",
     "plan",
 )  # hpczero.checkpoint.save, hpczero.plan.rules.by_class

@@ -218,7 +218,9 @@ class StateHome:
             into.zero_()
             return
         first = begin - piece.begin
-        into.copy_(value.detach().reshape(-1)[first : first + len(into)])
+        found = value.detach().reshape(-1)[first : first + len(into)]
+        into[: len(found)].copy_(found)
+        into[len(found) :].zero_()  # of a state with fewer elements than its parameter
 
     def write(self, piece: Piece, begin: int, values: Tensor) -> None:
         """As of any home; in memory the state is made, zero at first."""

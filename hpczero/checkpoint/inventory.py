@@ -24,6 +24,7 @@ from hpczero.errors import CheckpointError, CheckpointMismatch
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.away_states import state_of, with_names
+from hpczero.zero.update.whole_states import is_packed
 
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -211,7 +212,7 @@ class Inventory:
         kinds: dict[str, str] = {}
         for _, state, numel in self._states():
             for key, value in state.items():
-                kind = kind_of(key, value, numel)
+                kind = kind_of(key, value, numel, packed=is_packed(state, key))
                 if kind is not None and kinds.setdefault(key, kind) != kind:
                     raise CheckpointError(
                         f"optimizer state {key!r} is {kinds[key]} for some parameters and {kind} for others, expected "

@@ -16,13 +16,14 @@ from hpczero.zero.update.away_states import AWAY
 Scalar = int | float | bool
 
 
-def kind_of(key: str, value: Any, numel: int) -> str | None:
+def kind_of(key: str, value: Any, numel: int, *, packed: bool = False) -> str | None:
     """``elements``, ``tensor:float32``, ``int`` ...; None for a state that does not exist yet.
 
     Args:
         key: of the state.
         value: of it.
         numel: elements of the shard that it belongs to.
+        packed: whether it may have fewer, those of the others being zero (``zero.update.whole_states``).
 
     Raises:
         CheckpointError: it is neither fp32 with the elements of its shard nor one number.
@@ -34,7 +35,8 @@ def kind_of(key: str, value: Any, numel: int) -> str | None:
     if isinstance(value, Tensor):
         if not value.dim():
             return f"tensor:{str(value.dtype).removeprefix('torch.')}"
-        if value.numel() == numel and value.dtype == torch.float32:
+        fits = value.numel() == numel or (packed and value.numel() < numel)
+        if fits and value.dtype == torch.float32:
             return "elements"
         got = f"{tuple(value.shape)} {value.dtype}"
     else:

@@ -217,7 +217,7 @@ class Sharding:
         )
         model.__dict__["zero_grad"] = zeroing.all
         point_at_shards(self.optimizers, self.units)
-        self.step.attach(self.optimizers)
+        self.step.attach(self.optimizers, sharded=self.plan.stage.shards_optimizer)
         for stepper in self.step.steppers:
             optimizer = stepper.optimizer
             state = OptimizerState(

@@ -41,6 +41,7 @@ from hpczero.zero.sharding import KEY, Sharding
 from hpczero.zero.units.away_shard import NOTHING_AWAY
 from hpczero.zero.units.module_buffers import persistent_buffers
 from hpczero.zero.update.optimizer_set import OptimizerSet
+from hpczero.zero.update.whole_rules import check_uncut
 
 
 def zeroify(
@@ -125,6 +126,7 @@ def zeroify(
         check_modules(model, precision, trains=trains)
         if trains:
             optimizers.check()
+            check_uncut(optimizers, model, part_of(model))
             check_gradients(model)
             groups = optimizers.number_parameters(model)
         else:

@@ -117,8 +117,6 @@ def only_matrices() -> nn.Module:
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "LBFGS": lambda model: torch.optim.LBFGS(model.parameters()),
-    "Muon": lambda model: torch.optim.Muon(matrices(model)),
-    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
     "SparseAdam": lambda model: torch.optim.SparseAdam(model.parameters()),
     "HomeMade": lambda model: HomeMade(model.parameters()),
 }

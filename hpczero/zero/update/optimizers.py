@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hpczero.errors import PlanError
+from hpczero.zero.update.whole_rules import WHOLE, needs_whole
 
 # Update rules in which every element depends on its own gradient and state only.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -30,21 +31,15 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
 )
 REFUSED = {
-    "Adafactor": "keeps row and column statistics of whole matrices",
-    "LBFGS": "couples all elements through a history of inner products",
-    "Muon": "orthogonalises whole matrices",
-    "Shampoo": "preconditions whole matrices",
-    "SOAP": "preconditions whole matrices",
-    "LAMB": "scales by the norms of whole parameters",
-    "LARS": "scales by the norms of whole parameters",
+    "LBFGS": "couples the elements of all parameters through a history of inner products, and calls a closure",
     "SparseAdam": "works on sparse gradients",
 }
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose update is not elementwise.
+    """Refuse an optimizer whose update is neither elementwise nor one of whole parameters (``whole_rules``).
 
-    A class of your own passes if it says so with ``hpczero_elementwise = True``.
+    A class of your own passes if it says so with ``hpczero_elementwise = True`` or ``hpczero_whole_parameters = True``.
 
     Raises:
         PlanError: names the optimizer and the reason.
@@ -53,16 +48,19 @@ def check_optimizer(optimizer: Optimizer) -> None:
     name = kind.__name__
     if name in REFUSED:
         raise PlanError(
-            f"optimizer {name} {REFUSED[name]}; a shard does not hold those. "
+            f"optimizer {name} {REFUSED[name]}; a rank does not hold those. "
             f"Use an elementwise one: {', '.join(c.__name__ for c in ELEMENTWISE)}"
         )
     # A subclass with a step of its own is another update rule. torch wraps ``step``, and keeps the module's name.
     known = isinstance(optimizer, ELEMENTWISE) and kind.step.__module__.startswith("torch.optim.")
-    if not known and not getattr(kind, "hpczero_elementwise", False):
+    known = known or getattr(kind, "hpczero_elementwise", False) or needs_whole(optimizer)
+    if not known:
         raise PlanError(
             f"optimizer {name} is not known to be elementwise; expected one of "
-            f"{', '.join(c.__name__ for c in ELEMENTWISE)}. If each element of its update depends on that "
-            "element's gradient and state alone, set the class attribute hpczero_elementwise = True"
+            f"{', '.join(c.__name__ for c in (*ELEMENTWISE, *WHOLE))}. If each element of its update depends on that "
+            "element's gradient and state alone, set the class attribute hpczero_elementwise = True. If each "
+            "parameter's depends on that whole parameter, its gradient and state alone (Shampoo, SOAP, LAMB, LARS), "
+            "set hpczero_whole_parameters = True"
         )
     if any(_has_stepped(state) for state in optimizer.state.values()):
         raise PlanError(

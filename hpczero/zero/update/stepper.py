@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
+from hpczero.comm.collectives import Collectives
 from hpczero.zero.units.shard_gradient import guard_shards, open_shards
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.usage import Flags
@@ -24,10 +25,14 @@ from hpczero.zero.update.parts import PartedUpdate
 from hpczero.zero.update.step_hooks import StepHooks
 from hpczero.zero.update.streamed import StreamedUpdate
 from hpczero.zero.update.twin import TwinUpdate
+from hpczero.zero.update.whole import WholeUpdate
+from hpczero.zero.update.whole_rules import needs_whole
+
+Update = PartedUpdate | StreamedUpdate | TwinUpdate | WholeUpdate
 
 
 class Stepper:
-    """Of one optimizer, which has been pointed at its shards; nothing here is collective.
+    """Of one optimizer, which has been pointed at its shards; nothing is collective but ``begin`` where ``together``.
 
     Attributes:
         optimizer: torch's.
@@ -37,6 +42,7 @@ class Stepper:
         shards: what its groups hold.
         parted: its update over long tensors.
         streams: some of what it works on rests on a memory tier.
+        together: what fails in its step on one rank must fail on all.
     """
 
     def __init__(
@@ -47,6 +53,8 @@ class Stepper:
         *,
         name: str,
         groups: range,
+        comm: Collectives,
+        sharded: bool,
         before: Callable[..., None],
         after: Callable[..., None],
     ) -> None:
@@ -58,6 +66,8 @@ class Stepper:
             units: the trainable ones of the model.
             name: see the attribute.
             groups: numbers of its groups, as the plan has them.
+            comm: the transport.
+            sharded: whether each rank steps on its own shards alone.
             before: called last before torch's step.
             after: called first after it.
         """
@@ -79,7 +89,12 @@ class Stepper:
         away = [unit for unit in self.slots if unit.away is not None]
         here = [unit for unit in self.slots if unit.away is None]
         self.streams = bool(away)
-        self.parted = _update_of(optimizer, here, away)
+        self.parted: Update
+        if needs_whole(optimizer):
+            self.parted = WholeUpdate(self.slots, optimizer, groups, comm, replicated=not sharded)
+        else:
+            self.parted = _update_of(optimizer, here, away)
+        self.together = self.streams or isinstance(self.parted, WholeUpdate)
         self.parted.adopt()  # Adagrad has state from the start
         self._open = False  # shards are, for the time of a step
         guard_shards(self.shards)
@@ -139,9 +154,7 @@ class Stepper:
             unit.gradients.drop_slots(own, set_to_none=set_to_none)
 
 
-def _update_of(
-    optimizer: Optimizer, here: Sequence[Unit], away: Sequence[Unit]
-) -> PartedUpdate | StreamedUpdate | TwinUpdate:
+def _update_of(optimizer: Optimizer, here: Sequence[Unit], away: Sequence[Unit]) -> Update:
     """Its update over units of which some rest on a tier."""
     stores = [unit.away.store for unit in away if unit.away is not None]
     if not stores:

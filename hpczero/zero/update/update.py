@@ -110,8 +110,13 @@ class Step:
         self.steppers: list[Stepper] = []
         self._now: Taken | None = None
 
-    def attach(self, optimizers: OptimizerSet) -> None:
-        """Drive each one's ``step`` through torch's own hooks; not collective."""
+    def attach(self, optimizers: OptimizerSet, *, sharded: bool) -> None:
+        """Drive each one's ``step`` through torch's own hooks; not collective.
+
+        Args:
+            optimizers: pointed at their shards.
+            sharded: whether each rank steps on its own shards alone.
+        """
         self.rounds = Rounds(len(optimizers))
         self.steppers = [
             Stepper(
@@ -120,6 +125,8 @@ class Step:
                 self._units,
                 name=optimizers.name(index),
                 groups=optimizers.groups_of(index),
+                comm=self._comm,
+                sharded=sharded,
                 before=self._before,
                 after=self._after,
             )
@@ -235,7 +242,7 @@ class Step:
             return
         if not stepper.has_gradients(flags):
             self.skips.tell_nothing_to_do()
-        if stepper.streams:
+        if stepper.together:
             self._stream(stepper, stepper.begin)
         else:
             stepper.begin()
@@ -262,7 +269,7 @@ class Step:
             self._refresh(stepper, ended)
 
     def _stream(self, stepper: Stepper, take: Callable[[], None]) -> None:
-        """What fails on the tier of one rank fails on all, and leaves values of two steps that nobody may use."""
+        """What fails on one rank, on its tier say, fails on all, and leaves values of two steps that nobody may use."""
         try:
             with self._comm.everybody.agreed("take the step"):
                 take()

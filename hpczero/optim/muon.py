@@ -1,0 +1,225 @@
+"""Muon: matrices get an orthogonal update, all else AdamW's.
+
+Owns: the two rules, and which parameters of a model get which. Must not know: shards, ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from hpczero.optim.orthogonal import COEFFICIENTS, orthogonalized
+
+Rule = Literal["muon", "adamw"]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+
+
+class Muon(Optimizer):
+    """As torch.optim.Muon, with stacks of matrices, a second rule for all else, and the iteration in fp32.
+
+    A group has a rule. ``muon``: of gradient g, momentum B <- mB + (1 - m)g, and U = (1 - m)g + mB (``nesterov``) or B,
+    the update is lr times about U's nearest orthogonal matrix; weights decay by lr times ``weight_decay``. ``adamw``:
+    that of torch.optim.AdamW, element by element.
+
+    For a plain model and for a zeroified one, where each matrix is updated by one rank, and AdamW's groups in shards.
+
+    Source: Jordan et al., Muon, 2024; Liu et al., Muon is scalable for LLM training, arXiv 2502.16982, sec. 2.2.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        *,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        ns_steps: int = 5,
+        ns_dtype: str = "float32",
+        adjust_lr_fn: str | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        rule: Rule = "muon",
+    ) -> None:
+        """Not collective.
+
+        Args:
+            params: parameters of 2 or more dimensions, the leading ones being a stack; or groups. A group with
+                ``rule="adamw"`` takes any. ``Muon.of(model)`` makes the groups.
+            lr: learning rate.
+            weight_decay: decoupled, of both rules.
+            momentum: of matrices.
+            nesterov: see the class.
+            ns_coefficients: of the iteration.
+            ns_steps: of the iteration, below 100.
+            ns_dtype: ``float32`` or ``bfloat16``, that of torch.optim.Muon.
+            adjust_lr_fn: None or ``original``: lr times sqrt(max(1, rows / columns)); ``match_rms_adamw``: lr times
+                0.2 sqrt(max(rows, columns)), for learning rates of AdamW.
+            betas: of AdamW.
+            eps: of AdamW.
+            rule: of groups that have none.
+
+        Raises:
+            ValueError: an option, or a parameter of less than 2 dimensions in a group of matrices.
+        """
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "ns_steps": ns_steps,
+            "ns_dtype": ns_dtype,
+            "adjust_lr_fn": adjust_lr_fn,
+            "betas": betas,
+            "eps": eps,
+            "rule": rule,
+        }
+        super().__init__(params, defaults)
+        for number, group in enumerate(self.param_groups):
+            _check(number, group)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        lr: float = 1e-3,
+        *,
+        adamw_lr: float = 3e-4,
+        adamw: Callable[[str, nn.Parameter], bool] | None = None,
+        **options: Any,
+    ) -> Muon:
+        """Over the trainable parameters of ``model``: matrices, and a group for AdamW.
+
+        AdamW gets vectors, embeddings, convolutions, and what else ``adamw`` says: of a language model the head, if it
+        is not tied to the embedding.
+
+        Args:
+            model: not yet zeroified.
+            lr: of matrices.
+            adamw_lr: of the others.
+            adamw: whether AdamW gets a parameter, by name and value, too.
+            options: of the constructor.
+        """
+        apart = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
+        others = {
+            id(p) for m in model.modules() if isinstance(m, apart) for p in m.parameters(False)
+        }
+        matrices: list[nn.Parameter] = []
+        rest: list[nn.Parameter] = []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                other = parameter.dim() < 2 or id(parameter) in others
+                other = other or (adamw is not None and adamw(name, parameter))
+                (rest if other else matrices).append(parameter)
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "rule": "muon"},
+            {"params": rest, "rule": "adamw", "lr": adamw_lr},
+        ]
+        return cls([group for group in groups if group["params"]], lr, **options)
+
+    @staticmethod
+    def hpczero_whole_parameters(group: Mapping[str, Any]) -> bool:
+        """Whether a group's parameters are updated whole; ``zeroify`` asks."""
+        return bool(group["rule"] == "muon")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
+        """Update parameters that have gradients; as of any optimizer of torch. Collective on a zeroified model."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if group["rule"] == "muon":
+                for parameter in parameters:
+                    self._step_on(parameter, group)
+            elif parameters:
+                self._step_elementwise(parameters, group)
+        return loss
+
+    def _step_on(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+        gradient, state = parameter.grad, self.state[parameter]
+        assert gradient is not None, "chosen by it"
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        buffer = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        wanted = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        update = orthogonalized(
+            wanted,
+            coefficients=group["ns_coefficients"],
+            steps=group["ns_steps"],
+            dtype=_DTYPES[group["ns_dtype"]],
+        )
+        lr = float(group["lr"])
+        parameter.mul_(1 - lr * group["weight_decay"])
+        parameter.add_(update, alpha=-lr * _factor(parameter.shape, group["adjust_lr_fn"]))
+
+    def _step_elementwise(self, parameters: list[nn.Parameter], group: Mapping[str, Any]) -> None:
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        states = [self.state[parameter] for parameter in parameters]
+        beta1, beta2 = group["betas"]
+        adamw(
+            [*parameters],
+            [p.grad for p in parameters if p.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _factor(shape: torch.Size, adjustment: str | None) -> float:
+    rows, columns = shape[-2:]
+    if adjustment == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns))
+
+
+def _check(number: int, group: Mapping[str, Any]) -> None:
+    """Refuse options that would do something else than they say.
+
+    Raises:
+        ValueError: names the group.
+    """
+    for name, known in (
+        ("rule", ("muon", "adamw")),
+        ("ns_dtype", tuple(_DTYPES)),
+        ("adjust_lr_fn", _ADJUSTMENTS),
+    ):
+        if group[name] not in known:
+            raise ValueError(
+                f"{name} of group {number}: got {group[name]!r}, expected one of {known}"
+            )
+    if not 0 <= group["ns_steps"] < 100:
+        raise ValueError(f"ns_steps of group {number}: got {group['ns_steps']}, expected 0 to 99")
+    for name in ("lr", "momentum", "weight_decay", "eps"):
+        if not group[name] >= 0:
+            raise ValueError(f"{name} of group {number}: got {group[name]!r}, expected 0 or more")
+    small = [tuple(p.shape) for p in group["params"] if p.dim() < 2]
+    if group["rule"] == "muon" and small:
+        raise ValueError(
+            f"group {number} of Muon: got a parameter of shape {small[0]}, expected matrices or stacks of them; put it "
+            "into a group with rule='adamw', or let Muon.of(model) make the groups"
+        )

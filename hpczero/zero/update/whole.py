@@ -1,0 +1,281 @@
+"""WholeUpdate: the step of an optimizer that needs whole parameters, taken for each of them by one rank.
+
+Owns: what stands in ``param_groups`` and ``optimizer.state`` meanwhile, and the rounds. Must not know: what an update
+computes, what of a state goes where (``whole_jobs``).
+
+    round by round   parts -> owners      gradient, values and state of each part
+                     owners               the optimizer's own step, over whole parameters
+                     owners -> parts      values and state
+
+Between steps values and state are in shards, as those of any optimizer are. So stages, checkpoints and the plan are
+none the wiser. In a step 1/N of the parameters is whole on a rank, and of that one round's.
+
+Source: torchtitan #3502 places owners so, too; deepspeed #8090 tells what becomes of a matrix of which each rank
+orthogonalises its part.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hpczero.comm.collectives import Collectives
+from hpczero.comm.trade import trade
+from hpczero.errors import StepError
+from hpczero.plan.owners import owners_of, rounds_of
+from hpczero.zero.units.unit import Unit
+from hpczero.zero.update.whole_jobs import Job, Whole
+from hpczero.zero.update.whole_rules import needs_whole
+
+Jobs = Sequence[tuple[Job, int]]
+"""Each with its owner."""
+Found = TypeVar("Found")
+
+
+class WholeUpdate:
+    """Of one optimizer. ``take`` is collective over the ranks that share shards; nothing else is."""
+
+    def __init__(
+        self,
+        slots: Mapping[Unit, Sequence[int]],
+        optimizer: Optimizer,
+        groups: range,
+        comm: Collectives,
+        *,
+        replicated: bool,
+    ) -> None:
+        """Not collective.
+
+        Args:
+            slots: of each unit the positions of the optimizer's parameters.
+            optimizer: pointed at their shards.
+            groups: numbers of its groups, as the plan has them.
+            comm: the transport.
+            replicated: whether every rank holds all shards.
+        """
+        self._optimizer, self._comm = optimizer, comm
+        step: Any = type(optimizer).step
+        self._method: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
+        jobs = [
+            Job(unit, position, unit.spec.groups[position] - groups.start, replicated=replicated)
+            for unit, positions in slots.items()
+            for position in positions
+        ]
+        jobs = [
+            job
+            for job in jobs
+            if job.numel and needs_whole(optimizer, optimizer.param_groups[job.group])
+        ]
+        shapes = [job.shape for job in jobs]
+        self._jobs = jobs
+        owners = owners_of(shapes, [job.holders for job in jobs])
+        self._rounds = [
+            [(jobs[number], owners[number]) for number in numbers]
+            for numbers in rounds_of(shapes, owners)
+        ]
+        self._replicated = replicated
+        self._failure: Exception | None = None
+        self._put_away: list[list[nn.Parameter]] | None = None
+
+    @property
+    def taken(self) -> bool:
+        """Whether torch's own call has nothing left to do; until ``restore``."""
+        return self._put_away is not None
+
+    def check(self, *, last: bool) -> None:
+        """Refuse a step that cannot be taken over whole parameters.
+
+        Raises:
+            StepError: another hook comes between this and the optimizer's own step, or a parameter has another group.
+        """
+        if not last:
+            raise StepError(
+                f"{type(self._optimizer).__name__} steps on whole parameters, and a hook was put before its step past "
+                "optimizer.register_step_pre_hook, which would find pieces; register it by that method"
+            )
+        if torch.is_inference_mode_enabled():
+            raise StepError("optimizer.step() inside torch.inference_mode(); step outside of it")
+        place = {
+            id(shard): number
+            for number, group in enumerate(self._optimizer.param_groups)
+            for shard in group["params"]
+        }
+        for job in self._jobs:
+            for shard, _ in job.parts:
+                if place.get(id(shard)) != job.group:
+                    raise StepError(
+                        f"a part of {job.name!r} was in group {job.group} of {type(self._optimizer).__name__} at "
+                        f"zeroify, and is in {place.get(id(shard), 'none')} now; change options of groups instead, or "
+                        "set their learning rate to 0"
+                    )
+
+    def take(self, *, last: bool) -> None:
+        """Take the step over all parameters that have gradients. It is ``taken`` then: the groups are empty.
+
+        Collective over the ranks that share shards. What fails on one is raised there, once all messages have passed.
+
+        Raises:
+            StepError: parts of a parameter do not belong together, or the optimizer has changed options of its groups.
+        """
+        groups = self._optimizer.param_groups
+        self._put_away = [group["params"] for group in groups]
+        self._failure = None
+        in_pieces = [
+            [] if needs_whole(self._optimizer, group) else pieces
+            for group, pieces in zip(groups, self._put_away, strict=True)
+        ]
+        if any(in_pieces):
+            self._tried(lambda: self._step_on(in_pieces))
+        for number, jobs in enumerate(self._rounds):
+            present = [(job, owner) for job, owner in jobs if job.unit.gradients.present]
+            self._take_round(f"round {number}", present)
+        for group in groups:
+            group["params"] = []
+        if self._failure is not None:
+            self.restore()
+            raise self._failure
+
+    def restore(self) -> None:
+        """Put the pieces back into their groups; nothing if they are there."""
+        if self._put_away is not None:
+            for group, pieces in zip(self._optimizer.param_groups, self._put_away, strict=True):
+                group["params"] = pieces
+            self._put_away = None
+
+    def adopt(self) -> None:
+        """State was loaded: what was padded in a file is so no more."""
+        for job in self._jobs:
+            job.adopt(self._optimizer.state)
+
+    def forget(self) -> None:
+        """State is about to be replaced."""
+
+    # --- one round -----------------------------------------------------------------------------------------------
+
+    def _take_round(self, name: str, jobs: Jobs) -> None:
+        """Take the step over ``jobs``, each with its owner.
+
+        After a failure a rank goes on with the messages, empty ones, so that no other waits for it. Who gets none of
+        what it needs does nothing.
+        """
+        said = self._tried(lambda: self._said(jobs))
+        said = trade(self._comm, said or self._nothing(), name=f"parts for {name}")
+        updated = self._tried(lambda: self._updated(jobs, said))
+        updated = trade(self._comm, updated or self._nothing(), name=f"parts of {name}")
+        self._tried(lambda: self._put(jobs, updated))
+
+    def _tried(self, work: Callable[[], Found]) -> Found | None:
+        """What ``work`` gives, unless something has failed; a failure is kept for the end of the step."""
+        if self._failure is None:
+            try:
+                return work()
+            except Exception as error:
+                self._failure = error
+        return None
+
+    def _nothing(self) -> list[list[Tensor]]:
+        return [[] for _ in range(self._comm.group.size)]
+
+    def _said(self, jobs: Jobs) -> list[list[Tensor]]:
+        """By rank, what goes to owners."""
+        outgoing = self._nothing()
+        for job, owner in jobs:
+            if owner != self._comm.group.index and not self._replicated:
+                outgoing[owner] += (each.cpu() for each in job.said(self._optimizer.state))
+        return outgoing
+
+    def _updated(self, jobs: Jobs, said: Sequence[list[Tensor]]) -> list[list[Tensor]]:
+        """Step on this rank's own; by rank, what goes back."""
+        me, outgoing = self._comm.group.index, self._nothing()
+        arrived = [iter(each) for each in said]
+        wholes: list[tuple[Job, Whole | None]] = []
+        for job, owner in jobs:
+            if owner == me:
+                wholes.append((job, self._assembled(job, arrived)))
+        self._step_on_wholes([(job, whole) for job, whole in wholes if whole is not None])
+        for job, whole in wholes:
+            for rank, answer in job.answers(whole).items():
+                outgoing[rank] += answer
+        return outgoing
+
+    def _assembled(self, job: Job, arrived: Sequence[Iterator[Tensor]]) -> Whole | None:
+        """A parameter of this rank's, from its own parts and what arrived of the others; None: no update."""
+        states = self._optimizer.state
+        elements = [part for _, part in job.parts]
+        said = job.said(states)
+        for rank in () if self._replicated else job.holders:
+            if rank != self._comm.group.index:
+                found = next(arrived[rank], None)
+                if found is None:
+                    return None  # that rank has failed, and says so
+                elements += job.parts_of(rank)
+                said.append(found)
+        return job.assemble(list(zip(elements, said, strict=True)), states)
+
+    def _put(self, jobs: Jobs, updated: Sequence[list[Tensor]]) -> None:
+        """Put what owners have sent into this rank's parts."""
+        arrived = [iter(each) for each in updated]
+        for job, owner in jobs:
+            if job.parts:
+                answer = [*islice(arrived[owner], 2)]
+                if answer:  # else its owner has failed
+                    job.take(answer, self._optimizer.state)
+
+    def _step_on_wholes(self, wholes: Sequence[tuple[Job, Whole]]) -> None:
+        states: dict[Any, Any] = self._optimizer.state
+        groups: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
+        for job, whole in wholes:
+            groups[job.group].append(whole.parameter)
+            if whole.state:
+                dict.__setitem__(states, whole.parameter, whole.state)
+        try:
+            if wholes:
+                self._step_on(groups)
+        finally:
+            for _, whole in wholes:
+                whole.state = dict.pop(states, whole.parameter, whole.state)
+
+    def _step_on(self, parameters: Sequence[list[nn.Parameter]]) -> None:
+        """The optimizer's own step over ``parameters``, by groups.
+
+        Raises:
+            StepError: it has changed numbers in its groups, which it would do once for each round, on each rank.
+        """
+        optimizer = self._optimizer
+        before = [_options(group) for group in optimizer.param_groups]
+        for group, some in zip(optimizer.param_groups, parameters, strict=True):
+            group["params"] = some
+        with _without_hooks(optimizer):
+            self._method(optimizer)
+        for number, (group, past) in enumerate(zip(optimizer.param_groups, before, strict=True)):
+            changed = [name for name, value in _options(group).items() if past.get(name) != value]
+            if changed:
+                raise StepError(
+                    f"{type(optimizer).__name__}.step has changed {changed[0]!r} of group {number}, and it is called "
+                    "once for each round of whole parameters, on each rank; keep such numbers in "
+                    "optimizer.state[parameter], or change them between steps"
+                )
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers and texts of a group."""
+    return {key: value for key, value in group.items() if isinstance(value, int | float | str)}
+
+
+@contextmanager
+def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Context: ``super().step()`` in the optimizer's own step calls no hooks a second time."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    kept = {name: optimizer.__dict__[name] for name in names}
+    optimizer.__dict__.update({name: OrderedDict() for name in names})
+    try:
+        yield
+    finally:
+        optimizer.__dict__.update(kept)

@@ -1,0 +1,194 @@
+"""What the tests of whole-parameter optimizers share: a model with odd matrices, the optimizers, one loop.
+
+Must not know: what any test looks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import hpczero
+from hpczero.optim import Muon
+
+if TYPE_CHECKING:
+    from hpczero import Topology
+
+BATCH = 6  # of all ranks together
+STEPS = 4
+
+
+class Zoo(nn.Module):
+    """Tied table, matrices that are wide, tall and square, a stack of them, vectors, frozen parts, one that idles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(23, 7)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(7, 19), nn.Tanh(), nn.Linear(19, 7)) for _ in range(2)
+        )
+        self.square = nn.Linear(7, 7, bias=False)
+        self.experts = nn.Parameter(torch.empty(3, 7, 5))
+        self.frozen = nn.Linear(5, 7)
+        self.idle = nn.Linear(3, 7)  # has a gradient from the third step on
+        self.head = nn.Linear(7, 23, bias=False)
+        self.head.weight = self.table.weight
+        generator = torch.Generator().manual_seed(11)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(0.0, 0.3, generator=generator)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, tokens: Tensor, *, idles: bool = False) -> Tensor:
+        """(batch, length) int64 in, (batch, length, 23) out."""
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        x = self.square(x if idles else x + self.idle(x[..., :3]))
+        x = x + self.frozen(torch.stack([x @ expert for expert in self.experts]).tanh().mean(0))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def tokens(step: int) -> Tensor:
+    """(BATCH, 10) int64 of all ranks."""
+    return torch.randint(23, (BATCH, 10), generator=torch.Generator().manual_seed(50 + step))
+
+
+def loss_of(model: nn.Module, batch: Tensor, step: int) -> Tensor:
+    logits = model(batch[:, :-1], idles=step < 2)
+    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+class Lamb(Optimizer):
+    """Momentum scaled by the norm of the parameter over that of the update: whole, whatever the shape."""
+
+    hpczero_whole_parameters = True
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state["seen"], state["mean"] = 0, torch.zeros_like(p)
+                    state["seen"] += 1
+                    update = state["mean"].mul_(0.9).add_(p.grad, alpha=0.1) / (
+                        1 - 0.9 ** state["seen"]
+                    )
+                    p.sub_(update * (group["lr"] * p.norm() / (update.norm() + 1e-12)))
+
+
+Make = Callable[[nn.Module], tuple[Optimizer, ...]]
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Matrices but for the table, and all else."""
+    apart = {id(model.table.weight)} if isinstance(model, Zoo) else set()
+    matrices = [p for p in trained(model) if p.dim() == 2 and id(p) not in apart]
+    known = {id(p) for p in matrices}
+    return matrices, [p for p in trained(model) if id(p) not in known]
+
+
+def torchs_muon(model: nn.Module) -> tuple[Optimizer, ...]:
+    matrices, rest = divided(model)
+    return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=3e-3, eps=1e-4)
+
+
+def muon(model: nn.Module) -> tuple[Optimizer, ...]:
+    return (Muon.of(model, lr=0.02, adamw_lr=3e-3, eps=1e-4),)
+
+
+def adafactor(model: nn.Module) -> tuple[Optimizer, ...]:
+    return (torch.optim.Adafactor(trained(model), lr=0.02),)
+
+
+def lamb(model: nn.Module) -> tuple[Optimizer, ...]:
+    return (Lamb(trained(model)),)
+
+
+RULES: dict[str, Make] = {
+    "torchs muon": torchs_muon,
+    "muon": muon,
+    "adafactor": adafactor,
+    "lamb": lamb,
+}
+
+
+class Training:
+    """A ``Zoo`` in training by some optimizers; of all ranks in plain torch, or of this rank in shards."""
+
+    def __init__(
+        self, make: Make, topology: Topology | None, model: nn.Module | None = None, **options: Any
+    ) -> None:
+        self.topology, self.step = topology, 0
+        self.model = model or Zoo()
+        self.optimizers = make(self.model)
+        if topology is not None:
+            hpczero.zeroify(self.model, self.optimizers, topology=topology, **options)
+
+    def train(self, steps: int = STEPS) -> None:
+        for _ in range(steps):
+            size = 1 if self.topology is None else self.topology.size
+            share = BATCH // size
+            rank = 0 if self.topology is None else self.topology.rank
+            mine = tokens(self.step)[rank * share :][:share]
+            loss_of(self.model, mine, self.step).backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.step += 1
+
+    def train_as(self, size: int, steps: int = STEPS) -> None:
+        """In plain torch what so many ranks do: the mean of their losses, one backward after the other."""
+        share = BATCH // size
+        for _ in range(steps):
+            for rank in range(size):
+                mine = tokens(self.step)[rank * share :][:share]
+                (loss_of(self.model, mine, self.step) / size).backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.step += 1
+
+    def close(self) -> None:
+        if self.topology is not None:
+            hpczero.release(self.model)
+
+
+@contextmanager
+def torchs_iteration_in_fp32() -> Iterator[None]:
+    """Context: torch.optim.Muon orthogonalises what it is given instead of its bf16 roundings."""
+
+    def own(tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    with mock.patch.object(Tensor, "bfloat16", own):
+        yield
+
+
+def largest_step(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, float]:
+    """Of each parameter."""
+    return {name: float((after[name] - value).abs().max()) for name, value in before.items()}
+
+
+def same_bits(found: Sequence[dict[str, Tensor] | None]) -> bool:
+    """Whether the dictionaries, on rank 0, hold the same."""
+    if found[0] is None:
+        return True
+    return all(torch.equal(v, (each or {})[n]) for each in found for n, v in found[0].items())

@@ -1,0 +1,103 @@
+"""hpczero.optim.Muon in plain torch: torch's own update, over stacks too, and AdamW's for all else."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpczero.optim import Muon
+from hpczero.optim.orthogonal import orthogonalized
+from tests.optim.rules import Zoo, torchs_iteration_in_fp32
+
+SHAPES = [(19, 7), (7, 19), (7, 7), (1, 5), (5, 1)]
+
+
+def matrices(seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def steps(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    generator = torch.Generator().manual_seed(9)
+    for _ in range(4):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
+def test_every_bit_is_torchs(ns_dtype: str, adjust_lr_fn: str | None, nesterov: bool) -> None:
+    ours, theirs = matrices(), matrices()
+    options: dict[str, Any] = {"lr": 0.03, "adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov}
+    steps(Muon(ours, ns_dtype=ns_dtype, **options), ours)
+    muon = torch.optim.Muon(theirs, **options)
+    if ns_dtype == "float32":
+        with torchs_iteration_in_fp32():
+            steps(muon, theirs)
+    else:
+        steps(muon, theirs)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_stack_is_its_matrices() -> None:
+    generator = torch.Generator().manual_seed(1)
+    stack = nn.Parameter(torch.randn(3, 7, 5, generator=generator))
+    each = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    ours, theirs = Muon([stack]), Muon(each)
+    for _ in range(3):
+        stack.grad = torch.randn(3, 7, 5, generator=generator)
+        for matrix, gradient in zip(each, stack.grad, strict=True):
+            matrix.grad = gradient.clone()
+        ours.step()
+        theirs.step()
+    assert torch.equal(stack, torch.stack([*each]))
+
+
+def test_singular_values_come_near_one() -> None:
+    matrix = torch.randn(20, 12, generator=torch.Generator().manual_seed(2))
+    values = torch.linalg.svdvals(orthogonalized(matrix))
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+
+
+def test_the_second_rule_is_adamw() -> None:
+    ours, theirs = [nn.Parameter(torch.ones(5))], [nn.Parameter(torch.ones(5))]
+    steps(Muon(ours, lr=0.01, rule="adamw", betas=(0.8, 0.9)), ours)
+    steps(torch.optim.AdamW(theirs, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1), theirs)
+    assert torch.equal(ours[0], theirs[0])
+
+
+def test_tables_vectors_and_what_is_said_go_to_adamw() -> None:
+    model = nn.ModuleDict(
+        {"zoo": Zoo(), "convolution": nn.Conv2d(2, 3, 3), "lm_head": nn.Linear(4, 6)}
+    )
+    optimizer = Muon.of(model, adamw=lambda name, _: "lm_head" in name)
+    names = {id(p): name for name, p in model.named_parameters()}
+    first, second = ([names[id(p)] for p in group["params"]] for group in optimizer.param_groups)
+    assert [group["rule"] for group in optimizer.param_groups] == ["muon", "adamw"]
+    assert "zoo.experts" in first
+    assert "zoo.square.weight" in first
+    assert {"zoo.table.weight", "convolution.weight", "lm_head.weight"} <= {*second}
+    assert not any("bias" in name for name in first)
+    assert not any("frozen" in name for name in (*first, *second))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "group 0 of Muon: got a parameter of shape (5,)"),
+        ({"rule": "sgd"}, "rule of group 0: got 'sgd'"),
+        ({"rule": "adamw", "ns_dtype": "float16"}, "ns_dtype of group 0: got 'float16'"),
+        ({"rule": "adamw", "lr": -1.0}, "lr of group 0: got -1.0"),
+        ({"rule": "adamw", "ns_steps": 100}, "ns_steps of group 0: got 100"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Muon([nn.Parameter(torch.ones(5))], **options)
