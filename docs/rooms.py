@@ -86,6 +86,7 @@ HPCZERO = House(
         "planner",
         "probe",
         "predict",
+        "data.loading",
         "data",
         "data.team",
         "names",
