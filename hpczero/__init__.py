@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpczero.adapters.base import Adapter
     from hpczero.comm import Collectives, Flat, Hierarchical
     from hpczero.errors import HpcZeroError
     from hpczero.job.mesh import Mesh
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Adapter": "hpczero.adapters.base",
     "Collectives": "hpczero.comm",
     "Flat": "hpczero.comm",
     "Hierarchical": "hpczero.comm",
@@ -78,6 +80,7 @@ _ROOMS = (
 )  # hpczero.checkpoint.save, hpczero.plan.rules.by_class
 
 __all__ = [
+    "Adapter",
     "Collectives",
     "Flat",
     "Hierarchical",

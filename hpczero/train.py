@@ -28,9 +28,10 @@ from hpczero.run.stopping.signals import Signals
 def main() -> int:
     """Train as the command line says. Collective over MPI's world."""
     config = read_run_config(sys.argv[1:])
-    model = model_config(config.model)
+    model = None if config.model.factory else model_config(config.model)
     config.parallel.check(stage=config.parallel.stage, auto=config.parallel.auto)
-    check_model(config.parallel, model)
+    if model is not None:
+        check_model(config.parallel, model)
     environment = Environment.read()
     with (
         Signals() as signals
@@ -57,7 +58,8 @@ def main() -> int:
         meet_the_other_ranks_in_mpi_init(environment.timeout_s)
         from hpczero.run.loop import train
 
-        return train(config, GPTAdapter(model), accelerator, signals)
+        adapter = None if model is None else GPTAdapter(model)
+        return train(config, adapter, accelerator, signals)
 
 
 def model_config(options: ModelOptions) -> GPTConfig:

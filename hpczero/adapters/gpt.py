@@ -6,10 +6,11 @@ Owns: nothing but the calls. Must not know: how it is sharded, fed or saved. tor
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from hpczero.adapters.base import Adapter
 from hpczero.models.config import GPTConfig, flops_per_token
 
 if TYPE_CHECKING:
@@ -20,10 +21,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class GPTAdapter:
-    """A GPT of the sizes that ``config`` gives."""
+class GPTAdapter(Adapter):
+    """A GPT of the sizes that ``config`` gives, which reads text."""
 
     config: GPTConfig
+
+    unit = "token"
+    reads_text = True
+    on_meta = True
+
+    @property
+    def transformer(self) -> GPTConfig:
+        """All of them: the planner knows this model."""
+        return self.config
+
+    def card(self) -> Mapping[str, Any]:
+        """The sizes, under the names that checkpoints and weight files use."""
+        return dataclasses.asdict(self.config)
 
     @property
     def context(self) -> int:
@@ -75,9 +89,9 @@ class GPTAdapter:
         assert isinstance(model, GPT), "built by this adapter"
         return model.initial_weights(seed=seed)
 
-    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy in nats per token."""
-        loss: Tensor = model(inputs, targets)
+    def loss(self, model: nn.Module, *batch: Tensor) -> Tensor:
+        """Mean cross entropy in nats per token, of inputs and targets, int64 (B, T)."""
+        loss: Tensor = model(*batch)
         return loss
 
     def decays(self, name: str, parameter: Tensor) -> bool:

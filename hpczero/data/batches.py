@@ -85,6 +85,11 @@ class EvaluationBatch:
     y: Int64Array
     num_samples: int
 
+    @property
+    def arrays(self) -> tuple[Int64Array, Int64Array]:
+        """Inputs and targets."""
+        return self.x, self.y
+
 
 class HeldOut:
     """A fixed set of held-out samples, spread evenly over the split.

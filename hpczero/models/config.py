@@ -129,3 +129,18 @@ def flops_per_token(config: GPTConfig, seq_len: int | None = None) -> int:
         math.prod(shape) for name, shape in parameter_shapes(config) if name not in lookups
     )
     return 6 * multiplied + 12 * config.layers * config.hidden * (seq_len or config.context)
+
+
+def check_sizes(owner: object, *names: str) -> None:
+    """Refuse sizes of a model or a data set below 1.
+
+    Raises:
+        ValueError: the message names all of them.
+    """
+    faults = [
+        f"{name} is {getattr(owner, name)!r}, expected a whole number of at least 1"
+        for name in names
+        if type(getattr(owner, name)) is not int or getattr(owner, name) < 1
+    ]
+    if faults:
+        raise ValueError(f"{type(owner).__name__}: {'; '.join(faults)}")

@@ -1,15 +1,19 @@
-"""A small residual convolutional network with batch normalisation, for images.
+"""A small residual convolutional network, for images.
 
-Owns: the network. Must not know: ranks, shards, hpczero. It has what a GPT has not: convolution kernels, and buffers
-(running statistics), which are state but not parameters.
+Owns: the network. Must not know: ranks, shards, hpczero. It has what a GPT has not: convolution kernels, and with
+batch normalisation buffers (running statistics), which are state but not parameters.
 
 Shape suffixes: B batch, C channels, Y height, X width, K classes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+Norm = Callable[[int], nn.Module]
 
 
 class ResidualBlock(nn.Module):
@@ -18,12 +22,14 @@ class ResidualBlock(nn.Module):
     Source: He et al., Deep Residual Learning, arXiv 1512.03385, sec. 3.3, shortcut option B.
     """
 
-    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
+    def __init__(
+        self, channels_in: int, channels_out: int, stride: int, norm: Norm = nn.BatchNorm2d
+    ) -> None:
         super().__init__()
         self.conv_1 = nn.Conv2d(channels_in, channels_out, 3, stride, padding=1, bias=False)
-        self.norm_1 = nn.BatchNorm2d(channels_out)
+        self.norm_1 = norm(channels_out)
         self.conv_2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
-        self.norm_2 = nn.BatchNorm2d(channels_out)
+        self.norm_2 = norm(channels_out)
         changes = stride != 1 or channels_in != channels_out
         self.shortcut = (
             nn.Conv2d(channels_in, channels_out, 1, stride, bias=False)
@@ -45,18 +51,26 @@ class ConvNet(nn.Module):
         classes: Number of labels.
         width: Channels after the stem.
         blocks: Residual blocks; the first keeps the resolution.
+        norm: Makes a normalisation from a number of channels. Batch normalisation takes the statistics of a rank's own
+            micro batch, so its results depend on the number of ranks; others do not.
     """
 
     def __init__(
-        self, *, channels: int = 3, classes: int = 10, width: int = 16, blocks: int = 3
+        self,
+        *,
+        channels: int = 3,
+        classes: int = 10,
+        width: int = 16,
+        blocks: int = 3,
+        norm: Norm = nn.BatchNorm2d,
     ) -> None:
         super().__init__()
         self.stem = nn.Conv2d(channels, width, 3, padding=1, bias=False)
-        self.stem_norm = nn.BatchNorm2d(width)
+        self.stem_norm = norm(width)
         widths = [width * 2**index for index in range(blocks)]
         inputs = [width, *widths[:-1]]
         self.blocks = nn.ModuleList(
-            ResidualBlock(wide_in, wide_out, stride=1 if wide_in == wide_out else 2)
+            ResidualBlock(wide_in, wide_out, 1 if wide_in == wide_out else 2, norm)
             for wide_in, wide_out in zip(inputs, widths, strict=True)
         )
         self.head = nn.Linear(widths[-1], classes)

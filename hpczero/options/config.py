@@ -18,10 +18,11 @@ import tyro
 from hpczero.options.parallel import ParallelOptions as ParallelOptions
 from hpczero.options.requirements import require_amount, require_path, require_positive
 from hpczero.options.tiers import ActivationOptions, OffloadOptions
-from hpczero.options.types import MOST
+from hpczero.options.types import MOST, JsonObject
 from hpczero.options.values import require
 
 DEFAULT_RUN = "default"
+DEFAULT_PRESET = "gpt-nano"
 MOST_STEPS = 10**15
 MOST_SAMPLES = 2**31 - 1
 DEFAULT_GLOBAL_BATCH = 12  # 1, 2, 3, 4, 6 and 12 ranks divide it
@@ -63,7 +64,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """A preset, and what differs from it.
+    """A preset and what differs from it, or a model of your own.
 
     Attributes:
         preset: gpt-micro, gpt-nano, gpt2, gpt2-xl, gpt-8b ... gpt-170b.
@@ -74,25 +75,56 @@ class ModelOptions:
         positions: learned or rotary position embeddings; None: of the preset.
         checkpoint_activations: keep only the input of each block and compute the block again in backward; the same
             as activations.checkpointing block.
+        factory: package.module:function that returns an hpczero.Adapter, instead of a preset.
+        arguments: of the factory, by name: a JSON object, or a table in TOML; None: none.
     """
 
-    preset: str = "gpt-nano"
+    preset: str = DEFAULT_PRESET
     layers: int | None = None
     hidden: int | None = None
     heads: int | None = None
     context: int | None = None
     positions: Literal["learned", "rotary"] | None = None
     checkpoint_activations: bool = False
+    factory: str | None = None
+    arguments: JsonObject | None = None
 
     def __post_init__(self) -> None:
         require_positive("model", self, "layers", "hidden", "heads", "context")
+        if self.factory is None:
+            require(
+                self.arguments is None,
+                "model.arguments",
+                self.arguments,
+                "model.factory beside it, whose arguments these are",
+            )
+            return
+        require(
+            re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", self.factory) is not None,
+            "model.factory",
+            self.factory,
+            "package.module:function",
+        )
+        defaults = {"preset": DEFAULT_PRESET, "checkpoint_activations": False}
+        for name, value in {**self.overrides(), "preset": self.preset}.items():
+            require(
+                value == defaults.get(name),
+                f"model.{name}",
+                value,
+                "nothing beside model.factory, because it belongs to presets; what the factory takes goes into "
+                "model.arguments",
+            )
 
     def overrides(self) -> dict[str, Any]:  # Any: each has the type of its field
         """Fields of the preset to replace, by name."""
-        chosen = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "preset"
-        }
-        return {name: value for name, value in chosen.items() if value is not None}
+        others = ("preset", "factory", "arguments")
+        chosen = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {n: value for n, value in chosen.items() if value is not None and n not in others}
+
+    @property
+    def title(self) -> str:
+        """What the model is called: its preset or its factory."""
+        return self.factory or self.preset
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ import tyro
 from hpczero.errors import ConfigError, launcher_rank
 from hpczero.files.regular import read_text, reason, shown
 from hpczero.options.config import RunConfig
-from hpczero.options.types import checked, registry
+from hpczero.options.types import JsonObject, checked, registry
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -60,7 +60,8 @@ def read_run_config(args: Sequence[str]) -> RunConfig:
         RunConfig,
         args,
         prog="python -m hpczero.train [run.toml]",
-        description="Train a GPT with ZeRO over MPI. Options of the command line override those of the TOML file.",
+        description="Train a GPT, or any model of a factory, with ZeRO over MPI. Options of the command line "
+        "override those of the TOML file.",
         default=default,
     )
 
@@ -193,6 +194,11 @@ def _convert(value: object, hint: Any, name: str) -> object:  # Any: a type form
         )
     if hint is float and type(value) is int:
         return float(value)
+    if hint is JsonObject and isinstance(value, (dict, str)):
+        try:
+            return JsonObject.of(value) if isinstance(value, dict) else JsonObject.parsed(value)
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}") from error
     if type(value) is not hint:
         raise ConfigError(
             f"{name}: got {shown(value)} ({type(value).__name__}), expected {hint.__name__}"

@@ -7,6 +7,7 @@ own way.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -27,6 +28,45 @@ _WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"[+-]?([0-9]+(_[0-9]+)*\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(inf|nan)")
 
 T = TypeVar("T")
+
+
+class JsonObject(str):
+    """A JSON object as text in one form: sorted names, no spaces. So equal objects are equal texts."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, value: object) -> JsonObject:
+        """The text of ``value``.
+
+        Raises:
+            ValueError: it is no object, or has what JSON does not: dates, infinity.
+        """
+        if not isinstance(value, dict):
+            raise ValueError(f'expected a JSON object such as {{"width": 64}}, got {shown(value)}')
+        try:
+            text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"expected values that JSON has, got {shown(value)}: {error}"
+            ) from error
+        return cls(checked_text(text))
+
+    @classmethod
+    def parsed(cls, text: str) -> JsonObject:
+        """The text in its one form, from what was typed; otherwise raises ValueError."""
+        try:
+            return cls.of(json.loads(checked_text(text)))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(
+                f'expected a JSON object such as {{"width": 64}}, got {shown(text)}'
+            ) from error
+
+    @property
+    def value(self) -> dict[str, Any]:
+        """The object."""
+        found: dict[str, Any] = json.loads(self)
+        return found
 
 
 def checked(value: object) -> object:
@@ -101,6 +141,7 @@ def registry() -> tyro.constructors.ConstructorRegistry:
     found.primitive_rule(_rule(int, "INT", whole_number))
     found.primitive_rule(_rule(float, "FLOAT", number))
     found.primitive_rule(_rule(str, "STR", checked_text))
+    found.primitive_rule(_rule(JsonObject, "JSON", JsonObject.parsed))
     found.primitive_rule(_rule(Path, "PATH", lambda text: Path(checked_path(text))))
     return found
 

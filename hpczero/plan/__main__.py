@@ -327,8 +327,12 @@ def choose_config(options: Any) -> GPTConfig:
             )
         sizes = {"vocab_size": 50257, "heads": 1, "context": options.sequence or 1024} | sizes
     elif options.model not in PRESETS:
+        of_factory = ":" in options.model and (
+            ", because nothing is built here, as a model of --model.factory would have to be; hpczero.train tells in "
+            "its first lines what such a run holds; expected a preset:"
+        )
         raise ConfigError(
-            f"--model: got {shown(options.model)}, expected one of {', '.join(PRESETS)}"
+            f"--model: got {shown(options.model)}{of_factory or ', expected one of'} {', '.join(PRESETS)}"
         )
     try:
         if options.model is None:

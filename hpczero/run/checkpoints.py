@@ -16,11 +16,11 @@ import hpczero
 from hpczero.checkpoint import Checkpoints, load
 from hpczero.checkpoint.disk.lines import homes
 from hpczero.checkpoint.disk.lock import Lock
-from hpczero.errors import CheckpointError, CheckpointNotWritten, ConfigError
+from hpczero.errors import CheckpointNotWritten
 from hpczero.files.striping import stripe
 from hpczero.options.config import ResumeOptions, RunConfig
 from hpczero.run.results.folder import RunFolder
-from hpczero.run.results.weights import Weights
+from hpczero.run.results.weights import step_of_weights
 from hpczero.run.starting import resume
 from hpczero.run.stopping.stops import Wish
 
@@ -202,7 +202,5 @@ def _is_newer(weights: Path, step: int) -> bool:
     """Whether a model exists that has more than ``step`` steps, or whose steps are unknown."""
     if not weights.exists():
         return False
-    try:
-        return Weights(weights).step > step
-    except (CheckpointError, ConfigError):
-        return True
+    found = step_of_weights(weights)
+    return found is None or found > step

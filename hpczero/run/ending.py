@@ -15,6 +15,7 @@ from hpczero.errors import EXIT_REQUEUE
 from hpczero.job import log
 from hpczero.options.config import RunConfig
 from hpczero.parallel.tensor import close
+from hpczero.run.evaluation import Found
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.metrics import process_peak_nbytes, read_metrics
 from hpczero.run.results.weights import begin_weights
@@ -32,12 +33,12 @@ def stopped(run: Run, done: int) -> int:
     return EXIT_REQUEUE
 
 
-def finished(run: Run, held_out_loss: float | None) -> int:
+def finished(run: Run, found: Found | None) -> int:
     """Write the results of a run that has done all its steps. Returns 0. Collective.
 
     Args:
         run: its steps are done.
-        held_out_loss: after the last step, if it was measured.
+        found: by the evaluation after the last step, if there was one.
     """
     sharding, config = hpczero.sharding(run.model), run.config
     log.debug(
@@ -51,15 +52,17 @@ def finished(run: Run, held_out_loss: float | None) -> int:
             if config.log.plot:
                 draw_losses(config, run.folder)
             run.attempts.end(config.train.steps, 0)
-    if held_out_loss is not None:
+    if found is not None:
+        log.info("held-out loss: %s", run.reading.loss_in_words(found.loss))
+    if found is not None and found.metric is not None:
+        log.info("held-out %s: %.4f", run.adapter.metric_name, found.metric)
+    if config.model.factory:
+        log.info("done: the weights are in %s", run.folder.weights)
+    else:
+        prompt = "" if config.data.path else " --prompt 'def '"  # the default text is Python
         log.info(
-            "held-out loss: %.4f nats per token, %.4f nats per byte of text",
-            held_out_loss,
-            held_out_loss / run.tokens.validation.bytes_per_token,
+            "done: python -m hpczero.sample %s%s shows what it learnt", run.folder.path, prompt
         )
-    prompt = "" if config.data.path else " --prompt 'def '"  # the default text is Python
-    path = run.folder.path
-    log.info("done: python -m hpczero.sample %s%s shows what it learnt", path, prompt)
     _give_back(run)
     return 0
 
@@ -76,8 +79,8 @@ def _write_weights(run: Run) -> None:
                     begin_weights(
                         run.folder.weights,
                         state.tensors,
-                        model=run.adapter.config,
-                        tokenizer=run.tokens.tokenizer,
+                        card=run.card,
+                        tokenizer=run.reading.identity().get(resume.TOKENIZER),
                         step=run.config.train.steps,
                     )
                 )
@@ -98,7 +101,7 @@ def _give_back(run: Run) -> None:
     close(run.model)
     if run.checkpointing is not None:
         run.checkpointing.close()
-    run.tokens.close()
+    run.reading.close()
 
 
 def draw_losses(config: RunConfig, folder: RunFolder) -> None:
@@ -107,5 +110,6 @@ def draw_losses(config: RunConfig, folder: RunFolder) -> None:
     from hpczero.run.results.plot import plot_losses
 
     where = f"{socket.gethostname()}, {time.strftime('%Y-%m-%d')}"
-    title = f"{config.run.name}: {config.model.preset}, ZeRO stage {config.parallel.stage}\n{where}"
-    plot_losses(read_metrics(folder.metrics), folder.plot, title=title)
+    title = f"{config.run.name}: {config.model.title}, ZeRO stage {config.parallel.stage}\n{where}"
+    unit = "" if config.model.factory else "nats per token"
+    plot_losses(read_metrics(folder.metrics), folder.plot, title=title, unit=unit)

@@ -20,19 +20,23 @@ from hpczero.run.expectation import Expectation
 from hpczero.run.measured import after_save, metrics_of
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
-from hpczero.run.setup import Given, Run, check_same_options, set_up
+from hpczero.run.setup import Given, Run, set_up
+from hpczero.run.starting.alike import check_same_options
+from hpczero.run.starting.factory import made_by_factory
 from hpczero.run.starting.room_check import RoomCheck
 from hpczero.run.stopping.signals import Signals
 from hpczero.run.stopping.stops import Stops, Wish
 from hpczero.run.stragglers import Stragglers
 
 
-def train(config: RunConfig, adapter: Adapter, accelerator: Accelerator, signals: Signals) -> int:
+def train(
+    config: RunConfig, adapter: Adapter | None, accelerator: Accelerator, signals: Signals
+) -> int:
     """Do one run, from the first collective to the final weights. Collective over MPI's world.
 
     Args:
         config: equal on every rank.
-        adapter: the model; its vocabulary is replaced by the tokenizer's.
+        adapter: the model; of text, its vocabulary is replaced by the tokenizer's. None: what ``model.factory`` gives.
         accelerator: the device of this rank.
         signals: of this process; listening.
 
@@ -46,9 +50,12 @@ def train(config: RunConfig, adapter: Adapter, accelerator: Accelerator, signals
     log.configure(rank=topology.rank, node_index=topology.node_index, level=config.log.level)
     use_own_cores(topology)
     check_same_options(config, topology)
+    if adapter is None:
+        with topology.agreed("make the model's adapter"):
+            adapter = made_by_factory(config.model)
     given = Given(config, adapter, topology, accelerator, signals)
     overridden = [*config.model.overrides()]
-    room = RoomCheck(topology, accelerator, title=config.model.preset, overridden=overridden)
+    room = RoomCheck(topology, accelerator, title=config.model.title, overridden=overridden)
     with RunLock(RunFolder.of(config.run), topology) as lock, room:
         run = set_up(given, lock, room)
         code = 0 if run is None else take_steps(run)
@@ -62,7 +69,7 @@ def take_steps(run: Run) -> int:
     stops = Stops(run.folder.path, given.topology, given.signals, run.deadline)
     stragglers = Stragglers(given.topology, every=config.log.stragglers_every)
     expectation = Expectation(run.foretold)
-    stopped, held_out_loss = False, None
+    stopped, found = False, None
     with run.records or nullcontext(), checkpoints:
         for number in range(run.start, config.train.steps):
             given.accelerator.reset_peak()
@@ -70,14 +77,14 @@ def take_steps(run: Run) -> int:
             stragglers.note(taken.own_s)
             expectation.note(taken.step_s)
 
-            held_out_loss = run.evaluation.after(done)
+            found = run.evaluation.after(done)
             for line in stragglers.report(done):
                 log.info("%s", line)
             wish = stops.wish(step_s=taken.watch.elapsed_s(), save_s=checkpoints.save_s)
 
             measured = None
             if run.records is not None:
-                measured = metrics_of(run, taken, done, held_out_loss)
+                measured = metrics_of(run, taken, done, found)
                 run.records.note(measured, durable=checkpoints.is_due(done, wish))
             with taken.watch.phase("checkpoint"):
                 samples = done * run.batch.global_batch
@@ -88,4 +95,4 @@ def take_steps(run: Run) -> int:
             stopped = wish is Wish.STOP and done < config.train.steps
             if stopped:
                 break
-    return ending.stopped(run, done) if stopped else ending.finished(run, held_out_loss)
+    return ending.stopped(run, done) if stopped else ending.finished(run, found)

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import hpczero
+from hpczero.run.evaluation import Found
 from hpczero.run.results.metrics import (
     StepMetrics,
     achieved_tflops,
@@ -19,19 +20,19 @@ from hpczero.run.setup import Run
 from hpczero.run.step import Taken
 
 
-def metrics_of(run: Run, taken: Taken, done: int, held_out_loss: float | None) -> StepMetrics:
+def metrics_of(run: Run, taken: Taken, done: int, found: Found | None) -> StepMetrics:
     """The record of the step that makes ``done`` steps, before the save that may follow it. Not collective."""
     sharding, watch = hpczero.sharding(run.model), taken.watch
     tokens = run.batch.global_batch * run.adapter.context
     tokens_per_s = tokens / taken.step_s
     size = run.given.topology.size
-    tflops = achieved_tflops(tokens_per_s, run.adapter.flops_per_token, size)
+    tflops = achieved_tflops(tokens_per_s, run.flops_per_unit, size)
     peak = run.config.log.peak_tflops
     return StepMetrics(
         step=done,
         tokens=done * tokens,
         loss=taken.loss,
-        held_out_loss=held_out_loss,
+        held_out_loss=None if found is None else found.loss,
         learning_rate=taken.learning_rate,
         grad_norm=taken.grad_norm,
         loss_scale=sharding.loss_scale,
@@ -46,6 +47,7 @@ def metrics_of(run: Run, taken: Taken, done: int, held_out_loss: float | None) -
         optimizer_ms=watch.ms("optimizer"),
         communication_ms=taken.communication_ms,
         checkpoint_ms=0.0,
+        held_out_metric=None if found is None else found.metric,
         **tier_fields(taken),
         **peaks(run, taken.exposed_s),
     )

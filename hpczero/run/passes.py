@@ -22,9 +22,14 @@ from hpczero.parallel.pipeline.runner import Pipeline
 from hpczero.parallel.tensor import own_tokens
 from hpczero.run.results.metrics import Stopwatch
 
-# (step, micro step) -> inputs and targets of this rank, NumPy arrays.
-Samples = Callable[[int, int], tuple[Any, Any]]
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+# (step, micro step) -> inputs and targets of this rank, or what else its samples have: NumPy arrays or tensors.
+Samples = Callable[[int, int], tuple[Any, ...]]
+Loss = Callable[..., Tensor]  # (model, *batch)
+
+
+def whole_samples(tokens: Tensor) -> Tensor:
+    """All of them, where ranks do not share the tokens of a sample."""
+    return tokens
 
 
 class Passes(Protocol):
@@ -47,11 +52,11 @@ class Passes(Protocol):
         """
         ...
 
-    def held_out(self, parts: Iterable[tuple[Tensor, Tensor, int]]) -> float:
+    def held_out(self, parts: Iterable[tuple[Any, ...]]) -> float:
         """The loss summed over samples, without gradients.
 
         Args:
-            parts: inputs, targets and number of samples of each forward.
+            parts: of each forward its tensors, inputs and targets, then the number of samples.
         """
         ...
 
@@ -73,7 +78,7 @@ class PlainPasses:
         loss: Loss,
         accumulation: int,
         accelerator: Accelerator,
-        own: Callable[[Tensor], Tensor] = lambda tokens: tokens,
+        own: Callable[[Tensor], Tensor] = whole_samples,
     ) -> None:
         """Not collective.
 
@@ -97,10 +102,8 @@ class PlainPasses:
                 arrays = samples(number, micro_step)
             with hpczero.accumulate(self._model, micro_step, self._accumulation):
                 with watch.phase("forward"):
-                    inputs, targets = (
-                        self._accelerator.bring(self._own(torch.from_numpy(a))) for a in arrays
-                    )
-                    loss = self._loss(self._model, inputs, targets)
+                    batch = (self._accelerator.bring(self._own(torch.as_tensor(a))) for a in arrays)
+                    loss = self._loss(self._model, *batch)
                 with watch.phase("backward"):
                     loss.backward()  # type: ignore[no-untyped-call]
                     if micro_step == self._accumulation - 1:
@@ -108,12 +111,12 @@ class PlainPasses:
             losses.append(hpczero.read_later(self._model, loss.detach() / self._accumulation))
         return lambda: sum(loss() for loss in losses)
 
-    def held_out(self, parts: Iterable[tuple[Tensor, Tensor, int]]) -> float:
+    def held_out(self, parts: Iterable[tuple[Any, ...]]) -> float:
         """As of every way."""
-        own = self._own
-        return sum(
-            self._loss(self._model, own(x), own(y)).item() * number for x, y, number in parts
-        )
+        total = 0.0
+        for *batch, number in parts:
+            total += self._loss(self._model, *map(self._own, batch)).item() * number
+        return total
 
 
 class PipelinePasses:
@@ -124,7 +127,7 @@ class PipelinePasses:
         pipeline: Pipeline,
         *,
         accelerator: Accelerator,
-        own: Callable[[Tensor], Tensor] = lambda tokens: tokens,
+        own: Callable[[Tensor], Tensor] = whole_samples,
     ) -> None:
         """Not collective.
 
@@ -150,7 +153,7 @@ class PipelinePasses:
             finish()
         return loss
 
-    def held_out(self, parts: Iterable[tuple[Tensor, Tensor, int]]) -> float:
+    def held_out(self, parts: Iterable[tuple[Any, ...]]) -> float:
         """As of every way; forwards of equally many samples pass one after the other."""
         total, own = 0.0, self._own
         for number, group in itertools.groupby(parts, key=lambda part: part[2]):
@@ -187,7 +190,9 @@ def passes_of(
     Raises:
         ConfigError: numbers that the schedule cannot run.
     """
-    own = partial(own_tokens, topology=hpczero.sharding(model).topology)
+    topology, own = hpczero.sharding(model).topology, whole_samples
+    if topology.sequence.size > 1:  # of samples that are no tokens there is nothing to divide
+        own = partial(own_tokens, topology=topology)
     if options.pipeline == 1:
         return PlainPasses(
             model,

@@ -7,7 +7,7 @@ stops. Every rank runs all of it; only rank 0 touches files.
 from __future__ import annotations
 
 import socket
-import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,27 +19,26 @@ import hpczero
 from hpczero.accelerator import Accelerator
 from hpczero.activations import Checkpointing
 from hpczero.adapters.base import Adapter
-from hpczero.data import Batches, HeldOut, TokenFile
 from hpczero.errors import EXIT_REQUEUE, ConfigError, StoppedEarly
 from hpczero.job import log
 from hpczero.job.topology import Topology
 from hpczero.options.config import RunConfig
 from hpczero.options.environment import Environment
-from hpczero.options.reading import to_toml
 from hpczero.plan.batch import Batch
 from hpczero.planner.choice import Foretold
 from hpczero.run.checkpoints import RunCheckpoints, Start
 from hpczero.run.evaluation import Evaluation
-from hpczero.run.passes import Passes, passes_of
+from hpczero.run.passes import Loss, Passes, passes_of
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
 from hpczero.run.results.records import Records
 from hpczero.run.starting import resume
 from hpczero.run.starting.building import build, set_options
 from hpczero.run.starting.choosing import choose_settings, earlier_settings, taken_over
+from hpczero.run.starting.flops import flops_per_unit
 from hpczero.run.starting.header import tell_header
-from hpczero.run.starting.own_text import open_tokens
 from hpczero.run.starting.planned import run_of
+from hpczero.run.starting.reading import HeldOutSet, Reading, TrainingSet, open_reading
 from hpczero.run.starting.recomputing import recompute_blocks
 from hpczero.run.starting.room_check import RoomCheck
 from hpczero.run.step import TrainingStep
@@ -73,9 +72,11 @@ class Run:
 
     Attributes:
         given: what the run was given, with the options as they are settled now.
-        adapter: the model, with the tokenizer's vocabulary.
-        batch: sequences per step, and how they are spread.
-        tokens: the token file; open.
+        adapter: the model; of text, with the tokenizer's vocabulary.
+        batch: samples per step, and how they are spread.
+        reading: the data; open.
+        card: what checkpoints and weights state of the model.
+        flops_per_unit: FLOPs of forward and backward for one token or sample; NaN where nobody can count them.
         folder: folder of the run.
         lock: lock of the folder.
         model: the zeroified model.
@@ -95,7 +96,9 @@ class Run:
     given: Given
     adapter: Adapter
     batch: Batch
-    tokens: TokenFile
+    reading: Reading
+    card: Mapping[str, Any]
+    flops_per_unit: float
     folder: RunFolder
     lock: RunLock
     model: nn.Module
@@ -142,7 +145,8 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
         asked.config, asked.adapter, given.topology, given.accelerator, resumes=bool(source)
     )
     checkpointing = recompute_blocks(asked.config, asked.adapter, model, given.accelerator, room)
-    identity = resume.identity(asked.config, asked.tokens, asked.adapter.config)
+    card = resume.model_card(asked.config.model, asked.adapter.card())
+    identity = resume.identity(asked.config, asked.reading.identity(), card)
     deadline = Deadline(asked.environment)
     checkpoints = RunCheckpoints(asked.config, folder, model, lock=lock.lock)
     with given.topology.agreed("hold the job's time against a save"):
@@ -164,10 +168,10 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
     tell_header(
         hpczero.sharding(model),
         given.accelerator,
-        asked.tokens,
+        asked.reading,
         asked.config,
         asked.batch,
-        asked.adapter.context,
+        asked.adapter,
         checkpointing,
         room.run,
     )
@@ -175,7 +179,11 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
         given=asked.given,
         adapter=asked.adapter,
         batch=asked.batch,
-        tokens=asked.tokens,
+        reading=asked.reading,
+        card=card,
+        flops_per_unit=flops_per_unit(
+            asked.adapter, lambda: samples.batches.micro_batch(0, 0, 0, 1)
+        ),
         folder=folder,
         lock=lock,
         model=model,
@@ -207,15 +215,15 @@ class _Asked(_Earlier):
     """What was asked for, after it was held against the ranks and the data.
 
     Attributes:
-        adapter: with the tokenizer's vocabulary.
-        batch: sequences per step, and how they are spread.
-        tokens: the token file; open.
+        adapter: of text, with the tokenizer's vocabulary.
+        batch: samples per step, and how they are spread.
+        reading: the data; open.
         foretold: what the planner expects of its choice; None where it was not asked.
     """
 
     adapter: Adapter
     batch: Batch
-    tokens: TokenFile
+    reading: Reading
     foretold: Foretold | None = None
 
     @property
@@ -233,8 +241,8 @@ class _Asked(_Earlier):
 class _Samples:
     """Samples to train on, and those held out; None if the run evaluates nothing."""
 
-    batches: Batches
-    held_out: HeldOut | None
+    batches: TrainingSet
+    held_out: HeldOutSet | None
 
 
 def _look_back(given: Given) -> _Earlier | None:
@@ -255,7 +263,7 @@ def _look_back(given: Given) -> _Earlier | None:
 
 
 def _hold_against_ranks_and_data(earlier: _Earlier) -> _Asked:
-    """Refuse a batch that does not fit these ranks; open the token file. Collective.
+    """Refuse a batch that does not fit these ranks; open the data. Collective.
 
     Raises:
         StoppedEarly: a signal came while the text was tokenized; the attempt is ended then.
@@ -268,19 +276,23 @@ def _hold_against_ranks_and_data(earlier: _Earlier) -> _Asked:
     with topology.agreed("spread the batch over the ranks"):
         batch = Batch.resolve(config.train, topology.data.size)
     try:
-        style = config.log.progress
-        tokens = open_tokens(config.data, topology, progress=style, signals=given.signals)
+        reading, adapter = open_reading(config, given.adapter, topology, signals=given.signals)
     except StoppedEarly:
         attempts.end(0, EXIT_REQUEUE)
         raise
-    adapter = given.adapter.with_vocabulary(tokens.vocab_size)
-    return _Asked(given, attempts, earlier.environment, adapter, batch, tokens)
+    return _Asked(given, attempts, earlier.environment, adapter, batch, reading)
 
 
 def _choose(asked: _Asked) -> _Asked:
     """The settings that the planner chooses, or that it chose at an earlier start of this run. Collective."""
     given, config = asked.given, asked.config
-    topology, model = given.topology, asked.adapter.config
+    topology, model = given.topology, asked.adapter.transformer
+    with topology.agreed("see whether the planner knows the model"):
+        if model is None:
+            raise ConfigError(
+                f"parallel.auto: the planner counts presets, and nothing of {config.model.title}; leave it out, and "
+                "choose parallel.stage and train.micro_batch yourself"
+            )
     with topology.agreed("look for what an earlier start chose"):
         text = earlier_settings(config, RunFolder.of(config.run)) if topology.is_root else ""
     text = topology.broadcast_text(text)
@@ -300,16 +312,18 @@ def _lay_out_samples(asked: _Asked, room: RoomCheck) -> _Samples:
     """Refuse a run that does not fit the machine, then find its samples. Collective."""
     config, adapter, batch = asked.config, asked.adapter, asked.batch
     topology, is_host = asked.given.topology, asked.given.accelerator.is_host
-    with topology.agreed("plan the run"):
-        run = run_of(config, adapter.config, batch, topology, is_host=is_host)
-    room.check(run)
+    model = adapter.transformer
+    if model is not None:
+        with topology.agreed("plan the run"):
+            run = run_of(config, model, batch, topology, is_host=is_host)
+        room.check(run)
     with topology.agreed("lay out the samples"):
-        tokens, context = asked.tokens, adapter.context
-        batches = Batches(tokens.train, context, batch.global_batch, config.run.seed)
+        reading, context = asked.reading, adapter.context
+        batches = reading.training(config, context, batch.global_batch)
         held_out = None
         if config.evaluation.batches:
             max_samples = config.evaluation.batches * batch.global_batch
-            held_out = HeldOut(tokens.validation, context, max_samples)
+            held_out = reading.held_out(context, max_samples)
     return _Samples(batches, held_out)
 
 
@@ -327,7 +341,10 @@ def _start_records(asked: _Asked, folder: RunFolder, lock: RunLock, begin: Start
             lock.make_room(config.run)
             folder.create(config)
         steps = config.train.steps
-        records = Records(folder, config.log, num_steps=steps, start=begin.step, own=begin.own)
+        unit = asked.adapter.unit
+        records = Records(
+            folder, config.log, num_steps=steps, start=begin.step, own=begin.own, unit=unit
+        )
         asked.attempts.begin(begin.step)
     return records
 
@@ -365,19 +382,11 @@ def _evaluation(asked: _Asked, samples: _Samples, model: nn.Module, passes: Pass
         micro_batch=asked.batch.micro_batch,
         every=asked.config.evaluation.every,
         steps=asked.config.train.steps,
+        metric=_metric(asked),
     )
 
 
-def check_same_options(config: RunConfig, topology: Topology) -> None:
-    """Refuse ranks that were started with other options: they would train another model. Collective.
-
-    Raises:
-        ConfigError: on every rank; the message names the ranks that differ from rank 0.
-    """
-    mine = float(zlib.crc32(to_toml(config).encode()))
-    first = topology.gather(mine)[0]
-    with topology.agreed("agree on the options"):
-        if mine != first:
-            raise ConfigError(
-                "got other options than rank 0; give every rank the same command line and file"
-            )
+def _metric(asked: _Asked) -> Loss | None:
+    """The adapter's own metric; None without one, and where no rank can call the whole model."""
+    has_one = asked.adapter.metric_name and asked.config.parallel.pipeline == 1
+    return asked.adapter.metric if has_one else None

@@ -7,6 +7,7 @@ count: they are mapped, and the kernel takes them back when it likes.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import threading
@@ -132,8 +133,8 @@ def _run(model: nn.Module, topology: hpczero.Topology, folder: Path) -> Any:
         given=SimpleNamespace(topology=topology),
         lock=SimpleNamespace(lock=SimpleNamespace(check=lambda: None)),
         folder=SimpleNamespace(weights=folder / "model.safetensors"),
-        adapter=SimpleNamespace(config=PRESETS["gpt-nano"]),
-        tokens=SimpleNamespace(tokenizer=ByteTokenizer()),
+        card=dataclasses.asdict(PRESETS["gpt-nano"]),
+        reading=SimpleNamespace(identity=lambda: {"tokenizer": ByteTokenizer().to_json()}),
         config=SimpleNamespace(train=SimpleNamespace(steps=1)),
     )
 

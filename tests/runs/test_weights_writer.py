@@ -124,8 +124,8 @@ def run_of(model: nn.Module, topology: Topology, path: Path) -> Any:
         given=SimpleNamespace(topology=topology),
         lock=SimpleNamespace(lock=SimpleNamespace(check=lambda: None)),
         folder=SimpleNamespace(weights=path),
-        adapter=SimpleNamespace(config=config),
-        tokens=SimpleNamespace(tokenizer=ByteTokenizer()),
+        card=dataclasses.asdict(config),
+        reading=SimpleNamespace(identity=lambda: {"tokenizer": ByteTokenizer().to_json()}),
         config=SimpleNamespace(train=SimpleNamespace(steps=7)),
     )
 

@@ -23,7 +23,7 @@ from hpczero.errors import DataError
 from hpczero.files.regular import read_bytes
 
 LIMIT_NBYTES = 2**36  # of a metrics file
-OPTIONAL = ("device_", "tier_", "activations_")  # fields that only some runs have
+OPTIONAL = ("held_out_", "device_", "tier_", "activations_")  # fields that only some runs have
 NAMED_SPANS = 5  # of many in a message
 
 logger = logging.getLogger("hpczero.metrics")
@@ -31,18 +31,18 @@ logger = logging.getLogger("hpczero.metrics")
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step as rank 0 sees it. Losses are global means in nats per token; rates and sizes name their unit.
+    """One step as rank 0 sees it. Losses are global means, of text in nats per token; rates and sizes name their unit.
 
     Attributes:
         step: steps done, this one included.
-        tokens: tokens trained on so far, over all ranks.
+        tokens: tokens trained on so far, over all ranks; samples where a model counts samples.
         loss: over the global batch, before the update.
         held_out_loss: after the update; None if it was not measured.
         learning_rate: of this update.
         grad_norm: 2-norm of the mean gradient before clipping.
         loss_scale: after the update; 1 without loss scaling.
         skipped_steps: updates skipped so far because a gradient was not finite.
-        tokens_per_s: over all ranks.
+        tokens_per_s: over all ranks; samples as above.
         tflops: model FLOPs per rank and second, in 1e12.
         mfu: tflops as a share of the hardware's peak; None if the peak is unknown.
         step_ms: the whole step, evaluation excluded.
@@ -63,6 +63,8 @@ class StepMetrics:
         tier_waited_ms: how long a computation stood still for it.
         activations_read_nbytes, activations_written_nbytes, activations_waited_ms: the same of inputs of checkpointed
             blocks; None where they rest on the device.
+        held_out_metric: the metric of the model's adapter over the held-out samples, such as an accuracy; None where it
+            was not measured.
     """
 
     step: int
@@ -96,6 +98,7 @@ class StepMetrics:
     activations_read_nbytes: int | None = None
     activations_written_nbytes: int | None = None
     activations_waited_ms: float | None = None
+    held_out_metric: float | None = None
 
     def to_json(self) -> str:
         """One line of JSON. NaN and infinity, which JSON does not have, become null.
@@ -127,7 +130,7 @@ class StepMetrics:
                 raise ValueError("not what was written")
             del values["crc32"]
         for name, value in values.items():
-            optional = name in ("held_out_loss", "mfu") or name.startswith(OPTIONAL)
+            optional = name == "mfu" or name.startswith(OPTIONAL)
             if value is None and not optional:
                 values[name] = math.nan
             elif value is not None and (type(value) not in (int, float) or abs(value) >= 2**63):

@@ -24,13 +24,16 @@ LEAST_SPAN = 0.01  # nats on the vertical axis
 TRAINING, HELD_OUT = "tab:blue", "tab:red"
 
 
-def plot_losses(steps: Sequence[StepMetrics], path: Path, *, title: str) -> None:
+def plot_losses(
+    steps: Sequence[StepMetrics], path: Path, *, title: str, unit: str = "nats per token"
+) -> None:
     """Write training and held-out loss over the steps to ``path`` (PNG), tokens on a second axis.
 
     Args:
         steps: in order.
         path: where the picture is written.
         title: text above the curves: what ran, where and when.
+        unit: of the loss; empty where nobody knows. Without it samples are counted, not tokens.
     """
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)  # draws without a display
@@ -52,7 +55,7 @@ def plot_losses(steps: Sequence[StepMetrics], path: Path, *, title: str) -> None
             label=f"held out ({held_out[-1][1]:.3f} at the end)",
         )
     axes.set_title(title, fontsize="medium")
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.set(xlabel="step", ylabel=f"loss ({unit})" if unit else "loss")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.ticklabel_format(axis="y", useOffset=False)
@@ -65,7 +68,7 @@ def plot_losses(steps: Sequence[StepMetrics], path: Path, *, title: str) -> None
         per_step = steps[-1].tokens / steps[-1].step
         to_tokens, to_steps = partial(np.multiply, per_step), partial(np.multiply, 1 / per_step)
         above = axes.secondary_xaxis("top", functions=(to_tokens, to_steps))
-        above.set_xlabel("tokens")
+        above.set_xlabel("tokens" if unit else "samples")
         above.xaxis.set_major_locator(MaxNLocator(nbins=TOKEN_TICKS, integer=True))
         above.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     figure.savefig(path)

@@ -5,6 +5,7 @@ Owns: how a step is shown. Must not know: torch, MPI, how it was measured. Only 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -14,11 +15,14 @@ from typing import Literal, TextIO
 from hpczero.job import log
 from hpczero.run.results.metrics import Interval, StepMetrics
 
+SHORT = {"token": "tok"}  # in the line of a step
+
 
 class Lines:
     """One plain line every ``every`` steps, and one for each evaluation."""
 
-    def __init__(self, *, num_steps: int, every: int, start: int = 0) -> None:
+    def __init__(self, *, num_steps: int, every: int, start: int = 0, unit: str = "token") -> None:
+        self._unit = SHORT.get(unit, f"{unit}s")
         self._num_steps = num_steps
         self._every = every
         self._steps_before = start
@@ -55,7 +59,7 @@ class Lines:
             len(str(self._num_steps)),
             metrics.step,
             self._num_steps,
-            summary(self._interval),
+            summary(self._interval, self._unit),
             f"{int(left) // 3600}:{int(left) // 60 % 60:02d}:{int(left) % 60:02d}",
         )
         self._interval = Interval()
@@ -64,7 +68,8 @@ class Lines:
 class Bar:
     """A bar with the latest figures. Evaluations are lines above it."""
 
-    def __init__(self, *, num_steps: int, every: int, start: int = 0) -> None:
+    def __init__(self, *, num_steps: int, every: int, start: int = 0, unit: str = "token") -> None:
+        self._unit = SHORT.get(unit, f"{unit}s")
         self._every = every
         self._interval = Interval()
         # The launcher's pseudo-terminal hides the width of the real one.
@@ -107,14 +112,19 @@ class Bar:
         if metrics.held_out_loss is not None:
             log.info("step %d  held-out loss %.4f", metrics.step, metrics.held_out_loss)
         self._progress.update(
-            self._task, completed=metrics.step, description=_short(self._interval)
+            self._task, completed=metrics.step, description=_short(self._interval, self._unit)
         )
         if len(self._interval.steps) == self._every:
             self._interval = Interval()
 
 
 def progress_for(
-    style: Literal["auto", "bar", "lines"], *, num_steps: int, every: int, start: int = 0
+    style: Literal["auto", "bar", "lines"],
+    *,
+    num_steps: int,
+    every: int,
+    start: int = 0,
+    unit: str = "token",
 ) -> Bar | Lines:
     """The display for standard output.
 
@@ -122,17 +132,21 @@ def progress_for(
     if its own output goes to a file.
     """
     bar = style == "bar" or (style == "auto" and terminal_columns() > 0)
-    return (Bar if bar else Lines)(num_steps=num_steps, every=every, start=start)
+    return (Bar if bar else Lines)(num_steps=num_steps, every=every, start=start, unit=unit)
 
 
-def summary(interval: Interval) -> str:
+def summary(interval: Interval, unit: str = "tok") -> str:
     """The figures of some steps in one line: means, or the last figure where a mean makes no sense."""
     last = interval.steps[-1]
     parts = [f"loss {interval.mean('loss'):.4f}"]
     if last.held_out_loss is not None:
         parts.append(f"held-out {last.held_out_loss:.4f}")
+    if last.held_out_metric is not None:
+        parts.append(f"metric {last.held_out_metric:.4f}")
     parts += [f"lr {last.learning_rate:.2e}", f"norm {interval.mean('grad_norm'):.2f}"]
-    rate = f"{interval.mean('tokens_per_s'):,.0f} tok/s {interval.mean('tflops'):.3g} TFLOP/s/rank"
+    rate = f"{interval.mean('tokens_per_s'):,.0f} {unit}/s"
+    if math.isfinite(last.tflops):
+        rate += f" {interval.mean('tflops'):.3g} TFLOP/s/rank"
     if last.mfu is not None:
         rate += f" MFU {interval.mean('mfu'):.1%}"
     parts.append(rate)
@@ -149,8 +163,8 @@ def summary(interval: Interval) -> str:
     return "  ".join(parts)
 
 
-def _short(interval: Interval) -> str:
-    return f"loss {interval.mean('loss'):.3f}  {interval.mean('tokens_per_s'):,.0f} tok/s"
+def _short(interval: Interval, unit: str) -> str:
+    return f"loss {interval.mean('loss'):.3f}  {interval.mean('tokens_per_s'):,.0f} {unit}/s"
 
 
 def terminal_columns(stream: TextIO | None = None) -> int:

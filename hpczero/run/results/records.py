@@ -33,13 +33,15 @@ class Records:
         num_steps: int,
         start: int = 0,
         own: bool = True,
+        unit: str = "token",
     ) -> None:
         """Open the files.
 
-        ``start`` steps were done before, by an earlier job of this run (``own``) or by another run.
+        ``start`` steps were done before, by an earlier job of this run (``own``) or by another run. ``unit`` is what
+        rates count.
         """
         self._progress = progress_for(
-            options.progress, num_steps=num_steps, every=options.every, start=start
+            options.progress, num_steps=num_steps, every=options.every, start=start, unit=unit
         )
         self._folder = folder
         self._file = MetricsFile(folder.metrics, start=start if own else 0)

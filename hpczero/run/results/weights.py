@@ -24,8 +24,8 @@ from hpczero.checkpoint.foreign.safe_file import DTYPES
 from hpczero.checkpoint.foreign.tensor_digests import Digests, tensor_digest
 from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from hpczero.data.tokenize import Tokenizer, from_json
-from hpczero.errors import CheckpointError, ConfigError, launcher_rank
-from hpczero.files.regular import check_regular, parse_json, reason
+from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError, launcher_rank
+from hpczero.files.regular import check_regular, parse_json, reason, shown
 from hpczero.models import GPTConfig
 
 logger = logging.getLogger("hpczero.weights")
@@ -93,7 +93,9 @@ def write_weights(
     Raises:
         CheckpointError: the file cannot be written.
     """
-    with begin_weights(path, tensors, model=model, tokenizer=tokenizer, step=step) as writer:
+    card = dataclasses.asdict(model)
+    told = tokenizer.to_json()
+    with begin_weights(path, tensors, card=card, tokenizer=told, step=step) as writer:
         writer.put((tensor, tensor) for tensor in {id(t): t for t in tensors.values()}.values())
         writer.commit()
 
@@ -102,8 +104,8 @@ def begin_weights(
     path: Path,
     tensors: Mapping[str, Tensor],
     *,
-    model: GPTConfig,
-    tokenizer: Tokenizer,
+    card: Mapping[str, Any],
+    tokenizer: str | None,
     step: int,
 ) -> WeightsWriter:
     """The file of ``write_weights``, to be written tensor by tensor. Not collective.
@@ -111,12 +113,14 @@ def begin_weights(
     Args:
         path: as of ``write_weights``.
         tensors: shapes and dtypes; they need no values.
-        model: as of ``write_weights``.
-        tokenizer: as of ``write_weights``.
+        card: what is said of the model; of a GPT its sizes.
+        tokenizer: of its tokens, as JSON; None for a model that reads none.
         step: as of ``write_weights``.
     """
-    card = {"model": dataclasses.asdict(model), "tokenizer": tokenizer.to_json(), "step": step}
-    return WeightsWriter(path, tensors, {_KEY: json.dumps(card)})
+    text = {} if tokenizer is None else {"tokenizer": tokenizer}
+    return WeightsWriter(
+        path, tensors, {_KEY: json.dumps({"model": dict(card), **text, "step": step})}
+    )
 
 
 def _digest(tensor: Tensor) -> str:
@@ -146,6 +150,24 @@ def step_of_weights(path: Path) -> int | None:
         return None
 
 
+def check_writes_text(path: Path, card: object) -> None:
+    """Refuse weights of a model of ``model.factory``, from which hpczero.sample cannot write text.
+
+    Args:
+        path: of the weights or the checkpoint.
+        card: what they say of their model.
+
+    Raises:
+        CheckpointMismatch: they are.
+    """
+    if isinstance(card, Mapping) and "factory" in card:
+        raise CheckpointMismatch(
+            f"{path}: weights of a model of --model.factory {shown(card['factory'])}, and text can be sampled from "
+            "presets alone; build the model in your own program, and load them with hpczero.checkpoint.load, or with "
+            "safetensors.torch.load_file"
+        )
+
+
 class Weights:
     """A weights file open for reading, tensor by tensor. Not collective: each rank opens its own.
 
@@ -163,6 +185,7 @@ class Weights:
         Raises:
             ConfigError: there is no such file.
             CheckpointError: it is damaged, or not one of ours.
+            CheckpointMismatch: it is of a model of a factory.
         """
         self.path = path / WEIGHTS_FILE if os.path.isdir(path) else path
         try:
@@ -178,12 +201,15 @@ class Weights:
             metadata = self._file.metadata() or {}
             self._digests = Digests.of(metadata, self._file.keys())
             card = parse_json(metadata[_KEY])
+            check_writes_text(self.path, card["model"])
             self.fingerprint = hashlib.sha256(repr(sorted(metadata.items())).encode()).hexdigest()
             self.model = GPTConfig(**card["model"])
             self.tokenizer = from_json(card["tokenizer"])
             self.step = int(card["step"])
             if self.model.layers > len(self._file.keys()):
                 raise ValueError(f"{self.model.layers} layers in {len(self._file.keys())} tensors")
+        except CheckpointMismatch:
+            raise
         except (
             OSError,
             SafetensorError,

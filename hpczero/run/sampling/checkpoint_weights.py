@@ -34,6 +34,7 @@ from hpczero.errors import (
 from hpczero.files.regular import shown
 from hpczero.models import GPTConfig
 from hpczero.models.config import parameter_shapes
+from hpczero.run.results.weights import check_writes_text
 from hpczero.run.starting.resume import DATA, MODEL, TOKENIZER, data_of
 
 logger = logging.getLogger("hpczero.weights")
@@ -76,6 +77,7 @@ class CheckpointWeights:
 
     def _model(self) -> GPTConfig:
         said = self._extra.get(MODEL)
+        check_writes_text(self.path, said)
         if not isinstance(said, dict):
             raise CheckpointMismatch(
                 f"{self.path}: does not say which GPT it is of: it was not saved by hpczero.train, and cannot be "

@@ -16,7 +16,9 @@ from hpczero.accelerator import Accelerator
 from hpczero.adapters.base import Adapter
 from hpczero.job.topology import Topology
 from hpczero.options.config import RunConfig, TrainOptions
+from hpczero.plan.plan import UnitRule
 from hpczero.plan.precision import Precision
+from hpczero.plan.rules import default_rule
 from hpczero.run.starting.dividing import divide
 from hpczero.run.starting.offloading import offload_of
 
@@ -33,11 +35,9 @@ def build(
 
     Where the run ``resumes``, a checkpoint must be loaded next, and no weights are drawn.
     """
+    model = _whole(adapter, config.run.seed, topology)
     # Weights and samples have generators of their own; this is for whatever else a model draws.
     torch.manual_seed(seed_of(config.run.seed, topology))
-    # A model on the meta device holds nothing; zeroify fills the shards of this rank.
-    with torch.device("meta"):
-        model = adapter.build()
     divide(config.parallel, adapter, model, topology)
     optimizer = AdamW(
         decay_groups(model, adapter, config.train.weight_decay),
@@ -51,6 +51,7 @@ def build(
         stage=config.parallel.stage,
         topology=topology,
         precision=Precision.of(config.parallel.precision, reduce=config.parallel.reduce),
+        rule=_rule(adapter),
         transport=config.parallel.transport,
         algorithms=config.parallel.algorithms,
         overlap=config.parallel.overlap,
@@ -60,6 +61,27 @@ def build(
         offload=offload_of(config.offload),
     )
     return model, optimizer
+
+
+def _whole(adapter: Adapter, seed: int, topology: Topology) -> nn.Module:
+    """The whole model, before its first values. Collective over the topology's world."""
+    if adapter.on_meta:
+        # A model on the meta device holds nothing; zeroify fills the shards of this rank.
+        with torch.device("meta"):
+            return adapter.build()
+    with topology.agreed("build the model"):
+        torch.manual_seed(seed)  # the same values on every rank, and in a program of one process
+        return adapter.build()
+
+
+def _rule(adapter: Adapter) -> UnitRule:
+    """The adapter's rule for units, or the default one where it has none."""
+
+    def rule(model: nn.Module) -> list[tuple[str, ...]]:
+        own = adapter.units(model)
+        return default_rule(model) if own is None else [*own]
+
+    return rule
 
 
 def seed_of(seed: int, topology: Topology) -> int:

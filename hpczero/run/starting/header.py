@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hpczero.accelerator import Accelerator
 from hpczero.activations import Checkpointing
-from hpczero.data import TokenFile
+from hpczero.adapters.base import Adapter
 from hpczero.job import log
 from hpczero.job.group import Group
 from hpczero.job.launch import warn_of_shared_devices
@@ -20,16 +20,17 @@ from hpczero.plan.sent import sent_by
 from hpczero.plan.spans import rank_map
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.starting.offloading import activations_of, offload_of
+from hpczero.run.starting.reading import Reading
 from hpczero.zero.sharding import Sharding
 
 
 def tell_header(
     sharding: Sharding,
     accelerator: Accelerator,
-    tokens: TokenFile,
+    reading: Reading,
     config: RunConfig,
     batch: Batch,
-    seq_len: int,
+    adapter: Adapter,
     checkpointing: Checkpointing | None = None,
     run: Run | None = None,
 ) -> None:
@@ -52,8 +53,8 @@ def tell_header(
         log.info("%s", line)
     if checkpointing is not None:
         log.info("%s", describe_activations(checkpointing, config))
-    log.info("%s", describe_data(tokens))
-    log.info("%s", describe_run(config, batch, seq_len, topology.data))
+    log.info("%s", reading.describe())
+    log.info("%s", describe_run(config, batch, adapter.context, topology.data, unit=adapter.unit))
 
 
 def describe_layout(part: PartRun) -> list[str]:
@@ -120,19 +121,17 @@ def describe_activations(checkpointing: Checkpointing, config: RunConfig) -> str
     return f"{asked.describe()}: {checkpointing.describe()}, {staging:,.1f} MiB of staging"
 
 
-def describe_data(tokens: TokenFile) -> str:
-    """Lines about what is read, for the run header."""
-    return (
-        f"data: {tokens.path}: {len(tokens.train):,} training and {len(tokens.validation):,} held-out "
-        f"tokens, vocabulary of {tokens.vocab_size:,}"
-    )
+def describe_run(
+    config: RunConfig, batch: Batch, seq_len: int, data: Group, *, unit: str = "token"
+) -> str:
+    """Lines about what is done, and where results go, for the run header. Ranks of ``data`` have different samples.
 
-
-def describe_run(config: RunConfig, batch: Batch, seq_len: int, data: Group) -> str:
-    """Lines about what is done, and where results go, for the run header. Ranks of ``data`` have different samples."""
+    A sample is ``seq_len`` of the ``unit``.
+    """
     kind = "rank(s)" if data.is_job else "data parallel rank(s)"
+    each = f" x {seq_len} {unit}s" if seq_len > 1 else ""
     return (
-        f"run: {config.train.steps} steps of {batch.global_batch * seq_len:,} tokens = micro batch "
-        f"{batch.micro_batch} x accumulation {batch.accumulation} x {data.size} {kind} x {seq_len} "
-        f"tokens; results in {RunFolder.of(config.run).path}"
+        f"run: {config.train.steps} steps of {batch.global_batch * seq_len:,} {unit}s = micro batch "
+        f"{batch.micro_batch} x accumulation {batch.accumulation} x {data.size} {kind}{each}; "
+        f"results in {RunFolder.of(config.run).path}"
     )

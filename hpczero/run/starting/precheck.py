@@ -28,7 +28,7 @@ from hpczero.run.stopping.attempts import Attempts
 
 
 def mistake_of(
-    config: RunConfig, model: GPTConfig, environment: Environment
+    config: RunConfig, model: GPTConfig | None, environment: Environment
 ) -> HpcZeroError | None:
     """The error that this run will end with, if it can be known by now. Not collective: rank 0 calls it.
 
@@ -36,7 +36,7 @@ def mistake_of(
 
     Args:
         config: as given.
-        model: the network; its vocabulary is not looked at.
+        model: the network; its vocabulary is not looked at. None: one of a factory, which needs torch.
         environment: of this process. Without a launcher that states the number of ranks, it is taken to be one.
     """
     try:
@@ -49,7 +49,7 @@ def mistake_of(
     return None
 
 
-def _check(config: RunConfig, model: GPTConfig, environment: Environment) -> None:
+def _check(config: RunConfig, model: GPTConfig | None, environment: Environment) -> None:
     """Make the checks of the loop, in its order.
 
     Raises:
@@ -71,7 +71,8 @@ def _check(config: RunConfig, model: GPTConfig, environment: Environment) -> Non
         config = attempts.settle(config)
         resume.check_ranks(config, folder, ranks)
     batch = Batch.resolve(config.train, ranks)
-    _check_data(config, model, batch)
+    if model is not None:
+        _check_data(config, model, batch)
     # Which device there is, is not known yet: only what is asked for by name counts.
     activations_of(config).check(on_host=config.parallel.device == "cpu")
     for algorithms in (config.parallel.algorithms, environment.algorithms):

@@ -23,7 +23,7 @@ from hpczero.checkpoint.places import GIVE, folder_at, holds_imports_alone
 from hpczero.data import same_tokenizer, tokenizer_name
 from hpczero.errors import CheckpointError, ConfigError
 from hpczero.files.regular import is_there, kind_of, reason, shown
-from hpczero.options.config import DEFAULT_RUN, RunConfig
+from hpczero.options.config import DEFAULT_RUN, ModelOptions, RunConfig
 from hpczero.options.reading import load_toml
 from hpczero.plan.batch import Batch
 from hpczero.run.results.folder import RunFolder
@@ -32,14 +32,22 @@ if TYPE_CHECKING:
     from hpczero.checkpoint import Loaded
     from hpczero.data import TokenFile
     from hpczero.job.topology import Topology
-    from hpczero.models import GPTConfig
 
 logger = logging.getLogger("hpczero.resume")
 
 # Another one of these is another model, other data, or another order of them.
 FIXED = {
     "run": ("seed",),
-    "model": ("preset", "layers", "hidden", "heads", "context", "positions"),
+    "model": (
+        "preset",
+        "layers",
+        "hidden",
+        "heads",
+        "context",
+        "positions",
+        "factory",
+        "arguments",
+    ),
     "train": ("global_batch",),
 }
 # Compared each in its own way; of what an earlier version did not save nothing is known.
@@ -276,15 +284,28 @@ def data_of(tokens: TokenFile) -> str:
     return f"{tokens.source_sha256} {len(tokens.train)} tokens of {tokens.vocab_size}"
 
 
-def identity(config: RunConfig, tokens: TokenFile, model: GPTConfig) -> dict[str, Any]:
-    """What a checkpoint of the training command states beside the model, for ``check`` and for readers."""
+def identity(config: RunConfig, data: Mapping[str, Any], card: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint of the training command states beside the model, for ``check`` and for readers.
+
+    Args:
+        config: with the batch spelled out.
+        data: what the run reads: ``DATA``, and of a text ``TOKENIZER``.
+        card: what is said of the model, by ``model_card``.
+    """
     return {
-        DATA: data_of(tokens),
+        DATA: data[DATA],
         "global_batch": config.train.global_batch,
         "seed": config.run.seed,
-        MODEL: dataclasses.asdict(model),
-        TOKENIZER: tokens.tokenizer.to_json(),
+        MODEL: dict(card),
+        **{name: value for name, value in data.items() if name != DATA},
     }
+
+
+def model_card(options: ModelOptions, card: Mapping[str, Any]) -> dict[str, Any]:
+    """What checkpoints and weights state of the model: the card of its adapter, and the factory it came from."""
+    if options.factory is None:
+        return dict(card)
+    return {"factory": options.factory, "arguments": options.arguments or "{}", **card}
 
 
 def check(found: Loaded, identity: Mapping[str, Any], steps: int, *, own: bool) -> None:
