@@ -101,6 +101,7 @@ HPCZERO = House(
         "activations",
         "parallel",
         "parallel.pipeline",
+        "bridge",
         "zero",
         "zero.update",
         "zero.calls",

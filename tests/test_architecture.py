@@ -24,7 +24,7 @@ MAX_LINES = 400
 
 # Who alone may import these, at whatever depth of the code.
 GUARDED = {
-    "mpi4py": ("checkpoint", "comm", "doctor", "job", "preflight"),
+    "mpi4py": ("bridge", "checkpoint", "comm", "doctor", "job", "preflight"),
     "h5py": ("checkpoint", "data", "doctor"),
     "cupy": ("accelerator", "doctor", "kernels"),
 }

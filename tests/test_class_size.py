@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 METHODS, ATTRIBUTES = 20, 12
-ROOMS = ("zero", "comm", "tier", "activations", "parallel")
+ROOMS = ("bridge", "zero", "comm", "tier", "activations", "parallel")
 # Each with its methods and attributes, so that none grows unseen.
 LARGER = {
     # The parts of one sharded model stand side by side here, and in no other place.

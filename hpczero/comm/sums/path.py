@@ -150,9 +150,9 @@ class Path(ABC):
             else 0
         )
         error = CommError(
-            f"tensor parallel ranks are in different calls: rank {odd} of the group in {said[odd]}, rank 0 in "
+            f"ranks that exchange tensors are in different calls: rank {odd} of the group in {said[odd]}, rank 0 in "
             f"{said[0]}; "
-            "give all of them the same model, the same samples and the same shapes"
+            "give all of them the same calls: the same model, the same samples and the same shapes"
         )
         error.agreed = True
         raise error

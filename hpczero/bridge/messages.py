@@ -1,0 +1,242 @@
+"""Messages from one rank of a process group to another: send, receive, receive from anybody.
+
+Owns: MPI's requests and the memory that they use. Must not know: collectives.
+
+A message starts where the program starts it, on a communicator of its own. In the line of collectives a receive would
+hold up the send behind it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+from torch.futures import Future
+from typing_extensions import override
+
+from hpczero.bridge.tensors import Target, check, flat
+from hpczero.comm.sums.path import as_bytes
+from hpczero.errors import CommError
+from hpczero.job.watchdog import Watchdog
+
+MESSAGE_NBYTES = 2**30  # MPI counts in 32 bits
+NAP_S = 50e-6
+LOOKS = 200  # before a wait sleeps between looks
+
+
+class Message(dist.Work):
+    """A message under way: what ``isend`` and ``irecv`` return."""
+
+    def __init__(
+        self,
+        what: str,
+        requests: list[MPI.Request],
+        tensors: list[Tensor],
+        watchdog: Watchdog,
+        end: Callable[[list[MPI.Status]], None],
+    ) -> None:
+        """Not collective.
+
+        Args:
+            what: names it.
+            requests: of MPI.
+            tensors: of the program.
+            watchdog: looks at waits.
+            end: called once with what MPI says of each request, when all are done.
+        """
+        super().__init__()
+        self._what, self._requests, self._tensors = what, requests, tensors
+        self._watchdog, self._end = watchdog, end
+        self._lock = threading.Lock()
+        self._over = False
+        self._source = -1
+        self._error: BaseException | None = None
+
+    def test(self) -> bool:
+        """Whether it has arrived. What it brought is then in its place."""
+        with self._lock:
+            if self._over:
+                return True
+            statuses = [MPI.Status() for _ in self._requests]
+            try:
+                if not MPI.Request.Testall(self._requests, statuses):
+                    return False
+                self._source = statuses[0].Get_source() if statuses else -1
+                with torch.no_grad():
+                    self._end(statuses)
+            except MPI.Exception as error:
+                self._error = CommError(
+                    f"{self._what}: MPI says {error}; a tensor that is larger than what is received does this"
+                )
+            except CommError as error:
+                self._error = error
+            self._over = True
+            return True
+
+    @override
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return when the message has been sent or received.
+
+        Args:
+            timeout: how long to wait; zero or less waits for as long as the group's timeout allows.
+
+        Raises:
+            CommError: not in time, or another number of bytes than expected has come.
+        """
+        limit_s = timeout.total_seconds()
+        deadline = time.monotonic() + limit_s
+        with self._watchdog.watch(self._what):
+            looks = 0
+            while not self.test():
+                looks += 1
+                if looks > LOOKS:
+                    time.sleep(NAP_S)
+                if limit_s > 0 and time.monotonic() > deadline:
+                    raise CommError(
+                        f"{self._what} has not ended within {limit_s:g} s: the other rank has not made "
+                        "the matching call"
+                    )
+        if self._error is not None:
+            raise self._error
+        return True
+
+    @override
+    def get_future(self) -> Future[Any]:
+        """A future of the message, on a thread that waits for it."""
+        trigger: Future[Any] = Future()
+
+        def result(_: Future[Any]) -> list[Tensor]:
+            self.wait()
+            return self._tensors
+
+        future = trigger.then(result)
+        threading.Thread(target=trigger.set_result, args=(None,), daemon=True).start()
+        return future
+
+    @override
+    def is_completed(self) -> bool:
+        return self.test()
+
+    @override
+    def is_success(self) -> bool:
+        return self.test() and self._error is None
+
+    @override
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    @override
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._tensors
+
+    @override
+    def synchronize(self) -> None:
+        self.wait()
+
+    @override
+    def source_rank(self) -> int:
+        """Rank of the group that a received message came from."""
+        return self._source
+
+    @override
+    def _source_rank(self) -> int:
+        return self._source
+
+
+class Messages:
+    """Messages between the ranks of one group."""
+
+    def __init__(self, comm: MPI.Intracomm, watchdog: Watchdog, name: str) -> None:
+        """Not collective.
+
+        Args:
+            comm: the ranks; carries nothing else. Borrowed.
+            watchdog: looks at waits.
+            name: of the group, for messages.
+        """
+        self._comm, self._watchdog, self._name = comm, watchdog, name
+        self._most_tag = int(comm.Get_attr(MPI.TAG_UB) or 32767)
+        self._under_way: list[
+            Message
+        ] = []  # MPI uses their memory, also if the program forgets them
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Message:
+        """Start to send ``tensor``, of any dtype and strides, to ``rank``. Not collective."""
+        what = self._words("send", tensor, f"to rank {rank}", tag)
+        source = as_bytes(flat(tensor))
+        requests = [
+            self._comm.Isend([piece.numpy(), MPI.BYTE], rank, tag) for piece in _pieces(source)
+        ]
+
+        def end(_: list[MPI.Status]) -> None:
+            _keep = source  # until MPI has read it
+
+        return self._started(Message(what, requests, [tensor], self._watchdog, end))
+
+    def receive(self, tensor: Tensor, rank: int | None, tag: int) -> Message:
+        """Start to receive into ``tensor``, of any dtype and strides. Not collective.
+
+        Args:
+            tensor: of as many bytes as are sent.
+            rank: the sender; None takes a message of any.
+            tag: as it is sent with.
+        """
+        where = "from any rank" if rank is None else f"from rank {rank}"
+        what = self._words("receive", tensor, where, tag)
+        target = Target(tensor)
+        pieces = _pieces(as_bytes(target.flat))
+        source = MPI.ANY_SOURCE if rank is None else rank
+        if rank is None and len(pieces) > 1:
+            raise CommError(
+                f"{what}: {MESSAGE_NBYTES:,} bytes at most can be received from any rank; name the sender"
+            )
+        requests = [self._comm.Irecv([piece.numpy(), MPI.BYTE], source, tag) for piece in pieces]
+
+        def end(statuses: list[MPI.Status]) -> None:
+            for piece, status in zip(pieces, statuses, strict=True):
+                came = status.Get_count(MPI.BYTE)
+                if came != piece.numel():
+                    raise CommError(
+                        f"{what}: {came} bytes have come, expected {piece.numel()}; sender and receiver need "
+                        "tensors of one size"
+                    )
+            target.done()
+
+        return self._started(Message(what, requests, [tensor], self._watchdog, end))
+
+    def drain(self, limit_s: float) -> bool:
+        """Whether all messages have ended within ``limit_s`` seconds. Not collective."""
+        deadline = time.monotonic() + limit_s
+        while not all(message.test() for message in self._under_way):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def _started(self, message: Message) -> Message:
+        self._under_way = [other for other in self._under_way if not other.test()]
+        self._under_way.append(message)
+        return message
+
+    def _words(self, verb: str, tensor: Tensor, where: str, tag: int) -> str:
+        shape = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        what = f"{verb} of {shape} {where}, tag {tag}, over process group {self._name}"
+        check(what, [tensor])
+        if not 0 <= tag <= self._most_tag:
+            raise CommError(
+                f"{what}: got tag {tag}, expected 0 to {self._most_tag}, as this MPI has"
+            )
+        return what
+
+
+def _pieces(flat_bytes: Tensor) -> list[Tensor]:
+    """At least one, so that empty tensors are sent too."""
+    return list(torch.split(flat_bytes, MESSAGE_NBYTES))

@@ -1,0 +1,201 @@
+"""Start: the process groups of torch, made of communicators.
+
+Owns: registration with torch, the communicators of each group and their end. Must not know: what groups are used for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import sys
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from mpi4py import MPI
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from typing_extensions import override
+
+from hpczero.bridge.exchange import Exchange
+from hpczero.bridge.line import Line
+from hpczero.bridge.messages import Messages
+from hpczero.bridge.process_group import MPIProcessGroup
+from hpczero.comm.sums.choice import best_path
+from hpczero.errors import (
+    EXIT_HANG,
+    ConfigError,
+    TopologyError,
+    abort_job,
+    install_abort_hook,
+)
+from hpczero.job.topology import Topology
+from hpczero.options.environment import Environment
+
+BACKEND = "hpczero"
+TAGS = 30000  # every MPI has more
+DEFAULT = dist.constants.default_pg_timeout
+
+
+@dataclass(frozen=True)
+class Given:
+    """What ``init`` hands to the maker of the default group, through torch.
+
+    Attributes:
+        comm: the ranks; the group owns it.
+        nodes: as ``init``.
+        limit_s: as the topology's ``timeout_s``.
+    """
+
+    comm: MPI.Intracomm
+    nodes: Sequence[int] | None
+    limit_s: float
+
+
+class OwnedProcessGroup(MPIProcessGroup):
+    """A process group and its communicators.
+
+    Attributes:
+        given: what it is made of. Its communicator carries messages from rank to rank, and makes new groups.
+        topology: nodes and watchdog of the collectives.
+    """
+
+    def __init__(self, given: Given) -> None:
+        """Collective over the communicator that is given."""
+        comm = given.comm
+        topology = Topology.create(comm, given.nodes, timeout_s=given.limit_s)
+        name = f"of {comm.size} rank(s)"
+        exchange = Exchange(topology.world, best_path, name)
+        messages = Messages(comm, topology.watchdog, name)
+        super().__init__(exchange, Line(topology.watchdog, name), messages)
+        self.given, self.topology = given, topology
+        self._members: list[tuple[tuple[int, ...], OwnedProcessGroup]] = []  # in order of making
+
+    def part(self, ranks: Sequence[int], limit_s: float) -> OwnedProcessGroup:
+        """The group of ``ranks`` of this one, in that order. Collective over those ranks alone."""
+        comm, nodes = self.given.comm, self.given.nodes
+        whole = comm.Get_group()
+        chosen = whole.Incl(list(ranks))
+        # Not torch's name of the group: that may differ between ranks.
+        tag = zlib.crc32(repr(list(ranks)).encode()) % TAGS
+        with self.topology.watchdog.watch(f"new_group of ranks {list(ranks)}"):
+            made = comm.Create_group(chosen, tag)
+        chosen.Free()
+        whole.Free()
+        part = OwnedProcessGroup(
+            Given(made, None if nodes is None else [nodes[rank] for rank in ranks], limit_s)
+        )
+        self._members.append((tuple(ranks), part))
+        return part
+
+    @override
+    def shutdown(self) -> None:
+        """End the calls. The default group, which torch ends last, gives back what all groups of it hold.
+
+        Collective over the default group for the default group, else not. Where an exception is on its way nothing is
+        given back: the other ranks may be elsewhere, and the job ends with that exception.
+        """
+        if sys.exc_info()[0] is not None:
+            return
+        self.finish()
+        if self is dist.group.WORLD:
+            # One order on all ranks, whatever torch calls the groups; those with equal ranks were made in one order.
+            for _, member in sorted(self._members, key=lambda entry: entry[0]):
+                member.finish()
+                member.free()
+            self.free()
+
+    def finish(self) -> None:
+        """Wait for calls that were started; end the job if they do not end. Not collective."""
+        limit_s = self.topology.watchdog.timeout_s or math.inf
+        if not (self.line.drain(limit_s) and self.messages.drain(limit_s)):
+            sys.stderr.write(
+                f"[rank {MPI.COMM_WORLD.rank}] hang: a call over a process group of {self.exchange.size} ranks has not "
+                f"ended {limit_s:g} s after the program was done with the group\n"
+            )
+            abort_job(EXIT_HANG)
+        self.line.close()
+
+    def free(self) -> None:
+        """Give communicators and memory back. Collective over the group."""
+        with self.topology.watchdog.watch("destroy_process_group"):
+            self.exchange.close()
+        self.topology.free()
+        self.given.comm.Free()
+
+
+def init(
+    comm: MPI.Intracomm, nodes: Sequence[int] | None = None, *, timeout_s: float | None = None
+) -> None:
+    """Make ``comm`` the default process group of torch.distributed. Collective over ``comm``.
+
+    ``torch.distributed.destroy_process_group()`` undoes it, collectively; ``init`` may be called again then. From here
+    on an uncaught error on one rank ends the whole job.
+
+    Args:
+        comm: the ranks, in this order. It is duplicated and never carries the bridge's traffic.
+        nodes: node number of each rank; None asks MPI.
+        timeout_s: seconds that one call over a group may take before the job is ended with exit 86. 0 waits for ever;
+            None takes HPCZERO_TIMEOUT or half an hour.
+
+    Raises:
+        ConfigError: torch.distributed has a default group already.
+        TopologyError: MPI lets one thread call it alone, or ``nodes`` does not name one node for each rank; on every
+            rank.
+    """
+    if dist.is_initialized():
+        raise ConfigError(
+            "torch.distributed is initialised already, with backend "
+            f"{dist.get_backend()}; call torch.distributed.destroy_process_group() before hpczero.bridge.init"
+        )
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        raise TopologyError(
+            "this MPI lets one thread call it at a time, but torch.distributed has calls of several groups under way; "
+            "use an MPI with MPI_THREAD_MULTIPLE, and leave mpi4py.rc.thread_level as it is"
+        )
+    if MPI.COMM_WORLD.size > 1:
+        install_abort_hook()
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+        atexit.register(_finish_all)
+    limit_s = Environment.read().timeout_s if timeout_s is None else timeout_s
+    hook = sys.excepthook
+    try:
+        dist.init_process_group(
+            BACKEND,
+            store=HashStore(),
+            rank=comm.rank,
+            world_size=comm.size,
+            timeout=timedelta(seconds=limit_s) if limit_s else DEFAULT,
+            pg_options=Given(comm.Dup(), nodes, limit_s),
+        )
+    finally:
+        # torch's own holds back what is written to stderr until the hook before returns; ours ends the job.
+        sys.excepthook = hook
+
+
+def _create(options: Any, given: Any) -> OwnedProcessGroup:
+    """Make the group that torch asks for. Collective over its ranks."""
+    if isinstance(given, Given):
+        return OwnedProcessGroup(given)
+    whole = dist.group.WORLD
+    if not isinstance(whole, OwnedProcessGroup):
+        raise ConfigError(
+            f"backend {BACKEND} has no communicator; call hpczero.bridge.init(comm), which makes the default group, "
+            "in place of torch.distributed.init_process_group"
+        )
+    # torch gives its own default where the program gives none.
+    asked = options.timeout != DEFAULT
+    limit_s = options.timeout.total_seconds() if asked else whole.given.limit_s
+    return whole.part(list(options.global_ranks_in_group), limit_s)
+
+
+def _finish_all() -> None:
+    """At the end of a process that has not destroyed its groups: MPI must not end before their calls."""
+    whole = dist.group.WORLD
+    if isinstance(whole, OwnedProcessGroup):
+        whole.finish()
+        for _, member in whole._members:
+            member.finish()

@@ -1,0 +1,105 @@
+"""Tensors of a program as flat ones, and back: strides, devices, dtypes.
+
+Owns: what is refused before anything is sent, and copies that a call needs. Must not know: ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hpczero.errors import CommError
+
+
+def check(what: str, tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors that the bridge cannot send.
+
+    Raises:
+        CommError: one is not on the host, or sparse.
+    """
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            raise CommError(
+                f"{what}: got a tensor on {tensor.device}, expected one in memory of the host: the bridge sends no "
+                "device memory; move it with .cpu(), or use zeroify, which does"
+            )
+        if tensor.layout != torch.strided:
+            raise CommError(
+                f"{what}: got a tensor of layout {tensor.layout}, expected a dense one; call .to_dense() before"
+            )
+
+
+def check_equal(what: str, tensors: Sequence[Tensor], like: Tensor, *, count: int) -> None:
+    """Refuse a list of tensors, one for each rank, that differ from ``like``.
+
+    Raises:
+        CommError: their number is not ``count``, or one has another dtype or number of elements.
+    """
+    if len(tensors) != count:
+        raise CommError(f"{what}: got {len(tensors)} tensors, expected {count}, one for each rank")
+    for tensor in tensors:
+        if (tensor.dtype, tensor.numel()) != (like.dtype, like.numel()):
+            raise CommError(
+                f"{what}: got {tensor.numel()} x {tensor.dtype}, expected {like.numel()} x {like.dtype}: all ranks "
+                "must bring tensors of one dtype and size"
+            )
+
+
+def check_whole(what: str, whole: Tensor, part: Tensor, size: int) -> None:
+    """Refuse a tensor for all of ``size`` ranks that is not of as many parts.
+
+    Raises:
+        CommError: the dtypes differ, or the numbers of elements do not fit.
+    """
+    if whole.dtype != part.dtype or whole.numel() != size * part.numel():
+        raise CommError(
+            f"{what}: got {whole.numel()} x {whole.dtype} for all ranks and {part.numel()} x {part.dtype} for each, "
+            f"expected one dtype and {size} times as many elements"
+        )
+
+
+def cut(what: str, tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
+    """Elements of each rank's part of a tensor that is cut along its first dimension.
+
+    Args:
+        what: names it in messages.
+        tensor: of at least one dimension.
+        splits: rows of each rank; None or none: all ranks have equally many.
+        size: number of ranks.
+
+    Raises:
+        CommError: rows and splits do not fit.
+    """
+    rows = tensor.shape[0] if tensor.dim() else 0
+    given = list(splits) if splits else [rows // size] * size
+    if len(given) != size or sum(given) != rows or min(given) < 0:
+        raise CommError(
+            f"{what} of shape {tuple(tensor.shape)} is cut into {given} rows, expected {size} numbers with sum {rows}"
+        )
+    each = tensor[0].numel() if rows else 0
+    return [each * number for number in given]
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The elements in order, flat: a view where it can be one. For reading."""
+    return tensor.detach().contiguous().view(-1)
+
+
+class Target:
+    """Memory that a call fills, for a tensor of any strides.
+
+    Attributes:
+        flat: its elements in order; a copy where the tensor is not contiguous.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Not collective. The elements of ``flat`` are those of ``tensor``."""
+        self._tensor = tensor.detach()
+        self.flat = flat(self._tensor)
+
+    def done(self) -> None:
+        """Bring the elements into the tensor, if ``flat`` is a copy."""
+        if not self._tensor.is_contiguous():
+            self._tensor.copy_(self.flat.view(self._tensor.shape))

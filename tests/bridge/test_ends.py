@@ -1,0 +1,175 @@
+"""A call that cannot be right, or that a peer never makes, ends in an error that says so. Nothing hangs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hpczero.bridge
+from hpczero.errors import CommError, ConfigError, HpcZeroError
+from tests.helpers.bridged import bridge, two_nodes
+from tests.helpers.mpirun import run_ranks
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import raises_on_all
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# Two ranks; what happens on rank 1 stands in for the second call.
+PROGRAM = """
+import sys, time, torch
+import torch.distributed as dist
+from mpi4py import MPI
+import hpczero.bridge
+
+hpczero.bridge.init(MPI.COMM_WORLD)
+rank, tensor = dist.get_rank(), torch.ones(5)
+dist.all_reduce(tensor)
+if rank == 1:
+    {trouble}
+{call}
+"""
+
+
+def run_program(trouble: str, call: str = "dist.all_reduce(tensor)") -> Any:
+    code = PROGRAM.format(trouble=trouble, call=call)
+    return run_ranks(2, ["-c", code], timeout=60, env={"HPCZERO_TIMEOUT": "2"})
+
+
+def test_rank_that_raises_ends_the_job_with_its_own_error() -> None:
+    job = run_program("raise ValueError('no such sample')")
+    assert job.returncode not in (0, 86), job
+    assert "ValueError: no such sample" in job.stderr, job
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("dist.all_reduce(tensor)", "hang: allreduce over process group"),
+        ("dist.recv(tensor, 1)", r"hang: receive of \(5,\) float32 from rank 1, tag 0"),
+    ],
+    ids=["collective", "message"],
+)
+def test_rank_that_leaves_is_a_hang_that_names_the_call(call: str, said: str) -> None:
+    job = run_program("sys.exit(0)", call)
+    assert job.returncode == 86, job
+    assert re.search(said, job.stderr), job
+
+
+def test_program_that_forgets_to_wait_ends_as_it_should() -> None:
+    job = run_program("pass", "dist.all_reduce(tensor, async_op=True)")
+    assert job.returncode == 0, job
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("one_node", [True, False])
+@pytest.mark.parametrize("difference", ["verb", "shape", "dtype", "operation", "splits"])
+def test_ranks_in_different_calls_all_raise_the_same_error(
+    comm: MPI.Intracomm, difference: str, one_node: bool
+) -> None:
+    odd = comm.rank == comm.size - 1
+    tensor = torch.ones(6 if odd and difference == "shape" else 5)
+    if odd and difference == "dtype":
+        tensor = tensor.double()
+
+    def call() -> None:
+        if difference == "splits":
+            rows = [2] * comm.size
+            sent = [3, *rows[1:]] if odd else rows
+            dist.all_to_all_single(torch.ones(sum(rows)), torch.ones(sum(sent)), rows, sent)
+        elif odd and difference == "verb":
+            dist.broadcast(tensor, 0)
+        elif odd and difference == "operation":
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        else:
+            dist.all_reduce(tensor)
+
+    with bridge(comm, None if one_node else two_nodes(comm)):
+        pattern = "another number of bytes" if difference == "splits" else "different calls"
+        raises_on_all(comm, CommError, pattern, call)
+        ones = torch.ones(3)
+        dist.all_reduce(ones)  # an error that all ranks know of leaves the group usable
+        parallel_assert(comm, torch.equal(ones, torch.full((3,), float(comm.size))))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_calls_that_cannot_be_are_refused_where_they_are_made(comm: MPI.Intracomm) -> None:
+    other = 1 - comm.rank
+    wrong: dict[str, Callable[[], object]] = {
+        "meta, expected one in memory of the host": lambda: dist.all_reduce(
+            torch.ones(2, device="meta")
+        ),
+        "layout torch.sparse_coo": lambda: dist.all_reduce(torch.eye(2).to_sparse()),
+        "BAND of torch.float32": lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND),
+        "AVG of torch.int64": lambda: dist.all_reduce(torch.tensor([1]), dist.ReduceOp.AVG),
+        "cut into": lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)),
+        "tag -3": lambda: dist.isend(torch.ones(2), other, tag=-3),
+    }
+    with bridge(comm):
+        for pattern, call in wrong.items():
+            with pytest.raises(CommError, match=re.escape(pattern)):
+                call()
+        with pytest.raises(ConfigError, match="initialised already"):
+            hpczero.bridge.init(comm)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_barrier_and_wait_that_are_given_a_time_raise_when_it_is_over(
+    comm: MPI.Intracomm,
+) -> None:
+    with bridge(comm):
+        error = ""
+        if comm.rank == 0:
+            with pytest.raises(CommError, match=r"has not ended within 0\.2 s") as barrier:
+                # torch's own signature has no such argument in older releases
+                dist.barrier(timeout=timedelta(seconds=0.2))
+            work = dist.irecv(torch.ones(2), 1)
+            assert work is not None
+            with pytest.raises(CommError, match=r"receive of .* has not ended within 0\.2 s"):
+                work.wait(timedelta(seconds=0.2))
+            error = str(barrier.value)
+        comm.Barrier()
+        if comm.rank == 1:  # late, and welcome
+            dist.barrier()
+            dist.send(torch.ones(2), 0)
+        parallel_assert(comm, comm.rank or "barrier over process group" in error, error)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_message_of_another_size_is_an_error(comm: MPI.Intracomm) -> None:
+    with bridge(comm):
+        for numel in (4, 6):
+            error: HpcZeroError | None = None
+            if comm.rank == 0:
+                dist.send(torch.ones(5), 1)
+            else:
+                try:
+                    dist.recv(torch.ones(numel), 0)
+                except HpcZeroError as caught:
+                    error = caught
+            said = str(error)
+            parallel_assert(comm, comm.rank == 0 or re.search("20 bytes|larger", said), said)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 3)
+def test_groups_end_and_begin_again(comm: MPI.Intracomm) -> None:
+    for _ in range(3):
+        with bridge(comm):
+            pair = dist.new_group([0, comm.size - 1])
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor)
+            if comm.rank in (0, comm.size - 1):
+                dist.all_reduce(tensor, group=pair)
+                dist.destroy_process_group(pair)
+        parallel_assert(comm, not dist.is_initialized())
