@@ -21,8 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hpczero.errors import ConfigError, PlanError
 
-# Filling what is larger would cost more than it finds: such tensors are parameters, which go to the meta device.
-FILLED_NUMEL = 2**20
+# Larger ones are parameters, whose memory is not touched before they go to the meta device; filled, it would be.
+FILLED_NUMEL = 2**16
 _UNFILLED = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from hpczero.hf.assembly import Assembly, CannotAssembleError, source
 
 
 @dataclass
@@ -24,12 +27,14 @@ class Group:
         converter: one of its ``WeightTransform``.
         sources: key of each tensor, and which of the converter's patterns it has met.
         shapes: of the results by name, once ``plan`` was called.
+        assemblies: the results by name where they can be read by ranges, once ``plan`` was called; else empty.
     """
 
     first: str
     converter: Any
     sources: list[tuple[str, str]] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    assemblies: dict[str, Assembly] = field(default_factory=dict)
 
     def plan(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Find names and shapes of the results, without values.
@@ -38,15 +43,23 @@ class Group:
             model: of which the parameters are.
             shapes: of the sources by key.
         """
-        found = self.convert(model, lambda key: torch.empty(shapes[key], device="meta"))
+        # An assembly has few of a tensor's methods: whatever else a converter calls is computing, too.
+        with suppress(CannotAssembleError, AttributeError):
+            self.assemblies = self.convert(model, lambda key: source(key, shapes[key]))
+        found: Mapping[str, Any] = self.assemblies or self.convert(
+            model, lambda key: torch.empty(shapes[key], device="meta")
+        )
         self.shapes = {name: tuple(value.shape) for name, value in found.items()}
 
-    def convert(self, model: nn.Module, value_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def convert(self, model: nn.Module, value_of: Callable[[str], Any]) -> dict[str, Any]:
         """The results by name.
 
         Args:
             model: of which the parameters are; only its shapes and configuration matter.
-            value_of: gives a source by its key.
+            value_of: gives a source by its key: a tensor, or an assembly.
+
+        Raises:
+            CannotAssembleError: of assemblies: the converter does more than move boxes.
         """
         converter = copy.deepcopy(self.converter)
         for key, pattern in self.sources:

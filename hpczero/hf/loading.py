@@ -231,7 +231,8 @@ def _buffer(model: nn.Module, folder: WeightFolder, matched: Matched, owner: str
     if owner in matched.plain:
         return folder.whole(matched.plain[owner][0])
     group, name = matched.converted[owner]
-    return group.convert(model, folder.whole)[name]
+    found: Tensor = group.convert(model, folder.whole)[name]
+    return found
 
 
 def _tell(path: Path, model: Any, matched: Matched) -> None:

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from hpczero.checkpoint.foreign.weight_files import cast
 from hpczero.errors import CheckpointMismatch
+from hpczero.hf.assembly import Assembly, Box, boxes, runs
 from hpczero.hf.converting import Group
 from hpczero.hf.files import WeightFolder
 from hpczero.hf.matching import Matched
+
+PIECE_NUMEL = 2**20  # put together at a time
 
 
 class FolderWeights:
@@ -82,6 +85,11 @@ class FolderWeights:
             for other in keys[1:]:
                 self._compare(keys[0], other, start, values)
             return
+        group, result = self._matched.converted.get(name, (None, ""))
+        if group is not None and group.assemblies:
+            self._held = (None, {})
+            self._assemble(group.assemblies[result], start, values)
+            return
         whole = self._whole(name)
         if tuple(whole.shape) != tuple(shape):
             raise CheckpointMismatch(f"{name!r} is {tuple(whole.shape)}, expected {tuple(shape)}")
@@ -101,6 +109,24 @@ class FolderWeights:
                 cast(piece, torch.float32, self._folder.label(key))
             )
             done += len(piece)
+
+    def _assemble(self, assembly: Assembly, start: int, values: Tensor) -> None:
+        """Read a range of a parameter that is put together from several tensors, a piece at a time."""
+        done = 0
+        while done < len(values):
+            stop = min(done + PIECE_NUMEL, len(values))
+            for box in boxes(assembly.shape, start + done, start + stop):
+                part = assembly.read(box, self._read_box)
+                values[done : done + part.numel()].view(part.shape).copy_(part)
+                done += part.numel()
+
+    def _read_box(self, key: str, box: Box) -> Tensor:
+        found = torch.empty([len(own) for own in box])
+        flat, done = found.view(-1), 0
+        for run in runs(self._folder.entries[key].shape, box):
+            self._read(key, run.start, flat[done : done + len(run)])
+            done += len(run)
+        return found
 
     def _compare(self, key: str, other: str, start: int, values: Tensor) -> None:
         """Refuse a tied parameter with two values: transformers would not tie it."""

@@ -12,6 +12,7 @@ import torch
 
 import hpczero
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
+from tests.compat.architectures import ARCHITECTURES
 from tests.foreign import llama
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import raises_on_all
@@ -53,6 +54,24 @@ def test_ranks_read_every_byte_of_the_files_once_together(
     plain = llama.made().to(dtype).float().state_dict() if comm.rank == 0 else {}
     wrong = [name for name in plain if not torch.equal(plain[name], found[name])]
     parallel_assert(comm, not wrong and plain.keys() == found.keys(), str(wrong))
+
+
+def test_stacked_experts_are_read_by_ranges_too(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    mixtral = next(each for each in ARCHITECTURES if each.name == "mixtral")
+    plain: Any = mixtral.build() if comm.rank == 0 else None
+    if plain is not None:
+        plain.save_pretrained(folder, max_shard_size="5KB")  # one tensor for each expert
+    comm.Barrier()
+    model, weights = llama.sharded(topology, folder)
+    read = comm.allgather(weights.nbytes_read)
+    parallel_assert(comm, sum(read) == data_nbytes(folder), f"{read}, {data_nbytes(folder)}")
+    found = hpczero.full_state_dict(model) or {}
+    hpczero.release(model)
+    state = {} if plain is None else plain.state_dict()
+    wrong = [name for name in state if not torch.equal(state[name], found[name])]
+    parallel_assert(comm, not wrong and state.keys() == found.keys(), str(wrong))
 
 
 def test_a_new_head_is_drawn_by_name_whatever_the_number_of_ranks(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.compat.architectures import ARCHITECTURES, Architecture
+from tests.foreign.more_architectures import MORE
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ CASES = [(stage, transport) for stage in (0, 1, 2, 3) for transport in ("flat", 
 
 @pytest.mark.parametrize(
     "architecture",
-    [each for each in ARCHITECTURES if EVERY or each.name in CHOSEN],
+    [each for each in [*ARCHITECTURES, *MORE] if EVERY or each.name in CHOSEN],
     ids=lambda each: each.name,
 )
 def test_trains_from_disk_to_disk(

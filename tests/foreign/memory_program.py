@@ -1,0 +1,67 @@
+"""A job that loads a folder into shards, and says what that took: ``memory_program.py FOLDER TRANSPORT``.
+
+Each rank prints peak anonymous memory above what it had before, its shard and the largest tensor in fp32, all in bytes.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+import hpczero
+
+
+def anonymous() -> int:
+    """Bytes of this process that no file backs."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssAnon")
+
+
+class Peak:
+    """The most of it inside the block, sampled."""
+
+    def __enter__(self) -> Peak:
+        gc.collect()
+        self.before = self.most = anonymous()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.is_set():
+            self.most = max(self.most, anonymous())
+            time.sleep(0.002)
+
+
+def main(folder: str, transport: str) -> None:
+    topology = hpczero.Topology.of_world()
+    config = transformers.LlamaConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1)
+    transformers.LlamaForCausalLM(config)  # what the library makes once
+    with Peak() as peak:
+        model, weights = hpczero.hf.load(folder, topology=topology)
+        largest = 4 * max(parameter.numel() for parameter in model.parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hpczero.zeroify(
+            model, optimizer, topology=topology, transport=transport, initialize=weights
+        )
+    shard = 4 * sum(unit.owned_numel for unit in hpczero.sharding(model).units)
+    sys.stdout.write(f"found {peak.most - peak.before} {shard} {largest} {weights.nbytes_read}\n")
+    sys.stdout.flush()
+    hpczero.release(model)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
