@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpczero.hf.exporting import export
     from hpczero.hf.hub import Hub
     from hpczero.hf.loading import load
     from hpczero.hf.saving import save_pretrained
@@ -14,11 +15,12 @@ if TYPE_CHECKING:
 _HOME = {
     "FolderWeights": "weights",
     "Hub": "hub",
+    "export": "exporting",
     "load": "loading",
     "save_pretrained": "saving",
 }
 
-__all__ = ["FolderWeights", "Hub", "load", "save_pretrained"]
+__all__ = ["FolderWeights", "Hub", "export", "load", "save_pretrained"]
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,7 @@ from hpczero.hf import building
 from hpczero.hf.drawing import OwnInitialization
 from hpczero.hf.files import WeightFolder
 from hpczero.hf.hub import Hub, find
-from hpczero.hf.library import transformers
+from hpczero.hf.making import of_folder
 from hpczero.hf.matching import Matched, match
 from hpczero.hf.weights import FolderWeights
 from hpczero.job.parcels import hand_out
@@ -89,7 +89,7 @@ def _load(
     with topology.agreed("build the model and compare it with its files"):
         if missing not in ("draw", "refuse"):
             raise ConfigError(f"missing: got {missing!r}, expected 'draw' or 'refuse'")
-        model: Any = building.build(lambda: _model(path, model_class, changes), seed=seed)
+        model: Any = building.build(lambda: of_folder(path, model_class, changes), seed=seed)
         folder = WeightFolder(path)
         matched = match(model, folder.entries)
         _check(path, matched, refuse=missing == "refuse")
@@ -106,74 +106,6 @@ def _load(
         _tell(path, model, matched)
     model._weight_conversions = matched.transforms  # as from_pretrained; saving goes back by them
     return model.eval(), weights
-
-
-# --- the model -----------------------------------------------------------------------------------------------------
-
-
-def _model(path: Path, model_class: Any, changes: dict[str, Any]) -> Any:
-    """The model by its configuration; its parameters go to the meta device on the way."""
-    library: Any = transformers()
-    built = {key: changes[key] for key in ("attn_implementation",) if key in changes}
-    try:
-        config, unused = library.AutoConfig.from_pretrained(
-            path,
-            local_files_only=True,
-            return_unused_kwargs=True,
-            **{key: value for key, value in changes.items() if key not in built},
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path}: its config.json cannot be used: {_first_line(error)}"
-        ) from error
-    if unused:
-        raise ConfigError(
-            f"{path}: {type(config).__name__} has no {', '.join(sorted(map(str, unused)))}; expected fields of "
-            "config.json"
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"{path}: its weights are quantised (quantization_config in config.json), expected floating point; take "
-            "the model's original weights"
-        )
-    kind = model_class or _named_class(library, path, config)
-    model = _of_class(kind, path, config, built)
-    stated = path / "generation_config.json"
-    if stated.exists() and model.can_generate():
-        model.generation_config = library.GenerationConfig.from_pretrained(
-            path, local_files_only=True
-        )
-    return model
-
-
-def _named_class(library: Any, path: Path, config: Any) -> Any:
-    named = (config.architectures or [None])[0]
-    found = getattr(library, named, None) if named else None
-    if found is None:
-        raise ConfigError(
-            f"{path}: config.json names {named or 'no architecture'}, which transformers {library.__version__} does "
-            "not have; give model_class=, such as transformers.AutoModelForCausalLM"
-        )
-    return found
-
-
-def _of_class(kind: Any, path: Path, config: Any, options: dict[str, Any]) -> Any:
-    """A model of a class of transformers, or of the one that an Auto class finds."""
-    expected = getattr(kind, "config_class", None)
-    if expected is not None and not isinstance(config, expected):
-        raise ConfigError(
-            f"{path}: config.json is a {type(config).__name__}, and {kind.__name__} needs a {expected.__name__}; give "
-            "the model_class of this model"
-        )
-    make = getattr(kind, "_from_config", None) or kind.from_config
-    try:
-        return make(config, dtype=torch.float32, **options)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"{path}: {kind.__name__}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # --- agreement -----------------------------------------------------------------------------------------------------

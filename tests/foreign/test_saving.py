@@ -13,6 +13,7 @@ import torch
 import hpczero
 from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
+from tests.compat.architectures import ARCHITECTURES
 from tests.foreign import llama
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import adamw, raises_on_all, tiny_gpt, zeroified
@@ -91,6 +92,38 @@ def test_several_files_have_an_index_and_come_back(
         file.write_bytes(data)
     comm.Barrier()
     raises_on_all(comm, CheckpointError, "digest", lambda: llama.sharded(topology, folder / "b"))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2", "resnet"])
+def test_a_checkpoint_is_exported_as_the_model_is_saved(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, name: str
+) -> None:
+    """Experts under the names of their files, tied weights, running statistics."""
+    architecture = next(each for each in ARCHITECTURES if each.name == name)
+    if comm.rank == 0:
+        built: Any = architecture.build()
+        built.save_pretrained(folder / "a")
+    comm.Barrier()
+    model, weights = hpczero.hf.load(folder / "a", topology=topology)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hpczero.zeroify(model, optimizer, topology=topology, initialize=weights)
+    hpczero.checkpoint.save(folder / "checkpoints", model, optimizer, step=1)
+    hpczero.hf.save_pretrained(model, folder / "b", dtype="bf16")
+    hpczero.release(model)
+    wrong = ""
+    if comm.rank == 0:
+        hpczero.hf.export(folder / "checkpoints", folder / "c", like=folder / "a", dtype="bf16")
+        for file in ("model.safetensors", "config.json"):
+            if (folder / "b" / file).read_bytes() != (folder / "c" / file).read_bytes():
+                wrong += f"{file} differs; "
+        llama.made().save_pretrained(folder / "d")
+        try:
+            hpczero.hf.export(folder / "checkpoints", folder / "e", like=folder / "d")
+        except CheckpointMismatch as error:
+            wrong += "" if "not of the model" in str(error) else str(error)
+        else:
+            wrong += "another model was taken"
+    parallel_assert(comm, not wrong and not (folder / "e").exists(), wrong)
 
 
 def test_a_failed_save_leaves_nothing(

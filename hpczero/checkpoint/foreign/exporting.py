@@ -15,13 +15,13 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,7 @@ TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 OVERFLOW = {"fp32": np.inf, "bf16": float.fromhex("0x1.ffp127"), "fp16": 65520.0}
 
 Array = npt.NDArray[Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +134,20 @@ def export(path: Path, out: Path, form: Form | None = None) -> Exported:
         ) from error
     if there and not empty:
         raise ConfigError(f"{out}: is there already; give another name, or take it away")
+    return of_newest(path, candidates, lambda stored: _write(stored, out, form))
+
+
+def of_newest(path: Path, candidates: Sequence[Path], use: Callable[[Stored], T]) -> T:
+    """What ``use`` makes of the newest sound checkpoint. Not collective.
+
+    Args:
+        path: as it was given.
+        candidates: the checkpoints that it means, newest first.
+        use: reads one; it raises CorruptCheckpoint where that is not sound, and leaves nothing then.
+
+    Raises:
+        CorruptCheckpoint: none is sound; the message says what is wrong with the newest.
+    """
     failed: list[str] = []
     for candidate in candidates:
         try:
@@ -140,7 +155,7 @@ def export(path: Path, out: Path, form: Form | None = None) -> Exported:
                 wrong = misnamed(candidate, stored.manifest)
                 if wrong and candidate != path:
                     raise CorruptCheckpoint(wrong)
-                found = _write(stored, out, form)
+                found = use(stored)
         except CorruptCheckpoint as error:
             logger.warning("%s", error)
             failed.append(str(error))
