@@ -7,7 +7,7 @@ from tests.compat.architectures import BERT, LLAMA, SEQ2SEQ, VOCABULARY, Archite
 POSITIONS = {**SEQ2SEQ, "max_position_embeddings": 32}
 EXPERTS = {
     **LLAMA,
-    "moe_intermediate_size": 10,
+    "moe_intermediate_size": 12,  # products of groups want rows of 16 bytes
     "shared_expert_intermediate_size": 12,
     "num_experts": 3,
     "num_experts_per_tok": 2,

@@ -6,6 +6,7 @@ Must not know: which architectures there are.
 from __future__ import annotations
 
 import importlib
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import hpczero
 from tests.compat.architectures import Architecture
 from tests.compat.construct import Construct, Place, sgd
 from tests.compat.runner import Outcome, judge, learned, train_plain
+from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:  # importing MPI would start it where tests are only collected
     from mpi4py import MPI
@@ -77,12 +79,16 @@ class RoundTrip:
         self._plain = Outcome()
         self._batch = architecture.batch(Place(0, 77))
         self._before: Tensor | None = None
+        problem = ""
         if comm.rank == 0:
-            write(architecture, folder / "before")
-            self._plain = train_plain(self._construct, comm.size)
-            assert learned(self._plain), "proves nothing"
-            self._before = logits(read(architecture, folder / "before")[0], self._batch)
-        comm.Barrier()
+            try:
+                write(architecture, folder / "before")
+                self._plain = train_plain(self._construct, comm.size)
+                self._before = logits(read(architecture, folder / "before")[0], self._batch)
+                problem = "" if learned(self._plain) else "learned nothing: proves nothing"
+            except Exception:  # the other ranks wait for the verdict
+                problem = f"plain torch: {traceback.format_exc()}"
+        parallel_assert(comm, not problem, problem)
 
     def _plain_model(self) -> Any:
         """As transformers reads it, frozen where its own code freezes it: ``from_pretrained`` forgets that."""

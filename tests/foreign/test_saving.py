@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import hpczero
 from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
@@ -113,9 +114,14 @@ def test_a_checkpoint_is_exported_as_the_model_is_saved(
     wrong = ""
     if comm.rank == 0:
         hpczero.hf.export(folder / "checkpoints", folder / "c", like=folder / "a", dtype="bf16")
-        for file in ("model.safetensors", "config.json"):
-            if (folder / "b" / file).read_bytes() != (folder / "c" / file).read_bytes():
-                wrong += f"{file} differs; "
+        saved, exported = (load_file(folder / x / "model.safetensors") for x in ("b", "c"))
+        if saved.keys() != exported.keys() or not all(
+            torch.equal(exported[key], value) and exported[key].dtype == value.dtype
+            for key, value in saved.items()
+        ):
+            wrong += "other weights; "
+        configs = [(folder / x / "config.json").read_bytes() for x in ("b", "c")]
+        wrong += "" if configs[0] == configs[1] else "another config.json; "
         llama.made().save_pretrained(folder / "d")
         try:
             hpczero.hf.export(folder / "checkpoints", folder / "e", like=folder / "d")
