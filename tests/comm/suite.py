@@ -171,6 +171,25 @@ class CollectivesSuite(ConductSuite):
                     wrong.append(f"reduce {unit} in turn {turn}")
         parallel_assert(comm, not wrong, ", ".join(wrong))
 
+    def test_buffers_may_have_no_elements(
+        self, comm: MPI.Intracomm, transport: Collectives
+    ) -> None:
+        """As those of a unit whose only parameter is ``torch.empty(0, 3)``."""
+        options: dict[str, Any] = {"category": "test"}
+        whole = transport.allocate(0, torch.float32, use=Use.GATHER, **options)
+        gradient = transport.allocate(0, torch.float32, use=Use.REDUCE, **options)
+        transport.settle()
+        for turn in range(2):
+            whole.take()
+            gradient.take()
+            transport.all_gather(whole.tensor, name="none").wait()
+            transport.reduce_scatter(
+                gradient.tensor, torch.empty(0), scale=1.0, accumulate=turn > 0, name="none"
+            ).wait()
+            gradient.release()
+            whole.release()
+        parallel_assert(comm, not whole.tensor.numel() and not gradient.tensor.numel())
+
     def test_gradients_may_become_ready_in_any_order(
         self, comm: MPI.Intracomm, topology: Topology, transport: Collectives
     ) -> None:

@@ -125,9 +125,11 @@ class Addresses:
         self._nbytes = padded(max(nbytes, 1), PAGE)
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | NORESERVE
         with torch.inference_mode(False):
-            self.bytes = torch.frombuffer(
+            whole = torch.frombuffer(
                 mmap.mmap(-1, self._nbytes, flags, READ_WRITE), dtype=torch.uint8
-            )[:nbytes]
+            )
+            self.bytes = whole[:nbytes]
+        self._address = whole.data_ptr()  # of no bytes torch has no address
         self._begin: int | None = None
 
     def show(self, file: int, slot: Slot) -> None:
@@ -148,9 +150,8 @@ class Addresses:
             self._begin = None
 
     def _map(self, flags: int, file: int, begin: int) -> None:
-        address = self.bytes.data_ptr()
-        got = _mmap(address, self._nbytes, READ_WRITE, flags | FIXED, file, begin)
-        if got != address:
+        got = _mmap(self._address, self._nbytes, READ_WRITE, flags | FIXED, file, begin)
+        if got != self._address:
             number = ctypes.get_errno()
             raise CommError(
                 f"{self._nbytes:,} bytes of shared memory cannot be mapped: {os.strerror(number)}; look at ulimit -v "
