@@ -180,7 +180,14 @@ class WholeParameters:
             read(self.flat[self.mine])
         else:
             self._marks.read(read, self.flat[self.mine])
-        self._work = self._comm.all_gather(self.flat, name=self._spec.name, again=True)
+        self._gather(again=True)
+
+    def _gather(self, *, again: bool = False) -> None:
+        try:
+            self._work = self._comm.all_gather(self.flat, name=self._spec.name, again=again)
+        except BaseException as error:  # a signal handler of the program's own may raise anything
+            self.doubt(f"{type(error).__name__} cut off the gather of unit {self._spec.name!r}")
+            raise
         self._gathered = True
 
     def wait_for_unshard(self, *, given_up: bool = False) -> None:
@@ -194,6 +201,8 @@ class WholeParameters:
         """
         self.late.settle()
         if self.state is not UnitState.GATHERING:
+            if self.state is UnitState.WHOLE:
+                self._wait()  # for an update, where the step's own wait was cut off
             return
         self._wait()
         for guard in self.watch.guards:
@@ -242,8 +251,7 @@ class WholeParameters:
         self._gathered = False
         if self.lasts:
             read(self.flat[self.mine])
-            self._work = self._comm.all_gather(self.flat, name=self._spec.name)
-            self._gathered = True
+            self._gather()
 
     def forget_copy(self) -> None:
         """The values are others from now on: what the transport keeps of them must not serve the next unshard."""
