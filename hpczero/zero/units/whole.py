@@ -102,10 +102,8 @@ class WholeParameters:
         replaced = stage.shards_optimizer and not stage.shards_parameters and not self.shared
         # In fp32 the masters are a part of the buffer, and the next update would change what is on its way.
         allowed = comm.footprint.overlap and replaced and precision.has_masters
-        guards = self.watch.guards
-        self.late = LateUpdate(self.parameters, guards, layout, allowed=allowed)
-        index, size = comm.group.index, spec.layout.num_shards
-        told = comm.group.is_job
+        self.late = LateUpdate(self.parameters, self.watch.guards, layout, allowed=allowed)
+        size, told = layout.num_shards, comm.group.is_job
         self._marks = Marks(spec.name, rank=index, shards=size, is_job=told) if given_back else None
         self._work: Work | None = None
         self._gathered = False  # every rank's newest slice is in the buffer
@@ -180,12 +178,9 @@ class WholeParameters:
             read(self.flat[self.mine])
         else:
             self._marks.read(read, self.flat[self.mine])
-        self._gather(again=True)
-
-    def _gather(self, *, again: bool = False) -> None:
         try:
-            self._work = self._comm.all_gather(self.flat, name=self._spec.name, again=again)
-        except BaseException as error:  # a signal handler of the program's own may raise anything
+            self._work = self._comm.all_gather(self.flat, name=self._spec.name, again=True)
+        except BaseException as error:  # whatever a signal handler of the program's own raises
             self.doubt(f"{type(error).__name__} cut off the gather of unit {self._spec.name!r}")
             raise
         self._gathered = True
@@ -201,8 +196,6 @@ class WholeParameters:
         """
         self.late.settle()
         if self.state is not UnitState.GATHERING:
-            if self.state is UnitState.WHOLE:
-                self._wait()  # for an update, where the step's own wait was cut off
             return
         self._wait()
         for guard in self.watch.guards:
@@ -251,7 +244,8 @@ class WholeParameters:
         self._gathered = False
         if self.lasts:
             read(self.flat[self.mine])
-            self._gather()
+            self._work = self._comm.all_gather(self.flat, name=self._spec.name)
+            self._gathered = True
 
     def forget_copy(self) -> None:
         """The values are others from now on: what the transport keeps of them must not serve the next unshard."""
