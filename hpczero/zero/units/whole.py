@@ -23,8 +23,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor, nn
 
-from hpczero.comm.collectives import Collectives
-from hpczero.comm.work import Work
+from hpczero.comm import Collectives, Work
 from hpczero.errors import StepError
 from hpczero.kernels.bits import sum_of_bits
 from hpczero.memory.buffers import DTYPES, Use
@@ -302,8 +301,7 @@ class WholeParameters:
 
     def is_seen_by(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a view of the whole parameters."""
-        seen: bool = torch._C._is_alias_of(tensor, self.flat_of_user)  # type: ignore[attr-defined]
-        return seen
+        return bool(torch._C._is_alias_of(tensor, self.flat_of_user))  # type: ignore[attr-defined]
 
     def leave(self) -> None:
         """The model is released: what is whole becomes memory of this rank's own."""
