@@ -89,6 +89,7 @@ HPCZERO = House(
         "data.loading",
         "data",
         "data.team",
+        "hf.trainer",
         "names",
         "hf",
         "optim",

@@ -233,6 +233,11 @@ class Checkpoints:
         return run
 
     @property
+    def folder(self) -> Folder:
+        """The folder of all checkpoints; rank 0 alone changes it, between a save and ``close``. Not collective."""
+        return self._folder
+
+    @property
     def busy(self) -> bool:
         """Whether a save is being written in the background. Not collective."""
         return self._background is not None and self._background.busy
