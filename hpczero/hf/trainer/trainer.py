@@ -14,7 +14,6 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -85,7 +84,9 @@ class HpczeroTrainer(_Trainer):  # type: ignore[misc]
             ConfigError: arguments of another class, or such that differ between ranks; a topology of other ranks.
             DataError: ranks have data sets of different lengths.
         """
-        from hpczero.hf.trainer.exchange import Exchange  # starts MPI, which comes after the device
+        # These start MPI, which comes after the device.
+        from hpczero.hf.trainer.agreement import check_equal, check_topology
+        from hpczero.hf.trainer.exchange import Exchange
 
         if args is None:
             args = HpczeroTrainingArguments("tmp_trainer")
@@ -98,11 +99,11 @@ class HpczeroTrainer(_Trainer):  # type: ignore[misc]
                 "rank(s); make it an HpczeroTrainingArguments"
             )
         if topology is not None:
-            _check_topology(topology, args)
+            check_topology(topology, args)
         self._exchange = Exchange(topology or args.topology)
         self._sharding = dict(sharding or {})
         self._resumed: Path | None = None
-        _check_equal(self._exchange, args, positional, named)
+        check_equal(self._exchange, args, positional, named)
         super().__init__(model, args, *positional, **named)
         self.callback_handler.__class__ = _AgreedCallbacks
         self.callback_handler.agree = self._agree_on_control
@@ -368,46 +369,3 @@ class _AgreedCallbacks(_CallbackHandler):  # type: ignore[misc]
         control = super().on_substep_end(*args, **named)
         self.agree()
         return control
-
-
-def _check_topology(topology: hpczero.Topology, args: HpczeroTrainingArguments) -> None:
-    if (topology.size, topology.rank) != (args.world_size, args.process_index):
-        raise ConfigError(
-            f"topology: this is rank {topology.rank} of {topology.size}, expected {args.process_index} of "
-            f"{args.world_size}: the trainer works on all ranks of MPI's world"
-        )
-    if topology.data.size != topology.size:
-        raise ConfigError(
-            f"topology: {topology.data.size} of {topology.size} ranks train on samples of their own, expected all; "
-            "leave tensor, sequence and pipeline degrees out of the mesh"
-        )
-
-
-def _check_equal(
-    exchange: Any, args: HpczeroTrainingArguments, positional: Any, named: Mapping[str, Any]
-) -> None:
-    """Refuse ranks whose arguments or data sets differ. Collective over the world."""
-    from hpczero.job.unlike import unlike
-
-    topology = exchange.topology
-    found = unlike(topology.world, args.lines())
-    with topology.agreed("compare the arguments of the trainer"):
-        if found is not None:
-            raise ConfigError(
-                f"args: rank {topology.rank} has {found[0]}, and rank 0 {found[1]}; make them equal on all ranks (a "
-                "folder named after the time is made once, and broadcast)"
-            )
-    lengths = {}
-    for name, value in (*enumerate(positional), *named.items()):
-        if name in (1, "train_dataset", 2, "eval_dataset"):
-            with suppress(TypeError, NotImplementedError):
-                lengths[str(name)] = len(value)
-    everywhere = exchange.objects(lengths, "compare the lengths of data sets")
-    odd = next((rank for rank, other in enumerate(everywhere) if other != everywhere[0]), None)
-    if odd is not None:
-        error = DataError(
-            f"data sets: rank {odd} has lengths {everywhere[odd]}, and rank 0 {everywhere[0]}; give every rank the "
-            "same data set: each takes its own part of it"
-        )
-        error.agreed = True
-        raise error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,7 +158,13 @@ def with_ddp(
     with gloo(comm), state_of_accelerate(comm.rank, comm.size, DistributedType.MULTI_CPU):
         trainer = _plain_trainer(folder, batch, model, datasets, changes)
         trainer.train()
-        return Run.of(trainer, trainer.model.state_dict())
+        found = Run.of(trainer, trainer.model.state_dict())
+        # Else DDP would outlive its process group, whose threads then wait for the lock that its end holds.
+        trainer.accelerator.free_memory()
+        trainer.model_wrapped = trainer.accelerator = None
+        del trainer
+        gc.collect()
+        return found
 
 
 def _plain_trainer(folder: Path, batch: int, model: Any, datasets: Any, changes: Any) -> Any:
