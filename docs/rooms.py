@@ -87,6 +87,7 @@ HPCZERO = House(
         "probe",
         "predict",
         "data.loading",
+        "data.sources",
         "data",
         "data.team",
         "hf.trainer",

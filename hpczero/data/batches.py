@@ -25,6 +25,37 @@ class Tokens(Protocol):
     def __getitem__(self, index: slice, /) -> npt.NDArray[np.unsignedinteger]: ...
 
 
+class Windows:
+    """Samples of ``seq_len`` tokens and the one after them; sample i starts at token ``i * seq_len``.
+
+    Raises:
+        DataError: The split has fewer than ``seq_len + 1`` tokens.
+        ConfigError: ``seq_len`` is below 1.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int, split: str) -> None:
+        self._tokens = tokens
+        self._seq_len = seq_len
+        self._num = _num_windows(tokens, seq_len, split)
+
+    def __len__(self) -> int:
+        return self._num
+
+    def rows(self, samples: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Inputs and targets of samples (n,), int64 (n, seq_len) each; targets are the inputs one token later."""
+        return _windows(self._tokens, samples, self._seq_len)
+
+
+class Samples(Protocol):
+    """What ``HeldOut`` takes samples from: ``Windows``, or those of several files."""
+
+    def __len__(self) -> int: ...
+
+    def rows(self, samples: Int64Array, /) -> tuple[Int64Array, Int64Array]:
+        """Inputs and targets of samples (n,), int64 (n, seq_len) each."""
+        ...
+
+
 class Batches:
     """Training batches: windows of ``seq_len`` tokens in an order given by (seed, global sample index) alone.
 
@@ -40,12 +71,10 @@ class Batches:
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, global_batch: int, seed: int) -> None:
-        if global_batch < 1:
-            raise ConfigError(f"got a global batch of {global_batch} samples, expected at least 1")
-        self.tokens = tokens
-        self.seq_len = seq_len
+        check_global_batch(global_batch)
+        self._windows = Windows(tokens, seq_len, "training")
         self.global_batch = global_batch
-        self.sampler = Sampler(_num_windows(tokens, seq_len, "training"), seed)
+        self.sampler = Sampler(len(self._windows), seed)
 
     def micro_batch(
         self, step: int, micro_step: int, rank: int, world_size: int, accumulation: int = 1
@@ -61,14 +90,8 @@ class Batches:
         Raises:
             ConfigError: The global batch cannot be divided so, or ``rank`` or ``micro_step`` is out of range.
         """
-        size = micro_batch_size(self.global_batch, world_size, accumulation)
-        if not (0 <= rank < world_size and 0 <= micro_step < accumulation):
-            raise ConfigError(
-                f"got rank {rank} of {world_size} and micro step {micro_step} of {accumulation}, expected both in range"
-            )
-        start = step * self.global_batch + (micro_step * world_size + rank) * size
-        samples = self.sampler.samples(np.arange(start, start + size))
-        return _windows(self.tokens, samples, self.seq_len)
+        places = positions(self.global_batch, step, micro_step, rank, world_size, accumulation)
+        return self._windows.rows(self.sampler.samples(places))
 
 
 @dataclass(frozen=True)
@@ -101,18 +124,24 @@ class HeldOut:
         tokens: The validation split.
         seq_len: Tokens per sample.
         max_samples: Upper bound of the set; None takes every sample of the split.
+        samples: Taken instead of windows of ``tokens``.
 
     Raises:
         DataError: The split has fewer than ``seq_len + 1`` tokens.
         ConfigError: ``seq_len`` or ``max_samples`` is below 1.
     """
 
-    def __init__(self, tokens: Tokens, seq_len: int, max_samples: int | None = None) -> None:
+    def __init__(
+        self,
+        tokens: Tokens,
+        seq_len: int,
+        max_samples: int | None = None,
+        samples: Samples | None = None,
+    ) -> None:
         if max_samples is not None and max_samples < 1:
             raise ConfigError(f"got {max_samples} held-out samples, expected at least 1")
-        self.tokens = tokens
-        self.seq_len = seq_len
-        available = _num_windows(tokens, seq_len, "held-out")
+        self._windows = samples or Windows(tokens, seq_len, "held-out")
+        available = len(self._windows)
         wanted = min(available, max_samples or available)
         self.samples = np.arange(wanted, dtype=np.int64) * available // wanted
 
@@ -134,8 +163,31 @@ class HeldOut:
             )
         for start in range(0, len(self), micro_batch * world_size):
             mine = self.samples[start + rank * micro_batch :][:micro_batch]
-            x, y = _windows(self.tokens, mine if len(mine) else self.samples[:1], self.seq_len)
+            x, y = self._windows.rows(mine if len(mine) else self.samples[:1])
             yield EvaluationBatch(x, y, len(mine))
+
+
+def check_global_batch(global_batch: int) -> None:
+    """Refuse a global batch below 1 with a ConfigError."""
+    if global_batch < 1:
+        raise ConfigError(f"got a global batch of {global_batch} samples, expected at least 1")
+
+
+def positions(
+    global_batch: int, step: int, micro_step: int, rank: int, world_size: int, accumulation: int
+) -> Int64Array:
+    """Places in the run of the samples that one rank computes at once, int64 (n,); see ``Batches.micro_batch``.
+
+    Raises:
+        ConfigError: as there.
+    """
+    size = micro_batch_size(global_batch, world_size, accumulation)
+    if not (0 <= rank < world_size and 0 <= micro_step < accumulation):
+        raise ConfigError(
+            f"got rank {rank} of {world_size} and micro step {micro_step} of {accumulation}, expected both in range"
+        )
+    start = step * global_batch + (micro_step * world_size + rank) * size
+    return np.arange(start, start + size, dtype=np.int64)
 
 
 def micro_batch_size(global_batch: int, world_size: int, accumulation: int) -> int:

@@ -1,6 +1,6 @@
 """Text to token ids and back.
 
-Owns: the two tokenizers and their JSON form, which travels inside the token file. Must not know: files, splits, models.
+Owns: the tokenizers and their JSON form, which travels inside the token file. Must not know: files, splits, models.
 """
 
 from __future__ import annotations
@@ -199,6 +199,56 @@ class BPETokenizer:
         return json.dumps({"kind": "bpe", "model": json.loads(self.model.to_str())})
 
 
+class IdsTokenizer:
+    """Of tokens that came without their tokenizer: how many ids there are, and which one ends a document.
+
+    Args:
+        vocab_size: number of ids.
+        separator: the id that ends a document; None: that is not known.
+    """
+
+    def __init__(self, vocab_size: int, separator: int | None = None) -> None:
+        self.vocab_size = vocab_size
+        self._separator = separator
+
+    @property
+    def separator(self) -> int:
+        """The id that ends a document. Raises DataError if it is not known."""
+        if self._separator is None:
+            raise DataError(
+                "these tokens came without a separator of documents; state it as tokenizer.separator"
+            )
+        return self._separator
+
+    def encode(self, text: bytes) -> npt.NDArray[np.int64]:
+        """Raises DataError."""
+        raise _no_tokenizer()
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.int64]]:
+        """Raises DataError."""
+        raise _no_tokenizer()
+
+    def parts(self, text: bytes) -> Iterator[bytes]:
+        """Raises DataError."""
+        raise _no_tokenizer()
+
+    def decode(self, ids: Sequence[int]) -> bytes:
+        """Raises DataError."""
+        raise _no_tokenizer()
+
+    def to_json(self) -> str:
+        """The form that ``from_json`` reads."""
+        return json.dumps(
+            {"kind": "ids", "vocab_size": self.vocab_size, "separator": self._separator}
+        )
+
+
+def _no_tokenizer() -> DataError:
+    return DataError(
+        "these tokens came without a tokenizer, so they cannot become text, nor text become tokens"
+    )
+
+
 def from_json(text: str) -> Tokenizer:
     """The tokenizer that ``to_json`` described.
 
@@ -210,6 +260,8 @@ def from_json(text: str) -> Tokenizer:
         kind = description["kind"]
         if kind == "bytes":
             return ByteTokenizer()
+        if kind == "ids":
+            return IdsTokenizer(int(description["vocab_size"]), description["separator"])
         if kind == "bpe":
             from tokenizers import Tokenizer as Library
 
@@ -219,7 +271,7 @@ def from_json(text: str) -> Tokenizer:
             f"malformed tokenizer description ({error}); prepare the tokens again"
         ) from error
     raise DataError(
-        f"got a tokenizer of kind {kind!r}, expected 'bytes' or 'bpe'; prepare the tokens again"
+        f"got a tokenizer of kind {kind!r}, expected 'bytes', 'bpe' or 'ids'; prepare the tokens again"
     )
 
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from hpczero.data import appendix
 from hpczero.data import old_tokens as oldtokens
+from hpczero.data.batches import Batches, HeldOut
 from hpczero.data.slabs import Slabs, TokenArray
 from hpczero.data.tokenize import Tokenizer, from_json
 from hpczero.errors import DataError, launcher_rank
@@ -238,6 +239,18 @@ class TokenFile:
         tokenizer = hashlib.sha256(self.tokenizer.to_json().encode()).hexdigest()
         splits = f"{self.train.fingerprint} {self.validation.fingerprint}"
         return f"{self.version} {self.source_sha256} {tokenizer} {splits}"
+
+    def describe_shares(self) -> str:
+        """What the run header says of further files: nothing."""
+        return ""
+
+    def batches(self, seq_len: int, global_batch: int, seed: int) -> Batches:
+        """Training batches; raises as ``Batches``."""
+        return Batches(self.train, seq_len, global_batch, seed)
+
+    def held_out(self, seq_len: int, max_samples: int) -> HeldOut:
+        """Held-out samples; raises as ``HeldOut``."""
+        return HeldOut(self.validation, seq_len, max_samples)
 
     def close(self) -> None:
         """Close the file; the splits cannot be read any more."""

@@ -132,8 +132,8 @@ class DataOptions:
     """What the model reads.
 
     Attributes:
-        path: token file (.h5) of "python -m hpczero.data prepare", or a text file, or a folder of text files; None:
-            the text of the installed Python standard library.
+        path: token file (.h5) of "python -m hpczero.data prepare", or a text file, or a folder of text files, or a
+            .toml that names several token files with weights; None: the text of the installed Python standard library.
         tokenizer: how text becomes tokens; a token file brings its own.
         cache: folder that keeps the token files made from text.
     """

@@ -12,6 +12,7 @@ from typing import Literal
 
 from hpczero.data import TokenFile
 from hpczero.data.prepare import token_file
+from hpczero.data.sources import Sources, names_sources
 from hpczero.errors import DataError
 from hpczero.job import log
 from hpczero.job.root_work import done_by_root
@@ -27,8 +28,8 @@ def open_tokens(
     *,
     progress: Literal["auto", "bar", "lines"] = "lines",
     signals: Signals | None = None,
-) -> TokenFile:
-    """Open the token file; it is made from text first if necessary. Collective: rank 0 makes it, every rank opens it.
+) -> TokenFile | Sources:
+    """Open what a run reads. Text is tokenized first if necessary: rank 0 does that, every rank opens it. Collective.
 
     Args:
         options: options about data.
@@ -43,17 +44,23 @@ def open_tokens(
     shown: PhaseBar | PhaseLines | nullcontext[None] = nullcontext()
     if topology.is_root:
         shown = phases_for(progress, lambda line: log.info("%s", line))
-    # Of a large text it takes longer than any collective may.
-    with shown as display:
-        path = done_by_root(
-            topology,
-            "prepare the token file",
-            lambda said: str(token_file(options, said)),
-            show=lambda moment: display.show(moment) if display is not None else None,
-            is_stopped=lambda: signals is not None and signals.came,
-        )
-    with topology.agreed("open the token file"):
-        tokens = TokenFile.open(Path(path))
+    tokens: TokenFile | Sources
+    if names_sources(options.path):
+        path = str(options.path)
+        with topology.agreed("open the sources of tokens"):
+            tokens = Sources.open(Path(path))
+    else:
+        # Of a large text it takes longer than any collective may.
+        with shown as display:
+            path = done_by_root(
+                topology,
+                "prepare the token file",
+                lambda said: str(token_file(options, said)),
+                show=lambda moment: display.show(moment) if display is not None else None,
+                is_stopped=lambda: signals is not None and signals.came,
+            )
+        with topology.agreed("open the token file"):
+            tokens = TokenFile.open(Path(path))
     # Of one path: nodes may have folders of their own there.
     first = topology.broadcast_text(tokens.fingerprint)
     with topology.agreed("compare the token file with that of rank 0"):

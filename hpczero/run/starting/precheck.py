@@ -12,6 +12,7 @@ from pathlib import Path
 from hpczero.checkpoint.disk.lock import is_claimed
 from hpczero.data import Batches, Corpus, TokenFile
 from hpczero.data.prepare import names_token_file
+from hpczero.data.sources import Sources, names_sources
 from hpczero.errors import HpcZeroError
 from hpczero.job import log
 from hpczero.job.mesh import Mesh
@@ -97,6 +98,10 @@ def _check_data(config: RunConfig, model: GPTConfig, batch: Batch) -> None:
     """Check what one look tells. Text is not read, nor a token file of version 1, for which HDF5 would be imported."""
     path = config.data.path
     if path is None:
+        return
+    if names_sources(path):
+        with Sources.open(Path(path)) as sources:
+            sources.batches(model.context, batch.global_batch, config.run.seed)
         return
     if not names_token_file(config.data):
         Corpus.check_paths([Path(path)])

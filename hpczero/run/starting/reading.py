@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from hpczero.adapters.base import Adapter
 from hpczero.data import Batches, HeldOut, TokenFile
+from hpczero.data.sources import MixedBatches, Sources
 from hpczero.errors import ConfigError, DataError
 from hpczero.job.topology import Topology
 from hpczero.options.config import DataOptions, RunConfig
@@ -84,9 +85,9 @@ class Reading(Protocol):
 
 @dataclass(frozen=True)
 class TextReading:
-    """Tokens of a text."""
+    """Tokens of a text, or of several sources."""
 
-    tokens: TokenFile
+    tokens: TokenFile | Sources
 
     def identity(self) -> Mapping[str, Any]:
         """Its digest and its tokenizer."""
@@ -97,21 +98,24 @@ class TextReading:
         tokens = self.tokens
         return (
             f"data: {tokens.path}: {len(tokens.train):,} training and {len(tokens.validation):,} held-out "
-            f"tokens, vocabulary of {tokens.vocab_size:,}"
+            f"tokens, vocabulary of {tokens.vocab_size:,}{tokens.describe_shares()}"
         )
 
-    def training(self, config: RunConfig, context: int, global_batch: int) -> Batches:
+    def training(
+        self, config: RunConfig, context: int, global_batch: int
+    ) -> Batches | MixedBatches:
         """Windows of ``context`` tokens."""
-        return Batches(self.tokens.train, context, global_batch, config.run.seed)
+        return self.tokens.batches(context, global_batch, config.run.seed)
 
     def held_out(self, context: int, max_samples: int) -> HeldOut:
         """Windows of the held-out split."""
-        return HeldOut(self.tokens.validation, context, max_samples)
+        return self.tokens.held_out(context, max_samples)
 
     def loss_in_words(self, held_out_loss: float) -> str:
-        """Per token and per byte of text, which other tokenizers can be compared by."""
-        per_byte = held_out_loss / self.tokens.validation.bytes_per_token
-        return f"{held_out_loss:.4f} nats per token, {per_byte:.4f} nats per byte of text"
+        """Per token and, where the text is known, per byte of it, which other tokenizers can be compared by."""
+        density = self.tokens.validation.bytes_per_token
+        per_byte = f", {held_out_loss / density:.4f} nats per byte of text" if density else ""
+        return f"{held_out_loss:.4f} nats per token{per_byte}"
 
     def close(self) -> None:
         """Close the token file."""

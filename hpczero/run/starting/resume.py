@@ -31,6 +31,7 @@ from hpczero.run.results.folder import RunFolder
 if TYPE_CHECKING:
     from hpczero.checkpoint import Loaded
     from hpczero.data import TokenFile
+    from hpczero.data.sources import Sources
     from hpczero.job.topology import Topology
 
 logger = logging.getLogger("hpczero.resume")
@@ -279,7 +280,7 @@ def differences(
     return found
 
 
-def data_of(tokens: TokenFile) -> str:
+def data_of(tokens: TokenFile | Sources) -> str:
     """Data of a run, in words that are equal for token files of which a run sees the same samples."""
     return f"{tokens.source_sha256} {len(tokens.train)} tokens of {tokens.vocab_size}"
 

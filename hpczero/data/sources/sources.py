@@ -1,0 +1,286 @@
+"""Sources: what a TOML file names as data of a run, opened as one.
+
+Owns: the form of that file, and that all sources have one vocabulary. Must not know: the order of samples, MPI.
+
+    [[source]]
+    path = "web.h5"               a token file of ``data prepare``
+    weight = 3
+
+    [[source]]
+    path = "code.bin"             flat tokens; .npy, or .bin with .idx of Megatron
+    validation = "code-val.bin"   without it the last 5 % are held out
+    dtype = "uint16"              of .bin without .idx
+    weight = 1
+
+    [tokenizer]                   only where no source is a token file
+    file = "tokenizer.json"       of the tokenizers library; or
+    vocab_size = 50257
+    separator = 50256             the id that ends a document, if it is known
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from hpczero.data.batches import HeldOut, Windows
+from hpczero.data.sources.flat import DTYPES, Flat, fingerprint, mapped
+from hpczero.data.sources.mixture import Joined, MixedBatches, Turns
+from hpczero.data.tokenize import BPETokenizer, IdsTokenizer, Tokenizer, same_tokenizer
+from hpczero.data.tokens import Split, TokenFile
+from hpczero.errors import DataError
+from hpczero.files.regular import reason
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+
+HELD_OUT = 0.05  # of a flat file without a validation file
+KEYS: dict[str, dict[str, Any]] = {
+    "source": {"path": str, "weight": (int, float), "validation": str, "dtype": str},
+    "tokenizer": {"file": str, "vocab_size": int, "separator": int},
+}
+
+
+def names_sources(path: str | None) -> bool:
+    """Whether ``data.path`` names a file of sources."""
+    return path is not None and path.endswith(".toml")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of them.
+
+    Attributes:
+        path: of its training tokens.
+        weight: its share is weight / sum of weights.
+        train, validation: its splits.
+        identity: equal for equal tokens, as far as the file tells.
+    """
+
+    path: Path
+    weight: float
+    train: Split
+    validation: Split
+    identity: str
+
+
+class Together:
+    """Splits of all sources as one: what a run says of them. Samples come from ``Sources.batches``.
+
+    Attributes:
+        documents, text_nbytes: as of ``Split``; of flat files both are unknown and count 0.
+        bytes_per_token: bytes of text per token; None if some source does not tell.
+    """
+
+    def __init__(self, splits: list[Split]) -> None:
+        self._splits = splits
+        self.documents = sum(split.documents for split in splits)
+        self.text_nbytes = sum(split.text_nbytes for split in splits)
+        known = all(split.text_nbytes for split in splits)
+        self.bytes_per_token = self.text_nbytes / len(self) if known else None
+
+    def __len__(self) -> int:
+        return sum(len(split) for split in self._splits)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The widest type of a token."""
+        return max((split.dtype for split in self._splits), key=lambda dtype: dtype.itemsize)
+
+
+class Sources:
+    """Several token files, open, as one. Not collective: each rank opens its own.
+
+    Attributes:
+        path: of the TOML file.
+        tokenizer: of all sources.
+        source_sha256: equal for equal sources with equal weights, wherever they lie.
+        train, validation: all splits together.
+    """
+
+    def __init__(
+        self, path: Path, tokenizer: Tokenizer, sources: list[Source], close: ExitStack
+    ) -> None:
+        self.path = path
+        self.tokenizer = tokenizer
+        self.sources = sources
+        shares = Turns([source.weight for source in sources]).weights
+        said = json.dumps([[s.identity, w] for s, w in zip(sources, shares, strict=True)])
+        self.source_sha256 = hashlib.sha256(said.encode()).hexdigest()
+        self.train = Together([source.train for source in sources])
+        self.validation = Together([source.validation for source in sources])
+        self._close = close
+
+    @classmethod
+    def open(cls, path: Path) -> Sources:
+        """Open all files that a TOML file names; paths are relative to its folder.
+
+        Raises:
+            DataError: it or one of them is missing, malformed or damaged, or they have different vocabularies.
+            ConfigError: a weight is out of range.
+        """
+        entries, stated = _read(path)
+        with ExitStack() as stack:
+            files: dict[int, TokenFile] = {}
+            for number, entry in enumerate(entries):
+                if entry["path"].endswith((".h5", ".hdf5")):
+                    file = stack.enter_context(TokenFile.open(path.parent / entry["path"]))
+                    files[number] = file
+            tokenizer = _tokenizer(path, list(files.values()), stated)
+            sources = [
+                _of_file(entry, files[number])
+                if number in files
+                else _of_flat(path, entry, tokenizer.vocab_size)
+                for number, entry in enumerate(entries)
+            ]
+            return cls(path, tokenizer, sources, stack.pop_all())
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for sources that mean the same, as far as their files tell without reading all of them."""
+        return f"{self.source_sha256} {self.tokenizer.to_json()}"
+
+    def describe_shares(self) -> str:
+        """What the run header says of each source: a line."""
+        whole = sum(source.weight for source in self.sources)
+        return "".join(
+            f"\n  {source.weight / whole:.1%} of the samples from {source.path}, {len(source.train):,} tokens"
+            for source in self.sources
+        )
+
+    def batches(self, seq_len: int, global_batch: int, seed: int) -> MixedBatches:
+        """Training batches; raises as ``MixedBatches`` and ``Windows``."""
+        windows = [
+            Windows(source.train, seq_len, f"training ({source.path})") for source in self.sources
+        ]
+        weights = [source.weight for source in self.sources]
+        return MixedBatches(windows, weights, global_batch, seed)
+
+    def held_out(self, seq_len: int, max_samples: int) -> HeldOut:
+        """Held-out samples, spread evenly over all held-out tokens; raises as ``HeldOut``."""
+        windows = [
+            Windows(source.validation, seq_len, f"held-out ({source.path})")
+            for source in self.sources
+        ]
+        return HeldOut(self.sources[0].validation, seq_len, max_samples, Joined(windows))
+
+    def close(self) -> None:
+        """Close all files."""
+        self._close.close()
+
+    def __enter__(self) -> Sources:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The tables of a file of sources, with keys and types checked."""
+    try:
+        body = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read as sources: {reason(error)}") from error
+    entries, stated = body.pop("source", []), body.pop("tokenizer", {})
+    if body or not isinstance(entries, list) or not entries or not isinstance(stated, dict):
+        raise DataError(
+            f"{path}: got {', '.join(body) or 'no source'}, expected one [[source]] table or more, and at most a "
+            "[tokenizer] table"
+        )
+    for kind, tables in (("source", entries), ("tokenizer", [stated])):
+        for number, table in enumerate(tables):
+            _check_table(
+                path, f"{kind} {number + 1}" if kind == "source" else kind, table, KEYS[kind]
+            )
+    return entries, stated
+
+
+def _check_table(path: Path, what: str, table: object, keys: Mapping[str, Any]) -> None:
+    if not isinstance(table, dict):
+        raise DataError(f"{path}: {what} is {table!r}, expected a table")
+    for key, value in table.items():
+        if key not in keys or not isinstance(value, keys[key]) or isinstance(value, bool):
+            raise DataError(
+                f"{path}: {what} has {key} = {value!r}, expected of {', '.join(keys)} with text for paths and numbers "
+                "for the others"
+            )
+    if what.startswith("source") and "path" not in table:
+        raise DataError(f"{path}: {what} has no path")
+    if table.get("dtype", DTYPES[0]) not in DTYPES:
+        raise DataError(
+            f"{path}: {what} has dtype {table['dtype']!r}, expected {', '.join(DTYPES)}"
+        )
+
+
+def _tokenizer(path: Path, files: list[TokenFile], stated: Mapping[str, Any]) -> Tokenizer:
+    """The one tokenizer of all sources."""
+    if files and stated:
+        raise DataError(
+            f"{path}: token files bring their tokenizer; take the [tokenizer] table out"
+        )
+    for file in files[1:]:
+        if not same_tokenizer(file.tokenizer.to_json(), files[0].tokenizer.to_json()):
+            raise DataError(
+                f"{path}: {file.path} and {files[0].path} have different tokenizers; prepare both with one"
+            )
+    if files:
+        return files[0].tokenizer
+    if "file" in stated and len(stated) == 1:
+        try:
+            from tokenizers import Tokenizer as Library
+
+            return BPETokenizer(Library.from_file(str(path.parent / stated["file"])))
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"{path}: {stated['file']} is no tokenizer.json ({error})") from error
+    size, separator = stated.get("vocab_size", 0), stated.get("separator")
+    if "file" in stated or size < 1 or not 0 <= (separator or 0) < size:
+        raise DataError(
+            f"{path}: no source is a token file, so say whose tokens they are: [tokenizer] with file alone, or with "
+            f"vocab_size of 1 or more and perhaps separator below it; got {dict(stated)}"
+        )
+    return IdsTokenizer(size, separator)
+
+
+def _of_file(entry: Mapping[str, Any], file: TokenFile) -> Source:
+    if wrong := [key for key in ("validation", "dtype") if key in entry]:
+        raise DataError(f"{file.path}: a token file states its own {wrong[0]}; take it out")
+    return Source(file.path, entry.get("weight", 1), file.train, file.validation, file.fingerprint)
+
+
+def _of_flat(path: Path, entry: Mapping[str, Any], vocab_size: int) -> Source:
+    file = path.parent / entry["path"]
+    ids = mapped(file, entry.get("dtype"))
+    cut = len(ids)
+    identity = fingerprint(file)
+    validation = entry.get("validation")
+    if validation is None:
+        cut -= max(1, round(cut * HELD_OUT))
+        held_out = Flat(file, ids, cut, len(ids), vocab_size, identity)
+    else:
+        other = path.parent / validation
+        found = mapped(other, entry.get("dtype"))
+        held_out = Flat(other, found, 0, len(found), vocab_size, fingerprint(other))
+    train = Flat(file, ids, 0, cut, vocab_size, identity)
+    said = f"{identity.hex()} {train.numel} {held_out.fingerprint.hex()} {held_out.numel}"
+    return Source(file, entry.get("weight", 1), Split(train, 0, 0), Split(held_out, 0, 0), said)
