@@ -90,6 +90,7 @@ HPCZERO = House(
         "data.sources",
         "data",
         "data.team",
+        "fabric",
         "hf.trainer",
         "names",
         "hf",

@@ -11,7 +11,7 @@ from typing import Any
 
 from hpczero.errors import ConfigError, DataError
 from hpczero.hf.trainer.arguments import HpczeroTrainingArguments
-from hpczero.hf.trainer.exchange import Exchange
+from hpczero.job.exchange import Exchange
 from hpczero.job.topology import Topology
 from hpczero.job.unlike import unlike
 

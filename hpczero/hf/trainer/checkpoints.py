@@ -26,7 +26,7 @@ from hpczero.checkpoint.disk.json_keys import extra_of
 from hpczero.checkpoint.places import CHECKPOINTS, GIVE, what_is_there
 from hpczero.checkpoint.reading import find, load_one
 from hpczero.errors import CheckpointMismatch, ConfigError
-from hpczero.hf.trainer.exchange import Exchange
+from hpczero.job.exchange import Exchange
 
 KEY = "trainer"  # in ``extra``
 STATE_FILE = "trainer_state.json"  # transformers' name for it

@@ -86,7 +86,7 @@ class HpczeroTrainer(_Trainer):  # type: ignore[misc]
         """
         # These start MPI, which comes after the device.
         from hpczero.hf.trainer.agreement import check_equal, check_topology
-        from hpczero.hf.trainer.exchange import Exchange
+        from hpczero.job.exchange import Exchange
 
         if args is None:
             args = HpczeroTrainingArguments("tmp_trainer")

@@ -1,6 +1,6 @@
 """Exchange: what ranks of a training tell each other beside gradients: tensors, objects, decisions.
 
-Owns: tensors as bytes and back, and which decisions of a rank are everybody's. Must not know: accelerate, models.
+Owns: tensors as bytes and back, and which decisions of a rank are everybody's. Must not know: who asks, models.
 """
 
 from __future__ import annotations
@@ -108,11 +108,13 @@ class Exchange:
         """``mine`` of every rank in rank order; it can be pickled."""
         return collected.objects(self.topology.world, mine, what)
 
+    def of_rank(self, mine: Any, rank: int, what: str) -> Any:
+        """``mine`` of that rank; it can be pickled."""
+        return self.objects(mine if self.topology.rank == rank else None, what)[rank]
+
     def of_root(self, mine: Any, what: str) -> Any:
         """``mine`` of rank 0; it can be pickled."""
-        return collected.objects(
-            self.topology.world, mine if self.topology.is_root else None, what
-        )[0]
+        return self.of_rank(mine, 0, what)
 
     def any_of(self, flags: dict[str, bool], what: str) -> dict[str, bool]:
         """Each flag, True if it is on any rank."""

@@ -1,0 +1,315 @@
+"""HpczeroStrategy: Lightning Fabric over MPI, with models, gradients and optimizer state in shards.
+
+Owns: what each verb of Fabric is here. Must not know: how ranks exchange, what a checkpoint is on disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from lightning_fabric.plugins.precision import Precision
+from lightning_fabric.strategies.strategy import Strategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import hpczero
+from hpczero.accelerator.choice import choose_accelerator
+from hpczero.errors import ConfigError, StepError
+from hpczero.fabric.checkpoints import FabricCheckpoint
+from hpczero.fabric.ranks import MpiRanks
+from hpczero.job.exchange import Exchange
+from hpczero.job.topology import Topology
+
+PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16"}
+REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max"}
+
+_Strategy: Any = Strategy  # its annotations are not strict
+
+
+class _BackwardSync:
+    """What Fabric asks for ``no_backward_sync``."""
+
+    def no_backward_sync(
+        self, module: nn.Module, enabled: bool = True
+    ) -> AbstractContextManager[None]:
+        return hpczero.no_sync(module) if enabled else nullcontext()
+
+
+class HpczeroStrategy(_Strategy):  # type: ignore[misc]
+    """Give it to ``Fabric(strategy=HpczeroStrategy(stage=3), devices=1)``, then ``fabric.launch()``.
+
+    The ranks are those of MPI; ``devices`` is what one of them uses. ``fabric.setup(model, optimizer)`` shards both.
+    """
+
+    def __init__(
+        self, topology: Topology | None = None, *, device: str = "auto", **sharding: Any
+    ) -> None:
+        """Collective over MPI's world where no topology is given.
+
+        Args:
+            topology: the ranks; None takes MPI's world.
+            device: ``cpu``, ``cuda``, or ``auto``: cuda where torch sees a device.
+            sharding: keywords of ``hpczero.zeroify``, but for precision, which is Fabric's.
+
+        Raises:
+            ConfigError: ``sharding`` has a precision, or ranks of the topology share samples.
+            TopologyError: the launcher has started several ranks, and MPI sees one.
+        """
+        super().__init__()
+        if "precision" in sharding:
+            raise ConfigError("precision: give it to Fabric: Fabric(precision='bf16-mixed', ...)")
+        self._device = choose_accelerator(device).device
+        self.topology = topology or Topology.of_world()
+        if self.topology.data.size != self.topology.size:
+            raise ConfigError(
+                f"topology: {self.topology.data.size} of {self.topology.size} ranks train on samples of their own, "
+                "expected all; leave tensor, sequence and pipeline degrees out of the mesh"
+            )
+        self.cluster_environment = MpiRanks(self.topology)
+        self._exchange = Exchange(self.topology)
+        self._sharding = sharding
+        self._dtype = "fp32"
+        self._backward_sync_control = _BackwardSync()
+
+    # --- who is who; not collective
+
+    @property
+    def root_device(self) -> torch.device:
+        """Of this rank."""
+        return self._device
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.topology.is_root
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process."""
+        return self.topology.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Place of this rank on its node."""
+        return self.topology.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Number of this rank's node."""
+        return self.topology.node_index
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.topology.size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """By which Fabric gives each rank its own samples."""
+        return {"num_replicas": self.topology.size, "rank": self.topology.rank}
+
+    @property
+    def precision(self) -> Precision:
+        """fp32 for Fabric: ``zeroify`` casts, where Fabric would autocast."""
+        return Precision()
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        name = "32-true" if precision is None else str(precision.precision)
+        if name not in PRECISIONS:
+            raise ConfigError(
+                f"precision: got {name!r}, expected one of {', '.join(PRECISIONS)}: masters are fp32, and hpczero casts"
+            )
+        self._dtype = PRECISIONS[name]
+
+    # --- training
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Shard a model and its optimizers. Collective over the world; errors are those of ``zeroify``."""
+        given: Optimizer | Sequence[Optimizer] = (
+            optimizers[0] if len(optimizers) == 1 else optimizers
+        )
+        self._zeroify(module, given)
+        return module, optimizers, scheduler
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard a model that is not trained; its parameters are frozen. Collective over the world."""
+        return self._zeroify(module, None)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Refused.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"setup_optimizers: got {type(optimizer).__name__} alone; model and optimizer are sharded together: "
+            "fabric.setup(model, optimizer)"
+        )
+
+    def _zeroify(
+        self, module: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None
+    ) -> nn.Module:
+        given = {"device": None if self._device.type == "cpu" else "cuda", **self._sharding}
+        return hpczero.zeroify(
+            module, optimizer, topology=self.topology, precision=self._dtype, **given
+        )
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Nothing: ``zeroify`` moves the model."""
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """On the meta device where first values come from ``initialize``; else on the CPU."""
+        return torch.device("meta" if "initialize" in self._sharding else "cpu")
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """``hpczero.clip_grad_norm_``. Collective over the world.
+
+        Raises:
+            StepError: the norm is infinite or no number; on every rank.
+        """
+        norm = hpczero.clip_grad_norm_(module, float(max_norm), float(norm_type))
+        if error_if_nonfinite and not math.isfinite(norm):
+            error = StepError(
+                f"clip_gradients: the norm of the gradients is {norm}, expected a number; look for the loss that is "
+                "none, or pass error_if_nonfinite=False"
+            )
+            error.agreed = True
+            raise error
+        return torch.tensor(norm)
+
+    def clip_gradients_value(
+        self, module: nn.Module, optimizer: Optimizer, clip_val: float
+    ) -> NoReturn:
+        """Refused.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "clip_gradients: gradients are in shards; use max_norm instead of clip_val"
+        )
+
+    # --- what ranks exchange; collective over the world
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """``tensor`` of every rank: (ranks, ...); of one rank alone as it is.
+
+        Raises:
+            ConfigError: with a group, or with gradients.
+            CommError: shapes differ between ranks.
+        """
+        self._check_group(group)
+        if sync_grads:
+            raise ConfigError(
+                "all_gather: sync_grads is not there; gather values, or average the loss"
+            )
+        if self.topology.size == 1:
+            return tensor
+        return self._exchange.joined(tensor[None], "all_gather")
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean, sum or maximum over ranks, in place where it is a tensor of that dtype.
+
+        Raises:
+            ConfigError: with a group, or for another operation.
+        """
+        self._check_group(group)
+        if not isinstance(tensor, Tensor):
+            return tensor
+        name = str(reduce_op).rpartition(".")[2].lower()
+        if name not in REDUCTIONS:
+            raise ConfigError(
+                f"all_reduce: got {reduce_op!r}, expected one of {', '.join(REDUCTIONS)}"
+            )
+        found = self._exchange.reduced(tensor, REDUCTIONS[name], "all_reduce")
+        if found.dtype != tensor.dtype or tensor.requires_grad:
+            return found
+        return tensor.copy_(found)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """``obj`` of rank ``src``; it can be pickled."""
+        return self._exchange.of_rank(obj, src, f"broadcast from rank {src}")
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank."""
+        self.topology.barrier()
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any, are of that mind."""
+        votes = self._exchange.objects(bool(decision), "reduce_boolean_decision")
+        return bool(min(votes) if all else max(votes))
+
+    @staticmethod
+    def _check_group(group: Any) -> None:
+        if group is not None:
+            raise ConfigError(
+                f"group: got {type(group).__name__} of torch.distributed, expected none: ranks are those of MPI"
+            )
+
+    # --- checkpoints; collective over the world
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Write ``path/step-...``: a whole checkpoint of hpczero's, or none. Other entries of ``state`` go with it.
+
+        Args:
+            path: a folder; its earlier checkpoint is replaced.
+            state: one model that was set up, its optimizers, and numbers, texts, lists, dictionaries, or objects with
+                ``state_dict`` made of these. ``step`` names the checkpoint; 0 without.
+            storage_options: must be None.
+            filter: must be None.
+
+        Raises:
+            ConfigError: no model, several, or what a checkpoint cannot hold; on every rank.
+            CheckpointError: as of ``hpczero.checkpoint.save``.
+        """
+        if storage_options is not None or filter:
+            raise ConfigError(
+                "save: storage_options and filter are not there: a checkpoint holds the whole model; export parts of "
+                "it with python -m hpczero.checkpoint export"
+            )
+        FabricCheckpoint(Path(path), self._exchange).save(state)
+
+    def load_checkpoint(
+        self,
+        path: Any,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Restore what ``save_checkpoint`` was given, at any number of ranks and stage.
+
+        Args:
+            path: what was given there.
+            state: as there; values are put into it. A model alone takes weights of another program from ``path``.
+            strict: whether everything in ``state`` must be in the checkpoint.
+            weights_only: nothing here is ever executed, whatever it is.
+
+        Returns:
+            What is in the checkpoint and not in ``state``.
+
+        Raises:
+            ConfigError: there is no checkpoint, or ``state`` has no model.
+            KeyError: ``state`` has what the checkpoint has not; on every rank.
+            CheckpointError: as of ``hpczero.checkpoint.load``.
+        """
+        if isinstance(state, nn.Module):
+            hpczero.checkpoint.import_weights(path, state)
+            return {}
+        return FabricCheckpoint(Path(path), self._exchange).load(state, strict=strict)

@@ -1,0 +1,243 @@
+"""Lightning Fabric over MPI beside plain torch in one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import hpczero
+from hpczero.errors import ConfigError, HpcZeroError
+from tests.helpers.parallel import parallel_assert
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.ranks(1, 2, 3),
+    pytest.mark.filterwarnings("ignore", "error:::hpczero"),
+]
+MICRO, MAX_NORM = 2, 0.05
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def samples() -> TensorDataset:
+    """So many that an incomplete batch is filled up, and that each epoch ends with a step, on 1 to 3 ranks."""
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(23, 7, generator=generator), torch.randn(23, 3, generator=generator)
+    )
+
+
+def loss_of(net: Any, batch: Any) -> Tensor:
+    return nn.functional.mse_loss(net(batch[0]), batch[1])
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def plain(size: int, epochs: int, *, shuffle: bool = True) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights and norms of a loop of plain torch: each of ``size`` readers brings a loss, and the mean counts."""
+    net = model()
+    optimizer, norms = adamw(net), []
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for epoch in range(epochs):
+        readers: list[Any] = [
+            DistributedSampler(samples(), num_replicas=size, rank=rank, shuffle=shuffle, seed=0)
+            for rank in range(size)
+        ]
+        for reader in readers:
+            reader.set_epoch(epoch)
+        loaders = [DataLoader(samples(), batch_size=2, sampler=reader) for reader in readers]
+        for number, batches in enumerate(zip(*loaders, strict=True)):
+            torch.stack([loss_of(net, batch) for batch in batches]).mean().backward()
+            if number % MICRO == MICRO - 1:
+                norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM).item())
+                optimizer.step()
+                optimizer.zero_grad()
+        scheduler.step()
+    return net.state_dict(), norms
+
+
+class Program:
+    """What a user of Fabric writes."""
+
+    def __init__(self, topology: Topology, *, shuffle: bool = True, **sharding: Any) -> None:
+        from lightning_fabric import Fabric
+
+        from hpczero.fabric import HpczeroStrategy
+
+        strategy = HpczeroStrategy(topology, device="cpu", **sharding)
+        self.fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+        self.fabric.launch()
+        net = model()
+        self.net, self.optimizer = self.fabric.setup(net, adamw(net))
+        loader = DataLoader(samples(), batch_size=2, shuffle=shuffle)
+        self.loader: Any = self.fabric.setup_dataloaders(loader)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer.optimizer, 1, gamma=0.5)
+        self.norms: list[float] = []
+        self.state: dict[str, Any] = {
+            "model": self.net,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "epoch": 0,
+            "said": {"a": [1, 2.5, None]},
+        }
+
+    def train(self, epochs: int) -> None:
+        for epoch in range(self.state["epoch"], epochs):
+            for number, batch in enumerate(self.loader):
+                last = number % MICRO == MICRO - 1
+                with self.fabric.no_backward_sync(self.net, enabled=not last):
+                    self.fabric.backward(loss_of(self.net, batch))
+                if last:
+                    norm: Any = self.fabric.clip_gradients(
+                        self.net, self.optimizer, max_norm=MAX_NORM
+                    )
+                    self.norms.append(float(norm))
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+            self.scheduler.step()
+            self.state["epoch"] = epoch + 1
+
+    def weights(self, comm: MPI.Intracomm) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = comm.bcast(hpczero.full_state_dict(self.net.module))
+        return found
+
+    def done(self) -> None:
+        hpczero.release(self.net.module)
+
+
+def furthest(mine: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return max((mine[name] - other[name]).abs().max().item() for name in other)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("transport", ["auto", "flat"])
+def test_fabric_equals_plain_torch(
+    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str
+) -> None:
+    """Set up, accumulated, clipped: the same weights and norms."""
+    program = Program(topology, stage=stage, transport=transport)
+    program.train(2)
+    expected, norms = plain(comm.size, 2)
+    far = furthest(program.weights(comm), expected)
+    parallel_assert(comm, far < 1e-6, f"{far}")
+    parallel_assert(comm, len(norms) == len(program.norms) > 3 and max(norms) > MAX_NORM)
+    parallel_assert(comm, program.norms == pytest.approx(norms, rel=1e-5))
+    parallel_assert(comm, not torch.distributed.is_initialized())
+    program.done()
+
+
+def test_checkpoint_goes_on_at_another_stage_and_by_fewer_ranks(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    """Saved after one epoch by all ranks at stage 3; gone on with at stage 1, and read by each rank alone."""
+    first = Program(topology, stage=3, shuffle=False)  # Fabric's loaders count epochs anew
+    first.train(1)
+    first.fabric.save(folder / "one", first.state)
+    saved = copy.deepcopy(first.weights(comm))
+    first.train(2)
+    expected = first.weights(comm)
+    second = Program(topology, stage=1, shuffle=False)
+    rest = second.fabric.load(folder / "one", second.state)
+    parallel_assert(comm, rest == {} and second.state["epoch"] == 1, f"{rest} {second.state}")
+    parallel_assert(comm, second.state["said"] == {"a": [1, 2.5, None]}, str(second.state["said"]))
+    second.train(2)
+    far = furthest(second.weights(comm), expected)
+    parallel_assert(comm, far < 1e-6, f"{far}")
+    first.done()
+    second.done()
+    alone = hpczero.Topology.alone()
+    third = Program(alone, stage=2)
+    third.fabric.load(folder / "one", third.state)
+    found = hpczero.full_state_dict(third.net.module)
+    assert found is not None
+    parallel_assert(comm, furthest(found, saved) == 0.0)
+    third.done()
+    alone.free()
+
+
+@pytest.mark.ranks(2, 3)
+def test_exchanges_between_ranks(comm: MPI.Intracomm, topology: Topology) -> None:
+    program = Program(topology, stage=0)
+    fabric, rank, size = program.fabric, comm.rank, comm.size
+    parallel_assert(comm, (fabric.world_size, fabric.global_rank) == (size, rank))
+    found: Any = fabric.all_gather({"a": torch.full((2,), float(rank)), "b": rank})
+    expected = torch.arange(size)
+    parallel_assert(comm, found["a"].equal(expected.float()[:, None].expand(size, 2)))
+    parallel_assert(comm, found["b"].equal(expected), str(found["b"]))
+    mean: Any = fabric.all_reduce(torch.tensor(float(rank)), reduce_op="mean")
+    total: Any = fabric.all_reduce(torch.tensor([rank]), reduce_op="sum")
+    parallel_assert(comm, mean == expected.float().mean() and total.tolist() == [expected.sum()])
+    said: Any = fabric.broadcast({"from": rank}, src=1)
+    parallel_assert(comm, said == {"from": 1})
+    fabric.barrier()
+    program.done()
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_work_is_refused_on_all_ranks(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    program = Program(topology, stage=3)
+    fabric, net, optimizer = program.fabric, program.net, program.optimizer
+    calls: dict[str, Any] = {
+        "max_norm": lambda: fabric.clip_gradients(net, optimizer, clip_val=1.0),
+        "sharded together": lambda: fabric.setup_optimizers(adamw(model())),
+        "filter": lambda: fabric.save(folder, program.state, filter={"model": lambda k, v: True}),
+        "0 model": lambda: fabric.save(folder, {"epoch": 1}),
+        "JSON": lambda: fabric.save(folder, {"model": net, "kept": torch.ones(2)}),
+        "no checkpoint there": lambda: fabric.load(folder / "none", program.state),
+        "sync_grads": lambda: fabric.all_gather(torch.ones(1), sync_grads=True),
+        "all_gather: rank 1": lambda: fabric.all_gather(torch.ones(1 + comm.rank)),
+    }
+    for said, call in calls.items():
+        text = "nothing"
+        try:
+            call()
+        except HpcZeroError as error:
+            text = str(error)
+        parallel_assert(comm, said in text, f"{said}: {text}")
+    program.done()
+
+
+@pytest.mark.ranks(2)
+def test_precision_is_zeroifys(comm: MPI.Intracomm, topology: Topology) -> None:
+    """bf16 with fp32 masters instead of autocast; half masters are refused."""
+    from lightning_fabric import Fabric
+
+    from hpczero.fabric import HpczeroStrategy
+
+    strategy = HpczeroStrategy(topology, device="cpu", stage=2)
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, precision="bf16-mixed")
+    fabric.launch()
+    net = model()
+    net, optimizer = fabric.setup(net, adamw(net))
+    seen = []
+    net.module[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    fabric.backward(loss_of(net, samples()[:4]))
+    optimizer.step()
+    parallel_assert(comm, seen == [torch.bfloat16], str(seen))
+    parallel_assert(comm, hpczero.sharding(net.module).plan.precision.param == "bf16")
+    hpczero.release(net.module)
+    with pytest.raises(ConfigError, match="precision: got '16-true'"):
+        Fabric(
+            accelerator="cpu",
+            devices=1,
+            strategy=HpczeroStrategy(topology, device="cpu"),
+            precision="16-true",
+        )
