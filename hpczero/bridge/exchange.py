@@ -73,7 +73,7 @@ class Exchange:
             for target, row in zip(targets, found, strict=True):
                 target[start : start + row.numel()].copy_(row)
 
-        self._gathered(f"all_gather of {_words(own)}", [as_bytes(own)], read)
+        self._gathered(f"all_gather of {words(own)}", [as_bytes(own)], read)
 
     def broadcast(self, flat: Tensor, root: int) -> None:
         """``flat`` of rank ``root`` into that of all others; the same dtype and length on every rank."""
@@ -84,7 +84,7 @@ class Exchange:
                 row = found[root]
                 target[start : start + row.numel()].copy_(row)
 
-        self._gathered(f"broadcast of {_words(flat)} from rank {root}", [target], read, only=root)
+        self._gathered(f"broadcast of {words(flat)} from rank {root}", [target], read, only=root)
 
     def gather(self, own: Tensor, rows: Sequence[Tensor] | None, root: int) -> None:
         """``own`` of every rank into ``rows`` of rank ``root``; the others give None."""
@@ -94,12 +94,12 @@ class Exchange:
             for target, row in zip(targets, found, strict=False):
                 target[start : start + row.numel()].copy_(row)
 
-        self._gathered(f"gather of {_words(own)} to rank {root}", [as_bytes(own)], read)
+        self._gathered(f"gather of {words(own)} to rank {root}", [as_bytes(own)], read)
 
     def all_reduce(self, flat: Tensor, reduction: Reduction) -> None:
         """``flat`` of all ranks, reduced, into ``flat`` of all ranks; the same bits on every rank."""
         reduction.check(flat.dtype)
-        what = f"all_reduce {reduction.name} of {_words(flat)}"
+        what = f"all_reduce {reduction.name} of {words(flat)}"
         source = reduction.prepared(flat)
         if self.size == 2 or flat.numel() * flat.element_size() <= WHOLE_NBYTES:
 
@@ -122,7 +122,7 @@ class Exchange:
             if self.rank == root:
                 reduction.join(found, flat[start : start + found[0].numel()])
 
-        what = f"reduce {reduction.name} of {_words(flat)} to rank {root}"
+        what = f"reduce {reduction.name} of {words(flat)} to rank {root}"
         self._gathered(what, [source], read)
 
     def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor, reduction: Reduction) -> None:
@@ -134,7 +134,7 @@ class Exchange:
             reduction: the same on every rank.
         """
         reduction.check(out.dtype)
-        what = f"reduce_scatter {reduction.name} to {_words(out)}"
+        what = f"reduce_scatter {reduction.name} to {words(out)}"
         self._reduce_parts(what, [reduction.prepared(part) for part in parts], out, reduction)
 
     def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, root: int) -> None:
@@ -147,7 +147,7 @@ class Exchange:
         def read(start: int, found: Sequence[Tensor]) -> None:
             target[start : start + found[root].numel()].copy_(found[root])
 
-        self._swapped(f"scatter of {_words(out)} from rank {root}", sent, read)
+        self._swapped(f"scatter of {words(out)} from rank {root}", sent, read)
 
     def all_to_all(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """``sent[i]`` of every rank to rank i; what rank i has for this one into ``received[i]``.
@@ -259,5 +259,6 @@ class Exchange:
         return lambda: f"{what} over process group {self._name}"
 
 
-def _words(flat: Tensor) -> str:
+def words(flat: Tensor) -> str:
+    """Length and dtype, for messages."""
     return f"{flat.numel()} {str(flat.dtype).removeprefix('torch.')}"

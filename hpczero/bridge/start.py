@@ -16,13 +16,13 @@ from typing import Any
 
 import torch.distributed as dist
 from mpi4py import MPI
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
-from hpczero.bridge.exchange import Exchange
+from hpczero.bridge.direct import DirectExchange
 from hpczero.bridge.line import Line
 from hpczero.bridge.messages import Messages
 from hpczero.bridge.process_group import MPIProcessGroup
+from hpczero.bridge.store import MPIStore
 from hpczero.comm.sums.choice import best_path
 from hpczero.errors import (
     EXIT_HANG,
@@ -47,11 +47,13 @@ class Given:
         comm: the ranks; the group owns it.
         nodes: as ``init``.
         limit_s: as the topology's ``timeout_s``.
+        store: of the default group, which owns it.
     """
 
     comm: MPI.Intracomm
     nodes: Sequence[int] | None
     limit_s: float
+    store: MPIStore | None = None
 
 
 class OwnedProcessGroup(MPIProcessGroup):
@@ -67,7 +69,7 @@ class OwnedProcessGroup(MPIProcessGroup):
         comm = given.comm
         topology = Topology.create(comm, given.nodes, timeout_s=given.limit_s)
         name = f"of {comm.size} rank(s)"
-        exchange = Exchange(topology.world, best_path, name)
+        exchange = DirectExchange(topology.world, best_path, name)
         messages = Messages(comm, topology.watchdog, name)
         super().__init__(exchange, Line(topology.watchdog, name), messages)
         self.given, self.topology = given, topology
@@ -122,6 +124,8 @@ class OwnedProcessGroup(MPIProcessGroup):
         """Give communicators and memory back. Collective over the group."""
         with self.topology.watchdog.watch("destroy_process_group"):
             self.exchange.close()
+        if self.given.store is not None:
+            self.given.store.close()
         self.topology.free()
         self.given.comm.Free()
 
@@ -161,15 +165,16 @@ def init(
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
         atexit.register(_finish_all)
     limit_s = Environment.read().timeout_s if timeout_s is None else timeout_s
+    store = MPIStore(comm.Dup())
     hook = sys.excepthook
     try:
         dist.init_process_group(
             BACKEND,
-            store=HashStore(),
+            store=store,
             rank=comm.rank,
             world_size=comm.size,
             timeout=timedelta(seconds=limit_s) if limit_s else DEFAULT,
-            pg_options=Given(comm.Dup(), nodes, limit_s),
+            pg_options=Given(comm.Dup(), nodes, limit_s, store),
         )
     finally:
         # torch's own holds back what is written to stderr until the hook before returns; ours ends the job.

@@ -1,0 +1,135 @@
+"""DirectExchange: large tensors of one node, read by their receivers from where they lie.
+
+Owns: which memory is read when. Must not know: torch's process groups, threads.
+
+    tell addresses | read from the others | all have read
+
+Staging in shared memory costs a copy of each byte and a wait for each piece. Here a call waits twice, an all-reduce
+three times, however large it is. What is read goes through the cache in pieces and is reduced there, in rank order as
+everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hpczero.bridge.exchange import Exchange, words
+from hpczero.bridge.reads import Reads
+from hpczero.bridge.reductions import PIECE_NUMEL, Reduction
+from hpczero.comm.sums.path import Path
+
+LEAST_NBYTES = 2**20  # of a whole call; below, a wait costs more than copies
+
+
+class DirectExchange(Exchange):
+    """An exchange that reads directly where the machine allows it; elsewhere it is its base."""
+
+    _reads: Reads | None = None
+
+    @override
+    def all_gather(self, own: Tensor, rows: Sequence[Tensor]) -> None:
+        reads = self._direct(own, self.size)
+        if reads is None:
+            super().all_gather(own, rows)
+            return
+        with self._shown(f"all_gather of {words(own)}", own) as addresses:
+            for rank in self._others():
+                reads.fill(rows[rank], rank, addresses[rank])
+            if rows[self.rank].data_ptr() != own.data_ptr():
+                rows[self.rank].copy_(own)
+
+    @override
+    def broadcast(self, flat: Tensor, root: int) -> None:
+        reads = self._direct(flat, 1)
+        if reads is None:
+            super().broadcast(flat, root)
+            return
+        with self._shown(f"broadcast of {words(flat)} from rank {root}", flat) as addresses:
+            if self.rank != root:
+                reads.fill(flat, root, addresses[root])
+
+    @override
+    def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor, reduction: Reduction) -> None:
+        reads = self._direct(out, self.size)
+        reduction.check(out.dtype)
+        if reads is None:
+            super().reduce_scatter(parts, out, reduction)
+            return
+        what = f"reduce_scatter {reduction.name} to {words(out)}"
+        given = [reduction.prepared(part) for part in parts]
+        with self._shown(what, *given) as addresses:
+            mine = addresses[self.rank :: self.size]
+            self._reduce_read(reads, mine, given[self.rank], out, reduction)
+
+    @override
+    def all_reduce(self, flat: Tensor, reduction: Reduction) -> None:
+        reads = self._direct(flat, 1)
+        reduction.check(flat.dtype)
+        if reads is None:
+            super().all_reduce(flat, reduction)
+            return
+        what = f"all_reduce {reduction.name} of {words(flat)}"
+        parts = flat.tensor_split(self.size)
+        given = reduction.prepared(flat).tensor_split(self.size)
+        own = parts[self.rank]
+        # Nobody else reads or writes this rank's own part before it is whole.
+        with self._shown(what, *given) as addresses:
+            mine = addresses[self.rank :: self.size]
+            self._reduce_read(reads, mine, given[self.rank], own, reduction)
+        with self._shown(what, own) as addresses:
+            for rank in self._others():
+                reads.fill(parts[rank], rank, addresses[rank])
+
+    def _direct(self, flat: Tensor, parts: int) -> Reads | None:
+        """The reads, if the call is large enough; the same on every rank that makes the same call."""
+        if self.size == 1 or flat.numel() * flat.element_size() * parts < LEAST_NBYTES:
+            return None
+        self._open()
+        return self._reads
+
+    @override
+    def _open(self) -> Path:
+        if self._path is None:
+            path = super()._open()
+            self._reads = Reads.create(self.group)
+            return path
+        return self._path
+
+    def _others(self) -> list[int]:
+        """The other ranks, each beginning with another one."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    @contextmanager
+    def _shown(self, what: str, *tensors: Tensor) -> Iterator[list[int]]:
+        """Where these tensors of every rank lie, rank by rank; they must stay as they are inside."""
+        found: list[int] = []
+        own = torch.tensor([tensor.data_ptr() for tensor in tensors])
+        self._gathered(
+            f"{what}, directly", [own], lambda _, rows: found.extend(torch.cat(list(rows)).tolist())
+        )
+        yield found
+        # At an error nobody is waited for: the line is broken then.
+        self._gathered(f"{what}, read", [own[:0]], lambda *_: None)
+
+    def _reduce_read(
+        self,
+        reads: Reads,
+        addresses: Sequence[int],
+        own: Tensor,
+        out: Tensor,
+        reduction: Reduction,
+    ) -> None:
+        """Reduce what lies at ``addresses``, of each rank as much as ``own``, into ``out``."""
+        scratch = own.new_empty(self.size, min(PIECE_NUMEL, own.numel()))
+        for start in range(0, own.numel(), PIECE_NUMEL):
+            numel = min(PIECE_NUMEL, own.numel() - start)
+            rows = [row[:numel] for row in scratch.unbind()]
+            for rank in self._others():
+                reads.fill(rows[rank], rank, addresses[rank] + start * own.element_size())
+            rows[self.rank] = own[start : start + numel]
+            reduction.join(rows, out[start : start + numel])

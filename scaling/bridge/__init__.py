@@ -1,0 +1,1 @@
+"""Collectives of torch.distributed over MPI and over gloo: ``python -m scaling.bridge``."""
