@@ -157,6 +157,7 @@ SCALING = House(
         "layouts",
         "tiers",
         "transports",
+        "bridge",
         "overhead",
         "parallel",
         "peers",

@@ -14,6 +14,7 @@ import tyro
 
 from hpczero.errors import ConfigError, run
 from hpczero.options.reading import parse_command_line
+from scaling.bridge import report as bridge_report
 from scaling.checkpoint import report as checkpoint_report
 from scaling.collectives import report as collectives_report
 from scaling.evidence.record import HOME, Row, commit, of_kind, parse_rows
@@ -58,6 +59,7 @@ def draw_nothing(rows: list[Row], path: Path) -> None:
 
 # By the beginning of a file's name.
 TEXT: dict[str, Callable[[list[Row]], str]] = {
+    "bridge": bridge_report.text,
     "checkpoint": checkpoint_report.text,
     "collectives": collectives_report.text,
     "gpu": gpu_text,
@@ -75,6 +77,7 @@ TEXT: dict[str, Callable[[list[Row]], str]] = {
     "transports": transports_report.text,
 }
 DRAW: dict[str, Callable[[list[Row], Path], None]] = {
+    "bridge": bridge_report.draw,
     "checkpoint": checkpoint_report.draw,
     "collectives": collectives_report.draw,
     "gpu": draw_nothing,

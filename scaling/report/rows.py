@@ -15,6 +15,10 @@ _WHERE = ("cpu", "cores", "commit", "date")
 
 # By the kind of file, then by the kind of row; kinds that are not here are for nobody, and do no harm.
 NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
+    "bridge": {
+        "run": (*_WHERE, "load", "placement", "ranks", "rounds"),
+        "call": ("verb", "dtype", "mib", "backend", "round", "seconds"),
+    },
     "checkpoint": {
         "run": (
             *_WHERE,

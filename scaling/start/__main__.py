@@ -37,6 +37,7 @@ HELP = {
     "hpczero.preflight": ("",),
     "hpczero.sample": ("",),
     "hpczero.train": ("",),
+    "scaling.bridge": ("",),
     "scaling.checkpoint": ("",),
     "scaling.collectives": ("",),
     "scaling.gpu": ("",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
@@ -225,3 +226,66 @@ def test_groups_that_their_members_make_alone_may_overlap(comm: MPI.Intracomm) -
                 dist.all_reduce(tensor, group=group)
             expected = sum(members) if comm.rank in members else comm.rank
             parallel_assert(comm, int(tensor) == expected, str(tensor))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_gloo_beside_the_bridge_finds_its_ranks_through_the_bridges_store(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with bridge(comm):
+        group = dist.new_group(backend="gloo")
+        tensor = torch.tensor([comm.rank])
+        dist.all_reduce(tensor, group=group)
+        parallel_assert(comm, int(tensor) == sum(range(comm.size)), str(tensor))
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 3)
+def test_store_keeps_what_any_rank_has_set(comm: MPI.Intracomm) -> None:
+    with bridge(comm):
+        store = dist.distributed_c10d._get_default_store()
+        if comm.rank == comm.size - 1:
+            store.set("key", "from the last")
+        parallel_assert(comm, store.get("key") == b"from the last")
+        counts = comm.allgather(store.add("count", 2))
+        parallel_assert(comm, sorted(counts) == [2 * (n + 1) for n in range(comm.size)])
+        swapped = comm.allgather(store.compare_set("owner", "", str(comm.rank)))
+        parallel_assert(comm, len(set(swapped)) == 1, f"one rank owns it: {swapped}")
+        comm.Barrier()
+        parallel_assert(comm, store.check(["key", "owner"]) and not store.check(["other"]))
+        with pytest.raises(RuntimeError, match="no rank has set all of the keys"):
+            store.wait(["other"], timedelta(seconds=0.1))
+        comm.Barrier()
+        deleted = comm.allgather(store.delete_key("key"))
+        parallel_assert(comm, deleted.count(True) == 1 and not store.check(["key"]))
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_direct_reads_give_the_bits_of_staging(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the machine allows no reads, the second half compares staging with itself."""
+    numel = 700_001
+    found = []
+    for least in (2**20, 2**40):
+        monkeypatch.setattr("hpczero.bridge.direct.LEAST_NBYTES", least)
+        with bridge(comm):
+            tensors = []
+            for dtype in (torch.float32, torch.bfloat16):
+                whole, mean = values(comm.rank, (numel,), dtype), values(comm.rank, (numel,), dtype)
+                dist.all_reduce(whole)
+                dist.all_reduce(mean, dist.ReduceOp.AVG)
+                told = values(comm.rank, (2 * numel,), dtype)
+                dist.broadcast(told, comm.size - 1)
+                rows = torch.empty(comm.size * numel, dtype=dtype)
+                dist.all_gather_single(rows, values(comm.rank, (numel,), dtype))
+                part = torch.empty(numel, dtype=dtype)
+                dist.reduce_scatter_single(part, rows)
+                tensors += [whole, mean, told, rows, part]
+        found.append(tensors)
+    same = [torch.equal(one, other) for one, other in zip(*found, strict=True)]
+    parallel_assert(comm, all(same), str(same))

@@ -203,6 +203,7 @@ TABLE = {
     "scancel --signal=USR1 JOB": Verdict("no", needs="scancel with and without a signal"),
     "scontrol requeue": Verdict("no", needs="What the job does"),  # by itself
     # measurements
+    "mpirun -n 2 python -m scaling.bridge": Verdict(after="--mib 1 --rounds 1 --warm_up 1"),
     "mpirun -n 2 python -m scaling.collectives": Verdict(after="--sizes 65536 --rounds 1"),
     "mpirun -n 2 python -m scaling.planner": Verdict(
         after="--only 1 --rounds 1 --steps 1 --candidates 2"
