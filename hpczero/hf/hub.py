@@ -55,13 +55,12 @@ def find(name: str | Path, hub: Hub, topology: Topology) -> Path:
             raise ConfigError(
                 f"{name}: no such folder on rank(s) {lost[:8]}, and a folder on others; put it where every node sees it"
             )
-    path = Path()
-    downloaders = (topology.is_root, topology.local_rank == 0, True)
-    for mine in downloaders:
-        last = mine is downloaders[-1]
+    for mine in (topology.is_root, topology.local_rank == 0):
         with topology.agreed("fetch the model"):
             if mine:
-                path = _fetched(str(name), hub, only_here=hub.local_files_only or last)
+                _fetched(str(name), hub, only_here=hub.local_files_only)
+    with topology.agreed("find the model in the cache"):
+        path = _fetched(str(name), hub, only_here=True)
     return path
 
 

@@ -12,6 +12,7 @@ import torch
 
 import hpczero
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
+from hpczero.hf.hub import find
 from tests.compat.architectures import ARCHITECTURES
 from tests.foreign import llama
 from tests.helpers.parallel import parallel_assert
@@ -219,3 +220,67 @@ def test_a_model_of_the_hub_is_found_in_the_cache_and_not_asked_for(
         "hf download somebody/other",
         lambda: hpczero.hf.load("somebody/other", topology=topology, hub=hub),
     )
+
+
+def test_one_rank_of_each_node_downloads_and_the_first_before_the_others(
+    comm: MPI.Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[bool] = []
+
+    def download(name: str, *, local_files_only: bool, **options: Any) -> str:
+        calls.append(local_files_only)
+        assert name == "somebody/small", options
+        return str(folder)
+
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    apart = hpczero.Topology.create(comm, nodes=[rank // 2 for rank in range(comm.size)])
+    path = find("somebody/small", hpczero.hf.Hub(), apart)
+    apart.free()
+    found = comm.allgather(calls)
+    # False: by the network. The root asks twice, which costs nothing: it has all by then.
+    expected = [
+        [False, False, True] if rank == 0 else [False, True] if rank % 2 == 0 else [True]
+        for rank in range(comm.size)
+    ]
+    parallel_assert(comm, found == expected and path == folder, str(found))
+
+
+def test_nodes_with_other_files_are_refused(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    if comm.size == 1:
+        return
+    mine = folder / str(min(comm.rank, 1))
+    if comm.rank < 2:
+        llama.made(seed=comm.rank).save_pretrained(mine)
+    comm.Barrier()
+    raises_on_all(
+        comm,
+        CheckpointMismatch,
+        "same files to every node",
+        lambda: llama.sharded(topology, mine),
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_half_precision_computes_with_the_rounded_masters(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, stage: int
+) -> None:
+    llama.on_disk(comm, folder)
+    model, weights = hpczero.hf.load(folder, topology=topology)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hpczero.zeroify(
+        model, optimizer, topology=topology, initialize=weights, stage=stage, precision="bf16"
+    )
+    ids = llama.tokens()
+    with torch.no_grad():
+        found = model(input_ids=ids).logits
+        expected = llama.made().to(torch.bfloat16)(input_ids=ids).logits
+    masters = hpczero.full_state_dict(model) or {}
+    hpczero.release(model)
+    plain = llama.made().state_dict() if masters else {}
+    wrong = [name for name in plain if not torch.equal(plain[name], masters[name])]
+    parallel_assert(comm, torch.equal(found.float(), expected.float()), "logits")
+    parallel_assert(comm, not wrong, str(wrong))
