@@ -23,7 +23,7 @@ from hpczero.checkpoint.places import checkpoints_at
 from hpczero.errors import CheckpointMismatch, ConfigError
 from hpczero.hf import building
 from hpczero.hf.files import INDEX, SINGLE, WeightFolder
-from hpczero.hf.making import of_folder
+from hpczero.hf.making import Choice, of_folder
 from hpczero.hf.matching import match, owners_of
 from hpczero.hf.saving import NAMES, Stream, write_beside
 from hpczero.hf.way_back import meta
@@ -39,6 +39,7 @@ def export(
     tokenizer: Any = None,
     dtype: str = "fp32",
     shard_mib: int = 5120,
+    trust_remote_code: bool = False,
     **changes: Any,
 ) -> None:
     """Write the weights of a checkpoint as a folder for ``from_pretrained``. Not collective: one process does it.
@@ -51,6 +52,7 @@ def export(
         tokenizer: as of ``save_pretrained``.
         dtype: of the parameters, ``fp32``, ``bf16`` or ``fp16``; they are rounded from the masters.
         shard_mib: most MiB of one file.
+        trust_remote_code: as it was given to ``load``.
         changes: of the configuration, as they were given to ``load``.
 
     Raises:
@@ -65,7 +67,8 @@ def export(
         )
     path, source = Path(checkpoint), Path(like)
     candidates = checkpoints_at(path)
-    model: Any = building.build(lambda: of_folder(source, model_class, changes), seed=0)
+    choice = Choice(model_class, changes, trust_remote_code)
+    model: Any = building.build(lambda: of_folder(source, choice), seed=0)
     if (source / SINGLE).exists() or (source / INDEX).exists():
         model._weight_conversions = match(model, WeightFolder(source).entries).transforms
 

@@ -23,7 +23,7 @@ from hpczero.hf import building
 from hpczero.hf.drawing import OwnInitialization
 from hpczero.hf.files import WeightFolder
 from hpczero.hf.hub import Hub, find
-from hpczero.hf.making import of_folder
+from hpczero.hf.making import Choice, config_and_class, of_folder
 from hpczero.hf.matching import Matched, match
 from hpczero.hf.weights import FolderWeights
 from hpczero.job.parcels import hand_out
@@ -42,6 +42,7 @@ def load(
     missing: Literal["draw", "refuse"] = "draw",
     seed: int = 0,
     hub: Hub | None = None,
+    trust_remote_code: bool = False,
     **changes: Any,
 ) -> tuple[Any, FolderWeights]:
     """A model of transformers without weights, and the weights for ``zeroify``. Collective over the topology's world.
@@ -59,6 +60,7 @@ def load(
             (seed, name), the same for every number of ranks; rank 0 names them. ``refuse`` raises.
         seed: of what is drawn.
         hub: how a model of the hub is found.
+        trust_remote_code: whether Python files of the folder are run, where config.json names classes in them.
         changes: of the configuration, such as ``num_labels=3``, and ``attn_implementation``.
 
     Returns:
@@ -72,24 +74,25 @@ def load(
     """
     given = topology or Topology.of_world()
     try:
-        return _load(find(name, hub or Hub(), given), given, model_class, missing, seed, changes)
+        path = find(name, hub or Hub(), given)
+        return _load(path, Choice(model_class, changes, trust_remote_code), given, missing, seed)
     finally:
         if topology is None:
             given.free()
 
 
 def _load(
-    path: Path,
-    topology: Topology,
-    model_class: Any,
-    missing: str,
-    seed: int,
-    changes: dict[str, Any],
+    path: Path, choice: Choice, topology: Topology, missing: str, seed: int
 ) -> tuple[Any, FolderWeights]:
+    if choice.trust_remote_code:
+        for first in (topology.is_root, topology.local_rank == 0):
+            with topology.agreed("bring the model's own code into the cache"):
+                if first:
+                    config_and_class(path, choice)
     with topology.agreed("build the model and compare it with its files"):
         if missing not in ("draw", "refuse"):
             raise ConfigError(f"missing: got {missing!r}, expected 'draw' or 'refuse'")
-        model: Any = building.build(lambda: of_folder(path, model_class, changes), seed=seed)
+        model: Any = building.build(lambda: of_folder(path, choice), seed=seed)
         folder = WeightFolder(path)
         matched = match(model, folder.entries)
         _check(path, matched, refuse=missing == "refuse")

@@ -5,7 +5,9 @@ Owns: what is read beside the weights, and which class of transformers it is. Mu
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +16,63 @@ import torch
 from hpczero.errors import ConfigError
 from hpczero.hf.library import transformers
 
+_BUILT = ("attn_implementation",)  # for the model, not for its configuration
 
-def of_folder(path: Path, model_class: Any = None, changes: Mapping[str, Any] | None = None) -> Any:
-    """The model of a folder with a config.json, in fp32, initialised by itself. Not collective.
 
-    Args:
-        path: of the folder.
+@dataclass(frozen=True)
+class Choice:
+    """What a caller says of a model beside its folder.
+
+    Attributes:
         model_class: of transformers; None takes the one that config.json names.
         changes: of the configuration, and ``attn_implementation``.
+        trust_remote_code: whether Python files of the folder are run, where config.json names classes in them.
+    """
+
+    model_class: Any = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+
+
+def of_folder(path: Path, choice: Choice) -> Any:
+    """The model of a folder with a config.json, in fp32, initialised by itself. Not collective.
 
     Raises:
         ConfigError: config.json cannot be used, or says that weights are quantised.
     """
-    changes = changes or {}
     library: Any = transformers()
-    built = {key: changes[key] for key in ("attn_implementation",) if key in changes}
+    config, kind = config_and_class(path, choice)
+    built = {key: choice.changes[key] for key in _BUILT if key in choice.changes}
+    model = _of_class(kind, path, config, built, trusted=choice.trust_remote_code)
+    stated = path / "generation_config.json"
+    if stated.exists() and model.can_generate():
+        model.generation_config = library.GenerationConfig.from_pretrained(
+            path, local_files_only=True
+        )
+    return model
+
+
+def config_and_class(path: Path, choice: Choice) -> tuple[Any, Any]:
+    """The configuration and the class of a folder's model. Not collective.
+
+    Where the folder's own code is run, transformers copies it into its cache: one rank of a node comes first.
+
+    Raises:
+        ConfigError: config.json cannot be used, or says that weights are quantised.
+    """
+    library: Any = transformers()
+    changes = {key: value for key, value in choice.changes.items() if key not in _BUILT}
     try:
         config, unused = library.AutoConfig.from_pretrained(
             path,
             local_files_only=True,
             return_unused_kwargs=True,
-            **{key: value for key, value in changes.items() if key not in built},
+            trust_remote_code=choice.trust_remote_code,  # never None: that asks at the terminal
+            **changes,
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path}: its config.json cannot be used: {_first_line(error)}"
-        ) from error
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        said = _first_line(error)
+        raise ConfigError(f"{path}: its config.json cannot be used: {said}") from error
     if unused:
         raise ConfigError(
             f"{path}: {type(config).__name__} has no {', '.join(sorted(map(str, unused)))}; expected fields of "
@@ -50,18 +83,17 @@ def of_folder(path: Path, model_class: Any = None, changes: Mapping[str, Any] | 
             f"{path}: its weights are quantised (quantization_config in config.json), expected floating point; take "
             "the model's original weights"
         )
-    kind = model_class or _named_class(library, path, config)
-    model = _of_class(kind, path, config, built)
-    stated = path / "generation_config.json"
-    if stated.exists() and model.can_generate():
-        model.generation_config = library.GenerationConfig.from_pretrained(
-            path, local_files_only=True
-        )
-    return model
+    return config, choice.model_class or _named_class(library, path, config, choice)
 
 
-def _named_class(library: Any, path: Path, config: Any) -> Any:
+def _named_class(library: Any, path: Path, config: Any, choice: Choice) -> Any:
     named = (config.architectures or [None])[0]
+    own = (getattr(config, "auto_map", None) or {}) if choice.trust_remote_code else {}
+    places = [place for key, place in own.items() if key.startswith("AutoModel")]
+    places = [place for place in places if str(place).endswith(f".{named}")] or places
+    if places:
+        dynamic = importlib.import_module("transformers.dynamic_module_utils")
+        return dynamic.get_class_from_dynamic_module(places[0], path, local_files_only=True)
     found = getattr(library, named, None) if named else None
     if found is None:
         raise ConfigError(
@@ -71,7 +103,7 @@ def _named_class(library: Any, path: Path, config: Any) -> Any:
     return found
 
 
-def _of_class(kind: Any, path: Path, config: Any, options: dict[str, Any]) -> Any:
+def _of_class(kind: Any, path: Path, config: Any, options: dict[str, Any], *, trusted: bool) -> Any:
     """A model of a class of transformers, or of the one that an Auto class finds."""
     expected = getattr(kind, "config_class", None)
     if expected is not None and not isinstance(config, expected):
@@ -79,7 +111,9 @@ def _of_class(kind: Any, path: Path, config: Any, options: dict[str, Any]) -> An
             f"{path}: config.json is a {type(config).__name__}, and {kind.__name__} needs a {expected.__name__}; give "
             "the model_class of this model"
         )
-    make = getattr(kind, "_from_config", None) or kind.from_config
+    make = getattr(kind, "_from_config", None)
+    if make is None:  # an Auto class
+        make, options = kind.from_config, {**options, "trust_remote_code": trusted}
     try:
         return make(config, dtype=torch.float32, **options)
     except (ValueError, ImportError) as error:

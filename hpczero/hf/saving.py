@@ -9,6 +9,7 @@ values are gathered, formats of files.
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -181,6 +182,9 @@ def write_beside(model: Any, folder: Path, dtype: torch.dtype, tokenizer: Any) -
         if part is not None:
             part.dtype = dtype
     config.architectures = [type(model).__name__]
+    if model.is_remote_code():
+        dynamic = importlib.import_module("transformers.dynamic_module_utils")
+        dynamic.custom_object_save(model, folder, config=config)
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
