@@ -67,6 +67,14 @@ class Adapter:
             "this number of token ids"
         )
 
+    def with_separator(self, separator: int) -> Adapter:
+        """The same model, which keeps documents apart that end with the id ``separator``."""
+        del separator
+        raise ConfigError(
+            f"data.documents: {type(self).__name__} has no with_separator(separator), so it cannot keep documents "
+            "apart; expected joined"
+        )
+
     def with_checkpointing(self, checkpointing: bool) -> Adapter:
         """The same model that checkpoints its activations, or keeps them."""
         del checkpointing

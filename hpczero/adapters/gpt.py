@@ -53,6 +53,10 @@ class GPTAdapter(Adapter):
         """The same sizes, with ``size`` token ids."""
         return GPTAdapter(dataclasses.replace(self.config, vocab_size=size))
 
+    def with_separator(self, separator: int) -> GPTAdapter:
+        """The same sizes; attention and positions stay within documents."""
+        return GPTAdapter(dataclasses.replace(self.config, separator=separator))
+
     def with_checkpointing(self, checkpointing: bool) -> GPTAdapter:
         """The same sizes."""
         return GPTAdapter(dataclasses.replace(self.config, checkpoint_activations=checkpointing))

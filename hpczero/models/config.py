@@ -30,6 +30,8 @@ class GPTConfig:
         tie_embeddings: The head shares its weight with the token embedding.
         dropout: Probability, on the embeddings, the attention and both residual branches.
         checkpoint_activations: Keep only the input of each block and recompute the rest in backward.
+        separator: Id of the token that ends a document. Attention then stays within documents, and positions begin
+            anew in each. None: a sequence is one text.
 
     Raises:
         ValueError: A size or combination that cannot work; the message names every field at fault.
@@ -45,6 +47,7 @@ class GPTConfig:
     tie_embeddings: bool = True
     dropout: float = 0.0
     checkpoint_activations: bool = False
+    separator: int | None = None
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "context", "layers", "hidden", "heads", "ffn_multiple")
@@ -62,6 +65,8 @@ class GPTConfig:
             faults.append(f"dropout is {self.dropout}, expected 0 <= dropout < 1")
         if self.positions not in ("learned", "rotary"):
             faults.append(f"positions is {self.positions!r}, expected 'learned' or 'rotary'")
+        if self.separator is not None and not 0 <= self.separator < self.vocab_size:
+            faults.append(f"separator is {self.separator}, expected 0 to {self.vocab_size - 1}")
         if not faults and self.hidden % self.heads:
             faults.append(
                 f"hidden is {self.hidden}, expected a multiple of heads, which is {self.heads}"

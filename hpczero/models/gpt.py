@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from hpczero.models import documents
 from hpczero.models.config import GPTConfig
 from hpczero.models.initial import InitialWeights
 
@@ -28,7 +29,8 @@ class Attention(nn.Module):
     """Causal self-attention over all heads at once.
 
     Attributes:
-        attend: (q, k, v, rotary, dropout) -> y, all (B, H, T, D). Another one may get them from further ranks.
+        attend: (q, k, v, rotary, dropout) -> y, all (B, H, T, D). Another one may get them from further ranks. Where
+            a sequence has several documents, it is also given what may be looked at.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -38,16 +40,16 @@ class Attention(nn.Module):
         self.dropout = config.dropout
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
         self.projection = nn.Linear(config.hidden, config.hidden)
-        self.attend: Callable[[Tensor, Tensor, Tensor, bool, float], Tensor] = attend
+        self.attend: Callable[..., Tensor] = attend
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        """Attend to earlier positions; (B, T, C) in and out."""
+    def forward(self, x_BTC: Tensor, *mask: Tensor) -> Tensor:
+        """Attend to earlier positions, of those that ``mask`` allows; (B, T, C) in and out."""
         qkv_BTC = self.qkv(x_BTC).chunk(3, dim=-1)
         q_BHTD, k_BHTD, v_BHTD = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv_BTC
         )
         dropout = self.dropout if self.training else 0.0
-        y_BHTD = self.attend(q_BHTD, k_BHTD, v_BHTD, self.rotary, dropout)
+        y_BHTD = self.attend(q_BHTD, k_BHTD, v_BHTD, self.rotary, dropout, *mask)
         out_BTC: Tensor = self.projection(y_BHTD.transpose(1, 2).flatten(-2))
         return out_BTC
 
@@ -77,9 +79,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        """Add both branches to the residual stream; (B, T, C) in and out."""
-        x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC)))
+    def forward(self, x_BTC: Tensor, *mask: Tensor) -> Tensor:
+        """Add both branches to the residual stream; (B, T, C) in and out. ``mask`` is for attention."""
+        x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC), *mask))
         x_BTC = x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
         return x_BTC
 
@@ -104,7 +106,8 @@ class GPT(nn.Module):
 
     Attributes:
         config: sizes and switches.
-        call_block: calls a block where gradients are wanted: (block, x) -> y. Another one may keep less for backward.
+        call_block: calls a block where gradients are wanted: (block, x) -> y, and with what attention may look at where
+            ``config.separator`` is set. Another one may keep less for backward.
         span: positions of the tokens in their sequence, by their number. Another one may begin later than at 0.
         finish_logits: what a call without targets returns, from what the head gives.
         mean_loss: what a call with targets returns, from what the head gives and the targets.
@@ -123,7 +126,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.hidden, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.call_block: Callable[[nn.Module, Tensor], Tensor] = (
+        self.call_block: Callable[..., Tensor] = (
             checkpointed if config.checkpoint_activations else call
         )
         self.span: Callable[[int], range] = range
@@ -144,8 +147,11 @@ class GPT(nn.Module):
             ValueError: The sequence is longer than the context.
         """
         x_BTC = self.embed(tokens_BT)
+        mask: tuple[Tensor, ...] = ()
+        if self.config.separator is not None:
+            mask = (documents.mask(documents.numbers(tokens_BT, self.config.separator)),)
         for block in self.blocks:
-            x_BTC = self.run(block, x_BTC)
+            x_BTC = self.run(block, x_BTC, *mask)
         return self.head(x_BTC, targets_BT)
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
@@ -158,13 +164,16 @@ class GPT(nn.Module):
             )
         x_BTC = self.wte(tokens_BT)
         if self.wpe is not None:
-            x_BTC = x_BTC + self.wpe(torch.arange(span.start, span.stop, device=tokens_BT.device))
+            place = torch.arange(span.start, span.stop, device=tokens_BT.device)
+            if self.config.separator is not None:
+                place = documents.positions(documents.numbers(tokens_BT, self.config.separator))
+            x_BTC = x_BTC + self.wpe(place)
         out_BTC: Tensor = self.dropout(x_BTC)
         return out_BTC
 
-    def run(self, block: nn.Module, x_BTC: Tensor) -> Tensor:
+    def run(self, block: nn.Module, x_BTC: Tensor, *mask: Tensor) -> Tensor:
         """One of the blocks; (B, T, C) in and out."""
-        return (self.call_block if torch.is_grad_enabled() else call)(block, x_BTC)
+        return (self.call_block if torch.is_grad_enabled() else call)(block, x_BTC, *mask)
 
     def head(self, x_BTC: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """What ``forward`` returns, from what comes out of the last block."""
@@ -197,16 +206,16 @@ class GPT(nn.Module):
             fill(name, parameter)
 
 
-def call(block: nn.Module, x_BTC: Tensor) -> Tensor:
+def call(block: nn.Module, x_BTC: Tensor, *mask: Tensor) -> Tensor:
     """The block as it is; autograd keeps what its backward needs."""
-    y_BTC: Tensor = block(x_BTC)
+    y_BTC: Tensor = block(x_BTC, *mask)
     return y_BTC
 
 
-def checkpointed(block: nn.Module, x_BTC: Tensor) -> Tensor:
+def checkpointed(block: nn.Module, x_BTC: Tensor, *mask: Tensor) -> Tensor:
     """The same, with its input alone kept, and everything else computed again in backward."""
     # The module itself is called, not its forward: hooks on the block must run again in the recomputation.
-    y_BTC: Tensor = checkpoint(block, x_BTC, use_reentrant=False)
+    y_BTC: Tensor = checkpoint(block, x_BTC, *mask, use_reentrant=False)
     return y_BTC
 
 
@@ -215,11 +224,25 @@ def unchanged(logits_BTV: Tensor) -> Tensor:
     return logits_BTV
 
 
-def attend(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, rotary: bool, dropout: float) -> Tensor:
-    """Causal attention of each head, over positions from 0 on."""
-    if rotary:
+def attend(
+    q_BHTD: Tensor,
+    k_BHTD: Tensor,
+    v_BHTD: Tensor,
+    rotary: bool,
+    dropout: float,
+    mask_B1TT: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of each head, over positions from 0 on, or over those that a mask allows."""
+    if rotary:  # it tells distances alone, so positions need not begin anew with a document
         q_BHTD, k_BHTD = rotate(q_BHTD), rotate(k_BHTD)
-    return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, dropout_p=dropout, is_causal=True)
+    return F.scaled_dot_product_attention(
+        q_BHTD,
+        k_BHTD,
+        v_BHTD,
+        attn_mask=mask_B1TT,
+        dropout_p=dropout,
+        is_causal=mask_B1TT is None,
+    )
 
 
 def rotate(x_BHTD: Tensor) -> Tensor:

@@ -136,11 +136,14 @@ class DataOptions:
             .toml that names several token files with weights; None: the text of the installed Python standard library.
         tokenizer: how text becomes tokens; a token file brings its own.
         cache: folder that keeps the token files made from text.
+        documents: joined: a sample is one text, whatever ends in it; separate: attention and positions stay within the
+            documents of a sample.
     """
 
     path: str | None = None
     tokenizer: Literal["bytes", "bpe"] = "bytes"
     cache: str = "runs/tokens"
+    documents: Literal["joined", "separate"] = "joined"
 
     def __post_init__(self) -> None:
         require_path("data.path", self.path)

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = {
     "run": "name folder seed overwrite",
     "model": "preset layers hidden heads context positions checkpoint_activations factory arguments",
-    "data": "path tokenizer cache",
+    "data": "path tokenizer cache documents",
     "train": "steps global_batch micro_batch accumulation learning_rate min_learning_rate warmup weight_decay "
     "betas clip",
     "parallel": "stage precision reduce nodes transport algorithms overlap device auto deterministic tensor pipeline "

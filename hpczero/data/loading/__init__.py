@@ -7,5 +7,6 @@ from __future__ import annotations
 
 from hpczero.data.loading.global_batches import GlobalBatches, Share
 from hpczero.data.loading.resumable import ResumableLoader
+from hpczero.data.loading.tar_shards import TarShards
 
-__all__ = ["GlobalBatches", "ResumableLoader", "Share"]
+__all__ = ["GlobalBatches", "ResumableLoader", "Share", "TarShards"]

@@ -77,6 +77,8 @@ class ResumableLoader:
             )
         self.batches = GlobalBatches(len(dataset), global_batch, seed, shuffle, drop_last)
         self._rank, self._size = topology.data.rank, topology.data.size
+        said = getattr(dataset, "fingerprint", None)
+        self._fingerprint = said if isinstance(said, str) else None
         self._taken = 0
         self._turn = 0  # which loop over the batches is the last one
         keyed = Keyed(dataset, seed) if draws else Plain(dataset)
@@ -138,11 +140,16 @@ class ResumableLoader:
                     "loaded; leave the loop first"
                 )
 
-    def state_dict(self) -> dict[str, int]:
-        """What to keep in a checkpoint: how many batches were taken, and of what. Equal on all ranks."""
-        return {BATCHES: self._taken, **{name: int(v) for name, v in vars(self.batches).items()}}
+    def state_dict(self) -> dict[str, int | str]:
+        """What to keep in a checkpoint: how many batches were taken, and of what. Equal on all ranks.
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        A data set may have a ``fingerprint``, a text that tells it from others of its length.
+        """
+        fingerprint = {} if self._fingerprint is None else {"fingerprint": self._fingerprint}
+        of_what = {name: int(value) for name, value in vars(self.batches).items()}
+        return {BATCHES: self._taken, **of_what, **fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
         """Go on where ``state`` was made, on any number of ranks. Not collective.
 
         Raises:

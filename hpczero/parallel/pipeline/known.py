@@ -15,7 +15,16 @@ from hpczero.parallel.pipeline.stages import Stages
 
 
 def gpt_stages(model: Any) -> Stages:
-    """Of ``hpczero.models.GPT``: inputs are (tokens,), targets (targets,); its loss is the mean cross entropy."""
+    """Of ``hpczero.models.GPT``: inputs are (tokens,), targets (targets,); its loss is the mean cross entropy.
+
+    Raises:
+        PlanError: the model keeps documents apart, which only a stage with the tokens could.
+    """
+    if model.config.separator is not None:
+        raise PlanError(
+            "gpt_stages: got a GPT that keeps documents apart (separator), and only the first stage has the tokens; "
+            "expected separator None, or one stage"
+        )
 
     def enter(model: Any, *inputs: Any) -> Any:
         return model.embed(*inputs)

@@ -27,6 +27,11 @@ def gpt_rule(config: GPTConfig) -> Rule:
     Heads and vocabulary need not divide by the degree. A call with targets gives the loss, without that any rank has
     all logits; one without targets gives all of them on every rank.
     """
+    if config.separator is not None:
+        raise PlanError(
+            "gpt_rule: got a GPT that keeps documents apart (separator), whose attention tensor ranks cannot share; "
+            "expected separator None, or a tensor degree of 1"
+        )
     layers: dict[str, Split | Kept] = {
         "wte": Split(0),
         "blocks.*.attention_norm": Kept.STREAM,

@@ -174,7 +174,11 @@ def open_reading(
         style = config.log.progress
         tokens = open_tokens(config.data, topology, progress=style, signals=signals)
         with topology.agreed("give the model its vocabulary"):
-            return TextReading(tokens), adapter.with_vocabulary(tokens.vocab_size)
+            adapter = adapter.with_vocabulary(tokens.vocab_size)
+            if config.data.documents == "separate":
+                check_separate(config)
+                adapter = adapter.with_separator(tokens.tokenizer.separator)
+            return TextReading(tokens), adapter
     with topology.agreed("open the samples of the adapter"):
         _check_no_text(config, type(adapter).__name__)
         training, held_out = adapter.samples()
@@ -193,10 +197,20 @@ def open_reading(
     return OwnReading(type(adapter).__name__, rows, others, digest), adapter
 
 
+def check_separate(config: RunConfig) -> None:
+    """Refuse ranks that share a sample with a ConfigError: not all of them see where its documents end."""
+    for degree in ("tensor", "pipeline", "context"):
+        if (got := getattr(config.parallel, degree)) > 1:
+            raise ConfigError(
+                f"data.documents: got separate, and parallel.{degree} is {got}; ranks that share a sample cannot keep "
+                f"its documents apart; expected joined, or parallel.{degree} 1"
+            )
+
+
 def _check_no_text(config: RunConfig, name: str) -> None:
     """Refuse options that only mean something for tokens."""
     default = DataOptions()
-    for option in ("path", "tokenizer"):
+    for option in ("path", "tokenizer", "documents"):
         got = getattr(config.data, option)
         if got != getattr(default, option):
             raise ConfigError(

@@ -49,6 +49,7 @@ FIXED = {
         "factory",
         "arguments",
     ),
+    "data": ("documents",),
     "train": ("global_batch",),
 }
 # Compared each in its own way; of what an earlier version did not save nothing is known.

@@ -1,0 +1,192 @@
+"""Samples in tar files: those that tarfile gives, by number, from any rank, with an exact resume; damage is named."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import pickle
+import tarfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hpczero.data.loading import ResumableLoader, TarShards
+from hpczero.errors import ConfigError, DataError
+from tests.data.test_resumable_loader import rank_of
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import raises_on_all
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero.job.topology import Topology
+
+FORMATS = (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT)
+
+
+def write_shards(folder: Path, counts: tuple[int, ...] = (7, 0, 5, 1)) -> list[Path]:
+    paths = []
+    for shard, count in enumerate(counts):
+        path = folder / f"{shard:03}.tar"
+        with tarfile.open(path, "w", format=FORMATS[shard % 3]) as tar:
+            for n in range(count):
+                name = f"train/{'long' * 30 if shard == 0 else ''}{shard}-{n}"
+                add(tar, f"{name}.txt", f"text {shard} {n}".encode() * (n + 1))
+                add(tar, f"{name}.SEG.png", bytes([shard, n]) * 600 * n)
+        paths.append(path)
+    return paths
+
+
+def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
+
+
+def plain(paths: list[Path]) -> list[dict[str, Any]]:
+    """What tarfile reads, one member after another."""
+    found: list[dict[str, Any]] = []
+    for path in paths:
+        with tarfile.open(path) as tar:
+            for member in tar:
+                file = tar.extractfile(member)
+                assert file is not None
+                key, _, extension = member.name.partition(".")
+                if not found or found[-1]["__key__"] != key:
+                    found.append({"__key__": key})
+                found[-1][extension.lower()] = file.read()
+    return found
+
+
+def length(sample: dict[str, Any]) -> tuple[str, int]:
+    return sample["__key__"], len(sample["seg.png"])
+
+
+def test_samples_are_those_that_tarfile_reads(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path)
+    shards = TarShards.open(paths)
+    assert len(shards) == 13
+    assert [shards[n] for n in range(13)] == plain(paths)
+    again = pickle.loads(pickle.dumps(shards))
+    assert [again[n] for n in (12, 0, 8)] == [shards[n] for n in (12, 0, 8)]
+
+
+def test_loader_resumes_in_shards_on_other_ranks_with_workers(tmp_path: Path) -> None:
+    shards = TarShards.open(write_shards(tmp_path), decode=length)
+
+    def loaders(size: int, **options: Any) -> list[ResumableLoader]:
+        return [
+            ResumableLoader(
+                shards,
+                topology=rank_of(rank, size),
+                global_batch=6,
+                draws=False,
+                collate_fn=list,
+                **options,
+            )
+            for rank in range(size)
+        ]
+
+    def taken(group: list[ResumableLoader], steps: int) -> list[Any]:
+        found: list[Any] = []
+        while steps:
+            for parts in zip(*group, strict=True):
+                found += [sample for part in parts for sample in part]
+                steps -= 1
+                if not steps:
+                    break
+        return found
+
+    whole = taken(loaders(1), 5)
+    assert len(set(whole[:12])) == 12
+    before = loaders(2, num_workers=1)
+    assert taken(before, 3) == whole[:18]
+    after = loaders(3)
+    for each in after:
+        each.load_state_dict(before[0].state_dict())
+    assert taken(after, 2) == whole[18:]
+
+
+def test_state_of_other_shards_of_equal_length_is_refused(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path)
+    one, other = (
+        ResumableLoader(TarShards.open(p), topology=rank_of(0, 1), global_batch=6)
+        for p in (paths, paths[::-1])
+    )
+    with pytest.raises(ConfigError, match=r"of other batches \(fingerprint was"):
+        one.load_state_dict(other.state_dict())
+
+
+def damaged(path: Path, kind: str) -> None:
+    data = path.read_bytes()
+    if kind == "missing":
+        path.unlink()
+    elif kind == "gzip":
+        path.write_bytes(gzip.compress(data))
+    elif kind == "text":
+        path.write_bytes(b"no tar file\n" * 200)
+    elif kind == "in a member":
+        path.write_bytes(data[: 4 * 512 + 100])
+    elif kind == "after a member":
+        with tarfile.open(path) as tar:
+            at = tar.getmembers()[3].offset
+        path.write_bytes(data[:at])
+    elif kind == "twice":
+        with tarfile.open(path, "w") as tar:
+            for _ in range(2):
+                add(tar, "a.txt", b"x")
+    elif kind == "link":
+        with tarfile.open(path, "w") as tar:
+            member = tarfile.TarInfo("a.txt")
+            member.type, member.linkname = tarfile.SYMTYPE, "b"
+            tar.addfile(member)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("missing", "cannot be read"),
+        ("gzip", "no uncompressed tar file"),
+        ("text", "no uncompressed tar file"),
+        ("in a member", "002.tar: "),
+        ("after a member", "002.tar: is cut short"),
+        ("twice", "sample a has two files .txt"),
+        ("link", "a.txt is no plain file"),
+    ],
+)
+def test_damaged_shard_is_named_when_it_is_opened(tmp_path: Path, kind: str, said: str) -> None:
+    paths = write_shards(tmp_path)
+    damaged(paths[2], kind)
+    with pytest.raises(DataError, match=said):
+        TarShards.open(paths)
+
+
+def test_shards_without_samples_and_shards_that_change_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="without a sample"):
+        TarShards.open(write_shards(tmp_path, (0, 0)))
+    (path,) = write_shards(tmp_path, (3,))
+    shards = TarShards.open([path])
+    write_shards(tmp_path, (4,))
+    with pytest.raises(DataError, match="has changed since"):
+        shards[2]
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_ranks_share_the_headers_and_have_one_verdict(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    paths = [folder / f"{n:03}.tar" for n in range(4)]
+    if comm.rank == 0:
+        write_shards(folder)
+    comm.Barrier()
+    shards = TarShards.open(paths, topology)
+    parallel_assert(comm, [shards[n] for n in range(len(shards))] == plain(paths))
+    comm.Barrier()
+    if comm.rank == 0:
+        damaged(paths[1], "text")
+    comm.Barrier()
+    raises_on_all(
+        comm, DataError, "001.tar: no uncompressed", lambda: TarShards.open(paths, topology)
+    )
