@@ -42,7 +42,9 @@ class Clicks(Adapter):
     metric_name = "accuracy"
 
     def __post_init__(self) -> None:
-        check_sizes(self, "users", "width", "hidden", "rows")
+        check_sizes(
+            "Clicks", users=self.users, width=self.width, hidden=self.hidden, rows=self.rows
+        )
 
     @property
     def tables(self) -> tuple[int, int, int]:

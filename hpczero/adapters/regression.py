@@ -38,7 +38,7 @@ class Regression(Adapter):
     metric_name = "R2"
 
     def __post_init__(self) -> None:
-        check_sizes(self, "width", "rows")
+        check_sizes("Regression", width=self.width, rows=self.rows)
 
     def build(self) -> nn.Module:
         """One linear layer without bias, (width) to (1)."""

@@ -49,7 +49,7 @@ class Stripes(Adapter):
     metric_name = "accuracy"
 
     def __post_init__(self) -> None:
-        check_sizes(self, "size", "width", "layers", "rows")
+        check_sizes("Stripes", size=self.size, width=self.width, layers=self.layers, rows=self.rows)
 
     def build(self) -> nn.Module:
         """The network. Groups of channels are normalised, not the batch, whose statistics would depend on the ranks."""

@@ -136,16 +136,20 @@ def flops_per_token(config: GPTConfig, seq_len: int | None = None) -> int:
     return 6 * multiplied + 12 * config.layers * config.hidden * (seq_len or config.context)
 
 
-def check_sizes(owner: object, *names: str) -> None:
+def check_sizes(owner: str, **sizes: object) -> None:
     """Refuse sizes of a model or a data set below 1.
 
+    Args:
+        owner: what they are of.
+        sizes: by name.
+
     Raises:
-        ValueError: the message names all of them.
+        ValueError: the message names all that are wrong.
     """
     faults = [
-        f"{name} is {getattr(owner, name)!r}, expected a whole number of at least 1"
-        for name in names
-        if type(getattr(owner, name)) is not int or getattr(owner, name) < 1
+        f"{name} is {size!r}, expected a whole number of at least 1"
+        for name, size in sizes.items()
+        if type(size) is not int or size < 1
     ]
     if faults:
-        raise ValueError(f"{type(owner).__name__}: {'; '.join(faults)}")
+        raise ValueError(f"{owner}: {'; '.join(faults)}")

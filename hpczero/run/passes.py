@@ -146,7 +146,7 @@ class PipelinePasses:
             micro_steps = [samples(number, each) for each in range(self._pipeline.micro_batches)]
         with watch.phase("backward"):
             pairs = [
-                [self._accelerator.bring(self._own(torch.from_numpy(a))) for a in arrays]
+                [self._accelerator.bring(self._own(torch.as_tensor(a))) for a in arrays]
                 for arrays in micro_steps
             ]
             loss = self._pipeline.begin_step([p[0] for p in pairs], [p[1] for p in pairs])

@@ -15,7 +15,9 @@ from hpczero.adapters.base import Adapter
 from hpczero.errors import PlanError
 from hpczero.run.passes import PlainPasses
 from hpczero.run.starting.flops import flops_per_unit
+from hpczero.run.starting.own_samples import Rows
 from hpczero.run.step import TrainingStep
+from tests.adapters.equal import apart, plain_run, sharded_run
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:
@@ -106,17 +108,42 @@ class AdapterSuite:
             return [p.grad for p in model.parameters() if p.grad is not None]
 
         before = gradients()
-        if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
+        blocks = self.blocks(model)
+        if not blocks:
             with pytest.raises(PlanError, match="no blocks"):
                 adapter.call_blocks_by(model, call)
             return
         adapter.call_blocks_by(model, call)
         assert all(map(torch.equal, before, gradients()))
-        layers = len(list(model.blocks.children()))  # type: ignore[union-attr]
-        assert len({*map(id, called)}) == len(called) == layers
+        layers = len(blocks)
+        assert [*map(id, called)] == [*map(id, blocks)]
         with torch.no_grad():
             adapter.loss(model, *samples(adapter.context))
         assert len(called) == layers
+
+    @staticmethod
+    def blocks(model: nn.Module) -> list[nn.Module]:
+        """What is called block by block, in order; none where the model has none."""
+        return list(getattr(model, "blocks", []))
+
+    @pytest.mark.mpi
+    @pytest.mark.ranks(1, 2, 3)
+    @pytest.mark.parametrize("transport", ["window", "flat"])
+    @pytest.mark.parametrize("stage", [0, 3])
+    def test_losses_are_those_of_plain_torch(
+        self,
+        comm: MPI.Intracomm,
+        topology: Topology,
+        adapter: Adapter,
+        stage: int,
+        transport: str,
+    ) -> None:
+        draw = torch.Generator().manual_seed(0)
+        tokens = torch.randint(VOCABULARY, (40, adapter.context + 1), generator=draw)
+        rows = Rows((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), "rows")
+        found = sharded_run(adapter, rows, rows, topology, stage=stage, transport=transport)
+        expected = plain_run(adapter, rows, rows)
+        parallel_assert(comm, apart(found, expected) <= 1e-6, f"{found} and {expected}")
 
     def test_something_decays(self, adapter: Adapter) -> None:
         model = adapter.build()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpczero.adapters import recommender, regression, vision
+from hpczero.adapters import bert, graph, recommender, regression, speech, vision
 from tests.adapters.own_suite import OwnAdapterSuite
 
 
@@ -28,3 +28,41 @@ class TestDLRM(OwnAdapterSuite):
     @staticmethod
     def make() -> recommender.Clicks:
         return recommender.dlrm(users=31, rows=40)
+
+
+class TestBERT(OwnAdapterSuite):
+    @staticmethod
+    def make() -> bert.MaskedBytes:
+        return bert.build(hidden=16, context=20, rows=60)
+
+    @staticmethod
+    def is_product(name: str) -> bool:
+        return name.startswith(
+            "blocks."
+        )  # the others are looked up in, or used for some positions alone
+
+
+class TestGCN(OwnAdapterSuite):
+    @staticmethod
+    def make() -> graph.Communities:
+        return graph.gcn(nodes=45)
+
+
+class TestGraphSAGE(OwnAdapterSuite):
+    @staticmethod
+    def make() -> graph.Communities:
+        return graph.graphsage(nodes=45)
+
+
+class TestSpeech(OwnAdapterSuite):
+    @staticmethod
+    def make() -> speech.Tones:
+        return speech.build(hidden=16, layers=1, rows=40)
+
+
+def test_errors_of_a_sequence_are_its_edit_distance() -> None:
+    assert speech.errors([1, 2, 3], [1, 2, 3]) == 0
+    assert speech.errors([], [1, 2]) == 2
+    assert speech.errors([1, 3, 2, 2], [1, 2]) == 2
+    assert speech.errors([2, 1], [1, 2]) == 2
+    assert speech.errors([4, 1, 2, 3], [1, 2, 3]) == 1

@@ -39,6 +39,22 @@ def gpt_stages(model: Any) -> Stages:
     return Stages("blocks", ("wte", *positions), ("final_norm", "lm_head"), enter, call, leave)
 
 
+def llama_stages(model: Any) -> Stages:
+    """The stages of ``hpczero.models.Llama``, which has Hugging Face's names and no mask to pass on."""
+
+    def enter(model: Any, tokens: Any) -> Any:
+        return model.model.embed_tokens(tokens)
+
+    def call(model: Any, block: Any, x: Any) -> Any:
+        return model.model.run(block, x)
+
+    def leave(model: Any, x: Any, *targets: Any) -> Any:
+        return model.head(model.model.norm(x), *targets)
+
+    before, after = ("model.embed_tokens",), ("model.norm", "lm_head")
+    return Stages("model.layers", before, after, enter, call, leave)
+
+
 def hugging_face_stages(model: Any) -> Stages:
     """Of ``LlamaForCausalLM`` and ``GPT2LMHeadModel`` of the library transformers, for samples without padding.
 

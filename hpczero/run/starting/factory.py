@@ -18,7 +18,8 @@ from hpczero.options.config import ModelOptions
 def made_by_factory(options: ModelOptions) -> Adapter:
     """What ``model.factory`` returns for ``model.arguments``. Not collective; the same on every rank by contract.
 
-    The current folder is searched for modules too, as by ``python -m``. An error inside of the factory passes.
+    The current folder is searched for modules too, as by ``python -m``. A ValueError
+    of the factory is one of its arguments; other errors pass.
 
     Raises:
         ConfigError: there is no such module or function, it does not take the arguments, or gives no adapter.
@@ -56,7 +57,10 @@ def made_by_factory(options: ModelOptions) -> Adapter:
         ) from error
     except ValueError:  # of a function in C nothing is known before it is called
         pass
-    adapter = factory(**arguments)
+    try:
+        adapter = factory(**arguments)
+    except ValueError as error:  # what Python's own functions say of a value that cannot be
+        raise ConfigError(f"model.arguments: {options.factory}: {error}") from error
     if not isinstance(adapter, Adapter):
         raise ConfigError(
             f"model.factory: {options.factory} gave {type(adapter).__name__}, expected an hpczero.Adapter, whose "

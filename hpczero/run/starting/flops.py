@@ -38,7 +38,7 @@ def flops_per_unit(adapter: Adapter, batch: Callable[[], Sequence[Any]]) -> floa
 
     try:
         with torch.device("meta"):
-            model = adapter.build()
+            model = adapter.build().to("meta")  # buffers, too, which may have been made elsewhere
         given = _pytree.tree_map(lambda x: torch.as_tensor(x).to("meta"), tuple(batch()))
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             adapter.loss(model, *given)
