@@ -271,3 +271,60 @@ def test_reset_state_of_accelerate_is_named(comm: MPI.Intracomm, folder: Path) -
     AcceleratorState._reset_state(reset_partial_state=True)
     assert PartialState._shared_state == {}
     parallel_assert(comm, "process 0 of 1, expected" in text, text)
+
+
+@pytest.mark.ranks(2)
+def test_adapters_of_peft_train_and_are_saved_alone(comm: MPI.Intracomm, folder: Path) -> None:
+    import peft
+
+    from tests.hf.trainer.runs import done_with, llama, plain, train, trainer_over_mpi
+
+    def adapted() -> Any:
+        model = llama()
+        torch.manual_seed(9)
+        config = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        return peft.get_peft_model(model, config)
+
+    mine = plain(folder / "plain", GLOBAL_BATCH, adapted()) if comm.rank == 0 else None
+    expected = comm.bcast(mine)
+    trainer = trainer_over_mpi(folder / "mpi", GLOBAL_BATCH // comm.size, adapted(), stage=3)
+    found = train(trainer, comm)
+    parallel_assert(comm, not found.differs(expected), found.differs(expected))
+    trainer.save_model()
+    done_with(trainer)
+    again = peft.PeftModel.from_pretrained(llama(), folder / "mpi").state_dict()
+    parallel_assert(comm, furthest(again, found.weights) == 0.0)
+    left = {each.name for each in (folder / "mpi").iterdir()}
+    parallel_assert(comm, "adapter_model.safetensors" in left and "model.safetensors" not in left)
+
+
+@pytest.mark.ranks(2)
+def test_arguments_are_parsed_pickled_and_told_from_plain_ones(
+    comm: MPI.Intracomm, folder: Path
+) -> None:
+    import pickle
+
+    import transformers
+    from accelerate.utils import DistributedType
+
+    from hpczero.hf.trainer import HpczeroTrainer, HpczeroTrainingArguments
+    from tests.hf.trainer.runs import data, llama, state_of_accelerate
+
+    typed = ["--output_dir", str(folder), "--stage", "1", "--use_cpu", "--report_to", "none"]
+    parser = transformers.HfArgumentParser(HpczeroTrainingArguments)
+    (args,) = parser.parse_args_into_dataclasses(typed)
+    again = pickle.loads(pickle.dumps(args))
+    seen = [(each.world_size, each.process_index, each.stage) for each in (args, again)]
+    parallel_assert(comm, seen == [(comm.size, comm.rank, 1)] * 2, str(seen))
+    with state_of_accelerate(0, 1, DistributedType.NO):
+        configured = {"use_configured_state": True}
+        plain = transformers.TrainingArguments(
+            str(folder), use_cpu=True, report_to=[], accelerator_config=configured
+        )
+        text = ""
+        try:
+            HpczeroTrainer(llama(), plain, **data())  # type: ignore[arg-type]
+        except ConfigError as error:
+            text = str(error)
+    said = "got TrainingArguments, which says 1 process(es), and MPI has 2 rank(s)"
+    parallel_assert(comm, said in text, text)
