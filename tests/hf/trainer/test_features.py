@@ -240,12 +240,22 @@ def test_early_stopping_and_model_init_work(comm: MPI.Intracomm, folder: Path) -
 def test_recomputation_and_evaluation_before_training_equal_plain_trainer(
     comm: MPI.Intracomm, folder: Path
 ) -> None:
-    from tests.hf.trainer.runs import done_with, plain, train, trainer_over_mpi
+    from tests.hf.trainer.runs import done_with, llama, plain, train, trainer_over_mpi
 
     options = {"activation_checkpointing": True}
     mine = plain(folder / "plain", GLOBAL_BATCH, **options) if comm.rank == 0 else None
     expected = comm.bcast(mine)
     trainer = trainer_over_mpi(folder / "mpi", GLOBAL_BATCH // comm.size, **options)
+    with torch.no_grad():
+        trainer.model.lm_head.weight.add_(comm.rank)
+    text = ""
+    try:
+        trainer.evaluate()
+    except ConfigError as error:
+        text = str(error)
+    parallel_assert(comm, "rank 1 has other weights than rank 0" in text, text)
+    with torch.no_grad():
+        trainer.model.lm_head.weight.copy_(llama().lm_head.weight)
     before = trainer.evaluate()["eval_loss"]
     found = train(trainer, comm)
     parallel_assert(comm, 4.0 < before < 4.2, str(before))
