@@ -8,6 +8,7 @@ clipping would find no gradients. Each call that would then be wrong is therefor
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -98,7 +99,11 @@ class MpiAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no ty
         return model, self.prepare_optimizer(plain, device_placement=False)
 
     def prepare_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
-        """As accelerate's; a model in shards is returned as it is."""
+        """As accelerate's; a model in shards is returned as it is.
+
+        Raises:
+            ConfigError: the model is not in shards yet, and has no values, or others than on rank 0; on every rank.
+        """
         if is_sharded(model):
             self._models.append(model)
             return model
@@ -107,6 +112,20 @@ class MpiAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no ty
                 f"{type(model).__name__}: has parameters on the meta device, which have no values before training; "
                 "train first, or build the model on the CPU"
             )
+        digest = 0
+        for value in model.state_dict().values():
+            if isinstance(value, Tensor):
+                data = value.detach().cpu().reshape(-1).contiguous()
+                digest = zlib.crc32(data.view(torch.uint8).numpy().data, digest)
+        found = self.exchange.objects(digest, "compare the weights")
+        if len(set(found)) > 1:
+            odd = next(rank for rank, other in enumerate(found) if other != found[0])
+            error = ConfigError(
+                f"{type(model).__name__}: rank {odd} has other weights than rank 0, and each evaluates with its own; "
+                "build the model from the same seed or files on all ranks, or train first: rank 0's are given to all"
+            )
+            error.agreed = True
+            raise error
         prepared: nn.Module = super().prepare_model(model, *args, **options)
         return prepared
 

@@ -172,6 +172,6 @@ class HpczeroTrainingArguments(_TrainingArguments):  # type: ignore[misc]
         return [f"{name}={json.dumps(options[name], default=str)}" for name in sorted(options)]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process, for ``training_args.bin``."""
-        own = ("topology", "distributed_state")
+        """Without what belongs to this process, for ``training_args.bin``; it is found anew where it is loaded."""
+        own = ("topology", "distributed_state", "_setup_devices", "_n_gpu")
         return {name: value for name, value in vars(self).items() if name not in own}

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import rotate_checkpoints
 
@@ -29,6 +29,7 @@ import hpczero
 from hpczero.errors import ConfigError, CorruptCheckpoint, DataError
 from hpczero.hf.trainer.accelerator import MpiAccelerator, is_sharded
 from hpczero.hf.trainer.arguments import HpczeroTrainingArguments
+from hpczero.hf.trainer.weights import bring_in, put_in_place
 
 DECISIONS = (
     "should_training_stop",
@@ -37,6 +38,8 @@ DECISIONS = (
     "should_evaluate",
     "should_log",
 )
+
+HIDDEN = ".weights"  # until all of them are there
 
 logger = logging.getLogger("hpczero.hf")
 
@@ -301,24 +304,37 @@ class HpczeroTrainer(_Trainer):  # type: ignore[misc]
 
         def commit() -> None:
             (hidden / "trainer_state.json").write_text(text, encoding="utf-8")
-            shutil.rmtree(target, ignore_errors=True)
-            hidden.rename(target)
+            put_in_place(hidden, target)
             rotate_checkpoints(str(folder), limit, self.state.best_model_checkpoint, use_mtime=True)
 
         self._exchange.on_root(commit, "save the weights")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write whole weights, configuration and tokenizer, for ``from_pretrained``. Rank 0 holds the whole model.
+        """Write whole weights, configuration and tokenizer, for ``from_pretrained``.
+
+        Of a model of transformers rank 0 holds one unit at a time (``hpczero.hf.save_pretrained``), of others all.
 
         Args:
             output_dir: None: that of the trainer.
             _internal_call: transformers' own.
         """
-        place = output_dir or self.args.output_dir
-        state = self.accelerator.get_state_dict(self.model)
-        self._exchange.on_root(lambda: self._save(place, state_dict=state), "save the model")
+        place = Path(output_dir or self.args.output_dir)
+        if isinstance(self.model, PreTrainedModel) and is_sharded(self.model):
+            hidden = place / HIDDEN
+            self._exchange.on_root(lambda: shutil.rmtree(hidden, ignore_errors=True), "make room")
+            hpczero.hf.save_pretrained(self.model, hidden, tokenizer=self._tokenizer())
+            self._exchange.on_root(lambda: bring_in(hidden, place, self.args), "save the model")
+        else:
+            state = self.accelerator.get_state_dict(self.model)
+            self._exchange.on_root(
+                lambda: self._save(str(place), state_dict=state), "save the model"
+            )
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _tokenizer(self) -> Any:
+        found = self.processing_class
+        return getattr(self.data_collator, "tokenizer", None) if found is None else found
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Nothing: weights come with the optimizer's state, once the model is in shards."""

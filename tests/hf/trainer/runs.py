@@ -112,9 +112,9 @@ def options(folder: Path, batch: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-def data(number: int = 48) -> dict[str, Any]:
+def data(number: int = 48, held_out: int = 18) -> dict[str, Any]:
     """Data sets of a trainer."""
-    return {"train_dataset": rows(number, 1), "eval_dataset": rows(18, 2)}
+    return {"train_dataset": rows(number, 1), "eval_dataset": rows(held_out, 2)}
 
 
 @contextlib.contextmanager

@@ -18,13 +18,13 @@ LAST = 40  # changes of the disk in a save, at most; the program says where ther
 @pytest.mark.limit(900)
 def test_killed_anywhere_in_a_save_goes_on_elsewhere(tmp_path: Path) -> None:
     """Killed on one rank at stage 3, and on two at stage 2; goes on on two or three at stage 1."""
-    changes = range(LAST) if EVERY else (0, 3, 7, 11, 15, 19, 23)
+    changes = range(LAST) if EVERY else (1, 6, 11, 16, 21)
     killed = run_alone([*PROGRAM, "kill", str(tmp_path), *map(str, changes)], 600)
     assert killed.returncode == 0, killed
     told = [line.split() for line in killed.stdout.splitlines() if line[:1].isdigit()]
     ended = {int(change): int(code) for change, code in told}
     assert set(ended) == set(changes)
-    assert sum(code == -9 for code in ended.values()) >= 5, killed
+    assert sum(code == -9 for code in ended.values()) >= 4, killed
     assert set(ended.values()) <= {-9, 3}, killed
     if EVERY:
         assert ended[LAST - 1] == 3, "a save has more changes than were tried"
