@@ -83,17 +83,22 @@ def test_pairs_of_several_peers_at_a_time_move_the_same_bytes(
 
 
 @pytest.mark.ranks(2, 3)
-def test_pairs_with_room_for_few_requests_describe_each_call_anew(comm: MPI.Intracomm) -> None:
+@pytest.mark.parametrize("room", [0, 1, 2, 3])
+def test_pairs_with_room_for_some_requests_move_the_same_bytes(
+    comm: MPI.Intracomm, room: int
+) -> None:
     gather = PairwiseGather(comm)
-    gather._steps._standing = Standing(most=2 * (comm.size - 1))
-    buffers = [torch.full((comm.size,), GAP) for _ in range(3)]
-    for turn in range(3):
-        for place, buffer in enumerate(buffers):
+    gather._steps._standing = Standing(most=2 * (comm.size - 1) * room)
+    buffers = [torch.full((comm.size,), GAP) for _ in range(4)]
+    turns = [[0, 1, 2]] * 4 + [[3, 3, 0]] * 4
+    for turn, places in enumerate(turns):
+        for place in places:
+            buffer = buffers[place]
             buffer[comm.rank] = float(100 * turn + 10 * place + comm.rank)
             gather(Blocks.of(buffer, 0, 1, 1, comm.size))
             expected = torch.arange(comm.size) + 100.0 * turn + 10.0 * place
             parallel_assert(comm, torch.equal(buffer, expected), f"{buffer} in turn {turn}")
-    parallel_assert(comm, gather.messages == 9 * (comm.size - 1))
+    parallel_assert(comm, gather.messages == 24 * (comm.size - 1))
     gather.free()
 
 

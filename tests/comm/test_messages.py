@@ -31,10 +31,7 @@ class Forgetful:
     def get(self, key: object) -> None:
         return None
 
-    def must_free(self, requests: int) -> bool:
-        return True
-
-    def keep(self, key: object, steps: object) -> None:
+    def displaced(self, key: object, requests: int) -> None:
         return None
 
     def free(self) -> None:

@@ -51,38 +51,52 @@ class _Steps:
         key = (send.place, receive.place, own)
         found = self._standing.get(key)
         if found is None:
-            if self._standing.must_free(2 * (self._comm.size - 1)):
-                self.wait(left=0)
-            found = [self._step(send, receive, own, each) for each in steps(self._comm.size)]
-            self._standing.keep(key, found)
+            gone = self._standing.displaced(key, 2 * (self._comm.size - 1))
+            stands = gone is not None
+            found = [
+                self._step(send, receive, own, each, stands) for each in steps(self._comm.size)
+            ]
+            if gone is not None:
+                if gone:
+                    self.wait(left=0)
+                self._standing.keep(key, found, gone)
         return found
 
-    def _step(self, send: Blocks, receive: Blocks, own: bool, distances: range) -> Step:
+    def _step(
+        self, send: Blocks, receive: Blocks, own: bool, distances: range, stands: bool
+    ) -> Step:
         comm, rank, size = self._comm, self._comm.rank, self._comm.size
-        requests: Step = []
+        requests: list[MPI.Prequest] = []
         outgoing = send.block(rank) if own else None
         for distance in distances:
             target, source = (rank + distance) % size, (rank - distance) % size
             leaves = outgoing or send.block(target)
             requests.append(comm.Recv_init([receive.block(source), MPI.BYTE], source))
             requests.append(comm.Send_init([leaves, MPI.BYTE], target))
-        return requests
+        return Step(requests, stands)
 
     def start(self, step: Step) -> None:
         """Begin one more, and let the oldest end before if enough are under way."""
         self.wait(left=IN_FLIGHT - 1)
         if any(step is other for other in self._under_way):  # the same memory again
             self.wait(left=0)
-        MPI.Prequest.Startall(step)
+        MPI.Prequest.Startall(step.requests)
         self._under_way.append(step)
 
     def wait(self, left: int) -> None:
         """Return when at most ``left`` are under way."""
         while len(self._under_way) > left:
-            wait_all(self._under_way.popleft())
+            step = self._under_way.popleft()
+            wait_all(step.requests)
+            if not step.stands:
+                step.free()
 
     def free(self) -> None:
         """Free the requests. Not collective."""
+        for step in self._under_way:
+            if not step.stands:
+                step.free()
+        self._under_way.clear()
         self._standing.free()
 
 
