@@ -139,15 +139,11 @@ class Exchange:
 
     def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, root: int) -> None:
         """Part ``rank`` of rank ``root`` into ``out``; ranks other than ``root`` give None."""
-        target, nothing = as_bytes(out), torch.empty(0, dtype=torch.uint8)
-        sent = [nothing] * self.size if parts is None else [as_bytes(part) for part in parts]
-        if parts is None:
-            sent[self.rank] = target  # tells its length; nobody reads it
-
-        def read(start: int, found: Sequence[Tensor]) -> None:
-            target[start : start + found[root].numel()].copy_(found[root])
-
-        self._swapped(f"scatter of {words(out)} from rank {root}", sent, read)
+        target = as_bytes(out)
+        self._gathered(f"scatter of {words(out)} from rank {root}", [target[:0]], lambda *_: None)
+        given = [target[:0]] * self.size if parts is None else [as_bytes(part) for part in parts]
+        came = [target if rank == root else target[:0] for rank in range(self.size)]
+        self._send_all(given, came)
 
     def all_to_all(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """``sent[i]`` of every rank to rank i; what rank i has for this one into ``received[i]``.
@@ -170,18 +166,22 @@ class Exchange:
         self._swapped(what, told, read)
         verdict = torch.tensor([odd[0] if odd else -1])
         self._gathered(what, [verdict], lambda _, found: self._check_lengths(what, found))
-        into[self.rank].copy_(out[self.rank])
-        comm, others = self.group.comm, [r for r in range(self.size) if r != self.rank]
-        requests: list[MPI.Request] = []
-        for rank in others:
-            for piece in torch.split(into[rank], MESSAGE_NBYTES) if into[rank].numel() else ():
-                requests.append(comm.Irecv([piece.numpy(), MPI.BYTE], rank))
-        for rank in others:
-            for piece in torch.split(out[rank], MESSAGE_NBYTES) if out[rank].numel() else ():
-                requests.append(comm.Isend([piece.numpy(), MPI.BYTE], rank))
-        MPI.Request.Waitall(requests)
+        self._send_all(out, into)
 
     # --- pieces
+
+    def _send_all(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """``sent[i]`` to rank i, what rank i sends into ``received[i]``: bytes, as many as the other side has said."""
+        if received[self.rank].numel():
+            received[self.rank].copy_(sent[self.rank])
+        comm, others = self.group.comm, [rank for rank in range(self.size) if rank != self.rank]
+        requests: list[MPI.Request] = []
+        for start, tensors in ((comm.Irecv, received), (comm.Isend, sent)):
+            for rank in others:
+                if tensors[rank].numel():
+                    for piece in torch.split(tensors[rank], MESSAGE_NBYTES):
+                        requests.append(start([piece.numpy(), MPI.BYTE], rank))
+        MPI.Request.Waitall(requests)
 
     def _check_lengths(self, what: str, found: Sequence[Tensor]) -> None:
         wrong = [(rank, int(row[0])) for rank, row in enumerate(found) if int(row[0]) >= 0]

@@ -200,7 +200,7 @@ def test_tensors_that_are_not_contiguous_are_read_and_filled_in_order(
 ) -> None:
     mine, other = values(comm.rank, (4, 6)), values(1 - comm.rank, (4, 6))
     with bridge(comm):
-        whole = mine.t()
+        whole = mine.clone().t()
         dist.all_reduce(whole)
         rows = [torch.zeros(6, 4).t(), torch.zeros(8, 6)[::2]]
         dist.all_gather(rows, other.t().contiguous().t())
