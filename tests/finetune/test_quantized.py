@@ -230,6 +230,27 @@ def test_changes_inside_gathered_become_codes_and_others_stay(
     parallel_assert(comm, after != before)
 
 
+@TRANSPORTS
+def test_a_block_that_runs_goes_on_with_what_its_changes_became(
+    comm: MPI.Intracomm, topology: Topology, transport: str
+) -> None:
+    model = adapted_gpt()
+
+    def change(*_: object) -> None:
+        hook.remove()
+        with hpczero.gathered(model, modifier_rank=0):
+            if comm.rank == 0:
+                model.get_parameter(NAME)[:, 0] += 0.01
+
+    with zeroified(model, None, transport=transport, topology=topology, quantize="nf4"):
+        with torch.no_grad():
+            before = model(tiny_tokens(5))
+            hook = model.get_submodule("blocks.0").register_forward_pre_hook(change)
+            during, after = model(tiny_tokens(5)), model(tiny_tokens(5))
+        parallel_assert(comm, torch.equal(during, after), "values that nobody keeps were used")
+        parallel_assert(comm, not torch.equal(before, after), "nothing was changed")
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("transport", ["hierarchical", "window"])
 def test_unsharding_ahead_changes_no_bit(
