@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 
 from hpczero import finetune
+from hpczero.kernels.blockwise import decode, encode
+from hpczero.plan.codec import Codec
 from tests.equality.reference import tree_sum
 from tests.helpers.small_models import tiny_gpt, tiny_tokens
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def adapted_gpt(rank: int = 3, **sizes: int) -> nn.Module:
@@ -43,3 +49,28 @@ def plain_steps(
         nn.utils.clip_grad_norm_(finetune.trained(model), 0.5)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def rounded(model: M, name: str, blocks: str = "blocks.") -> M:
+    """Frozen matrices of blocks as codes would give them back; blocks of 64 of the flat unit."""
+    codec = Codec(name)
+    parameters = dict(model.named_parameters())
+    for block in (f"{blocks}0.", f"{blocks}1."):
+        names = [
+            each
+            for each, parameter in parameters.items()
+            if each.startswith(block) and parameter.dim() > 1 and not parameter.requires_grad
+        ]
+        flat = torch.cat([parameters[each].detach().reshape(-1) for each in names])
+        padded = torch.zeros(-(-flat.numel() // 64) * 64)
+        padded[: flat.numel()] = flat
+        words = torch.empty(codec.words(padded.numel()))
+        encode(padded, words, bits=codec.bits, block=64)
+        decode(words.view(1, -1), padded.view(1, -1), bits=codec.bits, block=64)
+        begin = 0
+        for each in names:
+            end = begin + parameters[each].numel()
+            with torch.no_grad():
+                parameters[each].copy_(padded[begin:end].view_as(parameters[each]))
+            begin = end
+    return model

@@ -15,7 +15,7 @@ import hpczero
 from hpczero import finetune
 from hpczero.errors import ConfigError
 from tests.compat.architectures import ARCHITECTURES, VOCABULARY
-from tests.finetune.models import adapted_gpt, optimizer_of
+from tests.finetune.models import adapted_gpt, optimizer_of, rounded
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import raises_on_all, zeroified
 
@@ -89,6 +89,36 @@ def test_merged_weights_and_adapters_load_elsewhere(
     wrong = ""
     if comm.rank == 0:
         wrong = what_is_wrong(trained_in_one_process(adapted(kind), comm.size), kind, folder)
+    parallel_assert(comm, not wrong, wrong)
+
+
+@pytest.mark.parametrize("adapted", [ours, pefts], ids=["ours", "peft"])
+def test_a_base_of_codes_is_merged_as_it_was_trained(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, adapted: Any
+) -> None:
+    model = adapted("llama")
+    optimizer = optimizer_of(model)
+    with zeroified(model, optimizer, topology=topology, quantize="nf4"):
+        for step in range(3):
+            ids = tokens(comm.rank, step)
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        finetune.save_merged(model, folder / "merged")
+    wrong = ""
+    if comm.rank == 0:
+        import transformers
+
+        place = "model.layers." if adapted is ours else "base_model.model.model.layers."
+        plain = trained_in_one_process(rounded(adapted("llama"), "nf4", place), comm.size)
+        load: Any = transformers.AutoModelForCausalLM.from_pretrained
+        merged, said = load(folder / "merged", output_loading_info=True)
+        with torch.no_grad():
+            logits = merged(input_ids=ids).logits
+            apart = (logits - plain(input_ids=ids).logits).abs().max().item()
+            changed = (logits - base("llama")(input_ids=ids).logits).abs().max().item()
+        odd = {key: value for key, value in said.items() if value}
+        wrong = "" if apart <= 1e-6 and changed > 1e-3 and not odd else f"{apart}, {changed}, {odd}"
     parallel_assert(comm, not wrong, wrong)
 
 

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 import hpczero
 from hpczero.errors import ConfigError, PlanError
-from hpczero.kernels.blockwise import decode, encode
 from hpczero.plan import Plan
 from hpczero.plan.codec import Codec
 from hpczero.plan.rules import default_rule
 from hpczero.zero.units.encoded import EncodedParameters
 from tests.checkpoint.programs import first_ranks
-from tests.finetune.models import adapted_gpt, loss_of, optimizer_of, plain_steps
+from tests.finetune.models import adapted_gpt, loss_of, optimizer_of, plain_steps, rounded
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import adamw, raises_on_all, tiny_gpt, tiny_tokens, zeroified
 
@@ -32,31 +31,6 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 CODECS = pytest.mark.parametrize("name", ["int8", "nf4"])
 TRANSPORTS = pytest.mark.parametrize("transport", ["flat", "auto"])
 NAME = "blocks.0.mlp.expansion.weight"
-
-
-def rounded(model: nn.Module, name: str) -> nn.Module:
-    """Frozen matrices of blocks as codes would give them back; blocks of 64 of the flat unit."""
-    codec = Codec(name)
-    parameters = dict(model.named_parameters())
-    for block in ("blocks.0.", "blocks.1."):
-        names = [
-            each
-            for each, parameter in parameters.items()
-            if each.startswith(block) and parameter.dim() > 1 and not parameter.requires_grad
-        ]
-        flat = torch.cat([parameters[each].detach().reshape(-1) for each in names])
-        padded = torch.zeros(-(-flat.numel() // 64) * 64)
-        padded[: flat.numel()] = flat
-        words = torch.empty(codec.words(padded.numel()))
-        encode(padded, words, bits=codec.bits, block=64)
-        decode(words.view(1, -1), padded.view(1, -1), bits=codec.bits, block=64)
-        begin = 0
-        for each in names:
-            end = begin + parameters[each].numel()
-            with torch.no_grad():
-                parameters[each].copy_(padded[begin:end].view_as(parameters[each]))
-            begin = end
-    return model
 
 
 def steps(model: nn.Module, optimizer: Any, rank: int, which: range) -> None:
