@@ -34,20 +34,22 @@ class Inventory:
     """One sharded model as a checkpoint sees it. Not collective unless a method says so.
 
     Attributes:
-        table: parameters of the whole model, in its order.
+        table: parameters of the whole model, in its order; those that train, where the checkpoint has no others.
+        units: that have them.
         held: elements of the file that this rank saves: of equal copies one.
         held_trainable: the part of ``held`` that has optimizer state.
         needed: elements of the file that this rank loads; one entry for each of ``rows``.
         needed_trainable: the part of ``needed`` that has optimizer state.
     """
 
-    def __init__(self, sharding: Sharding, share: Share) -> None:
+    def __init__(self, sharding: Sharding, share: Share, *, trained: bool = False) -> None:
         """See ``create``."""
         self._sharding = sharding
         self._share = share
-        self.table = share.table
+        self.table = share.table.trained() if trained else share.table
+        self.units = [unit for unit in sharding.units if unit.spec.trainable or not trained]
         self._places = self.table.named()
-        pieces = [piece for unit in sharding.units for piece in self._pieces_of(unit)]
+        pieces = [piece for unit in self.units for piece in self._pieces_of(unit)]
         self._empty = [piece for piece in pieces if not piece.numel]  # padding and nothing else
         self._pieces = sorted((p for p in pieces if p.numel), key=lambda piece: piece.start)
         self._saved = [piece for piece in self._pieces if piece.counted]
@@ -55,8 +57,12 @@ class Inventory:
         self.needed, self.needed_trainable = self._runs(self._pieces)
 
     @classmethod
-    def create(cls, sharding: Sharding) -> Inventory:
+    def create(cls, sharding: Sharding, *, trained: bool = False) -> Inventory:
         """That of a model. Collective over world where ranks have parts of a model, or replicas.
+
+        Args:
+            sharding: of the model.
+            trained: whether the checkpoint has the trainable parameters alone.
 
         Raises:
             CheckpointError: on every rank: the parts do not make one model; the message names a parameter.
@@ -64,7 +70,7 @@ class Inventory:
         with sharding.topology.agreed("take stock of the model"):
             for average in sharding.averages.values():
                 average.check_out("a checkpoint")
-        found = cls(sharding, share_of(sharding))
+        found = cls(sharding, share_of(sharding), trained=trained)
         held: Counter[str] = Counter()
         for piece in found._saved:
             held[found._row(piece.unit, piece.position).name] += piece.numel
@@ -93,6 +99,17 @@ class Inventory:
     def _row(self, unit: Unit, position: int) -> Row:
         """The whole parameter of a slot."""
         return self._places[self._share.name(unit.spec.layout.slots[position].name)]
+
+    @property
+    def alone(self) -> bool:
+        """Whether the checkpoint has the trainable parameters alone."""
+        return self.table is not self._share.table
+
+    def frozen_pieces(self) -> Iterator[tuple[Row, Piece]]:
+        """What this rank saves of frozen parameters, each with the whole parameter."""
+        for piece in self._saved:
+            if not piece.unit.spec.trainable:
+                yield self._row(piece.unit, piece.position), piece
 
     @property
     def rows(self) -> list[Row]:
@@ -183,7 +200,7 @@ class Inventory:
         One unit's copy exists at a time.
         """
         cuts: dict[Unit, list[tuple[Piece, int]]] = {
-            unit: [] for unit in self._sharding.units if unit.spec.trainable or not trainable
+            unit: [] for unit in self.units if unit.spec.trainable or not trainable
         }
         start = 0
         for piece in self._pieces:
