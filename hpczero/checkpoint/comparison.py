@@ -13,6 +13,7 @@ from hpczero.adapters import gpt2
 from hpczero.checkpoint import streams
 from hpczero.checkpoint.disk.format import NAMED, SEVERAL, Manifest, Row, Table
 from hpczero.checkpoint.group_options import fits
+from hpczero.checkpoint.kept_averages import names_in
 from hpczero.checkpoint.stage_buffers import Kept
 from hpczero.errors import CheckpointMismatch
 from hpczero.files.regular import shown
@@ -119,6 +120,13 @@ def match_optimizer(
                     f"{path}: {name} of group {place} is {shown(value)} in the checkpoint and {shown(group[name])} in "
                     "the optimizer; use the one it was saved from"
                 )
+    for name in names_in(saved["kinds"]):
+        if name not in sharding.averages:
+            raise CheckpointMismatch(
+                f"{path}: holds the average {name!r} of the weights, and the model has "
+                f"{sorted(sharding.averages) or 'none'}; make it before the load: hpczero.optim.EMA(model, "
+                f"name={name!r}), or SWA"
+            )
     return dict(saved["kinds"])
 
 

@@ -30,6 +30,7 @@ from hpczero.checkpoint.even_runs import Entry, EvenRuns
 from hpczero.zero.units.away import AwayRest
 from hpczero.zero.units.away_shard import VALUES, AwayShard
 from hpczero.zero.units.unit import Unit
+from hpczero.zero.update.coded import CodedState
 
 OPEN_NBYTES = 64 * 2**20  # of windows in memory; see [Note: Open windows]
 
@@ -218,6 +219,9 @@ class StateHome:
             into.zero_()
             return
         first = begin - piece.begin
+        if isinstance(value, CodedState):
+            into.copy_(value.read(first, len(into)))
+            return
         found = value.detach().reshape(-1)[first : first + len(into)]
         into[: len(found)].copy_(found)
         into[len(found) :].zero_()  # of a state with fewer elements than its parameter

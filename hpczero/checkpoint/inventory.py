@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hpczero.checkpoint.disk.format import Row, Table
 from hpczero.checkpoint.even_runs import EvenRuns
 from hpczero.checkpoint.held import Held, HeldPieces, Piece, StateHome, ValuesHome, with_padding
+from hpczero.checkpoint.kept_averages import COUNT, average_at, averages_of, set_counts
 from hpczero.checkpoint.pieces import piece_of
 from hpczero.checkpoint.state_kinds import Scalar, kind_of, scalar_of
 from hpczero.checkpoint.whole_table import Share, check_cover, share_of
@@ -60,6 +61,9 @@ class Inventory:
         Raises:
             CheckpointError: on every rank: the parts do not make one model; the message names a parameter.
         """
+        with sharding.topology.agreed("take stock of the model"):
+            for average in sharding.averages.values():
+                average.check_out("a checkpoint")
         found = cls(sharding, share_of(sharding))
         held: Counter[str] = Counter()
         for piece in found._saved:
@@ -227,8 +231,9 @@ class Inventory:
                 continue
             for position, shard in unit.owned_shards():
                 row = self._row(unit, position)
-                state = self._state_of(unit, position).get(shard, {})
-                yield row, with_names(state), shard.numel()
+                state = with_names(self._state_of(unit, position).get(shard, {}))
+                averages = averages_of(self._sharding, unit, position)
+                yield row, {**state, **averages} if averages else state, shard.numel()
 
     def elements(self, key: str) -> Held:
         """(elements of ``held_trainable``,) fp32 of one elementwise state, read slice by slice; zero where none is."""
@@ -252,7 +257,8 @@ class Inventory:
             if new:
                 states.setdefault(shard, {})
             state: MutableMapping[Any, Any] = states.get(shard, {})
-            return state
+            averages = averages_of(self._sharding, piece.unit, piece.position)
+            return {**state, **averages} if averages and not new else state
 
         return state_of
 
@@ -283,6 +289,8 @@ class Inventory:
             present: for each key, the parameters that have it, with the number of a scalar.
         """
         self._sharding.step.forget_state()
+        set_counts(self._sharding, present)
+        kinds = {key: kind for key, kind in kinds.items() if not key.endswith(COUNT)}
         for unit, position, shard in self._trained():
             self._state_of(unit, position).pop(shard, None)
         # Steps are counted where the update is computed, as torch's own load_state_dict has it.
@@ -312,7 +320,11 @@ class Inventory:
             elements: (elements of ``needed_trainable``,).
             present: the parameters that have it.
         """
+        average = average_at(self._sharding, key)
         for unit, owned in self._by_unit(elements, trainable=True):
+            if average is not None:
+                average.load(unit, owned)
+                continue
             replicated = unit.replicated(owned)
             for position, (shard, value) in zip(unit.optimized.slots, replicated, strict=True):
                 if self._is_in(unit, position, present):

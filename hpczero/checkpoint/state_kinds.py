@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hpczero.errors import CheckpointError
 from hpczero.zero.update.away_states import AWAY
+from hpczero.zero.update.coded import CodedState
 
 Scalar = int | float | bool
 
@@ -30,7 +31,7 @@ def kind_of(key: str, value: Any, numel: int, *, packed: bool = False) -> str | 
     """
     if value is None:
         return None
-    if value is AWAY:
+    if value is AWAY or isinstance(value, CodedState):
         return "elements"
     if isinstance(value, Tensor):
         if not value.dim():

@@ -1,9 +1,12 @@
-"""Optimizers beside torch's own: of whole matrices, each for plain torch models and for zeroified ones.
+"""Optimizers beside torch's own: of whole matrices, with states in 8 bits; averages of weights.
 
-They know nothing of shards. What an optimizer says of itself in its class (``zero.update.whole_rules``) decides how
-``zeroify`` takes its step.
+The optimizers know nothing of shards. What an optimizer says of itself in its class (``zero.update.whole_rules``,
+``zero.update.coded``) decides how ``zeroify`` takes its step.
 """
 
+from hpczero.optim.adamw8bit import AdamW8bit
+from hpczero.optim.averages import EMA, SWA, publish_changes
 from hpczero.optim.muon import Muon
+from hpczero.optim.shampoo import Shampoo
 
-__all__ = ["Muon"]
+__all__ = ["EMA", "SWA", "AdamW8bit", "Muon", "Shampoo", "publish_changes"]

@@ -152,14 +152,14 @@ class Plan:
     def memory(
         self,
         *,
-        optimizer_bytes: int = ADAM_STATE_BYTES,
+        optimizer_bytes: float = ADAM_STATE_BYTES,
         footprint: Footprint | None = None,
         apart: bool = False,
     ) -> MemoryPlan:
         """Bytes that each rank holds, padding included; docs/zero.md has the table.
 
         Args:
-            optimizer_bytes: state per element: 8 for Adam, 4 for SGD with momentum, 0 for plain SGD.
+            optimizer_bytes: state per element: 8 for Adam, 17/8 in 8 bits, 4 for SGD with momentum, 0 for plain SGD.
             footprint: of the transport (``Collectives.footprint``). None means that ranks share nothing.
             apart: whether some mean gradients rest elsewhere, so that nothing is summed in place.
 
@@ -190,7 +190,7 @@ class Plan:
             parameters=parameters,
             master=FP32_BYTES * owned if self.precision.has_masters else 0,
             gradients=gradients,
-            optimizer=optimizer_bytes * owned,
+            optimizer=int(optimizer_bytes * owned),
             unsharded=self._unsharded_nbytes(footprint, local=not (in_place or kept)),
             exchange=self.exchange_nbytes(footprint),
         )

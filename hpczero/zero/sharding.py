@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,11 +32,15 @@ from hpczero.zero.units.away_shard import GRADIENT, NOTHING_AWAY, Away
 from hpczero.zero.units.reducer import ExactReducer, PartialReducer, Reducer
 from hpczero.zero.units.seen_gradient import Sight, SlotGradient
 from hpczero.zero.units.unit import Unit
+from hpczero.zero.update.coded import CodedUpdate
 from hpczero.zero.update.optimizer_set import OptimizerSet
 from hpczero.zero.update.optimizer_state import OptimizerState
 from hpczero.zero.update.stepper import point_at_shards
 from hpczero.zero.update.update import ModelSide, Step
 from hpczero.zero.zeroing import Zeroing
+
+if TYPE_CHECKING:
+    from hpczero.zero.averages import Average
 
 KEY = "_hpczero_sharding"
 
@@ -56,6 +60,7 @@ class Sharding:
         next_part: of ``accumulate``, and of how many; None before the first.
         advice: what is told once.
         registered: methods of ``register_forward``, each with what stood on the object before.
+        averages: running averages of the weights, by name.
         lineage: folders of checkpoints, each with the step of the last one there that the model was loaded or saved as.
     """
 
@@ -116,10 +121,11 @@ class Sharding:
         self.attachment = Attachment(model, self.units, topology.rank)
         self.shared_buffers = SharedBuffers(model, topology, collectives)
         self.lineage: dict[Path, int] = {}
+        self.averages: dict[str, Average] = {}
         side = ModelSide(
             in_backward=lambda: self.schedule is not None and self.schedule.backward.runs,
             in_call=lambda: self.schedule is not None and self.schedule.in_call,
-            check_attachment=self.attachment.check,
+            check_attachment=self._check_attachment,
             before_update=self._before_update,
             after_update=self.shared_buffers.share,
             replaced=lambda: self.shared_buffers.replaced(self.attachment.modules),
@@ -176,7 +182,8 @@ class Sharding:
         of_shards = (state for each in self.optimizers for state in each.state.values())
         # Past what is said of values that rest on a tier: here their bytes in memory count.
         states = itertools.chain.from_iterable(dict.values(state) for state in of_shards)
-        return sum(
+        coded = (step.parted for step in self.step.steppers)
+        return sum(each.nbytes for each in coded if isinstance(each, CodedUpdate)) + sum(
             t.numel() * t.element_size() for t in states if isinstance(t, Tensor) and t.dim()
         )
 
@@ -263,6 +270,12 @@ class Sharding:
         for unit in self.units:
             unit.optimized.check_seen()
             unit.whole.check_values()
+
+    def _check_attachment(self) -> None:
+        """Before a step."""
+        self.attachment.check()
+        for average in self.averages.values():
+            average.check_out("optimizer.step()")
 
     def _before_update(self, units: Collection[Unit]) -> list[Unit]:
         if self.schedule is None or self.schedule.backward.runs:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import hpczero
-from hpczero.optim import Muon
+from hpczero.optim import AdamW8bit, Muon, Shampoo
 
 if TYPE_CHECKING:
     from hpczero import Topology
@@ -118,6 +118,10 @@ def adafactor(model: nn.Module) -> tuple[Optimizer, ...]:
     return (torch.optim.Adafactor(trained(model), lr=0.02),)
 
 
+def shampoo(model: nn.Module) -> tuple[Optimizer, ...]:
+    return (Shampoo(trained(model), lr=0.02, every=2, max_size=11, least=1e-3),)
+
+
 def lamb(model: nn.Module) -> tuple[Optimizer, ...]:
     return (Lamb(trained(model)),)
 
@@ -127,7 +131,14 @@ RULES: dict[str, Make] = {
     "muon": muon,
     "adafactor": adafactor,
     "lamb": lamb,
+    "shampoo": shampoo,
 }
+
+
+def adamw8bit(model: nn.Module) -> tuple[Optimizer, ...]:
+    matrices, rest = divided(model)
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": rest, "weight_decay": 0.0}]
+    return (AdamW8bit(groups, lr=3e-3, eps=1e-4),)
 
 
 class Training:

@@ -17,6 +17,8 @@ from hpczero.comm.collectives import Collectives
 from hpczero.zero.units.shard_gradient import guard_shards, open_shards
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.usage import Flags
+from hpczero.zero.update.coded import ATTRIBUTE as CODED
+from hpczero.zero.update.coded import CodedUpdate
 from hpczero.zero.update.delayed import DelayedUpdate
 from hpczero.zero.update.host_update import HostUpdate
 from hpczero.zero.update.optimizer_set import OptimizerSet
@@ -28,7 +30,7 @@ from hpczero.zero.update.twin import TwinUpdate
 from hpczero.zero.update.whole import WholeUpdate
 from hpczero.zero.update.whole_rules import needs_whole
 
-Update = PartedUpdate | StreamedUpdate | TwinUpdate | WholeUpdate
+Update = PartedUpdate | StreamedUpdate | TwinUpdate | WholeUpdate | CodedUpdate
 
 
 class Stepper:
@@ -92,6 +94,8 @@ class Stepper:
         self.parted: Update
         if needs_whole(optimizer):
             self.parted = WholeUpdate(self.slots, optimizer, groups, comm, replicated=not sharded)
+        elif hasattr(type(optimizer), CODED):
+            self.parted = CodedUpdate(self.slots, optimizer)
         else:
             self.parted = _update_of(optimizer, here, away)
         self.together = self.streams or isinstance(self.parted, WholeUpdate)
@@ -111,7 +115,7 @@ class Stepper:
         Raises:
             StepError: on ranks whose optimizer is not as it was at zeroify.
         """
-        if not isinstance(self.parted, PartedUpdate):
+        if not isinstance(self.parted, PartedUpdate | CodedUpdate):
             self.parted.check(last=self._hooks.are_last)
 
     def begin(self) -> None:

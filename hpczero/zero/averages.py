@@ -1,0 +1,188 @@
+"""Average: a running average of the weights, of which each rank keeps its part.
+
+Owns: the averaged values, in fp32, and their turn in the model. Must not know: how much an update weighs (a function
+says so), files.
+
+    kept       (owned_numel,) fp32 of each trained unit: 1/N of the parameters on a rank, at every stage
+    applied    the model has the averages, and what is kept are the weights of training
+
+Only trained parameters are averaged; frozen ones and buffers stay the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from hpczero.errors import PlanError, StepError
+from hpczero.zero.sharding import Sharding
+from hpczero.zero.units.unit import Unit
+
+LEFT = "an exception left `with average.applied():`, and whole parameters may be averages or weights of training"
+
+
+class Average:
+    """Of one model, under one name.
+
+    Attributes:
+        name: in checkpoints.
+        count: updates so far; 0: there is no average yet.
+        applied: whether the model has the averages now.
+    """
+
+    def __init__(self, sharding: Sharding, name: str, weight: Callable[[int], float]) -> None:
+        """Take memory, and be saved and loaded with the model from now on. Collective over world.
+
+        Args:
+            sharding: of the model.
+            name: unlike those of its other averages.
+            weight: of the present weights in an update, 0 to 1, by the count before it. The first is taken as it is.
+
+        Raises:
+            PlanError: on every rank: the name is taken or no name, nothing is trained, or weights rest on a tier.
+        """
+        self.name, self.count, self.applied = name, 0, False
+        self._sharding, self._weight = sharding, weight
+        units = [unit for unit in sharding.units if unit.spec.trainable]
+        with sharding.topology.agreed(f"average the weights as {name!r}"):
+            if not name.isidentifier() or name in sharding.averages:
+                raise PlanError(
+                    f"name of an average: got {name!r}, expected an identifier unlike {sorted(sharding.averages)}"
+                )
+            if not units:
+                raise PlanError("an average of weights: got a model of which nothing is trained")
+            if any(unit.away is not None for unit in units):
+                raise PlanError(
+                    "an average of weights that rest on a memory tier (offload), expected them in memory; leave the "
+                    "optimizer and the parameters on the device"
+                )
+        comm = sharding.collectives
+        self._buffers = {
+            unit: comm.allocate(unit.owned_numel, torch.float32, category="averages")
+            for unit in units
+        }
+        sharding.averages[name] = self
+
+    def close(self) -> None:
+        """Give the memory back; checkpoints are without it from now on. Not collective, on all ranks alike."""
+        self._check_kept("close it")
+        self._sharding.averages.pop(self.name, None)
+        for buffer in self._buffers.values():
+            buffer.release()
+        self._buffers.clear()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights of now into the average: after ``optimizer.step()``. Not collective, on all ranks alike.
+
+        Raises:
+            StepError: inside of ``applied``.
+        """
+        self._check_kept("update it")
+        weight = 1.0 if self.count == 0 else self._weight(self.count)
+        for unit, kept in self._kept():
+            with unit.owned_values() as here:
+                if self.count == 0:
+                    kept.copy_(here)
+                else:
+                    kept.lerp_(here, weight)
+        self.count += 1
+
+    @contextmanager
+    def applied_to_model(self) -> Iterator[nn.Module]:
+        """Context: the model has the averages, for evaluation or an export. Collective over world, at both ends.
+
+        Steps, updates and checkpoints are refused inside.
+
+        Raises:
+            StepError: on every rank: there is no average yet, it is applied already, or a forward or backward runs.
+        """
+        sharding = self._sharding
+        with sharding.topology.agreed(f"apply the average {self.name!r}"):
+            self._check_kept("apply it")
+            schedule = sharding.schedule
+            if schedule is None or schedule.in_call or schedule.backward.runs:
+                raise StepError("an average is applied while a forward or a backward runs")
+            if not self.count:
+                raise StepError(
+                    f"the average {self.name!r} has no weights yet; call update() first"
+                )
+            sharding.attachment.check()
+            sharding.check_values()
+        self._exchange()
+        self._publish()
+        self.applied = True
+        try:
+            yield sharding.model
+        except BaseException:
+            # Other ranks may not have left: nothing collective here.
+            self._exchange()
+            self.applied = False
+            for unit in self._buffers:
+                unit.whole.doubt(LEFT)
+            raise
+        with sharding.topology.agreed(f"take the average {self.name!r} out of the model"):
+            sharding.check_values()
+        self._exchange()
+        self._publish()
+        self.applied = False
+
+    def check_out(self, what: str) -> None:
+        """Refuse ``what`` while the model has the averages.
+
+        Raises:
+            StepError: it has.
+        """
+        if self.applied:
+            raise StepError(
+                f"{what} inside of `with average.applied():`, where the model has the average {self.name!r} instead of "
+                "its own weights; leave the block first"
+            )
+
+    # --- for checkpoints -----------------------------------------------------------------------------------------
+
+    def part(self, unit: Unit, position: int) -> Tensor:
+        """(elements,) of this rank's part of the parameter in a slot of ``unit``; a view."""
+        layout, index = unit.spec.layout, self._sharding.topology.shard_index
+        slot = layout.slots[position]
+        part = layout.overlap(index, slot.name)
+        begin = slot.offset + part.start - layout.shard_range(index).start
+        return self._buffers[unit].tensor[begin : begin + len(part)]
+
+    def load(self, unit: Unit, owned: Tensor) -> None:
+        """Replace what is kept of ``unit`` by (owned_numel,) values."""
+        self._buffers[unit].tensor.copy_(owned)
+
+    # --- ---------------------------------------------------------------------------------------------------------
+
+    def _kept(self) -> Iterator[tuple[Unit, Tensor]]:
+        for unit, buffer in self._buffers.items():
+            yield unit, buffer.tensor
+
+    def _check_kept(self, what: str) -> None:
+        self.check_out(what)
+        if not self._buffers:
+            raise StepError(f"the average {self.name!r} was closed; make a new one")
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for unit, kept in self._kept():
+            with unit.owned_values(changes=True) as here:
+                before = here.clone()
+                here.copy_(kept)
+            kept.copy_(before)
+
+    def _publish(self) -> None:
+        publish(self._sharding)
+
+
+def publish(sharding: Sharding) -> None:
+    """Bring to the model what this rank's masters hold. Collective over world."""
+    if sharding.schedule is not None:
+        sharding.schedule.residence.end_step()
+    for unit in sharding.units:
+        if unit.spec.trainable:
+            unit.publish()

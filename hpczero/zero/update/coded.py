@@ -1,0 +1,236 @@
+"""CodedUpdate: torch's own step of an elementwise optimizer whose state is kept in codes between steps.
+
+Owns: the codes of each unit, decoded for the time of its update alone. Must not know: what the codes are (a ``Codec``),
+the agreement of ranks.
+
+    codes     (elements of the unit's masters,)    blocks count from the start of the unit; a shard is whole blocks
+    update    [ decoded ] -> torch's step over pieces of the unit -> [ encoded ]       unit by unit
+
+Between steps ``optimizer.state`` holds a ``CodedState`` in place of each tensor. Parameters of a unit that are not
+stepped on keep their codes, unless a neighbour in their block changes its scale.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hpczero.plan.layout import DEFAULT_ALIGN
+from hpczero.zero.units.guard import own_gradient
+from hpczero.zero.units.unit import Unit
+
+ATTRIBUTE = "hpczero_coded_states"
+
+
+class Codec(Protocol):
+    """Numbers as codes of one byte, with an fp32 scale for each block of ``DEFAULT_ALIGN``.
+
+    What is decoded must be encoded as what it was.
+    """
+
+    dtype: torch.dtype
+
+    def encode(self, values: Tensor, /) -> tuple[Tensor, Tensor]:
+        """(numel,) fp32 in; (numel,) codes and (numel / block,) scales."""
+        ...
+
+    def decode(self, codes: Tensor, scales: Tensor, /) -> Tensor:
+        """The other way."""
+        ...
+
+
+class Coded:
+    """One state of all elements of a unit that this rank steps on; zero at first."""
+
+    def __init__(self, codec: Codec, numel: int, device: torch.device) -> None:
+        self._codec = codec
+        self.codes = torch.zeros(numel, dtype=codec.dtype, device=device)
+        self.scales = torch.zeros(numel // DEFAULT_ALIGN, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """(stop - start,) fp32."""
+        first = start // DEFAULT_ALIGN
+        last = -(-stop // DEFAULT_ALIGN)
+        codes = self.codes[first * DEFAULT_ALIGN : last * DEFAULT_ALIGN]
+        begin = start - first * DEFAULT_ALIGN
+        return self._codec.decode(codes, self.scales[first:last])[begin : begin + stop - start]
+
+    def read_all(self) -> Tensor:
+        """(numel,) fp32."""
+        return self._codec.decode(self.codes, self.scales)
+
+    def write_all(self, values: Tensor) -> None:
+        """Replace all by ``values``, (numel,) fp32."""
+        codes, scales = self._codec.encode(values)
+        self.codes.copy_(codes)
+        self.scales.copy_(scales)
+
+
+@dataclass(frozen=True)
+class CodedState:
+    """The state of one piece, in place of a tensor.
+
+    Attributes:
+        of: the unit's.
+        start, stop: of its elements there.
+    """
+
+    of: Coded
+    start: int
+    stop: int
+
+    def numel(self) -> int:
+        """Elements."""
+        return self.stop - self.start
+
+    def read(self, first: int = 0, count: int | None = None) -> Tensor:
+        """(count,) fp32, from element ``first`` on; None: to the last."""
+        start = self.start + first
+        return self.of.read(start, self.stop if count is None else start + count)
+
+
+class CodedUpdate:
+    """Of one optimizer; nothing here is collective."""
+
+    def __init__(self, slots: Mapping[Unit, Sequence[int]], optimizer: Optimizer) -> None:
+        """Not collective.
+
+        Args:
+            slots: of each unit the positions of the optimizer's parameters.
+            optimizer: pointed at their shards.
+        """
+        self._slots = {unit: set(own) for unit, own in slots.items()}
+        self._optimizer = optimizer
+        self._codecs: dict[str, Codec] = getattr(type(optimizer), ATTRIBUTE)
+        step: Any = type(optimizer).step
+        self._method: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
+        self._coded: dict[tuple[Unit, str], Coded] = {}
+        self._put_away: list[list[nn.Parameter]] | None = None
+
+    @property
+    def taken(self) -> bool:
+        """Whether torch's own call has nothing left to do; until ``restore``."""
+        return self._put_away is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all codes."""
+        return sum(coded.nbytes for coded in self._coded.values())
+
+    def take(self, *, last: bool) -> None:
+        """Take the step over all units that have gradients. It is ``taken`` then: the groups are empty."""
+        groups = self._optimizer.param_groups
+        group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+        self._put_away = [group["params"] for group in groups]
+        try:
+            for unit in self._slots:
+                if unit.gradients.present:
+                    self._take(unit, group_of)
+        except BaseException:
+            self.restore()
+            raise
+        for group in groups:
+            group["params"] = []
+
+    def restore(self) -> None:
+        """Put the pieces back into their groups; nothing if they are there."""
+        if self._put_away is not None:
+            for group, pieces in zip(self._optimizer.param_groups, self._put_away, strict=True):
+                group["params"] = pieces
+            self._put_away = None
+
+    def adopt(self) -> None:
+        """State was loaded, or put into ``optimizer.state``: encode what is not."""
+        for unit in self._slots:
+            for name in self._codecs:
+                found = [
+                    (piece, place, self._state(piece).get(name))
+                    for piece, place in self._pieces(unit)
+                ]
+                mine = self._coded.get((unit, name))
+                if all(value is None or _is_of(value, mine) for _, _, value in found):
+                    continue
+                flat = torch.zeros(len(unit.optimized.master), device=unit.optimized.master.device)
+                for _, place, value in found:
+                    if value is not None:
+                        read = value.read() if isinstance(value, CodedState) else value.reshape(-1)
+                        flat[place].copy_(read)
+                self._write(unit, name, flat)
+                for piece, place, value in found:
+                    if value is not None:
+                        self._note(piece, place, unit, name)
+
+    def forget(self) -> None:
+        """State is about to be replaced: let go of its memory."""
+        self._coded.clear()
+
+    # --- one unit ------------------------------------------------------------------------------------------------
+
+    def _pieces(self, unit: Unit) -> list[tuple[nn.Parameter, slice]]:
+        """What the optimizer has of a unit, and where each lies in the masters."""
+        optimized = unit.optimized
+        places = zip(optimized.parameters, optimized.slots, optimized.places, strict=True)
+        return [(piece, place) for piece, slot, place in places if slot in self._slots[unit]]
+
+    def _state(self, piece: nn.Parameter) -> dict[str, Any]:
+        """Past what ``ShardStates`` asks of each key; empty where there is none."""
+        states: dict[Any, Any] = self._optimizer.state
+        found: dict[str, Any] = dict.get(states, piece, {})
+        return found
+
+    def _write(self, unit: Unit, name: str, flat: Tensor) -> None:
+        if (unit, name) not in self._coded:
+            self._coded[unit, name] = Coded(self._codecs[name], len(flat), flat.device)
+        self._coded[unit, name].write_all(flat)
+
+    def _note(self, piece: nn.Parameter, place: slice, unit: Unit, name: str) -> None:
+        coded = CodedState(self._coded[unit, name], place.start, place.stop)
+        self._optimizer.state[piece][name] = coded
+
+    def _take(self, unit: Unit, group_of: Mapping[int, int]) -> None:
+        """Step on a unit: its states are fp32 for that time."""
+        optimizer, pieces = self._optimizer, self._pieces(unit)
+        here = [(p, at) for p, at in pieces if own_gradient(p) is not None and id(p) in group_of]
+        if not here:
+            return
+        master = unit.optimized.master
+        flat = {
+            name: self._coded[unit, name].read_all()
+            if (unit, name) in self._coded
+            else torch.zeros(len(master), device=master.device)
+            for name in self._codecs
+        }
+        for piece, place in here:
+            state = self._state(piece)
+            for name in self._codecs:
+                if name in state:
+                    state[name] = flat[name][place]
+        for group in optimizer.param_groups:
+            group["params"] = []
+        for piece, _ in here:
+            optimizer.param_groups[group_of[id(piece)]]["params"].append(piece)
+        self._method(optimizer)
+        for name, (piece, place) in itertools.product(self._codecs, here):
+            value = self._state(piece).get(name)
+            if value is not None and value.data_ptr() != flat[name][place].data_ptr():
+                flat[name][place].copy_(value)  # made in this step
+        for name, values in flat.items():
+            self._write(unit, name, values)
+            for piece, place in here:
+                if name in self._state(piece):
+                    self._note(piece, place, unit, name)
+
+
+def _is_of(value: Any, coded: Coded | None) -> bool:
+    return isinstance(value, CodedState) and value.of is coded
