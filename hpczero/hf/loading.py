@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ def load(
     topology: Topology | None = None,
     model_class: Any = None,
     missing: Literal["draw", "refuse"] = "draw",
+    ignore_mismatched_sizes: bool = False,
     seed: int = 0,
     hub: Hub | None = None,
     trust_remote_code: bool = False,
@@ -58,6 +60,8 @@ def load(
             config.json names.
         missing: ``draw`` gives parameters that no file has the values that the model's own initialisation draws, by
             (seed, name), the same for every number of ranks; rank 0 names them. ``refuse`` raises.
+        ignore_mismatched_sizes: whether a parameter of which the files have another shape counts as missing, such as a
+            head for another number of classes; else that is refused.
         seed: of what is drawn.
         hub: how a model of the hub is found.
         trust_remote_code: whether Python files of the folder are run, where config.json names classes in them.
@@ -75,14 +79,23 @@ def load(
     given = topology or Topology.of_world()
     try:
         path = find(name, hub or Hub(), given)
-        return _load(path, Choice(model_class, changes, trust_remote_code), given, missing, seed)
+        choice = Choice(model_class, changes, trust_remote_code)
+        return _load(path, choice, given, _Rules(missing, ignore_mismatched_sizes), seed)
     finally:
         if topology is None:
             given.free()
 
 
+@dataclass(frozen=True)
+class _Rules:
+    """What becomes of parameters that the files do not have in their shape."""
+
+    missing: str
+    ignore_mismatched_sizes: bool
+
+
 def _load(
-    path: Path, choice: Choice, topology: Topology, missing: str, seed: int
+    path: Path, choice: Choice, topology: Topology, rules: _Rules, seed: int
 ) -> tuple[Any, FolderWeights]:
     if choice.trust_remote_code:
         for first in (topology.is_root, topology.local_rank == 0):
@@ -90,12 +103,12 @@ def _load(
                 if first:
                     config_and_class(path, choice)
     with topology.agreed("build the model and compare it with its files"):
-        if missing not in ("draw", "refuse"):
-            raise ConfigError(f"missing: got {missing!r}, expected 'draw' or 'refuse'")
+        if rules.missing not in ("draw", "refuse"):
+            raise ConfigError(f"missing: got {rules.missing!r}, expected 'draw' or 'refuse'")
         model: Any = building.build(lambda: of_folder(path, choice), seed=seed)
         folder = WeightFolder(path)
         matched = match(model, folder.entries)
-        _check(path, matched, refuse=missing == "refuse")
+        _check(path, matched, rules)
         there = {owner for owner in matched.owners.values() if matched.has(owner)}
         building.check_buffers(model, filled=there)
         lost = bool(matched.missing)
@@ -114,16 +127,17 @@ def _load(
 # --- agreement -----------------------------------------------------------------------------------------------------
 
 
-def _check(path: Path, matched: Matched, *, refuse: bool) -> None:
-    if matched.mismatched:
+def _check(path: Path, matched: Matched, rules: _Rules) -> None:
+    if matched.mismatched and not rules.ignore_mismatched_sizes:
         shown = [
             f"{n} is {a} in the files and {b} in the model"
             for n, (a, b) in matched.mismatched.items()
         ]
         raise CheckpointMismatch(
-            f"{path}: weights of another model: {_some(shown, '; ')}; change the configuration to what the files hold"
+            f"{path}: weights of another model: {_some(shown, '; ')}; change the configuration to what the files hold, "
+            "or give ignore_mismatched_sizes=True, which draws them"
         )
-    if matched.missing and refuse:
+    if matched.missing and rules.missing == "refuse":
         raise CheckpointMismatch(
             f"{path}: has no {_some(matched.missing)}, and missing='refuse'; bring files that have all, or draw them"
         )

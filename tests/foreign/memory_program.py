@@ -1,6 +1,7 @@
-"""A job that loads a folder into shards, and says what that took: ``memory_program.py FOLDER TRANSPORT``.
+"""A job that loads a folder into shards, saves them, and says what that took: ``memory_program.py FOLDER TRANSPORT``.
 
-Each rank prints peak anonymous memory above what it had before, its shard and the largest tensor in fp32, all in bytes.
+Each rank prints peak anonymous memory above what it had before, its shard and the largest tensor in fp32, then the peak
+while saving and the largest unit, all in bytes.
 """
 
 from __future__ import annotations
@@ -59,6 +60,11 @@ def main(folder: str, transport: str) -> None:
         )
     shard = 4 * sum(unit.owned_numel for unit in hpczero.sharding(model).units)
     sys.stdout.write(f"found {peak.most - peak.before} {shard} {largest} {weights.nbytes_read}\n")
+    sys.stdout.flush()
+    largest_unit = 4 * max(unit.spec.layout.numel for unit in hpczero.sharding(model).units)
+    with Peak() as peak:
+        hpczero.hf.save_pretrained(model, Path(folder) / "saved", dtype="bf16", shard_mib=30)
+    sys.stdout.write(f"saved {peak.most - peak.before} {largest_unit}\n")
     sys.stdout.flush()
     hpczero.release(model)
 

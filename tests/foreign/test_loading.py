@@ -109,6 +109,25 @@ def test_a_new_head_is_drawn_by_name_whatever_the_number_of_ranks(
     )
 
 
+def test_a_head_of_another_size_is_drawn_if_that_is_asked_for(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    llama.on_disk(comm, folder, kind="LlamaForSequenceClassification", num_labels=3)
+    raises_on_all(
+        comm,
+        CheckpointMismatch,
+        r"score.weight is \(3, 18\) in the files and \(5, 18\) in the model",
+        lambda: llama.sharded(topology, folder, num_labels=5),
+    )
+    model, weights = llama.sharded(topology, folder, num_labels=5, ignore_mismatched_sizes=True)
+    found = hpczero.full_state_dict(model) or {}
+    hpczero.release(model)
+    kind = "LlamaForSequenceClassification"
+    plain = llama.made(kind, num_labels=3).state_dict() if comm.rank == 0 else {}
+    wrong = [n for n in plain if n != "score.weight" and not torch.equal(plain[n], found[n])]
+    parallel_assert(comm, weights.mismatched == ("score.weight",) and not wrong, str(wrong))
+
+
 def test_old_names_and_prefixes_are_those_of_transformers(
     comm: MPI.Intracomm, topology: Topology, folder: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""What a rank holds while it loads: its shard, and never the model."""
+"""What a rank holds while it loads, its shard, and while it saves, some units: never the model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write(name: str, folder: Path) -> int:
 @pytest.mark.limit(300)
 @pytest.mark.filterwarnings("ignore", "error:::hpczero")
 @pytest.mark.parametrize("name", TRIED)
-def test_a_rank_holds_its_shard_the_largest_tensor_and_64_mib(tmp_path: Path, name: str) -> None:
+def test_a_rank_loads_and_saves_what_it_could_not_hold(tmp_path: Path, name: str) -> None:
     numel = write(name, tmp_path)
     finished = run_ranks(2, [PROGRAM, tmp_path, "flat"], 250, env={"PYTHONPATH": os.fspath(ROOT)})
     assert finished.returncode == 0, str(finished)
@@ -60,3 +60,7 @@ def test_a_rank_holds_its_shard_the_largest_tensor_and_64_mib(tmp_path: Path, na
         assert bound < 4 * numel, "a rank that held the model would not be found"
         read += int(nbytes)
     assert read == 2 * numel
+    for line in finished.stdout.splitlines():
+        if line.startswith("saved") and name == "Llama":  # experts are taken apart: more copies
+            peak, unit = map(int, line.split()[1:])
+            assert peak <= 2 * unit + 64 * MIB < 4 * numel, str(finished)
