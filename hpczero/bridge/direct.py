@@ -23,7 +23,7 @@ from hpczero.bridge.reads import Reads
 from hpczero.bridge.reductions import PIECE_NUMEL, Reduction
 from hpczero.comm.sums.path import Path
 
-LEAST_NBYTES = 2**20  # of a whole call; below, a wait costs more than copies
+LEAST_NBYTES = 2**21  # of a whole call; below, a wait costs more than copies
 
 
 class DirectExchange(Exchange):
@@ -37,11 +37,11 @@ class DirectExchange(Exchange):
         if reads is None:
             super().all_gather(own, rows)
             return
+        if rows[self.rank].data_ptr() != own.data_ptr():  # first: others may not have come yet
+            rows[self.rank].copy_(own)
         with self._shown(f"all_gather of {words(own)}", own) as addresses:
             for rank in self._others():
                 reads.fill(rows[rank], rank, addresses[rank])
-            if rows[self.rank].data_ptr() != own.data_ptr():
-                rows[self.rank].copy_(own)
 
     @override
     def broadcast(self, flat: Tensor, root: int) -> None:
@@ -77,13 +77,14 @@ class DirectExchange(Exchange):
         parts = flat.tensor_split(self.size)
         given = reduction.prepared(flat).tensor_split(self.size)
         own = parts[self.rank]
-        # Nobody else reads or writes this rank's own part before it is whole.
-        with self._shown(what, *given) as addresses:
-            mine = addresses[self.rank :: self.size]
+        with self._shown(what, *given, own) as addresses:
+            each = self.size + 1
+            # Nobody else reads or writes this rank's own part before it is whole.
+            mine = addresses[self.rank :: each]
             self._reduce_read(reads, mine, given[self.rank], own, reduction)
-        with self._shown(what, own) as addresses:
+            self._meet(f"{what}, reduced")
             for rank in self._others():
-                reads.fill(parts[rank], rank, addresses[rank])
+                reads.fill(parts[rank], rank, addresses[rank * each + self.size])
 
     def _direct(self, flat: Tensor, parts: int) -> Reads | None:
         """The reads, if the call is large enough; the same on every rank that makes the same call."""
@@ -114,7 +115,11 @@ class DirectExchange(Exchange):
         )
         yield found
         # At an error nobody is waited for: the line is broken then.
-        self._gathered(f"{what}, read", [own[:0]], lambda *_: None)
+        self._meet(f"{what}, read")
+
+    def _meet(self, what: str) -> None:
+        """Wait for all ranks."""
+        self._gathered(what, [torch.empty(0, dtype=torch.uint8)], lambda *_: None)
 
     def _reduce_read(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -116,7 +117,9 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
         for case in cases:
             for backend in order.sample(sorted(groups), len(groups)):
                 case.refill()
-                took = seconds(topology, partial(case.run, groups[backend]))
+                spent = [0.0]
+                took = seconds(topology, partial(case.run, groups[backend], spent))
+                cpu = sum(topology.gather(spent[0])) / topology.size
                 case.compare(backend)
                 if number >= 0:
                     yield {
@@ -125,6 +128,7 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
                         "backend": backend,
                         "round": number,
                         "seconds": took,
+                        "cpu_s": cpu,
                     }
         if topology.is_root and number >= 0:
             sys.stderr.write(f"bridge: round {number + 1} of {options.rounds} done\n")
@@ -156,9 +160,11 @@ class Case:
         else:
             self._out.zero_()
 
-    def run(self, group: Any) -> None:
-        """The call. Collective over ``group``."""
+    def run(self, group: Any, spent: list[float]) -> None:
+        """The call; ``spent[0]`` is then CPU seconds of all threads of this rank. Collective over ``group``."""
         import torch.distributed as dist
+
+        before = time.process_time()
 
         calls: dict[str, Callable[[], object]] = {
             "all_gather": lambda: dist.all_gather_single(self._out, self._given, group=group),
@@ -168,6 +174,7 @@ class Case:
             "all_reduce": lambda: dist.all_reduce(self._out, group=group),
         }
         calls[self.verb]()
+        spent[0] = time.process_time() - before
 
     def compare(self, backend: str) -> None:
         """The result is that of the calls before.

@@ -15,18 +15,18 @@ from scaling.evidence.table import table, with_spread
 Case = tuple[str, str, int]
 
 
-def times(rows: list[Row]) -> dict[Case, dict[str, dict[int, float]]]:
-    """Seconds by case, backend and round."""
+def times(rows: list[Row], name: str = "seconds") -> dict[Case, dict[str, dict[int, float]]]:
+    """Seconds, or CPU seconds of a rank (``cpu_s``), by case, backend and round."""
     found: dict[Case, dict[str, dict[int, float]]] = {}
     for row in of_kind(rows, "call"):
         case = (row["verb"], row["dtype"], row["mib"])
-        found.setdefault(case, {}).setdefault(row["backend"], {})[row["round"]] = row["seconds"]
+        found.setdefault(case, {}).setdefault(row["backend"], {})[row["round"]] = row[name]
     return found
 
 
 def text(rows: list[Row]) -> str:
     """Heading and table; markdown."""
-    cells = []
+    cells, spent = [], times(rows, "cpu_s")
     for (verb, dtype, mib), found in times(rows).items():
         spreads = [Spread.of(list(found[name].values())) for name in ("bridge", "gloo")]
         ratio = Spread.of(paired_ratios(found["gloo"], found["bridge"]))
@@ -35,9 +35,13 @@ def text(rows: list[Row]) -> str:
                 f"{verb} {dtype} {mib} MiB",
                 *(with_spread(spread, 2, scale=1e3) for spread in spreads),
                 with_spread(ratio, 2),
+                " / ".join(
+                    f"{1e3 * Spread.of(list(spent[verb, dtype, mib][name].values())).median:.1f}"
+                    for name in ("bridge", "gloo")
+                ),
             ]
         )
-    header = ["call", "bridge, ms", "gloo, ms", "gloo / bridge"]
+    header = ["call", "bridge, ms", "gloo, ms", "gloo / bridge", "CPU ms of a rank"]
     return "\n".join([heading(rows), "", table(header, cells)])
 
 

@@ -17,7 +17,7 @@ _WHERE = ("cpu", "cores", "commit", "date")
 NEEDS: dict[str, dict[str, tuple[str, ...]]] = {
     "bridge": {
         "run": (*_WHERE, "load", "placement", "ranks", "rounds"),
-        "call": ("verb", "dtype", "mib", "backend", "round", "seconds"),
+        "call": ("verb", "dtype", "mib", "backend", "round", "seconds", "cpu_s"),
     },
     "checkpoint": {
         "run": (

@@ -28,13 +28,16 @@ def rows() -> list[Row]:
         for number in range(6):
             took = seconds * (1 + number)
             call = {"verb": "all_gather", "dtype": "float32", "mib": 64, "backend": backend}
-            found.append({"kind": "call", **call, "round": number, "seconds": took})
+            found.append(
+                {"kind": "call", **call, "round": number, "seconds": took, "cpu_s": took / 4}
+            )
     return found
 
 
 def test_text_compares_within_rounds(tmp_path: Path) -> None:
     line = next(line for line in text(rows()).splitlines() if line.startswith("| all_gather"))
-    assert line.split("|")[-2].strip() == "5.00 [5.00, 5.00]"
+    cells = [cell.strip() for cell in line.split("|")]
+    assert cells[-3:-1] == ["5.00 [5.00, 5.00]", "87.5 / 437.5"]
     draw(rows(), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
