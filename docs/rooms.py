@@ -78,6 +78,7 @@ HPCZERO = House(
         "commands",
         "preflight",
         "doctor",
+        "finetune",
         "run",
         "run.sampling",
         "run.starting",

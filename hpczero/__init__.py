@@ -73,6 +73,7 @@ _HOME = {
 _ROOMS = (
     "activations",
     "checkpoint",
+    "finetune",
     "hf",
     "optim",
     "parallel",

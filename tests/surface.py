@@ -23,6 +23,7 @@ MODULES = (
     "hpczero.checkpoint",
     "hpczero.comm",
     "hpczero.data",
+    "hpczero.finetune",
     "hpczero.hf",
     "hpczero.models",
     "hpczero.plan",

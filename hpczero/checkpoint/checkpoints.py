@@ -19,8 +19,8 @@ from hpczero.checkpoint.disk.folder import Folder
 from hpczero.checkpoint.disk.format import SLAB_NBYTES, step_folder
 from hpczero.checkpoint.disk.lines import strangers
 from hpczero.checkpoint.disk.lock import Lock
-from hpczero.checkpoint.inventory import Inventory
-from hpczero.checkpoint.places import GIVE
+from hpczero.checkpoint.inventory import Inventory, TrainedInventory
+from hpczero.checkpoint.places import GIVE, given_path
 from hpczero.checkpoint.reading import Loaded, load_newest
 from hpczero.checkpoint.replacing import check_replaced
 from hpczero.checkpoint.snapshot import Snapshot, take
@@ -44,6 +44,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
     writer: str = "auto",
+    parameters: str = "all",
 ) -> Path:
     """Write ``directory/step-...``: a whole checkpoint, or none. Collective over the topology's world.
 
@@ -62,17 +63,21 @@ def save(
         keep: newest checkpoints that stay, counted among those of the model's line; None removes none.
         writer: ``mpio`` (parallel HDF5), ``posix`` (the same file without MPI-IO), or ``auto``: ``mpio`` on parallel
             file systems where it is safe.
+        parameters: ``all``, or ``trained``, without frozen ones. ``load`` then leaves these as they are, and refuses a
+            model in which they have other values than at the save.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        ConfigError: ``step`` or ``extra`` cannot be saved; or the model has no optimizer, and the checkpoint of this
-            step in ``directory`` holds the state of one.
+        ConfigError: ``step`` or ``extra`` cannot be saved; or the checkpoint of this step in ``directory`` holds the
+            state of an optimizer, or frozen parameters, and this one would not.
         CheckpointBusy: another job writes to ``directory``.
         CheckpointError: it could not be written; on every rank, and older checkpoints are as they were.
     """
-    with Checkpoints(directory, model, optimizer, keep=keep, writer=writer) as checkpoints:
+    with Checkpoints(
+        directory, model, optimizer, keep=keep, writer=writer, parameters=parameters
+    ) as checkpoints:
         return checkpoints.save(step, extra)
 
 
@@ -99,7 +104,7 @@ def load(directory: str | Path, model: nn.Module, optimizer: Given = None) -> Lo
             differences.
     """
     state = _sharding(model, optimizer)
-    found = _load(_path(directory), state)
+    found = _load(given_path(directory), state)
     if found is None:
         error = ConfigError(f"{directory}: no checkpoint there; {GIVE}")
         error.agreed = True
@@ -119,6 +124,7 @@ class Checkpoints:
         keep: int | None = None,
         background: bool = False,
         writer: str = "auto",
+        parameters: str = "all",
         slab_nbytes: int = SLAB_NBYTES,
         at: Milestone = lambda name: None,
         lock: Lock | None = None,
@@ -133,26 +139,29 @@ class Checkpoints:
             background: whether to write while training goes on. It needs memory for a copy of this rank's shards, and
                 an MPI that lets two threads call it.
             writer: as in ``save``; in the background always ``posix``.
+            parameters: as in ``save``.
             slab_nbytes: bytes that one digest covers.
             at: told of every milestone of a save, on every rank.
-            lock: lock of ``directory``, which the caller holds on rank 0 as long as this is used. None takes one at the
-                first save.
+            lock: of ``directory``, which the caller holds on rank 0 all the while. None takes one at the first save.
 
         Raises:
-            ConfigError: there is no such writer, or ``keep`` is below 1.
+            ConfigError: there is no such writer, ``keep`` is below 1, or ``parameters`` is neither word.
         """
+        if parameters not in ("all", "trained"):
+            raise ConfigError(f"parameters: got {parameters!r}, expected all or trained")
         if writer not in ("auto", "mpio", "posix"):
             raise ConfigError(f"writer: got {writer!r}, expected auto, mpio or posix")
         if keep is not None and not (type(keep) is int and keep >= 1):
             raise ConfigError(
                 f"keep: got {shown(keep)}, expected a whole number, at least 1, or None"
             )
-        self._folder = Folder(_path(directory))
+        self._folder = Folder(given_path(directory))
         self._sharding = _sharding(model, optimizer)
         self._keep = keep
         self._writer = writer
         self._slab_nbytes = slab_nbytes
         self._at = at
+        self._kind = TrainedInventory if parameters == "trained" else Inventory
         self._inventory: Inventory | None = None  # the same for every save
         self._lock = lock or Lock(self._folder.path)
         self._lent = lock is not None
@@ -170,7 +179,7 @@ class Checkpoints:
         topology = self._sharding.topology
         self.wait()
         self._take()
-        self._inventory = self._inventory or Inventory.create(self._sharding)
+        self._inventory = self._inventory or self._kind.create(self._sharding)
         snapshot = take(
             self._sharding,
             step=step,
@@ -274,7 +283,7 @@ class Checkpoints:
                 longer of this run's line; the next save sets them aside, and says so.
         """
         self.wait()
-        place = self._folder.path if path is None else _path(path)
+        place = self._folder.path if path is None else given_path(path)
         return _load(place, self._sharding, own=path is None)
 
     def set_others_aside(
@@ -386,11 +395,3 @@ def _load(path: Path, sharding: Sharding, *, own: bool = False) -> Loaded | None
             )
     wait_for_left()  # it may be what is asked for
     return load_newest(path, sharding, own=own)
-
-
-def _path(directory: str | Path) -> Path:
-    if "\0" in str(directory):
-        raise ConfigError(
-            f"directory: got {shown(str(directory))}, which has a null character in its name; no system has such a path"
-        )
-    return Path(directory)

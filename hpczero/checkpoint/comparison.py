@@ -31,8 +31,10 @@ def match_parameters(manifest: Manifest, table: Table, path: Path) -> dict[str, 
     differences = []
     missing = [name for name in ours if name not in theirs]
     extra = [name for name in theirs if name not in ours]
+    alone = "base" in manifest.meta
     if missing:
-        differences.append(f"the checkpoint has no {_some(missing)}")
+        of_it = ", which trains here (it holds what was trained alone)" if alone else ""
+        differences.append(f"the checkpoint has no {_some(missing)}{of_it}")
     if extra:
         differences.append(f"the model has no {_some(extra)}")
     shapes = [

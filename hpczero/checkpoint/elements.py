@@ -171,7 +171,7 @@ class Streamed:
         """As of either way."""
         self._inventory.end_step()
         self._bring(MASTER, VALUES)
-        for unit in self._sharding.units:
+        for unit in self._inventory.units:
             unit.publish()
 
     def give_state(self, key: str, present: Mapping[str, Scalar | None]) -> None:
@@ -186,7 +186,7 @@ class Streamed:
             CorruptCheckpoint, TierError: on every rank; the model has some of it.
         """
         topology, plan = self._topology, self._plans[name]
-        shards = [unit.away for unit in self._sharding.units if unit.away is not None]
+        shards = [unit.away for unit in self._inventory.units if unit.away is not None]
         # Whatever went wrong with what was there does not matter any more.
         with topology.agreed(f"make room for {name}"):
             for shard in shards:

@@ -29,6 +29,7 @@ from torch import Tensor
 from hpczero.checkpoint.even_runs import Entry, EvenRuns
 from hpczero.zero.units.away import AwayRest
 from hpczero.zero.units.away_shard import VALUES, AwayShard
+from hpczero.zero.units.encoded import EncodedRest
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.coded import CodedState
 
@@ -180,6 +181,9 @@ class ValuesHome:
         rest = piece.unit.rest
         if isinstance(rest, AwayRest):
             self._windows.read(rest.shard, begin, into)
+            return
+        if isinstance(rest, EncodedRest):
+            rest.read_some(begin, into)
             return
         with piece.unit.owned_values() as values, torch.no_grad():
             into.copy_(values[begin : begin + len(into)])

@@ -34,20 +34,25 @@ class Inventory:
     """One sharded model as a checkpoint sees it. Not collective unless a method says so.
 
     Attributes:
-        table: parameters of the whole model, in its order.
+        table: parameters of the whole model, in its order; those that train, where the checkpoint has no others.
+        units: that have them.
         held: elements of the file that this rank saves: of equal copies one.
         held_trainable: the part of ``held`` that has optimizer state.
         needed: elements of the file that this rank loads; one entry for each of ``rows``.
         needed_trainable: the part of ``needed`` that has optimizer state.
     """
 
+    only_trained = False  # whether the checkpoint has the trainable parameters alone
+
     def __init__(self, sharding: Sharding, share: Share) -> None:
         """See ``create``."""
         self._sharding = sharding
         self._share = share
-        self.table = share.table
+        alone = self.only_trained
+        self.table = share.table.trained() if alone else share.table
+        self.units = [unit for unit in sharding.units if unit.spec.trainable or not alone]
         self._places = self.table.named()
-        pieces = [piece for unit in sharding.units for piece in self._pieces_of(unit)]
+        pieces = [piece for unit in self.units for piece in self._pieces_of(unit)]
         self._empty = [piece for piece in pieces if not piece.numel]  # padding and nothing else
         self._pieces = sorted((p for p in pieces if p.numel), key=lambda piece: piece.start)
         self._saved = [piece for piece in self._pieces if piece.counted]
@@ -93,6 +98,12 @@ class Inventory:
     def _row(self, unit: Unit, position: int) -> Row:
         """The whole parameter of a slot."""
         return self._places[self._share.name(unit.spec.layout.slots[position].name)]
+
+    def frozen_pieces(self) -> Iterator[tuple[Row, Piece]]:
+        """What this rank saves of frozen parameters, each with the whole parameter."""
+        for piece in self._saved:
+            if not piece.unit.spec.trainable:
+                yield self._row(piece.unit, piece.position), piece
 
     @property
     def rows(self) -> list[Row]:
@@ -183,7 +194,7 @@ class Inventory:
         One unit's copy exists at a time.
         """
         cuts: dict[Unit, list[tuple[Piece, int]]] = {
-            unit: [] for unit in self._sharding.units if unit.spec.trainable or not trainable
+            unit: [] for unit in self.units if unit.spec.trainable or not trainable
         }
         start = 0
         for piece in self._pieces:
@@ -352,6 +363,12 @@ class Inventory:
 
     def _is_in(self, unit: Unit, position: int, present: Mapping[str, Scalar | None]) -> bool:
         return self._row(unit, position).name in present
+
+
+class TrainedInventory(Inventory):
+    """That of a checkpoint of the trainable parameters alone."""
+
+    only_trained = True
 
 
 def check_range(

@@ -12,7 +12,7 @@ from hpczero.checkpoint.disk.folder import Folder, is_checkpoint
 from hpczero.checkpoint.disk.format import Manifest, step_folder, step_of_folder
 from hpczero.checkpoint.disk.lines import asides
 from hpczero.errors import ConfigError
-from hpczero.files.regular import kind_of, reason
+from hpczero.files.regular import kind_of, reason, shown
 
 CHECKPOINTS = "checkpoints"  # in the folder of a run
 MOST_NAMES = 8  # in a message
@@ -123,3 +123,16 @@ def _kind(path: Path) -> str:
         raise ConfigError(
             f"{path}: cannot be looked at ({reason(error)}); check the path and its permissions"
         ) from error
+
+
+def given_path(directory: str | Path) -> Path:
+    """As a path.
+
+    Raises:
+        ConfigError: no system has such a one.
+    """
+    if "\0" in str(directory):
+        raise ConfigError(
+            f"directory: got {shown(str(directory))}, which has a null character in its name; no system has such a path"
+        )
+    return Path(directory)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hpczero.checkpoint import streams
+from hpczero.checkpoint.base import Base
 from hpczero.checkpoint.comparison import (
     match_buffers,
     match_optimizer,
@@ -41,7 +42,7 @@ from hpczero.checkpoint.disk.manifest_content import check_content
 from hpczero.checkpoint.elements import Elements, Source, elements_of
 from hpczero.checkpoint.even_runs import EvenRuns
 from hpczero.checkpoint.group_options import restored
-from hpczero.checkpoint.inventory import Inventory
+from hpczero.checkpoint.inventory import Inventory, TrainedInventory
 from hpczero.checkpoint.places import folder_at, is_imported
 from hpczero.checkpoint.slab_reader import SlabReader
 from hpczero.checkpoint.snapshot import expand
@@ -153,12 +154,16 @@ def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
     manifest = _manifest(path, topology, asked_for=asked_for)
     with topology.agreed("look at the manifest"):
         check_content(manifest, path)
-    inventory, buffers_here = Inventory.create(sharding), buffers_of(sharding)
+    base = Base.read(manifest.meta, path)  # the same manifest on every rank
+    inventory = (Inventory if base is None else TrainedInventory).create(sharding)
+    buffers_here = buffers_of(sharding)
     with topology.agreed("compare the checkpoint with the model"):
         places = match_parameters(manifest, inventory.table, path)
         keys = match_optimizer(manifest, sharding, inventory.table, path)
         match_buffers(manifest, sharding, buffers_here, path)
         match_streams(manifest, path)
+    if base is not None:
+        _check_base(base, sharding, path)
     reader = SlabReader(path, manifest, topology)
     source = Source(
         path,
@@ -206,6 +211,20 @@ def _manifest(path: Path, topology: Topology, *, asked_for: bool) -> Manifest:
                 logger.warning("%s; loaded all the same, because it was asked for", wrong)
             text = manifest.to_json()
     return Manifest.from_json(topology.broadcast_text(text))
+
+
+def _check_base(base: Base, sharding: Sharding, path: Path) -> None:
+    """Refuse trained parameters of another base. Collective over world."""
+    found = Base.of(sharding)
+    with sharding.topology.agreed("compare the base with the model's"):
+        compared = base.check(found, path)
+    if not compared and sharding.topology.is_root:
+        logger.warning(
+            "%s: its base was held as %s and this one as %s, so nobody can tell whether the frozen values are the same",
+            path,
+            base.held,
+            found.held,
+        )
 
 
 # --- reading -------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpczero.checkpoint import streams
+from hpczero.checkpoint.base import META, Base
 from hpczero.checkpoint.disk.format import (
     BUFFERS,
     MASTER,
@@ -101,6 +102,13 @@ def take(
 ) -> Snapshot:
     """Collect what a checkpoint holds; values are not read yet. Collective over world.
 
+    Args:
+        sharding: of the model.
+        step: optimizer steps done.
+        extra: of the user.
+        slab_nbytes: bytes that one digest covers.
+        inventory: what is kept; None: all of the model.
+
     Raises:
         ConfigError: ``extra`` cannot be written as JSON, or ranks disagree about ``step``; on every rank.
         CheckpointError: a state of the optimizer cannot be kept, or ranks have different optimizers; on every rank.
@@ -113,6 +121,7 @@ def take(
         sharding.check_values()
     sharding.step.agreement.replicas.check()
     inventory = inventory or Inventory.create(sharding)
+    base = Base.of(sharding) if inventory.only_trained else None
     buffers = buffers_of(sharding)
     with topology.agreed("take a snapshot"):
         kinds = inventory.state_kinds()
@@ -159,6 +168,7 @@ def take(
                 "skipped_steps": sharding.skipped_steps,
                 "stage": int(sharding.plan.stage),
                 "precision": sharding.precision.param,
+                **({META: base.to_json()} if base is not None else {}),
                 **({"tensor": topology.tensor.size} if topology.tensor.size > 1 else {}),
                 **json.loads(text),
                 "provenance": _provenance(),

@@ -6,20 +6,23 @@ Owns: stages, which parameters form a unit, and the prediction of bytes held and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hpczero.errors import ConfigError, PlanError
+from hpczero.plan.codec import Codec
 from hpczero.plan.footprint import FP32_BYTES as FP32_BYTES
 from hpczero.plan.footprint import Footprint, places_in_turn, pulled_nbytes, replicas_nbytes
 from hpczero.plan.layout import ShardLayout
+from hpczero.plan.membership import owners
 from hpczero.plan.memory import MemoryPlan
 from hpczero.plan.placement import ModelPart, part_of
 from hpczero.plan.precision import Precision
 from hpczero.plan.rounds import exchange_chunk, rail_chunk
 from hpczero.plan.traffic import TrafficPlan, unit_traffic
+from hpczero.plan.unit_peak import UnitPeak, largest_together
 from hpczero.plan.unit_spec import UnitSpec
 
 if TYPE_CHECKING:
@@ -84,6 +87,7 @@ class Plan:
         precision: str | Precision = "fp32",
         rule: UnitRule,
         groups: Mapping[str, int] | None = None,
+        codec: Codec | None = None,
     ) -> Plan:
         """Group the parameters of ``model`` into units. Allocates and communicates nothing; not collective.
 
@@ -97,24 +101,35 @@ class Plan:
             precision: name or Precision.
             rule: which modules form units (``hpczero.plan.rules``).
             groups: optimizer group of each trainable parameter by qualified name; None puts all into group 0.
+            codec: form of frozen parameters of two dimensions or more, outside of the root unit; they are units of
+                their own then.
 
         Raises:
             ConfigError: the stage or precision is unknown.
-            PlanError: units overlap, or a unit has mixed or unusable dtypes.
+            PlanError: units overlap, or a unit has mixed or unusable dtypes, or ``codec`` finds no such parameter.
         """
         precision = Precision.of(precision)
-        owner = _owners(model, rule(model))
+        owner = owners(model, rule(model))
         part = part_of(model) or ModelPart(())
-        members: dict[tuple[tuple[str, ...], bool], list[str]] = {}
+        members: dict[tuple[tuple[str, ...], bool, bool], list[str]] = {}
         parameters = dict(model.named_parameters())
         for name, parameter in parameters.items():
-            members.setdefault((owner[name], bool(parameter.requires_grad)), []).append(name)
+            trainable, modules = bool(parameter.requires_grad), owner[name]
+            coded = codec is not None and not trainable and parameter.dim() > 1 and modules != ("",)
+            members.setdefault((modules, trainable, coded), []).append(name)
+        if codec is not None and not any(coded for _, _, coded in members):
+            raise PlanError(
+                f"quantize: the model has no frozen matrix outside of its root unit, which {codec.name} is for; freeze "
+                "the base model before zeroify (finetune.lora, peft), or leave quantize out"
+            )
         units = []
-        for (modules, trainable), names in sorted(
+        for (modules, trainable, coded), names in sorted(
             members.items(), key=lambda item: item[0][0] != ("",)
         ):  # stable: the root unit first, then registration order
             group = {n: (groups or {}).get(n, 0) if trainable else -1 for n in names}
+            form = codec if coded else None
             title = (modules[0] or "root") + ("" if trainable else " (frozen)")
+            title += f" ({form.name})" if form is not None else ""
             _check_dtype(title, {n: str(parameters[n].dtype) for n in names}, precision)
             shapes = [(n, tuple(parameters[n].shape)) for n in names]
             placed = [part.placement(name, shape) for name, shape in shapes]
@@ -130,6 +145,7 @@ class Plan:
                     kept=tuple(
                         i for i, each in enumerate(placed) if part.names and each.dim is None
                     ),
+                    codec=form,
                 )
             )
         return cls(Stage.of(stage), precision, num_shards, tuple(units))
@@ -168,14 +184,15 @@ class Plan:
         """
         footprint = footprint or Footprint()
         stage, item = self.stage, self.precision.param_itemsize
-        full = sum(unit.layout.padded_numel for unit in self.units)
+        plain = [unit for unit in self.units if unit.codec is None]
+        full = sum(unit.layout.padded_numel for unit in plain)
         trainable = sum(unit.layout.padded_numel for unit in self.trainable_units)
         frozen = full - trainable
         owned = trainable // self.num_shards if stage.shards_optimizer else trainable
         if stage.shards_optimizer and (footprint.lasting or not stage.shards_parameters):
             # Each rank of a node counts a part of each whole unit, which need not divide.
             parameters = sum(
-                -(-item * unit.layout.padded_numel // footprint.copies) for unit in self.units
+                -(-item * unit.layout.padded_numel // footprint.copies) for unit in plain
             )
         elif stage.shards_parameters:
             # At rest only masters exist; in fp32 the master is the parameter.
@@ -183,6 +200,9 @@ class Plan:
             parameters += 0 if self.precision.has_masters else FP32_BYTES * owned
         else:
             parameters = item * full
+        codes = [unit.rest_nbytes or 0 for unit in self.units]
+        each = (self.num_shards, footprint.copies) if footprint.lasting else (1, 1)
+        parameters += sum(-(-each[0] * nbytes // each[1]) for nbytes in codes)
         in_place = footprint.sums_in_place(self.num_shards, item) and not apart
         kept = stage.keeps_local_gradients and not in_place
         gradients = FP32_BYTES * owned + (item * trainable if kept else 0)
@@ -201,19 +221,17 @@ class Plan:
         With ``footprint.overlap`` one more counts: one module is unsharded ahead, and one gradient is still being
         reduced.
         """
-        live: dict[tuple[str, ...], int] = {}
+        live: dict[tuple[str, ...], UnitPeak] = {}
         for unit in self.units:
-            whole = unit.layout.padded_numel * self.precision.param_itemsize
-            nbytes = 0
-            if self.stage.shards_parameters and not footprint.lasting:
-                nbytes += -(-whole // footprint.copies)
+            peak = live.setdefault(unit.modules, UnitPeak())
+            peak.add(
+                unit, self.precision.param_itemsize, footprint, sharded=self.stage.shards_parameters
+            )
             if unit.trainable and local and not footprint.reads_peers:
-                nbytes += whole
-            live[unit.modules] = live.get(unit.modules, 0) + nbytes
-        root = live.pop(("",), 0)
-        largest = sorted(live.values(), reverse=True)
+                peak.gradients += unit.layout.padded_numel * self.precision.param_itemsize
+        root = live.pop(("",), UnitPeak()).now
         shared = footprint.copies > 1  # where a peer still uses the one before, its memory stays
-        return root + sum(largest[: 1 + footprint.overlap + shared])
+        return root + largest_together(list(live.values()), 1 + footprint.overlap + shared)
 
     def exchange_nbytes(self, footprint: Footprint | None = None) -> int:
         """Bytes of the buffers through which gradients come to the ranks that sum them."""
@@ -281,6 +299,7 @@ class Plan:
         parts = [
             unit_traffic(
                 unit.layout,
+                codec=unit.codec,
                 shards_parameters=self.stage.shards_parameters,
                 shards_optimizer=self.stage.shards_optimizer,
                 trainable=unit.trainable,
@@ -337,47 +356,6 @@ class Plan:
             as_messages = self.traffic().nbytes / mib
             sent += f"; {as_messages:,.1f} MiB if the ranks of a node shared no memory"
         return "\n".join((units, held, sent))
-
-
-def _owners(model: nn.Module, rule: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Unit of each parameter, by the parameter's first qualified name. A unit is given by its modules' names."""
-    unit_of_module: dict[str, tuple[str, ...]] = {}
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    for modules in rule:
-        for module in modules:
-            if module not in known or module == "":
-                raise PlanError(
-                    f"unit rule names module {module!r}, which is not a submodule of the model; "
-                    "use names as listed by model.named_modules()"
-                )
-            if module in unit_of_module:
-                raise PlanError(
-                    f"unit rule lists module {module!r} twice; each module is in one unit"
-                )
-            unit_of_module[module] = modules
-
-    def unit_of(parameter_name: str) -> tuple[str, ...]:
-        path = parameter_name.split(".")[:-1]
-        found = [
-            unit_of_module[".".join(path[:depth])]
-            for depth in range(1, len(path) + 1)
-            if ".".join(path[:depth]) in unit_of_module
-        ]
-        if len(found) > 1:
-            raise PlanError(
-                f"unit rule nests units: {parameter_name!r} lies in {found[0][0]!r} and "
-                f"{found[1][0]!r}; list the inner or the outer module, not both"
-            )
-        return found[0] if found else ("",)
-
-    users: dict[int, set[tuple[str, ...]]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        users.setdefault(id(parameter), set()).add(unit_of(name))
-    owner = {}
-    for name, parameter in model.named_parameters():
-        units = users[id(parameter)]
-        owner[name] = next(iter(units)) if len(units) == 1 else ("",)
-    return owner
 
 
 def _check_dtype(unit: str, dtypes: Mapping[str, str], precision: Precision) -> None:

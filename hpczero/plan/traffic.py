@@ -6,8 +6,9 @@ hold together (``Footprint``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from hpczero.plan.codec import Codec
 from hpczero.plan.footprint import Footprint
 from hpczero.plan.layout import ShardLayout
 from hpczero.plan.rounds import gather_messages, gather_round, rail_chunk, rail_messages
@@ -57,6 +58,7 @@ class TrafficPlan:
 def unit_traffic(
     layout: ShardLayout,
     *,
+    codec: Codec | None = None,
     shards_parameters: bool,
     shards_optimizer: bool,
     trainable: bool,
@@ -71,9 +73,27 @@ def unit_traffic(
     Sharded parameters are gathered for forward and again for backward, in every micro step, unless the node keeps them
     whole. Otherwise one gather follows the update, of the updated parameters. With a replicated optimizer a gather of
     the reduced fp32 gradient follows every reduction instead. Partial sums travel between nodes in the dtype they are
-    rounded to.
+    rounded to. Of codes, elements are those of the parameters, and bytes those of the codes.
     """
     shards, shard, nodes = layout.num_shards, layout.shard_numel, footprint.nodes
+    if codec is not None and shard:
+        words = codec.words(shard)
+        of_codes = unit_traffic(
+            ShardLayout.pack([("codes", (words * shards,))], shards, align=1),
+            shards_parameters=shards_parameters,
+            shards_optimizer=shards_optimizer,
+            trainable=False,
+            param_itemsize=FP32_BYTES,
+            node_itemsize=node_itemsize,
+            footprint=footprint,
+            micro_steps=micro_steps,
+            synced=0,
+        )
+        numel = of_codes.all_gather_numel * shard // words
+        padding = layout.padded_numel - layout.numel
+        return replace(
+            of_codes, all_gather_numel=numel, padding=numel * padding // layout.padded_numel
+        )
     wire = min(param_itemsize, node_itemsize) if shards == nodes else node_itemsize
     way = _way(footprint, shards, shard, wire)
     shared = footprint.reads_peers

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hpczero.plan.codec import Codec
 from hpczero.plan.layout import ShardLayout
 
 
@@ -23,6 +24,7 @@ class UnitSpec:
         uncounted: slots that another rank counts in norms, because it holds the same (``Placement.counted``).
         partial: slots of whose gradients every tensor rank has a part of the sum (``Placement.partial``).
         kept: slots that every tensor rank holds whole, where the model is a part of one.
+        codec: form in which the values rest and travel, if that is not their own.
     """
 
     name: str
@@ -33,6 +35,12 @@ class UnitSpec:
     uncounted: tuple[int, ...] = ()
     partial: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
+    codec: Codec | None = None
+
+    @property
+    def rest_nbytes(self) -> int | None:
+        """Bytes of a shard in the form of ``codec``; None without one."""
+        return None if self.codec is None else self.codec.nbytes(self.layout.shard_numel)
 
     @property
     def is_root(self) -> bool:

@@ -90,8 +90,8 @@ class StateByUnit:
     def units(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """Of each unit, what stands for each parameter and its whole fp32 value; none but on world rank 0.
 
-        Each list is empty again once the next is asked for. Collective over world, each item: if one rank stops early,
-        all do.
+        Units that train come first, where the model is whole. Each list is empty again once the next is asked for.
+        Collective over world, each item: if one rank stops early, all do.
         """
         if self._parts is not None:
             for values in self._parts.collected(Unit.gather_values):
@@ -100,7 +100,7 @@ class StateByUnit:
                 pairs.clear()
                 values.clear()
             return
-        for unit in self._state.units:
+        for unit in sorted(self._state.units, key=lambda unit: not unit.spec.trainable):
             found = [
                 (self._known[key], value) for key, value in _values_of(unit).items() if self._known
             ]

@@ -35,7 +35,9 @@ from hpczero.plan.precision import Precision
 from hpczero.plan.rules import default_rule
 from hpczero.zero.drawing import KnownValues
 from hpczero.zero.filling import Initializer, fill, loaded_later, way_of
+from hpczero.zero.need import need
 from hpczero.zero.offloading import open_away, parts_of, tell
+from hpczero.zero.quantizing import codec_of
 from hpczero.zero.refusals import check_degrees, check_gradients, check_modules, check_part
 from hpczero.zero.sharding import KEY, Sharding
 from hpczero.zero.units.away_shard import NOTHING_AWAY
@@ -59,6 +61,7 @@ def zeroify(
     device: str | Accelerator | None = None,
     initialize: Initializer | None = None,
     offload: Offload | None = None,
+    quantize: str | None = None,
 ) -> nn.Module:
     """Shard ``model`` and its optimizers over the ranks, in place. Collective over the topology's world.
 
@@ -92,12 +95,15 @@ def zeroify(
             ``GPT.initial_weights``) is asked by each rank for its own shard alone. ``hpczero.loaded_later``: a
             checkpoint is loaded next, and nothing is drawn.
         offload: what of this rank's shards rests in the memory of the host or on disk between uses; None: nothing.
+        quantize: at stage 3, the form in which frozen matrices of units other than the root rest and travel: "int8" or
+            "nf4", 1.0625 and 0.5625 bytes per element, decoded to the parameters' dtype where they are used. None:
+            that dtype. It rounds the values, once.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        ConfigError: unknown stage or precision.
+        ConfigError: unknown stage, precision or form.
         PlanError: the model or an optimizer cannot be sharded, or is none, or two share a parameter; the same on every
             rank.
 
@@ -132,6 +138,7 @@ def zeroify(
         else:
             model.requires_grad_(False)
             groups = {}
+        codec = codec_of(quantize, stage, topology, secondary=secondary)
         if secondary and not stage.shards_parameters:
             raise PlanError(
                 f"secondary: a copy of gathered parameters, and stage {int(stage)} keeps them whole; use stage=3, or "
@@ -144,12 +151,13 @@ def zeroify(
             precision=precision,
             rule=rule or default_rule,
             groups=groups,
+            codec=codec,
         )
         offload = offload or Offload()
         parts = parts_of(offload, plan, optimizers)
     chosen = [*parts, repr(dataclasses.replace(offload, folder=None))]
     _check_equal_plans(plan, model, optimizers, topology, chosen, way_of(initialize))
-    explain_exhaustion(_need(OffloadedPlan(plan, offload, ADAM_STATES if trains else 0), topology))
+    explain_exhaustion(need(OffloadedPlan(plan, offload, ADAM_STATES if trains else 0), topology))
     collectives = given or choose(
         topology,
         environment.transport if name == "auto" else name,
@@ -312,19 +320,6 @@ def _check_fresh(
             f"parameter {name!r} is on {found}, expected the CPU or {accelerator.device}; move the whole model to one "
             "device first"
         )
-
-
-def _need(offloaded: OffloadedPlan, topology: Topology) -> str:
-    """What the plan takes, for a program whose memory runs out; without what its transport lets ranks share."""
-    plan, memory = offloaded.plan, offloaded.memory()
-    held, buffers = memory.states / 1e9, (memory.unsharded + memory.exchange) / 1e9
-    return (
-        f"{plan.numel:,} parameters at stage {int(plan.stage)} on {topology.size} rank(s) take {held:,.2f} GB per rank "
-        f"with Adam, {buffers:,.2f} GB of buffers in a step, and the activations of the model; take a higher stage, "
-        "more ranks on more nodes or smaller batches: `python -m hpczero.plan --memory GB_OF_A_RANK --ranks "
-        f"{topology.size} --ranks-per-node {topology.local_size} --precision {plan.precision.param} --layers ... "
-        "--hidden ...` says what fits"
-    )
 
 
 def _topology_of(collectives: Collectives) -> Topology:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,15 @@ class Table:
     def trainable_numel(self) -> int:
         """Elements that have optimizer state; they come first."""
         return sum(row.numel for row in self.owners if not row.frozen)
+
+    def trained(self) -> Table:
+        """The trainable parameters alone, with their further names; they keep their places."""
+        kept = [index for index, row in enumerate(self.rows) if not row.frozen]
+        places = {old: new for new, old in enumerate(kept)}
+        rows = (self.rows[index] for index in kept)
+        ties = (None if row.tied_to is None else places[row.tied_to] for row in rows)
+        moved = zip(kept, ties, strict=True)
+        return Table(tuple(replace(self.rows[index], tied_to=tie) for index, tie in moved))
 
     def named(self) -> dict[str, Row]:
         """Rows by name."""

@@ -22,6 +22,7 @@ from hpczero.memory.buffers import DTYPES, Buffer, lasting
 from hpczero.plan import Stage, UnitSpec
 from hpczero.plan.precision import Precision
 from hpczero.zero.units.away_shard import AwayShard
+from hpczero.zero.units.encoded import EncodedParameters, EncodedRest
 from hpczero.zero.units.reducer import Reducer
 from hpczero.zero.units.rest import ResidentRest, Rest, same_place
 from hpczero.zero.units.resting import (
@@ -61,13 +62,8 @@ class Unit:
     ) -> None:
         """Allocate the buffers. Collective on transports that share memory; ``comm.settle`` follows."""
         self.spec, self._stage, self._comm, self.away = spec, stage, comm, away
-        self.whole = WholeParameters(
-            spec,
-            parameters,
-            stage=stage,
-            precision=precision,
-            comm=comm,
-            given_back=away is not None and not away.near,
+        self.whole = _whole(
+            spec, parameters, stage=stage, precision=precision, comm=comm, away=away
         )
         self.optimized = Shards(spec.layout, torch.empty(0), start=0, pieces=range(0))
         self._mine = self.whole.mine
@@ -75,13 +71,15 @@ class Unit:
         self._gradients: UnitGradients | None = None
         if spec.trainable:
             self._allocate_state(precision, reducer)
+        elif isinstance(self.whole, EncodedParameters):
+            self.rest: Rest = EncodedRest(self.whole, spec.layout.shard_numel)
         else:
             if stage.shards_parameters and not self.whole.lasts:
                 dtype = DTYPES[precision.param]
                 frozen = comm.allocate(spec.layout.shard_numel, dtype, category="parameters").tensor
             else:
                 frozen = self.whole.flat[self._mine]
-            self.rest: Rest = ResidentRest(frozen)
+            self.rest = ResidentRest(frozen)
 
     def _allocate_state(self, precision: Precision, reducer: Reducer) -> None:
         """Masters, the optimizer's view of them, gradients."""
@@ -187,6 +185,8 @@ class Unit:
         if whole.shared:
             whole.update(ResidentRest(new[self._mine]).read)
             whole.wait_for_update()
+        elif isinstance(whole, EncodedParameters):
+            whole.show_kept()
         self._note_values()
 
     def take_over(self) -> None:
@@ -277,6 +277,26 @@ class Unit:
                 rest = stack.enter_context(self.rest.at_hand())
             values = rest if sharded else self.whole.flat
             return whole_copy(values, self.spec.layout, self._comm, name=self.spec.name)
+
+
+def _whole(
+    spec: UnitSpec,
+    parameters: Sequence[nn.Parameter],
+    *,
+    stage: Stage,
+    precision: Precision,
+    comm: Collectives,
+    away: AwayShard | None,
+) -> WholeParameters:
+    """The whole parameters of a unit, which may come from codes."""
+    if spec.codec is not None:
+        return EncodedParameters(
+            spec, parameters, stage=stage, precision=precision, comm=comm, codec=spec.codec
+        )
+    given_back = away is not None and not away.near
+    return WholeParameters(
+        spec, parameters, stage=stage, precision=precision, comm=comm, given_back=given_back
+    )
 
 
 def _agreed(unit: Unit, comm: Collectives, what: str) -> AbstractContextManager[None]:

@@ -76,22 +76,22 @@ class WholeParameters:
     ) -> None:
         """Allocate the buffer. Collective on transports that share memory.
 
-        ``given_back``: its memory is, while the parameters are sharded, on every transport.
+        ``given_back``: its memory is, while the parameters are sharded, on every transport. So it is with a codec.
         """
         self.parameters = list(parameters)
         self.state = UnitState.WHOLE
         self._spec = spec
         self._comm = comm
         self._sharded = stage.shards_parameters
-        layout, index = spec.layout, comm.group.index
+        layout, index, coded = spec.layout, comm.group.index, spec.codec is not None
         self.mine = slice(index * layout.shard_numel, (index + 1) * layout.shard_numel)
-        in_flight = self._sharded and (given_back or not comm.footprint.lasting)
+        in_flight = self._sharded and (given_back or coded or not comm.footprint.lasting)
         self._buffer = comm.allocate(
             layout.padded_numel,
             DTYPES[precision.param],
             category="unsharded" if in_flight else "parameters",
             # A replicated optimizer writes the whole buffer: then every rank needs one of its own.
-            use=Use.GATHER if stage.shards_optimizer else Use.PRIVATE,
+            use=Use.GATHER if stage.shards_optimizer and not coded else Use.PRIVATE,
             keep=not in_flight,
         )
         self.shared = self._buffer.shared

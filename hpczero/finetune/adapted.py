@@ -1,0 +1,136 @@
+"""Adapted: the low-rank products in a model, ours or peft's, and the names that the model has without them.
+
+Owns: which parameter belongs to which product, and peft's habits of naming. Must not know: values, shards, files. peft
+itself is never imported: whoever has its modules has imported it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hpczero.errors import ConfigError
+from hpczero.finetune.lowrank import CHILD, LowRank
+
+PEFT_PREFIX = "base_model.model."
+_LAYERS = "peft.tuners.lora.layer"
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product: names of parameters as the model has them.
+
+    Attributes:
+        weight: of the frozen layer.
+        a, b: (rank, in) and (out, rank).
+        scale: of the product.
+        transposed: whether the weight is (in, out).
+    """
+
+    weight: str
+    a: str
+    b: str
+    scale: float
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """All products of one model.
+
+    Attributes:
+        base: the model below the products, whose names the merged weights have: the model itself, or what peft wraps.
+        products: in the order of the model.
+        adapter: peft's name of the adapter; None where the products are ours.
+    """
+
+    base: nn.Module
+    products: tuple[Product, ...]
+    adapter: str | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Adapted:
+        """Find them. Not collective.
+
+        Raises:
+            ConfigError: there are none, or they are of a kind that cannot be merged tensor by tensor.
+        """
+        if is_peft(model):
+            return _of_peft(model)
+        products = tuple(
+            Product(
+                f"{name}.weight",
+                f"{name}.{CHILD}.A",
+                f"{name}.{CHILD}.B",
+                product.scale,
+                product.transposed,
+            )
+            for name, module in model.named_modules()
+            if isinstance(product := module._modules.get(CHILD), LowRank)
+        )
+        if not products:
+            raise ConfigError(
+                f"{type(model).__name__} has no low-rank products; make them by finetune.lora(model) or by peft before "
+                "zeroify"
+            )
+        return cls(model, products)
+
+    def plain_name(self, name: str) -> str | None:
+        """The name that a parameter or buffer has in the model without products; None: it is not there."""
+        if self.adapter is None:
+            return None if f".{CHILD}." in f".{name}" and self._is_product(name) else name
+        if self._is_product(name) or ".original_module." in name:
+            return None
+        name = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
+        return name.replace(f".modules_to_save.{self.adapter}.", ".")
+
+    def _is_product(self, name: str) -> bool:
+        return any(name in (each.a, each.b) for each in self.products)
+
+
+def is_peft(model: nn.Module) -> bool:
+    """Whether it is a model that peft wraps."""
+    return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
+
+
+def _of_peft(model: Any) -> Adapted:
+    active = list(model.active_adapters) if hasattr(model, "active_adapters") else []
+    names = list(model.peft_config)
+    if len(names) != 1 or active != names:
+        raise ConfigError(
+            f"the peft model has adapters {names}, of which {active} are active, expected one, active; write each by "
+            "finetune.save_adapter(model, folder, adapter=...) and merge with peft"
+        )
+    adapter = names[0]
+    config = model.peft_config[adapter]
+    if getattr(config.peft_type, "value", config.peft_type) != "LORA" or config.bias != "none":
+        raise ConfigError(
+            f"the peft model has {config.peft_type} with bias={getattr(config, 'bias', None)!r}, expected LoRA without "
+            "biases to merge tensor by tensor; write it by finetune.save_adapter(model, folder) and merge with peft"
+        )
+    products = []
+    for name, module in model.named_modules():
+        if adapter not in getattr(module, "lora_A", {}) and adapter not in getattr(
+            module, "lora_embedding_A", {}
+        ):
+            continue
+        plain = (type(module).__module__, type(module).__name__) == (_LAYERS, "Linear")
+        variant = getattr(module, "lora_variant", {}).get(adapter)
+        if not plain or variant is not None or module.merged or module.lora_bias.get(adapter):
+            raise ConfigError(
+                f"{name!r} is a {type(module).__name__} of peft ({'merged already' if module.merged else variant}), "
+                "expected its plain LoRA of a linear layer, not merged; write it by finetune.save_adapter(model, "
+                "folder) and merge with peft"
+            )
+        products.append(
+            Product(
+                f"{name}.base_layer.weight",
+                f"{name}.lora_A.{adapter}.weight",
+                f"{name}.lora_B.{adapter}.weight",
+                float(module.scaling[adapter]),
+                bool(module.fan_in_fan_out),
+            )
+        )
+    return Adapted(model.get_base_model(), tuple(products), adapter)

@@ -1,0 +1,332 @@
+"""LowRank: a trained product of two small matrices beside a frozen linear layer (LoRA), and how a model gets them.
+
+Owns: which layers get one, its first values, its forward, and its merge into a plain model. Must not know: shards,
+ranks, files.
+
+    y = W x + b + scale * B A drop(x)       W (out, in) frozen; A (rank, in) drawn; B (out, rank) zero at first
+
+The layer stays the object that it was, with its names. Its product is a child, ``layer.lora``, which a forward hook
+adds. So a module that reads the layer's hooks, as ``nn.TransformerEncoderLayer`` does before its fused path, sees them.
+
+Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022, sec. 4.1.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpczero.errors import ConfigError, PlanError
+from hpczero.zero.sharding import KEY as ZEROIFIED
+
+ALL_LINEAR = "all-linear"
+CHILD = "lora"
+NAMED = 8  # names in a message
+
+
+class LowRank(nn.Module):
+    """The product of one layer; called with the layer's input it gives what is added to the layer's output.
+
+    Attributes:
+        A: (rank, in) fp32.
+        B: (out, rank) fp32.
+        scale: of the product, alpha / rank.
+        dropout: of the input.
+        transposed: whether the layer keeps its weight as (in, out).
+    """
+
+    def __init__(
+        self,
+        size_in: int,
+        size_out: int,
+        rank: int,
+        *,
+        scale: float,
+        dropout: float = 0.0,
+        transposed: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        """Values are not set; ``draw`` follows."""
+        super().__init__()
+        self.A = nn.Parameter(torch.empty(rank, size_in, dtype=torch.float32, device=device))
+        self.B = nn.Parameter(torch.empty(size_out, rank, dtype=torch.float32, device=device))
+        self.scale, self.transposed = scale, transposed
+        self.dropout = nn.Dropout(dropout)
+
+    @property
+    def rank(self) -> int:
+        """Of the product."""
+        return int(self.A.shape[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) to (..., out), in the dtype of the two matrices."""
+        y = self.dropout(x.to(self.A.dtype))
+        result: Tensor = nn.functional.linear(nn.functional.linear(y, self.A), self.B) * self.scale
+        return result
+
+    def extra_repr(self) -> str:
+        """What ``repr`` says."""
+        return f"rank={self.rank}, scale={self.scale:g}"
+
+
+def draw(name: str, values: Tensor, seed: int = 0) -> None:
+    """First values of ``...lora.A`` (uniform, variance 1 / (3 in)) or ``...lora.B`` (zero), by ``seed`` and name.
+
+    The bits do not depend on ranks or on other parameters.
+
+    Args:
+        name: qualified.
+        values: (rank, in) or (out, rank) fp32 on the host, filled in place.
+        seed: of all of them.
+    """
+    with torch.no_grad():
+        if name.endswith(f"{CHILD}.B"):
+            values.zero_()
+            return
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        bound = 1 / math.sqrt(max(values.shape[1], 1))
+        values.uniform_(-bound, bound, generator=generator)
+
+
+def first_values(
+    initialize: Callable[[str, Tensor], None], *, seed: int = 0
+) -> Callable[[str, Tensor], None]:
+    """``initialize`` of ``zeroify`` for a model on the meta device that has low-rank products.
+
+    Args:
+        initialize: fills all other parameters.
+        seed: of the products.
+    """
+
+    def fill(name: str, values: Tensor) -> None:
+        if name.endswith((f"{CHILD}.A", f"{CHILD}.B")):
+            draw(name, values, seed)
+        else:
+            initialize(name, values)
+
+    return fill
+
+
+def lora(
+    model: nn.Module,
+    *,
+    rank: int = 8,
+    alpha: float | None = None,
+    targets: str | Sequence[str] = ALL_LINEAR,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> nn.Module:
+    """Freeze ``model`` and put a trained low-rank product beside each target. Not collective; same on every rank.
+
+    Call it before the optimizer is made, which gets ``finetune.trained(model)``. Names in ``state_dict()`` stay; those
+    of the products, ``<layer>.lora.A`` and ``<layer>.lora.B``, come to them. What else shall train is unfrozen by hand
+    afterwards: ``model.score.requires_grad_(True)``.
+
+    Args:
+        model: plain, on any device; it is changed in place.
+        rank: of each product, at least 1.
+        alpha: the product is scaled by ``alpha / rank``; None: by 1.
+        targets: which layers: names, or last parts of names (``"q_proj"``), or regular expressions for whole names; or
+            "all-linear": every ``nn.Linear`` (and ``Conv1D`` of transformers) but the output layer of a model of
+            transformers and layers whose weight is tied.
+        dropout: probability with which an element of a product's input is dropped in training.
+        seed: of the first values.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        ConfigError: ``rank``, ``alpha`` or ``dropout`` cannot be; a target matches nothing, or a layer that cannot have
+            a product. The message names it.
+        PlanError: the model was zeroified, or has products already.
+    """
+    if type(rank) is not int or rank < 1:
+        raise ConfigError(f"rank: got {rank!r}, expected a whole number, at least 1")
+    if not 0.0 <= dropout < 1.0:
+        raise ConfigError(f"dropout: got {dropout!r}, expected at least 0 and below 1")
+    if alpha is not None and not (math.isfinite(alpha) and alpha > 0):
+        raise ConfigError(f"alpha: got {alpha!r}, expected a number above 0, or None for {rank}")
+    for name, module in model.named_modules():
+        if ZEROIFIED in module.__dict__:
+            raise PlanError(
+                f"module {name or 'model'!r} was zeroified already; call finetune.lora before zeroify, which shards "
+                "what it finds"
+            )
+        if isinstance(module, LowRank):
+            raise PlanError(
+                f"the model has low-rank products already, first {name!r}; call finetune.lora once, or "
+                "finetune.merge first"
+            )
+    chosen = _chosen(model, targets)
+    model.requires_grad_(False)
+    for name, module in chosen.items():
+        size_in, size_out, transposed = _sizes(module)
+        product = LowRank(
+            size_in,
+            size_out,
+            rank,
+            scale=1.0 if alpha is None else alpha / rank,
+            dropout=dropout,
+            transposed=transposed,
+            device=module.weight.device,  # type: ignore[arg-type]
+        )
+        for part, parameter in (("A", product.A), ("B", product.B)):
+            if not parameter.is_meta:
+                values = torch.empty(parameter.shape)
+                draw(f"{name}.{CHILD}.{part}", values, seed)
+                parameter.data.copy_(values)
+        product.train(module.training)
+        module.add_module(CHILD, product)
+        module.register_forward_hook(_add, with_kwargs=True)
+    return model
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that train, for the optimizer."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def merge(model: nn.Module) -> nn.Module:
+    """Add each product to its layer's weight and take it away. Not collective.
+
+    The sum is taken in fp32 and rounded once to the dtype of the weight. All parameters are frozen afterwards as they
+    were.
+
+    Args:
+        model: plain: before ``zeroify``, or after ``hpczero.release(model, whole=True)``.
+
+    Returns:
+        ``model`` itself, with the names that it had before ``lora``.
+
+    Raises:
+        PlanError: the model is zeroified, or its values are not there.
+    """
+    if any(ZEROIFIED in module.__dict__ for module in model.modules()):
+        raise PlanError(
+            "the model is zeroified, so no rank has its values; write the merged weights by "
+            "finetune.save_merged(model, folder), or call hpczero.release(model, whole=True) first"
+        )
+    for name, module in model.named_modules():
+        product = module._modules.get(CHILD)
+        if not isinstance(product, LowRank):
+            continue
+        weight = module.weight
+        if weight.is_meta or weight.numel() != product.A.shape[1] * product.B.shape[0]:
+            raise PlanError(
+                f"the values of {name}.weight are not there; load them first, or release with whole=True"
+            )
+        with torch.no_grad():
+            weight.copy_(merged(weight, product.A, product.B, product.scale, product.transposed))
+        del module._modules[CHILD]
+        for key, hook in list(module._forward_hooks.items()):
+            if hook is _add:
+                del module._forward_hooks[key]
+                module._forward_hooks_with_kwargs.pop(key, None)
+    return model
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed: bool) -> Tensor:
+    """The weight with the product in it, fp32, of the weight's shape."""
+    product = (b.float() @ a.float()) * scale
+    return weight.float() + (product.T if transposed else product)
+
+
+def _add(
+    module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor
+) -> Tensor:
+    """The hook: what the layer gives, and its product."""
+    x = arguments[0] if arguments else next(iter(named.values()))
+    product = module._modules[CHILD]
+    assert product is not None
+    result: Tensor = output + product(x).to(output.dtype)
+    return result
+
+
+# --- which layers ----------------------------------------------------------------------------------------------------
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether it is the transposed linear layer of transformers, which need not be installed."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
+def _sizes(module: nn.Module) -> tuple[int, int, bool]:
+    """in, out, and whether the weight is (in, out)."""
+    rows, columns = module.weight.shape  # type: ignore[misc]
+    transposed = _is_conv1d(module)
+    return (rows, columns, True) if transposed else (columns, rows, False)
+
+
+def _chosen(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn.Module]:
+    """Modules by their first names, in the order of the model."""
+    modules = dict(model.named_modules())
+    users = Counter(
+        id(parameter)
+        for module in modules.values()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
+    if targets == ALL_LINEAR:
+        given = getattr(model, "get_output_embeddings", None)
+        output = given() if callable(given) else None
+        found = {
+            name: module
+            for name, module in modules.items()
+            if not _unfit(module, users) and module is not output
+        }
+        if not found:
+            raise ConfigError(
+                f"{type(model).__name__} has no nn.Linear that can have a low-rank product; name targets, or train "
+                "the model whole"
+            )
+        return found
+    wanted = [targets] if isinstance(targets, str) else list(targets)
+    chosen = {}
+    for name, module in modules.items():
+        if name and any(_matches(each, name) for each in wanted):
+            reason = _unfit(module, users)
+            if reason:
+                raise ConfigError(f"targets: {name!r} {reason}; leave it out")
+            chosen[name] = module
+    unused = [each for each in wanted if not any(_matches(each, name) for name in modules)]
+    if unused or not wanted:
+        known = dict.fromkeys(
+            name.rpartition(".")[2] for name, module in modules.items() if not _unfit(module, users)
+        )
+        more = " and others" if len(known) > NAMED else ""
+        raise ConfigError(
+            f"targets: {unused or wanted} match(es) no module of {type(model).__name__}; its linear layers are "
+            f"{', '.join(list(known)[:NAMED])}{more}"
+        )
+    return chosen
+
+
+def _matches(target: str, name: str) -> bool:
+    if name == target or name.endswith(f".{target}"):
+        return True
+    try:
+        return re.fullmatch(target, name) is not None
+    except re.error as error:
+        raise ConfigError(
+            f"targets: {target!r} is neither a name nor a regular expression ({error})"
+        ) from error
+
+
+def _unfit(module: nn.Module, users: Counter[int]) -> str:
+    """Why it cannot have a product; empty if it can."""
+    # A subclass may use its weight without a call, as that of nn.MultiheadAttention does: no hook would run.
+    if type(module) is not nn.Linear and not _is_conv1d(module):
+        return (
+            f"is a {type(module).__name__}, expected exactly nn.Linear (or Conv1D of transformers)"
+        )
+    if users[id(module.weight)] > 1:
+        return "has a weight that other modules use too, and would be merged into all of them"
+    return ""

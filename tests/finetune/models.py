@@ -1,0 +1,76 @@
+"""Small models with adapters, and their training in one process. Must not know: what any test looks for."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hpczero import finetune
+from hpczero.kernels.blockwise import decode, encode
+from hpczero.plan.codec import Codec
+from tests.equality.reference import tree_sum
+from tests.helpers.small_models import tiny_gpt, tiny_tokens
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def adapted_gpt(rank: int = 3, **sizes: int) -> nn.Module:
+    """A tiny GPT with products beside its linear layers, none of them zero; the same on every rank."""
+    model = finetune.lora(tiny_gpt(**sizes), rank=rank, alpha=2 * rank)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora.B"):
+                parameter.normal_(0.0, 0.1, generator=generator)
+    return model
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(finetune.trained(model), lr=1e-2)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    tokens = tiny_tokens(rank + 100 * step)
+    loss: Tensor = model(tokens, tokens)
+    return loss
+
+
+def plain_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, size: int, steps: range
+) -> None:
+    """What ``size`` ranks would do, in one process, clipped; gradients are summed in the documented order."""
+    parameters = finetune.trained(model)
+    for step in steps:
+        found = [torch.autograd.grad(loss_of(model, r, step), parameters) for r in range(size)]
+        for parameter, gradients in zip(parameters, zip(*found, strict=True), strict=True):
+            parameter.grad = tree_sum(gradients) * (1.0 / size)
+        nn.utils.clip_grad_norm_(finetune.trained(model), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def rounded(model: M, name: str, blocks: str = "blocks.") -> M:
+    """Frozen matrices of blocks as codes would give them back; blocks of 64 of the flat unit."""
+    codec = Codec(name)
+    parameters = dict(model.named_parameters())
+    for block in (f"{blocks}0.", f"{blocks}1."):
+        names = [
+            each
+            for each, parameter in parameters.items()
+            if each.startswith(block) and parameter.dim() > 1 and not parameter.requires_grad
+        ]
+        flat = torch.cat([parameters[each].detach().reshape(-1) for each in names])
+        padded = torch.zeros(-(-flat.numel() // 64) * 64)
+        padded[: flat.numel()] = flat
+        words = torch.empty(codec.words(padded.numel()))
+        encode(padded, words, bits=codec.bits, block=64)
+        decode(words.view(1, -1), padded.view(1, -1), bits=codec.bits, block=64)
+        begin = 0
+        for each in names:
+            end = begin + parameters[each].numel()
+            with torch.no_grad():
+                parameters[each].copy_(padded[begin:end].view_as(parameters[each]))
+            begin = end
+    return model

@@ -1,0 +1,201 @@
+"""What a fine-tuned model leaves is loaded by transformers and peft, with the outputs of one process of plain torch."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hpczero
+from hpczero import finetune
+from hpczero.errors import ConfigError
+from tests.compat.architectures import ARCHITECTURES, VOCABULARY
+from tests.finetune.models import adapted_gpt, optimizer_of, rounded
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import raises_on_all, zeroified
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.ranks(2),
+    pytest.mark.limit(300),
+    # Others' code warns of itself; a warning of hpczero's is an error as everywhere.
+    pytest.mark.filterwarnings("ignore", "error:::hpczero"),
+]
+
+BUILD = {each.name: each.build for each in ARCHITECTURES}
+NAMES = {"llama": ["q_proj", "v_proj", "down_proj"], "gpt2": ["c_attn"]}
+
+
+def base(kind: str) -> Any:
+    return BUILD[kind]().eval()
+
+
+def tokens(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(0, VOCABULARY, (2, 7), generator=generator)
+
+
+def ours(kind: str) -> Any:
+    return finetune.lora(base(kind), rank=2, alpha=5)
+
+
+def pefts(kind: str) -> Any:
+    import peft
+
+    config = peft.LoraConfig(r=2, lora_alpha=5, target_modules=NAMES[kind], init_lora_weights=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return peft.get_peft_model(base(kind), config).eval()
+
+
+def trained_in_one_process(model: Any, size: int) -> Any:
+    optimizer = optimizer_of(model)
+    for step in range(3):
+        for rank in range(size):
+            ids = tokens(rank, step)
+            (model(input_ids=ids, labels=ids).loss / size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("adapted", [ours, pefts], ids=["ours", "peft"])
+def test_merged_weights_and_adapters_load_elsewhere(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, kind: str, adapted: Any
+) -> None:
+    model = adapted(kind)
+    optimizer = optimizer_of(model)
+    with zeroified(model, optimizer, topology=topology):
+        for step in range(3):
+            ids = tokens(comm.rank, step)
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        finetune.save_adapter(model, folder / "adapter")
+        finetune.save_merged(model, folder / "merged")
+        again = partial(finetune.save_merged, model, folder / "merged")
+        raises_on_all(comm, ConfigError, "is there already", again)
+    wrong = ""
+    if comm.rank == 0:
+        wrong = what_is_wrong(trained_in_one_process(adapted(kind), comm.size), kind, folder)
+    parallel_assert(comm, not wrong, wrong)
+
+
+@pytest.mark.parametrize("adapted", [ours, pefts], ids=["ours", "peft"])
+def test_a_base_of_codes_is_merged_as_it_was_trained(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, adapted: Any
+) -> None:
+    model = adapted("llama")
+    optimizer = optimizer_of(model)
+    with zeroified(model, optimizer, topology=topology, quantize="nf4"):
+        for step in range(3):
+            ids = tokens(comm.rank, step)
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        finetune.save_merged(model, folder / "merged")
+    wrong = ""
+    if comm.rank == 0:
+        import transformers
+
+        place = "model.layers." if adapted is ours else "base_model.model.model.layers."
+        plain = trained_in_one_process(rounded(adapted("llama"), "nf4", place), comm.size)
+        load: Any = transformers.AutoModelForCausalLM.from_pretrained
+        merged, said = load(folder / "merged", output_loading_info=True)
+        with torch.no_grad():
+            logits = merged(input_ids=ids).logits
+            apart = (logits - plain(input_ids=ids).logits).abs().max().item()
+            changed = (logits - base("llama")(input_ids=ids).logits).abs().max().item()
+        odd = {key: value for key, value in said.items() if value}
+        wrong = "" if apart <= 1e-6 and changed > 1e-3 and not odd else f"{apart}, {changed}, {odd}"
+    parallel_assert(comm, not wrong, wrong)
+
+
+def what_is_wrong(plain: Any, kind: str, folder: Path) -> str:
+    import peft
+    import transformers
+
+    ids = tokens(0, 99)
+    with torch.no_grad():
+        expected = plain(input_ids=ids).logits
+        load: Any = transformers.AutoModelForCausalLM.from_pretrained
+        merged, said = load(folder / "merged", output_loading_info=True)
+        with_adapter = peft.PeftModel.from_pretrained(base(kind), folder / "adapter")
+        apart = {
+            "merged": (merged(input_ids=ids).logits - expected).abs().max().item(),
+            "adapter": (with_adapter(input_ids=ids).logits - expected).abs().max().item(),
+            "untrained": (base(kind)(input_ids=ids).logits - expected).abs().max().item(),
+        }
+    elements = sum(p.numel() for p in finetune.trained(plain))
+    nbytes = (folder / "adapter" / "adapter_model.safetensors").stat().st_size
+    odd = {key: value for key, value in said.items() if value}
+    fine = apart["merged"] <= 1e-6 and apart["adapter"] <= 1e-6 and apart["untrained"] > 1e-3
+    fine = fine and not odd and 4 * elements <= nbytes <= 4 * elements + 8192
+    return "" if fine else f"{apart}, {odd}, {nbytes} bytes for {elements} elements"
+
+
+def test_a_layer_that_trains_whole_goes_with_the_adapter(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    def build() -> Any:
+        model = finetune.lora(BUILD["bert-classifier"]().eval(), rank=2, targets=["query", "value"])
+        model.classifier.requires_grad_(True)
+        return model
+
+    model = build()
+    with zeroified(model, optimizer_of(model), topology=topology):
+        ids = tokens(comm.rank, 0)
+        model(input_ids=ids, labels=ids[:, 0] % 2).loss.backward()
+        hpczero.sharding(model).optimizer.step()  # type: ignore[union-attr]
+        finetune.save_adapter(model, folder / "adapter")
+        state = hpczero.full_state_dict(model)
+    wrong = ""
+    if comm.rank == 0:
+        import peft
+
+        model = build()
+        model.load_state_dict(state)
+        found = peft.PeftModel.from_pretrained(
+            BUILD["bert-classifier"]().eval(), folder / "adapter"
+        )
+        with torch.no_grad():
+            apart = (found(input_ids=ids).logits - model(input_ids=ids).logits).abs().max().item()
+        wrong = "" if apart <= 1e-6 else f"off by {apart}"
+    parallel_assert(comm, not wrong, wrong)
+
+
+def test_dtype_names_and_kinds_that_cannot_be_are_refused_on_every_rank(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    model = adapted_gpt()
+    model.get_parameter("blocks.0.mlp_norm.bias").requires_grad_(True)
+    with zeroified(model, optimizer_of(model), topology=topology):
+        save = partial(finetune.save_merged, model, folder / "merged")
+        raises_on_all(comm, ConfigError, "dtype: got 'int8'", partial(save, dtype="int8"))
+        alone = partial(finetune.save_adapter, model, folder / "adapter")
+        raises_on_all(comm, ConfigError, "'blocks.0.mlp_norm' trains in part", alone)
+        save(dtype="bf16")
+        parallel_assert(comm, sorted(p.name for p in folder.iterdir()) == ["merged"])
+    plain = nn.Linear(3, 3)
+    with zeroified(plain, torch.optim.SGD(plain.parameters(), lr=0.1), topology=topology):
+        none = partial(finetune.save_merged, plain, folder / "none")
+        raises_on_all(comm, ConfigError, "has no low-rank products", none)
+    wrong = ""
+    if comm.rank == 0:
+        head = (folder / "merged" / "model.safetensors").read_bytes()
+        text = json.loads(head[8 : 8 + int.from_bytes(head[:8], "little")])
+        kinds = {entry["dtype"] for name, entry in text.items() if name != "__metadata__"}
+        products = [name for name in text if "lora" in name]
+        wrong = "" if kinds == {"BF16"} and not products else f"{kinds}, {products}"
+    parallel_assert(comm, not wrong, wrong)

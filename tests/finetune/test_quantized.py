@@ -1,0 +1,279 @@
+"""A frozen base that rests and travels as codes: training, codes, bytes, checkpoints, changes, refusals."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hpczero
+from hpczero.errors import ConfigError, PlanError
+from hpczero.plan import Plan
+from hpczero.plan.codec import Codec
+from hpczero.plan.rules import default_rule
+from hpczero.zero.units.encoded import EncodedParameters
+from tests.checkpoint.programs import first_ranks
+from tests.finetune.models import adapted_gpt, loss_of, optimizer_of, plain_steps, rounded
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import adamw, raises_on_all, tiny_gpt, tiny_tokens, zeroified
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Sharding, Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
+
+CODECS = pytest.mark.parametrize("name", ["int8", "nf4"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["flat", "auto"])
+NAME = "blocks.0.mlp.expansion.weight"
+
+
+def steps(model: nn.Module, optimizer: Any, rank: int, which: range) -> None:
+    for step in which:
+        loss_of(model, rank, step).backward()
+        hpczero.clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def off(found: dict[str, Any] | None, plain: nn.Module) -> float:
+    expected = plain.state_dict()
+    return max([0.0, *((v - expected[n]).abs().max().item() for n, v in (found or {}).items())])
+
+
+def codes(sharding: Sharding, comm: MPI.Intracomm) -> dict[str, bytes]:
+    """Codes of all shards end to end, without those of padding."""
+    found = {}
+    for unit in sharding.units:
+        if isinstance(unit.whole, EncodedParameters):
+            layout, codec = unit.spec.layout, unit.whole.codec
+            data = unit.whole.encoded.view(torch.uint8)[: layout.shard_numel * codec.bits // 8]
+            everybody = b"".join(comm.allgather(bytes(data.tolist())))
+            found[unit.spec.name] = everybody[: layout.numel * codec.bits // 8]
+    return found
+
+
+@CODECS
+@TRANSPORTS
+def test_training_equals_one_process_whose_base_was_rounded_alike(
+    comm: MPI.Intracomm, topology: Topology, name: str, transport: str
+) -> None:
+    plain, model = rounded(adapted_gpt(), name), adapted_gpt()
+    plain_steps(plain, optimizer_of(plain), comm.size, range(4))
+    optimizer = optimizer_of(model)
+    options: dict[str, Any] = {"transport": transport, "topology": topology, "quantize": name}
+    with zeroified(model, optimizer, **options):
+        steps(model, optimizer, comm.rank, range(4))
+        apart = off(hpczero.full_state_dict(model), plain)
+    # torch takes the norm for clipping in fp32, hpczero rounds it once: one last bit of the factor.
+    parallel_assert(comm, apart <= (0.0 if comm.size == 2 else 2e-7), f"off by {apart}")
+    changed = off(dict(plain.state_dict()), adapted_gpt())
+    parallel_assert(comm, changed > 1e-3, "rounding and training change nothing")
+
+
+@CODECS
+@TRANSPORTS
+def test_half_precision_sees_the_codes_rounded_once(
+    comm: MPI.Intracomm, topology: Topology, name: str, transport: str
+) -> None:
+    plain = rounded(adapted_gpt(), name).bfloat16()
+    model = adapted_gpt()
+    options: dict[str, Any] = {"transport": transport, "topology": topology, "quantize": name}
+    with zeroified(model, optimizer_of(model), precision="bf16", **options), torch.no_grad():
+        found = model(tiny_tokens(7))
+        parallel_assert(comm, torch.equal(found, plain(tiny_tokens(7)).to(found.dtype)))
+
+
+@CODECS
+@TRANSPORTS
+def test_bytes_held_and_sent_are_the_plans(
+    comm: MPI.Intracomm, topology: Topology, name: str, transport: str
+) -> None:
+    def build() -> nn.Module:
+        return adapted_gpt(hidden=64, heads=4, layers=3)
+
+    model = build()
+    optimizer = optimizer_of(model)
+    options: dict[str, Any] = {"transport": transport, "topology": topology, "precision": "bf16"}
+    with zeroified(model, optimizer, quantize=name, **options) as sharding:
+        plan, footprint = sharding.plan, sharding.collectives.footprint
+        steps(model, optimizer, comm.rank, range(2))  # the first also makes buffers
+        sharding.memory.reset_peak()
+        sharding.collectives.stats.reset()
+        steps(model, optimizer, comm.rank, range(2, 3))
+        memory, traffic = plan.memory(footprint=footprint), plan.traffic(footprint=footprint)
+        held = sharding.memory.peak
+        for category in ("parameters", "unsharded"):
+            expected = getattr(memory, category)
+            found = held.get(category, 0)
+            said = f"{category}: {found}, the plan says {expected}"
+            parallel_assert(comm, abs(found - expected) <= 0.03 * expected, said)
+        stats = sharding.collectives.stats
+        sent = stats.sent_nbytes["all_gather"]
+        said = f"{sent} bytes sent, the plan says {traffic.all_gather_nbytes}"
+        parallel_assert(comm, sent == traffic.all_gather_nbytes, said)
+    coded = [unit for unit in plan.units if unit.codec is not None]
+    each = {"int8": 1.0625, "nf4": 0.5625}[name]
+    rest = sum(unit.rest_nbytes or 0 for unit in coded)
+    parallel_assert(comm, rest == each * sum(unit.layout.shard_numel for unit in coded))
+
+
+def test_codes_are_the_same_for_any_number_of_ranks(comm: MPI.Intracomm) -> None:
+    found: list[dict[str, bytes]] = []
+    for size in range(1, comm.size + 1):
+        with first_ranks(comm, size) as topology:
+            if topology is not None:
+                model = adapted_gpt()
+                with zeroified(model, None, topology=topology, quantize="nf4") as sharding:
+                    found.append(codes(sharding, topology.world.comm))
+    parallel_assert(comm, len(found[0]) == 2 and all(each == found[0] for each in found))
+
+
+@CODECS
+@TRANSPORTS
+@pytest.mark.parametrize("parameters", ["all", "trained"])
+def test_checkpoints_bring_the_same_codes_and_go_on(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    folder: Path,
+    name: str,
+    transport: str,
+    parameters: str,
+) -> None:
+    plain = rounded(adapted_gpt(), name)
+    plain_steps(plain, optimizer_of(plain), comm.size, range(3))
+    model = adapted_gpt()
+    optimizer = optimizer_of(model)
+    options: dict[str, Any] = {"transport": transport, "quantize": name}
+    with zeroified(model, optimizer, topology=topology, **options) as sharding:
+        steps(model, optimizer, comm.rank, range(2))
+        before = codes(sharding, comm)
+        hpczero.checkpoint.save(folder, model, step=2, parameters=parameters)
+        steps(model, optimizer, comm.rank, range(2, 3))
+        straight = hpczero.full_state_dict(model)
+        hpczero.checkpoint.load(folder, model)
+        parallel_assert(comm, codes(sharding, comm) == before)
+        steps(model, optimizer, comm.rank, range(2, 3))
+        again = hpczero.full_state_dict(model)
+        same = straight is None or all(
+            torch.equal(v, (again or {})[n]) for n, v in straight.items()
+        )
+        parallel_assert(comm, same, "other bits after the load")
+        apart = off(again, plain)
+        parallel_assert(comm, apart <= 2e-7, f"off by {apart}")
+    alike = True
+    with first_ranks(comm, 1) as alone:
+        if alone is not None:
+            model = adapted_gpt()
+            with zeroified(model, optimizer_of(model), topology=alone, **options) as sharding:
+                hpczero.checkpoint.load(folder, model)
+                alike = codes(sharding, alone.world.comm) == before
+    parallel_assert(comm, alike, "other codes at one rank")
+
+
+@CODECS
+@TRANSPORTS
+def test_changes_inside_gathered_become_codes_and_others_stay(
+    comm: MPI.Intracomm, topology: Topology, name: str, transport: str
+) -> None:
+    model = adapted_gpt()
+    options: dict[str, Any] = {"transport": transport, "topology": topology, "quantize": name}
+    with zeroified(model, optimizer_of(model), precision="bf16", **options) as sharding:
+        before = codes(sharding, comm)
+        with hpczero.gathered(model, modifier_rank=comm.size - 1):
+            pass
+        parallel_assert(comm, codes(sharding, comm) == before, "nothing was changed")
+        with hpczero.gathered(model, modifier_rank=0):
+            if comm.rank == 0:
+                with torch.no_grad():
+                    model.get_parameter(NAME)[0, 0] = 9.0  # the largest of its block
+        with hpczero.gathered(model):
+            found = model.get_parameter(NAME).detach().clone()
+        whole = hpczero.full_state_dict(model)
+        after = codes(sharding, comm)
+    parallel_assert(comm, found[0, 0].item() == 9.0)
+    parallel_assert(comm, whole is None or torch.equal(whole[NAME].bfloat16(), found))
+    other = "blocks.1 (frozen) ("
+    kept = [key for key in before if key.startswith(other)]
+    parallel_assert(comm, len(kept) == 1 and all(after[key] == before[key] for key in kept))
+    parallel_assert(comm, after != before)
+
+
+@TRANSPORTS
+def test_a_block_that_runs_goes_on_with_what_its_changes_became(
+    comm: MPI.Intracomm, topology: Topology, transport: str
+) -> None:
+    model = adapted_gpt()
+
+    def change(*_: object) -> None:
+        hook.remove()
+        with hpczero.gathered(model, modifier_rank=0):
+            if comm.rank == 0:
+                model.get_parameter(NAME)[:, 0] += 0.01
+
+    with zeroified(model, None, transport=transport, topology=topology, quantize="nf4"):
+        with torch.no_grad():
+            before = model(tiny_tokens(5))
+            hook = model.get_submodule("blocks.0").register_forward_pre_hook(change)
+            during, after = model(tiny_tokens(5)), model(tiny_tokens(5))
+        parallel_assert(comm, torch.equal(during, after), "values that nobody keeps were used")
+        parallel_assert(comm, not torch.equal(before, after), "nothing was changed")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", ["hierarchical", "window"])
+def test_unsharding_ahead_changes_no_bit(
+    comm: MPI.Intracomm, topology: Topology, transport: str
+) -> None:
+    found: list[Tensor] = []
+    for overlap in (True, False):
+        nodes = hpczero.Topology.create(comm, nodes=[0, 1])
+        model = adapted_gpt()
+        optimizer = optimizer_of(model)
+        options: dict[str, Any] = {"transport": transport, "overlap": overlap, "quantize": "int8"}
+        with zeroified(model, optimizer, topology=nodes, **options) as sharding:
+            parallel_assert(comm, sharding.collectives.footprint.overlap == overlap)
+            steps(model, optimizer, comm.rank, range(3))
+            found.append(torch.cat([unit.gather_values() for unit in sharding.units]))
+        nodes.free()
+    parallel_assert(comm, torch.equal(*found))
+
+
+def test_a_released_model_has_the_decoded_values(comm: MPI.Intracomm, topology: Topology) -> None:
+    model = adapted_gpt()
+    hpczero.zeroify(model, None, topology=topology, quantize="nf4")
+    with torch.no_grad():
+        during = model(tiny_tokens(3))
+    hpczero.release(model, whole=True)
+    plain = adapted_gpt()
+    # Without an optimizer all is frozen, the small matrices too.
+    plain = rounded(plain.requires_grad_(False), "nf4")
+    parallel_assert(comm, torch.equal(model(tiny_tokens(3)), during))
+    parallel_assert(comm, torch.equal(plain(tiny_tokens(3)), during))
+
+
+def test_what_cannot_be_is_refused(comm: MPI.Intracomm, topology: Topology) -> None:
+    def zeroify(model: nn.Module, optimizer: Any, **options: Any) -> None:
+        hpczero.zeroify(model, optimizer, topology=topology, **options)
+
+    model = adapted_gpt()
+    call = partial(zeroify, model, optimizer_of(model))
+    raises_on_all(comm, ConfigError, "quantize: got 'int2'", partial(call, quantize="int2"))
+    stage = partial(call, quantize="int8", stage=2)
+    raises_on_all(comm, PlanError, "stage 2 keeps parameters whole", stage)
+    copy = partial(call, quantize="int8", secondary=True)
+    raises_on_all(comm, PlanError, "secondary=True", copy)
+    trained = tiny_gpt()
+    nothing = partial(zeroify, trained, adamw(trained), quantize="int8")
+    raises_on_all(comm, PlanError, "no frozen matrix outside of its root unit", nothing)
+    plan = Plan.build(model, num_shards=2, stage=3, rule=default_rule, codec=Codec("int8"))
+    coded = [unit for unit in plan.units if unit.codec is not None]
+    parallel_assert(
+        comm, [unit.name for unit in coded] == [f"blocks.{i} (frozen) (int8)" for i in (0, 1)]
+    )
+    parallel_assert(comm, all(len(slot.shape) == 2 for unit in coded for slot in unit.layout.slots))

@@ -1,0 +1,104 @@
+"""Block-wise codes: what they round to, and that encoding what was decoded changes no bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpczero.kernels.blockwise import NF4, decode, encode
+from hpczero.plan.codec import Codec
+
+BLOCK = 64
+CODECS = pytest.mark.parametrize("codec", [Codec("int8"), Codec("nf4")], ids=lambda c: c.name)
+
+
+def coded(values: Tensor, codec: Codec) -> Tensor:
+    words = torch.full((codec.words(values.numel()),), torch.nan)
+    encode(values, words, bits=codec.bits, block=BLOCK)
+    return words
+
+
+def decoded(words: Tensor, codec: Codec, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    out = torch.full((1, numel), torch.nan, dtype=dtype)
+    decode(words.view(1, -1), out, bits=codec.bits, block=BLOCK)
+    return out[0]
+
+
+def odd_values() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    normal = torch.randn(300 * BLOCK, generator=generator)
+    magnitudes = torch.logspace(-44, 37, 300).repeat_interleave(BLOCK)
+    one = torch.zeros(BLOCK)
+    one[3] = -7.5
+    few = torch.randint(-200, 200, (300 * BLOCK,), generator=generator) * 2.0**-149
+    return {
+        "normal": normal,
+        "all magnitudes": normal * magnitudes,
+        "zeros": torch.zeros(2 * BLOCK),
+        "minus zeros": -torch.zeros(BLOCK),
+        "one that is negative": one,
+        "subnormal": few,
+        "largest": torch.full((BLOCK,), torch.finfo(torch.float32).max),
+        "several chunks": torch.randn(2**18 + 3 * BLOCK, generator=generator),
+        "nothing": torch.empty(0),
+    }
+
+
+@CODECS
+@pytest.mark.parametrize("name", odd_values())
+def test_encoding_what_was_decoded_changes_no_bit(codec: Codec, name: str) -> None:
+    values = odd_values()[name]
+    words = coded(values, codec)
+    found = decoded(words, codec, values.numel())
+    assert found.isfinite().all()
+    assert torch.equal(coded(found, codec).view(torch.int32), words.view(torch.int32))
+
+
+@CODECS
+def test_a_value_becomes_the_nearest_level_of_its_block(codec: Codec) -> None:
+    values = odd_values()["normal"]
+    found = decoded(coded(values, codec), codec, values.numel())
+    levels = torch.arange(-127, 128) / 127 if codec.bits == 8 else torch.tensor(NF4)
+    scale = values.view(-1, BLOCK).abs().amax(1).repeat_interleave(BLOCK)
+    nearest = (levels[None] * scale[:, None] - values[:, None]).abs().amin(1)
+    torch.testing.assert_close((found - values).abs(), nearest, atol=2e-6, rtol=0)
+    assert len(torch.unique((found / scale * 1e4).round())) <= len(levels)
+
+
+@CODECS
+def test_the_largest_of_a_block_stays_exactly(codec: Codec) -> None:
+    values = odd_values()["normal"].abs()
+    found = decoded(coded(values, codec), codec, values.numel())
+    assert torch.equal(found.view(-1, BLOCK).amax(1), values.view(-1, BLOCK).amax(1))
+
+
+@CODECS
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+def test_a_block_with_a_value_that_is_not_finite_is_nan_and_no_other(
+    codec: Codec, odd: float
+) -> None:
+    values = odd_values()["normal"][: 3 * BLOCK].clone()
+    values[BLOCK + 5] = odd
+    found = decoded(coded(values, codec), codec, values.numel()).view(3, BLOCK)
+    assert found[1].isnan().all()
+    assert found[0].isfinite().all()
+    assert found[2].isfinite().all()
+
+
+@CODECS
+@pytest.mark.parametrize("numel", [BLOCK, 5 * BLOCK, 2**18 + BLOCK])
+def test_shards_are_decoded_as_each_alone_and_rounded_once(codec: Codec, numel: int) -> None:
+    generator = torch.Generator().manual_seed(6)
+    shards = [torch.randn(numel, generator=generator) for _ in range(3)]
+    words = torch.stack([coded(shard, codec) for shard in shards])
+    out = torch.empty(3, numel, dtype=torch.bfloat16)
+    decode(words, out, bits=codec.bits, block=BLOCK)
+    for row, mine in zip(out, words, strict=True):
+        assert torch.equal(row, decoded(mine, codec, numel).bfloat16())
+
+
+def test_bytes_per_element() -> None:
+    assert Codec("int8").nbytes(6400) == 6400 * 1.0625
+    assert Codec("nf4").nbytes(6400) == 6400 * 0.5625
+    assert coded(torch.zeros(6400), Codec("nf4")).nbytes == Codec("nf4").nbytes(6400)
