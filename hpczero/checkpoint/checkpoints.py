@@ -19,7 +19,7 @@ from hpczero.checkpoint.disk.folder import Folder
 from hpczero.checkpoint.disk.format import SLAB_NBYTES, step_folder
 from hpczero.checkpoint.disk.lines import strangers
 from hpczero.checkpoint.disk.lock import Lock
-from hpczero.checkpoint.inventory import Inventory
+from hpczero.checkpoint.inventory import Inventory, TrainedInventory
 from hpczero.checkpoint.places import GIVE, given_path
 from hpczero.checkpoint.reading import Loaded, load_newest
 from hpczero.checkpoint.replacing import check_replaced
@@ -161,7 +161,7 @@ class Checkpoints:
         self._writer = writer
         self._slab_nbytes = slab_nbytes
         self._at = at
-        self._trained = parameters == "trained"
+        self._kind = TrainedInventory if parameters == "trained" else Inventory
         self._inventory: Inventory | None = None  # the same for every save
         self._lock = lock or Lock(self._folder.path)
         self._lent = lock is not None
@@ -179,7 +179,7 @@ class Checkpoints:
         topology = self._sharding.topology
         self.wait()
         self._take()
-        self._inventory = self._inventory or Inventory.create(self._sharding, trained=self._trained)
+        self._inventory = self._inventory or self._kind.create(self._sharding)
         snapshot = take(
             self._sharding,
             step=step,

@@ -42,12 +42,15 @@ class Inventory:
         needed_trainable: the part of ``needed`` that has optimizer state.
     """
 
-    def __init__(self, sharding: Sharding, share: Share, *, trained: bool = False) -> None:
+    only_trained = False  # whether the checkpoint has the trainable parameters alone
+
+    def __init__(self, sharding: Sharding, share: Share) -> None:
         """See ``create``."""
         self._sharding = sharding
         self._share = share
-        self.table = share.table.trained() if trained else share.table
-        self.units = [unit for unit in sharding.units if unit.spec.trainable or not trained]
+        alone = self.only_trained
+        self.table = share.table.trained() if alone else share.table
+        self.units = [unit for unit in sharding.units if unit.spec.trainable or not alone]
         self._places = self.table.named()
         pieces = [piece for unit in self.units for piece in self._pieces_of(unit)]
         self._empty = [piece for piece in pieces if not piece.numel]  # padding and nothing else
@@ -57,12 +60,8 @@ class Inventory:
         self.needed, self.needed_trainable = self._runs(self._pieces)
 
     @classmethod
-    def create(cls, sharding: Sharding, *, trained: bool = False) -> Inventory:
+    def create(cls, sharding: Sharding) -> Inventory:
         """That of a model. Collective over world where ranks have parts of a model, or replicas.
-
-        Args:
-            sharding: of the model.
-            trained: whether the checkpoint has the trainable parameters alone.
 
         Raises:
             CheckpointError: on every rank: the parts do not make one model; the message names a parameter.
@@ -70,7 +69,7 @@ class Inventory:
         with sharding.topology.agreed("take stock of the model"):
             for average in sharding.averages.values():
                 average.check_out("a checkpoint")
-        found = cls(sharding, share_of(sharding), trained=trained)
+        found = cls(sharding, share_of(sharding))
         held: Counter[str] = Counter()
         for piece in found._saved:
             held[found._row(piece.unit, piece.position).name] += piece.numel
@@ -99,11 +98,6 @@ class Inventory:
     def _row(self, unit: Unit, position: int) -> Row:
         """The whole parameter of a slot."""
         return self._places[self._share.name(unit.spec.layout.slots[position].name)]
-
-    @property
-    def alone(self) -> bool:
-        """Whether the checkpoint has the trainable parameters alone."""
-        return self.table is not self._share.table
 
     def frozen_pieces(self) -> Iterator[tuple[Row, Piece]]:
         """What this rank saves of frozen parameters, each with the whole parameter."""
@@ -369,6 +363,12 @@ class Inventory:
 
     def _is_in(self, unit: Unit, position: int, present: Mapping[str, Scalar | None]) -> bool:
         return self._row(unit, position).name in present
+
+
+class TrainedInventory(Inventory):
+    """That of a checkpoint of the trainable parameters alone."""
+
+    only_trained = True
 
 
 def check_range(

@@ -42,7 +42,7 @@ from hpczero.checkpoint.disk.manifest_content import check_content
 from hpczero.checkpoint.elements import Elements, Source, elements_of
 from hpczero.checkpoint.even_runs import EvenRuns
 from hpczero.checkpoint.group_options import restored
-from hpczero.checkpoint.inventory import Inventory
+from hpczero.checkpoint.inventory import Inventory, TrainedInventory
 from hpczero.checkpoint.places import folder_at, is_imported
 from hpczero.checkpoint.slab_reader import SlabReader
 from hpczero.checkpoint.snapshot import expand
@@ -155,7 +155,7 @@ def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
     with topology.agreed("look at the manifest"):
         check_content(manifest, path)
     base = Base.read(manifest.meta, path)  # the same manifest on every rank
-    inventory = Inventory.create(sharding, trained=base is not None)
+    inventory = (Inventory if base is None else TrainedInventory).create(sharding)
     buffers_here = buffers_of(sharding)
     with topology.agreed("compare the checkpoint with the model"):
         places = match_parameters(manifest, inventory.table, path)

@@ -121,7 +121,7 @@ def take(
         sharding.check_values()
     sharding.step.agreement.replicas.check()
     inventory = inventory or Inventory.create(sharding)
-    base = Base.of(sharding) if inventory.alone else None
+    base = Base.of(sharding) if inventory.only_trained else None
     buffers = buffers_of(sharding)
     with topology.agreed("take a snapshot"):
         kinds = inventory.state_kinds()
