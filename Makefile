@@ -4,6 +4,7 @@
 # make test-all  the same with every case on every number of ranks, which by default are a part: see CONTRIBUTING.md
 # make quick   lint and the tests of what has changed, in under two minutes: ARGS="--since COMMIT"
 # make lint    set up, ruff and mypy
+# make examples  set up and train every adapter that comes along to its target, beside plain torch: ARGS="--only gcn"
 # make docs    set up and write the pages of the public interface to build/docs; warnings are errors
 # make setup   the set-up alone: install/setup.sh says what can be chosen
 SHELL := /bin/bash
@@ -13,7 +14,7 @@ ARGS ?=
 PYTHON := .venv/bin/python
 SOURCES := $(sort $(dir $(wildcard hpczero/*.py tests/*.py scaling/*.py examples/*.py docs/*.py)))
 
-.PHONY: setup train picture test test-all quick lint docs
+.PHONY: setup train picture test test-all quick lint docs examples
 .NOTPARALLEL:
 
 setup:
@@ -40,6 +41,9 @@ lint: setup
 	$(PYTHON) -m ruff check $(SOURCES)
 	$(PYTHON) -m ruff format --check $(SOURCES)
 	$(PYTHON) -m mypy $(SOURCES)
+
+examples: setup
+	@$(PYTHON) examples/adapters.py --ranks $(RANKS) $(ARGS)
 
 docs: setup
 	$(PYTHON) docs/api.py build/docs

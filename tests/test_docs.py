@@ -239,6 +239,7 @@ def test_every_option_that_is_named_exists(document: Path) -> None:
         commands = re.findall(r" -m ((?:hpczero|scaling|tests)[\w.]*)", line) or sorted(COMMANDS)
         helps = [help_of("-m", command) for command in commands]
         helps += [help_of("-m", "hpczero.data", "prepare"), help_of("examples/resume_later.py")]
+        helps += [help_of("examples/adapters.py")]
         helps += [help_of("-m", "hpczero.plan", "--auto")]
         helps += [
             help_of("-m", "hpczero.checkpoint", verb) for verb in ("verify", "export", "import")

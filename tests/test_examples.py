@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.mpirun import ROOT, Finished, run_ranks
+from tests.helpers.mpirun import ROOT, Finished, run_command, run_ranks
 
 EXAMPLES = ROOT / "examples"
 LIMIT_S = 90.0  # they take a few seconds on an idle machine
@@ -36,6 +37,7 @@ def test_every_example_is_in_the_list_and_is_run_here() -> None:
         "resume_later.py",
         "larger_than_memory.py",
         "split_your_own.py",
+        "adapters.py",
     }
     listed = re.findall(r"^\| \[([\w.]+)\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(names)
@@ -99,3 +101,15 @@ def test_a_model_on_disk_trains_with_the_bits_of_one_in_memory(tmp_path: Path) -
     assert found == kept
     assert "wrote" in away.stdout
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.limit(2 * LIMIT_S + 30)
+@pytest.mark.slow
+def test_an_adapter_reaches_its_target_beside_plain_torch() -> None:
+    command = [sys.executable, EXAMPLES / "adapters.py", "--only", "graphsage"]
+    finished = run_command(command, 2 * LIMIT_S)
+    assert finished.returncode == 0, finished
+    line = re.search(r"^graphsage +([\d.]+) \( *([\d.]+)\)", finished.stdout, re.MULTILINE)
+    assert line is not None, finished
+    assert float(line[1]) == pytest.approx(float(line[2]), abs=0.02)
+    assert float(line[1]) > 0.9  # guessing names 25 %

@@ -32,8 +32,8 @@ class TestDLRM(OwnAdapterSuite):
 
 class TestBERT(OwnAdapterSuite):
     @staticmethod
-    def make() -> bert.MaskedBytes:
-        return bert.build(hidden=16, context=20, rows=60)
+    def make() -> bert.MaskedWords:
+        return bert.build(hidden=16, words=2, rows=60)
 
     @staticmethod
     def is_product(name: str) -> bool:
