@@ -100,7 +100,7 @@ def by_plain_torch(words: list[str]) -> tuple[list[float], float]:
     losses = []
     for number in range(options.steps):
         loss = adapter.loss(model, *batches.micro_batch(number, 0, 0, 1))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
         optimizer.step()
         optimizer.zero_grad()

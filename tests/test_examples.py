@@ -106,7 +106,7 @@ def test_a_model_on_disk_trains_with_the_bits_of_one_in_memory(tmp_path: Path) -
 @pytest.mark.limit(2 * LIMIT_S + 30)
 @pytest.mark.slow
 def test_an_adapter_reaches_its_target_beside_plain_torch() -> None:
-    command = [sys.executable, EXAMPLES / "adapters.py", "--only", "graphsage"]
+    command = [sys.executable, str(EXAMPLES / "adapters.py"), "--only", "graphsage"]
     finished = run_command(command, 2 * LIMIT_S)
     assert finished.returncode == 0, finished
     line = re.search(r"^graphsage +([\d.]+) \( *([\d.]+)\)", finished.stdout, re.MULTILINE)
