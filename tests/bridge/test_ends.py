@@ -48,6 +48,18 @@ def test_rank_that_raises_ends_the_job_with_its_own_error() -> None:
     assert "ValueError: no such sample" in job.stderr, job
 
 
+def test_groups_that_are_destroyed_on_the_way_of_an_error_do_not_hold_it_up() -> None:
+    trouble = """
+    try:
+        raise ValueError('no such sample')
+    finally:
+        dist.destroy_process_group()
+"""
+    job = run_program(trouble.strip())
+    assert job.returncode not in (0, 86), job
+    assert "ValueError: no such sample" in job.stderr, job
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
