@@ -88,7 +88,14 @@ class Job:
     @property
     def holders(self) -> list[int]:
         """Ranks that hold a part, by their shards."""
-        return [rank for rank in range(self.unit.spec.layout.num_shards) if self.parts_of(rank)]
+        layout = self.unit.spec.layout
+        if self._replicated or not self.numel:
+            return list(range(layout.num_shards if self.numel else 0))
+        slot = layout.slot(
+            self.name
+        )  # by division: asking every rank takes long where there are many
+        first, last = slot.offset // layout.shard_numel, (slot.stop - 1) // layout.shard_numel
+        return list(range(first, last + 1))
 
     # --- to the owner --------------------------------------------------------------------------------------------
 
