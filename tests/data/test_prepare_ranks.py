@@ -149,7 +149,7 @@ def test_job_that_is_ended_leaves_nothing_that_looks_whole_and_the_next_one_make
     tmp_path: Path, number: signal.Signals
 ) -> None:
     texts = write_texts(tmp_path / "texts")
-    (texts / "huge").write_text(text(3, 20_000) * 60)  # of several seconds
+    (texts / "huge").write_text(text(3, 20_000) * 240)  # of several seconds
     out = tmp_path / "out" / "tokens.h5"
     out.parent.mkdir()
     command = ["-m", "hpczero.data", "prepare", os.fspath(texts), "--out", os.fspath(out)]

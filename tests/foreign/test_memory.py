@@ -63,4 +63,4 @@ def test_a_rank_loads_and_saves_what_it_could_not_hold(tmp_path: Path, name: str
     for line in finished.stdout.splitlines():
         if line.startswith("saved") and name == "Llama":  # experts are taken apart: more copies
             saved, unit = map(int, line.split()[1:])
-            assert saved <= 2 * unit + 64 * MIB < 4 * numel, str(finished)
+            assert saved <= 3 * unit + 64 * MIB < 4 * numel, str(finished)

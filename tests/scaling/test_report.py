@@ -106,7 +106,7 @@ def test_files_that_cannot_be_reported_do_not_keep_the_others(
     write(results / "sweep-strong.jsonl", senseless)
     good = write(results / "sweep-weak.jsonl", rows())
     assert shown().count("Strong scaling") == 1
-    with pytest.raises(ConfigError, match="got a file of 'weather', expected checkpoint"):
+    with pytest.raises(ConfigError, match="got a file of 'weather', expected bridge, checkpoint"):
         shown(results / "weather-today.jsonl", good)
     told = capsys.readouterr()
     assert "Strong scaling" in told.out  # of the file that was good

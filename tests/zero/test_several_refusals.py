@@ -48,7 +48,7 @@ def given(model: MLP) -> dict[str, tuple[Any, str]]:
         ),
         "not elementwise": (
             (matrices, torch.optim.LBFGS(model.parameters())),
-            "optimizer LBFGS couples all elements",
+            "optimizer LBFGS couples the elements of all parameters",
         ),
     }
 
