@@ -221,3 +221,37 @@ def test_training_on_uneven_batches_is_that_of_plain_torch(
     ]
     parallel_assert(comm, not wrong and mine.taken == 6, f"{wrong}")
     parallel_assert(comm, (found is not None) == (comm.rank == 0))
+
+
+def test_data_set_that_raises_stop_iteration_ends_no_epoch_unseen() -> None:
+    class Ends(Pictures):
+        def __getitem__(self, index: int) -> Any:
+            if index == 9:
+                raise StopIteration
+            return index
+
+    for num_workers in (0, 1):
+        ours = ResumableLoader(
+            Ends(23),
+            global_batch=6,
+            topology=rank_of(0, 1),
+            shuffle=False,
+            draws=False,
+            num_workers=num_workers,
+        )
+        with pytest.raises(RuntimeError, match="batch 1 of 3 raised StopIteration"):
+            list(ours)
+
+
+@pytest.mark.parametrize(
+    "options", [{"seed": -1}, {"seed": None}, {"seed": 2**64}, {"global_batch": 2.0}]
+)
+def test_numbers_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"expected a whole number"):
+        loader(**options)
+
+
+def test_state_of_a_data_set_with_a_fingerprint_is_refused_by_one_without() -> None:
+    state = {**loader().state_dict(), "fingerprint": "of others"}
+    with pytest.raises(ConfigError, match="fingerprint was of others and is None"):
+        loader().load_state_dict(state)

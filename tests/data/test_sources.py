@@ -120,6 +120,11 @@ BAD: dict[str, tuple[str, str]] = {
     "no path": ("weight = 3", "source 1 has no path"),
     "text as weight": ('path = "odd.bin"\nweight = "3"', "source 1 has weight = '3'"),
     "cut index": ('path = "cut.bin"', "cut.idx beside it is no index|cut.idx is cut short"),
+    "index without its documents": ('path = "few.bin"', "few.idx is cut short"),
+    "lengths below zero": ('path = "below.bin"', "tells of other tokens"),
+    "waiting index": ('path = "fifo.bin"', "is a FIFO, expected a regular file"),
+    "archive of arrays": ('path = "many.npy"', "magic string is not correct"),
+    "header that is no Python": ('path = "header.npy"', "its header cannot be read"),
     "other index": ('path = "other.bin"', "tells of other tokens"),
 }
 
@@ -132,12 +137,48 @@ def test_what_is_no_source_is_refused_by_name(tmp_path: Path, name: str) -> None
     np.save(tmp_path / "float.npy", np.zeros(3))
     megatron(tmp_path, ids(1, 9).astype("<u2"), 8, [4, 5])
     index = (tmp_path / "m.idx").read_bytes()
-    for stem, data in (("cut", index[:40]), ("other", index)):
+    np.savez(tmp_path / "many", ids(1, 9))
+    (tmp_path / "many.npz").rename(tmp_path / "many.npy")
+    (tmp_path / "header.npy").write_bytes(b"\x93NUMPY\x01\x00\x76\x00" + b"[" * 117 + b"\n")
+    ids(1, 10).astype("<u2").tofile(tmp_path / "fifo.bin")
+    os.mkfifo(tmp_path / "fifo.idx")
+    megatron(tmp_path, ids(1, 10).astype("<u2"), 8, [12, -2])
+    below = (tmp_path / "m.idx").read_bytes()
+    for stem, data in (
+        ("cut", index[:40]),
+        ("few", index[:-1]),
+        ("below", below),
+        ("other", index),
+    ):
         (tmp_path / f"{stem}.idx").write_bytes(data)
         ids(1, 10).astype("<u2").tofile(tmp_path / f"{stem}.bin")
     entry, said = BAD[name]
     with pytest.raises(DataError, match=said):
         Sources.open(sources(tmp_path, entry))
+
+
+def test_file_of_sources_that_waits_or_is_too_deep_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.toml")
+    (tmp_path / "deep.toml").write_text("a = " + "[" * 100_000)
+    for name, said in (("fifo", "is a FIFO"), ("deep", "nested too deeply")):
+        with pytest.raises(DataError, match=said):
+            Sources.open(tmp_path / f"{name}.toml")
+
+
+def test_file_that_is_cut_while_it_is_mapped_is_an_error_and_no_crash(tmp_path: Path) -> None:
+    file = tmp_path / "a.bin"
+    ids(1, 100_000).astype("<u2").tofile(file)
+    with Sources.open(sources(tmp_path, 'path = "a.bin"')) as found:
+        with file.open("ab") as end:
+            end.write(b"\xff" * 10_000)
+        file.rename(tmp_path / "moved.bin")
+        assert (
+            found.sources[0].train[90_000:90_009].tolist()
+            == ids(1, 100_000)[90_000:90_009].tolist()
+        )
+        os.truncate(tmp_path / "moved.bin", 4096)
+        with pytest.raises(DataError, match=r"a.bin: is shorter than when it was opened"):
+            found.sources[0].train[90_000:90_009]
 
 
 @pytest.mark.parametrize(

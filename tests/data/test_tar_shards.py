@@ -132,6 +132,21 @@ def damaged(path: Path, kind: str) -> None:
         with tarfile.open(path) as tar:
             at = tar.getmembers()[3].offset
         path.write_bytes(data[:at])
+    elif kind == "hole":
+        with tarfile.open(path) as tar:
+            at = tar.getmembers()[2].offset
+        path.write_bytes(data[:at] + bytes(512) + data[at + 512 :])
+    elif kind == "two in one":
+        path.write_bytes(data + data)
+    elif kind == "below zero":
+        head = bytearray(tarfile.TarInfo("no extension").tobuf())
+        head[124:136] = (-512).to_bytes(12, "big", signed=True)
+        head[148:156] = b" " * 8
+        head[148:156] = b"%06o\0 " % sum(head)
+        path.write_bytes(head + bytes(10240))
+    elif kind == "key":
+        with tarfile.open(path, "w") as tar:
+            add(tar, "a.__key__", b"x")
     elif kind == "twice":
         with tarfile.open(path, "w") as tar:
             for _ in range(2):
@@ -151,6 +166,10 @@ def damaged(path: Path, kind: str) -> None:
         ("text", "no uncompressed tar file"),
         ("in a member", "002.tar: "),
         ("after a member", "002.tar: is cut short"),
+        ("hole", "002.tar: has more after the mark of its end"),
+        ("two in one", "002.tar: has more after the mark of its end"),
+        ("below zero", "no extension is no plain file"),
+        ("key", "sample a has two files .__key__"),
         ("twice", "sample a has two files .txt"),
         ("link", "a.txt is no plain file"),
     ],
@@ -158,8 +177,38 @@ def damaged(path: Path, kind: str) -> None:
 def test_damaged_shard_is_named_when_it_is_opened(tmp_path: Path, kind: str, said: str) -> None:
     paths = write_shards(tmp_path)
     damaged(paths[2], kind)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=said) as caught:
         TarShards.open(paths)
+    assert str(caught.value).count("002.tar") == 1
+
+
+def test_members_that_webdataset_passes_over_divide_no_sample(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as tar:
+        for name in (
+            "README",
+            "__meta__",
+            "__info__/1.jpg",
+            "d/._7.jpg",
+            "d/7.jpg",
+            "d/._7.cls",
+            "d/7.CLS",
+        ):
+            add(tar, name, name.encode())
+        add(tar, "/\udcff.jpg", b"no UTF-8")
+    shards = TarShards.open([path])
+    assert [shards[n] for n in range(len(shards))] == [
+        {"__key__": "d/7", "jpg": b"d/7.jpg", "cls": b"d/7.CLS"},
+        {"__key__": "/\udcff", "jpg": b"no UTF-8"},
+    ]
+
+
+def test_one_path_is_no_list_and_any_iterable_of_paths_is(tmp_path: Path) -> None:
+    (path,) = write_shards(tmp_path, (3,))
+    assert len(TarShards.open(each for each in [path])) == 3
+    for one in (path, str(path)):
+        with pytest.raises(DataError, match="expected a list of paths"):
+            TarShards.open(one)  # type: ignore[arg-type]
 
 
 def test_shards_without_samples_and_shards_that_change_are_refused(tmp_path: Path) -> None:
@@ -190,3 +239,9 @@ def test_ranks_share_the_headers_and_have_one_verdict(
     raises_on_all(
         comm, DataError, "001.tar: no uncompressed", lambda: TarShards.open(paths, topology)
     )
+    given = paths[2:] if comm.rank else paths[2:][::-1]
+    raises_on_all(
+        comm, DataError, "rank 1 was given other", lambda: TarShards.open(given, topology)
+    )
+    few = paths[3:] if comm.rank else paths[2:]
+    raises_on_all(comm, DataError, "1 and 2 of them", lambda: TarShards.open(few, topology))

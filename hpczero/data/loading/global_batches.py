@@ -13,6 +13,8 @@ import numpy as np
 from hpczero.data.sampler import Int64Array, Sampler
 from hpczero.errors import ConfigError
 
+MOST_SEED = 2**63  # torch takes no larger one
+
 
 @dataclass(frozen=True)
 class Share:
@@ -43,7 +45,7 @@ class GlobalBatches:
         drop_last: whether samples that fill no global batch are left out of the epoch.
 
     Raises:
-        ConfigError: a number is below 1, or no batch is left.
+        ConfigError: a number is below 1, or no batch is left, or the seed is none.
     """
 
     num_samples: int
@@ -54,8 +56,13 @@ class GlobalBatches:
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "global_batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: got {getattr(self, name)}, expected at least 1")
+            value = getattr(self, name)
+            if not isinstance(value, (int, np.integer)) or value < 1:
+                raise ConfigError(f"{name}: got {value!r}, expected a whole number of at least 1")
+        if not isinstance(self.seed, (int, np.integer)) or not 0 <= self.seed < MOST_SEED:
+            raise ConfigError(
+                f"seed: got {self.seed!r}, expected a whole number from 0 to 2^63 - 1"
+            )
         if self.drop_last and self.num_samples < self.global_batch:
             raise ConfigError(
                 f"got {self.num_samples} samples and a global batch of {self.global_batch}, so no batch is full; use a "

@@ -126,7 +126,8 @@ class ResumableLoader:
         zeroified model averages. A rank without a sample gets one all the same, of weight 0.
 
         Raises:
-            RuntimeError: another loop over this loader was begun meanwhile, or a state was loaded.
+            RuntimeError: another loop over this loader was begun meanwhile, or a state was loaded; or the data set
+                raised StopIteration, which would end an epoch before its last batch.
         """
         self._turn += 1
         turn = self._turn
@@ -139,6 +140,11 @@ class ResumableLoader:
                     "ResumableLoader: this loop is not the last one over the loader: another was begun, or a state was "
                     "loaded; leave the loop first"
                 )
+        if self._taken % len(self):
+            raise RuntimeError(
+                f"ResumableLoader: a sample of batch {self._taken % len(self)} of {len(self)} raised StopIteration, "
+                "which ends a loop without a word; have the data set raise another error"
+            )
 
     def state_dict(self) -> dict[str, int | str]:
         """What to keep in a checkpoint: how many batches were taken, and of what. Equal on all ranks.
@@ -157,9 +163,9 @@ class ResumableLoader:
         """
         mine = self.state_dict()
         if wrong := [
-            f"{name} was {state.get(name)} and is {value}"
-            for name, value in mine.items()
-            if name != BATCHES and state.get(name) != value
+            f"{name} was {state.get(name)} and is {mine.get(name)}"
+            for name in [*mine, *(["fingerprint"] if "fingerprint" not in mine else [])]
+            if name != BATCHES and state.get(name) != mine.get(name)
         ]:
             raise ConfigError(
                 f"ResumableLoader: the state is of other batches ({'; '.join(wrong)}); give the same data set and "

@@ -8,6 +8,7 @@ Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py (the form of .idx
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import xxhash
 
 from hpczero.data.slabs import TokenArray, check_ids
 from hpczero.errors import DataError
-from hpczero.files.regular import open_regular, reason
+from hpczero.files.regular import is_there, open_regular, reason
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -44,6 +45,7 @@ class Flat:
         self._ids = ids
         self._start = start
         self._vocab_size = vocab_size
+        self._nbytes = _nbytes_now(ids)
         self.fingerprint = fingerprint
         self.numel = stop - start
         self.dtype: np.dtype[np.unsignedinteger[Any]] = np.dtype(f"<u{ids.dtype.itemsize}")
@@ -52,8 +54,10 @@ class Flat:
         """(stop - start,) tokens.
 
         Raises:
-            DataError: they are not of the vocabulary.
+            DataError: they are not of the vocabulary, or the file was cut since it was opened.
         """
+        if _nbytes_now(self._ids) < self._nbytes:  # to touch what is gone ends the process
+            raise DataError(f"{self._path}: is shorter than when it was opened; leave it alone")
         found = np.array(self._ids[self._start + start : self._start + stop]).view(self.dtype)
         if found.size:  # an id below 0 is a very large one
             check_ids(found, self._vocab_size, f"{self._path}[{start}:{stop}]")
@@ -80,18 +84,18 @@ def mapped(path: Path, dtype: str | None) -> np.memmap[Any, np.dtype[Any]]:
         descriptor = open_regular(path)
         os.close(descriptor)
         if path.suffix == ".npy":
-            found = np.load(path, mmap_mode="r", allow_pickle=False)
+            found = np.lib.format.open_memmap(path, mode="r")
         else:
             index = path.with_suffix(".idx")
-            stated = _megatron(index, path) if index.exists() else None
+            stated = _megatron(index, path) if is_there(index) else None
             name = stated or dtype or "uint16"
             if path.stat().st_size % np.dtype(name).itemsize:
                 raise ValueError(f"its {path.stat().st_size:,} bytes are no whole number of {name}")
             found = np.memmap(path, dtype=np.dtype(name).newbyteorder("<"), mode="r")
-    except EOFError as error:
-        raise DataError(f"{path}: not a flat token file: it is cut short") from error
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a flat token file: {reason(error)}") from error
+    except Exception as error:  # NumPy reads a header of .npy as Python, which fails in many ways
+        raise DataError(f"{path}: not a flat token file: its header cannot be read") from error
     kind = found.dtype.newbyteorder("=").name
     if found.ndim != 1 or kind not in DTYPES or found.dtype.byteorder == ">" or not len(found):
         raise DataError(
@@ -104,6 +108,12 @@ def mapped(path: Path, dtype: str | None) -> np.memmap[Any, np.dtype[Any]]:
         )
     mine: np.memmap[Any, np.dtype[Any]] = found
     return mine
+
+
+def _nbytes_now(ids: np.memmap[Any, np.dtype[Any]]) -> int:
+    """Length of the mapped file, wherever it is called now."""
+    mapping: mmap.mmap = ids.base  # type: ignore[assignment]
+    return mapping.size()
 
 
 def fingerprint(path: Path) -> bytes:
@@ -126,24 +136,26 @@ def _megatron(index: Path, path: Path) -> str:
     Raises:
         ValueError: the two do not fit together.
     """
-    with index.open("rb") as file:
+    with open(open_regular(index), "rb") as file:
         head = file.read(MEGATRON_HEAD)
         if len(head) < MEGATRON_HEAD or not head.startswith(MEGATRON_MAGIC):
             raise ValueError(f"{index.name} beside it is no index of Megatron's form")
-        version, sequences = (int.from_bytes(head[at : at + 8], "little") for at in (9, 18))
+        version, sequences, documents = (
+            int.from_bytes(head[at : at + 8], "little") for at in (9, 18, 26)
+        )
         if version != 1 or head[17] not in MEGATRON_DTYPES:
             raise ValueError(
                 f"{index.name} is of version {version} with dtype {head[17]}, expected version 1 with one of "
                 f"{MEGATRON_DTYPES}"
             )
-        if MEGATRON_HEAD + sequences * 12 > index.stat().st_size:
+        if MEGATRON_HEAD + sequences * 12 + documents * 8 > index.stat().st_size:
             raise ValueError(f"{index.name} is cut short")
         lengths = np.fromfile(file, dtype="<i4", count=sequences)
         pointers = np.fromfile(file, dtype="<i8", count=sequences)
     name = MEGATRON_DTYPES[head[17]]
     ends = np.cumsum(lengths, dtype=np.int64) * np.dtype(name).itemsize
     one_after_another = sequences and bool((pointers[1:] == ends[:-1]).all()) and pointers[0] == 0
-    if not one_after_another or ends[-1] != path.stat().st_size:
+    if not one_after_another or lengths.min() < 0 or ends[-1] != path.stat().st_size:
         raise ValueError(
             f"{index.name} tells of other tokens, or of sequences that are not one after another"
         )

@@ -38,7 +38,7 @@ from hpczero.data.sources.mixture import Joined, MixedBatches, Turns
 from hpczero.data.tokenize import BPETokenizer, IdsTokenizer, Tokenizer, same_tokenizer
 from hpczero.data.tokens import Split, TokenFile
 from hpczero.errors import DataError
-from hpczero.files.regular import reason
+from hpczero.files.regular import read_text, reason
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -199,9 +199,11 @@ class Sources:
 def _read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The tables of a file of sources, with keys and types checked."""
     try:
-        body = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        body = tomllib.loads(read_text(path).removeprefix("\ufeff"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read as sources: {reason(error)}") from error
+    except RecursionError as error:
+        raise DataError(f"{path}: cannot be read as sources: is nested too deeply") from error
     entries, stated = body.pop("source", []), body.pop("tokenizer", {})
     if body or not isinstance(entries, list) or not entries or not isinstance(stated, dict):
         raise DataError(
