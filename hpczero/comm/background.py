@@ -102,7 +102,7 @@ class Background:
             what, before, operation, outcome = item
             if error is None:
                 try:
-                    with self._watchdog.watch(what):
+                    with self._watchdog.collective(what):
                         if lane is None:
                             self._accelerator.enter_thread()
                             lane = self._accelerator.lane()

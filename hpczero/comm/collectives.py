@@ -15,6 +15,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +84,7 @@ class Collectives(ABC):
         self._depth = 0
         self._order = OrderCheck(self.everybody.comm) if strict else None
         self._watchdog = group.watchdog
+        self.memory.stays = self._watchdog.cut_off.happened
 
     def allocate(
         self,
@@ -259,9 +261,14 @@ class Collectives(ABC):
         """Bytes that this rank holds to receive peers' blocks."""
         return self.memory.current.get("exchange", 0)
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether a call of this rank was cut off. Then nothing may be freed: MPI may still use it."""
+        return self._watchdog.cut_off.happened()
+
     def close(self) -> None:
-        """Free communicators and datatypes. Collective."""
-        if self._order is not None:
+        """Free communicators and datatypes; nothing where ``cut_off``. Collective."""
+        if self._order is not None and not self.cut_off:
             self._order.free()
 
     def _sent_nbytes(self, full: Tensor, shard_numel: int, use: Use) -> int:
@@ -359,7 +366,7 @@ class _Issue:
 
     def __init__(self, owner: Collectives, what: str | None) -> None:
         self._owner = owner
-        self._watch = nullcontext() if what is None else owner._watchdog.watch(what)
+        self._watch = nullcontext() if what is None else owner._watchdog.collective(what)
         self._start = 0.0
         self._span: Span | None = None
 
@@ -370,12 +377,17 @@ class _Issue:
         self._owner._depth += 1
         self._start = time.perf_counter()
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._owner._depth -= 1
         if not self._owner._depth:  # one call may have to finish an earlier one
             self._owner.stats.seconds += time.perf_counter() - self._start
             self._owner.exposed.end(self._span)
-        self._watch.__exit__(None, None, None)
+        self._watch.__exit__(kind, error, trace)
 
 
 def shard_group(ranks: Topology | Group) -> Group:

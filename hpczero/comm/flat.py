@@ -101,6 +101,8 @@ class Flat(Collectives):
 
     def close(self) -> None:
         """Free datatypes and the exchange buffer. Collective."""
+        if self.cut_off:
+            return
         self._gather.free()
         self._exchange.free()
         self._received.release()

@@ -346,6 +346,8 @@ class Hierarchical(Collectives):
 
     def close(self) -> None:
         """Free counters, datatypes and scratch. Collective."""
+        if self.cut_off:
+            return
         self._finish_until(None)
         if self._background is not None:
             self._background.close()

@@ -221,6 +221,8 @@ class Hybrid(Collectives):
 
     @override
     def close(self) -> None:
+        if self.cut_off:
+            return
         while self._begun:
             self._go_outside(self._begun.popleft())
         if self._background is not None:

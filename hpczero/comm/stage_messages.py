@@ -293,7 +293,7 @@ class StageMessages:
         value, last = np.array([number], dtype=np.float64), self._group.size - 1
         where = f"stage {self._group.rank} of {self._group.size}"
         begin = time.perf_counter()
-        with self._group.watchdog.watch(f"{where}: the loss of the step from stage {last}"):
+        with self._group.watchdog.collective(f"{where}: the loss of the step from stage {last}"):
             self._group.comm.Bcast(value, root=last)
         self.stats.waited_s += time.perf_counter() - begin
         return float(value[0])
@@ -327,7 +327,7 @@ class StageMessages:
         if MPI.Request.Testall(pending):
             return
         begin = time.perf_counter()
-        with self._group.watchdog.watch(text):
+        with self._group.watchdog.collective(text):
             wait_all(pending)
         self.stats.waited_s += time.perf_counter() - begin
 
@@ -351,7 +351,7 @@ def give_all(group: Group, tensor: Tensor, *, root: int = 0) -> None:
     if not flat.numel():
         return
     blocks = Blocks.of(flat, 0, flat.numel(), flat.numel(), 1)
-    with group.watchdog.watch("the values of rank 0 for all ranks"):
+    with group.watchdog.collective("the values of rank 0 for all ranks"):
         HostReach().broadcast(group.comm, blocks, root)
     if group.rank != root and flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))

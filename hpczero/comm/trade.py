@@ -42,7 +42,7 @@ def trade(
     # As of any call; lengths are left out, since each rank sends as much as it has.
     collectives.fingerprint = zlib.crc32(f"trade {name}".encode(), collectives.fingerprint)
     what = f"trade of {name!r} (step {collectives.step})"
-    with group.watchdog.watch(what), collectives.waiting():
+    with group.watchdog.collective(what), collectives.waiting():
         return [_unpacked(each) for each in _traded(group.ordered, packed)]
 
 

@@ -88,7 +88,9 @@ class Topology:
         ):  # also for a group of one: the others of the job would wait for it
             errors.install_abort_hook()
         watchdog = Watchdog(
-            comm.rank, Environment.read().timeout_s if timeout_s is None else timeout_s
+            comm.rank,
+            Environment.read().timeout_s if timeout_s is None else timeout_s,
+            alone=comm.size == 1,
         )
         try:
             with watchdog.watch("Topology.create"):
@@ -163,6 +165,9 @@ class Topology:
 
     def free(self) -> None:
         """Free the communicators and end the watchdog. Collective; the topology must not be used afterwards."""
+        if self.watchdog.cut_off.happened():  # MPI may still use the communicators
+            self.watchdog.stop()
+            return
         with self.watchdog.watch("Topology.free"):
             for group in self.groups:
                 group.free()

@@ -1,6 +1,7 @@
 """The watchdog: a call that does not return ends the job instead of holding the allocation.
 
-Owns: the deadline of the call in progress, and the message when it has passed. Must not know: what the call does, MPI.
+Owns: the deadline of the call in progress, the message when it has passed, and which calls an exception cuts off. Must
+not know: what the call does, what follows (see CutOff), MPI.
 
 [Note: Few ask]
 In a hang almost every rank waits, and all their limits pass within seconds. If all asked, N ranks would send N**2
@@ -21,6 +22,7 @@ import threading
 import time
 
 from hpczero.errors import EXIT_HANG, abort_job
+from hpczero.job.cut_off import CutOff
 from hpczero.job.roll_call import RollCall
 
 STAGGER_S = (
@@ -36,10 +38,12 @@ class Watchdog:
 
     Attributes:
         timeout_s: seconds one call may take before the job is ended with exit 86; 0 waits for ever.
+        cut_off: whether a call was cut off; then none begins any more.
     """
 
-    def __init__(self, rank: int, timeout_s: float) -> None:
+    def __init__(self, rank: int, timeout_s: float, *, alone: bool = False) -> None:
         self.rank = rank
+        self.cut_off = CutOff(rank, alone=alone)
         self.timeout_s = timeout_s
         # Calls of two threads may be open at a time; the one that began last is the one that holds things up.
         self._calls: dict[int, tuple[str, float]] = {}
@@ -60,8 +64,15 @@ class Watchdog:
             self._roll_call = None
 
     def watch(self, what: str) -> _Watch:
-        """Context manager around one blocking call; ``what`` is printed if it does not return in time."""
+        """Context manager around one blocking call; ``what`` is printed if it does not return in time.
+
+        It raises CommError on entry if a call was cut off before.
+        """
         return _Watch(self, what)
+
+    def collective(self, what: str) -> _Watch:
+        """As ``watch``, around messages that peers wait for: an exception that leaves the block cuts the call off."""
+        return _Watch(self, what, cuts_off=True)
 
     def stop(self) -> None:
         """End the thread and wait for it, so that it does not ask for the interpreter at exit."""
@@ -163,13 +174,17 @@ class Watchdog:
 
 
 class _Watch:
-    def __init__(self, watchdog: Watchdog, what: str) -> None:
+    def __init__(self, watchdog: Watchdog, what: str, *, cuts_off: bool = False) -> None:
         self._watchdog = watchdog
         self._what = what
+        self._cuts_off = cuts_off
         self._number = -1
 
     def __enter__(self) -> None:
+        self._watchdog.cut_off.check(self._what)
         self._number = self._watchdog._begin(self._what)
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._cuts_off:
+            self._watchdog.cut_off.note(self._what, error)
         self._watchdog._end(self._number)

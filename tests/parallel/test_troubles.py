@@ -59,10 +59,17 @@ IDS = [f"{layout} rank {rank} of {ranks}" for layout, ranks, rank in LAYOUTS]
 
 
 def run_loop(
-    trouble: str, layout: dict[str, object], ranks: int, rank: int, *, call: int = 17, **env: str
+    trouble: str,
+    layout: dict[str, object],
+    ranks: int,
+    rank: int,
+    *,
+    call: int = 17,
+    program: str = LOOP,
+    **env: str,
 ) -> Finished:
     """The loop with ``trouble`` on ``rank`` before block call number ``call`` of it."""
-    program = LOOP.format(trouble=trouble, layout=layout, rank=rank, call=call, stage=1)
+    program = program.format(trouble=trouble, layout=layout, rank=rank, call=call, stage=1)
     return run_ranks(ranks, ["-c", program], timeout=90, env=env)
 
 
@@ -96,3 +103,26 @@ def test_a_tensor_rank_that_stands_still_is_named() -> None:
     (line,) = [line for line in job.stderr.splitlines() if "hang:" in line and "[rank 0]" in line]
     assert "all_reduce" in line or "tensor" in line, job
     assert re.search(r"missing: rank 1 ", job.stderr), job
+
+
+def test_a_step_of_the_pipeline_that_was_left_is_the_last_one() -> None:
+    # What it left in flight would be taken for the next step's micro-batch 0.
+    caught = """
+    made = make(options, adapter, model, **rest)
+    take = made.take
+    def again(*args):
+        try:
+            return take(*args)
+        except RuntimeError as error:
+            print("caught", error, flush=True)
+            return take(*args)
+    made.take = again
+    return made
+"""
+    last = "    return make(options, adapter, model, **rest)\n"
+    assert last in LOOP
+    program = LOOP.replace(last, caught)
+    job = run_loop("raise RuntimeError('a bad sample')", {"pipeline": 2}, 2, 0, program=program)
+    assert "caught a bad sample" in job.stdout, job
+    assert job.returncode == 1, job
+    assert "RuntimeError (a bad sample) cut off a step of the pipeline" in job.stderr, job

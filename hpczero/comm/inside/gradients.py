@@ -142,5 +142,5 @@ class SharedGradients:
         with self._waiting():
             self._drain()  # this rank may be the one that has not read
             if not self._counters.reached(self._read, reduction):
-                with self._group.watchdog.watch(what):
+                with self._group.watchdog.collective(what):
                     self._counters.wait(self._read, reduction)

@@ -160,7 +160,7 @@ class Passing:
         if counters.read(0, column) < least:
             with self._waiting():
                 self._drain()  # the first rank may wait for what this one has put off
-                with self._group.watchdog.watch(
+                with self._group.watchdog.collective(
                     "waiting for the first rank of the node to unshard"
                 ):
                     counters.wait_for(0, column, least)

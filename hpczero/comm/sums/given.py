@@ -23,7 +23,7 @@ def give_values(group: Group, tensor: Tensor) -> None:
     """
     if group.size == 1 or not tensor.numel():
         return
-    with torch.no_grad(), group.watchdog.watch("give_values"):
+    with torch.no_grad(), group.watchdog.collective("give_values"):
         host = tensor.detach().contiguous().cpu()
         for piece in torch.split(as_bytes(host), PIECE_NBYTES):
             group.comm.Bcast(piece.numpy(), root=0)

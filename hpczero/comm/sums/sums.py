@@ -69,6 +69,8 @@ class Sums:
 
     def close(self) -> None:
         """Give back what the paths hold. Collective over the group; a later call makes them anew."""
+        if self.group.watchdog.cut_off.happened():
+            return
         with self.group.watchdog.watch("Sums.close"):
             for path in self._paths.values():
                 path.close()
@@ -249,7 +251,7 @@ class Sums:
 
         path = self._paths[tensor.device]
         start = time.perf_counter()
-        with torch.no_grad(), self.group.watchdog.watch(f"{verb} of activations {shape}"):
+        with torch.no_grad(), self.group.watchdog.collective(f"{verb} of activations {shape}"):
             yield path, kind_of(verb, dims, shape, tensor.dtype, compared), say
             path.done()
         self.stats.calls[verb] += 1

@@ -210,7 +210,8 @@ class Pipeline:
         self._results = []
         casting = sharding(self._model).casting
         assert casting is not None, "zeroify attaches it"
-        with self.messages.moving():
+        # What a step left in flight would come as the next one's.
+        with self._stage.group.watchdog.cut_off.around(f"a step of the pipeline ({purpose})"), self.messages.moving():
             for place, action in enumerate(actions):
                 message = self._message(action)
                 came = None if message is None else self.messages.receive(message)

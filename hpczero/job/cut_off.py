@@ -1,0 +1,94 @@
+"""What follows when an exception leaves a collective call that the other ranks are still in.
+
+Owns: that no call follows on this rank, and the memory that MPI may still read and write. Must not know: what the call
+does, MPI.
+
+[Note: Why nothing goes on]
+A signal handler of the program's own may raise anywhere, so also between two messages of one call. MPI has been told of
+some messages and goes on with them whenever this process calls it again; the others were never sent. A later call on
+the same communicator would be matched with them, and ranks would take one unit's values for another's. Memory that was
+given back would be written to, and the process would die in some other place, with a corrupted heap. So every later
+call of this rank is an error, and memory that was under way stays for as long as the process lives.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from hpczero.errors import CommError
+
+# Of all cut-off calls of this process; see [Note: Why nothing goes on].
+_UNDER_WAY: list[object] = []
+
+
+def keep_for_good(*held: object) -> None:
+    """Keep what MPI may still read and write until the process ends. Not collective."""
+    _UNDER_WAY.extend(held)
+
+
+class CutOff:
+    """Whether a call of these ranks was cut off on this one.
+
+    Attributes:
+        rank: of the job, for messages.
+        alone: the job is this process; nobody waits for the rest of a call, and any call may follow.
+    """
+
+    def __init__(self, rank: int, *, alone: bool = False) -> None:
+        """Not collective."""
+        self.rank = rank
+        self.alone = alone
+        self._what: str | None = None
+        self._why = ""
+
+    def happened(self) -> bool:
+        """Whether a call was cut off."""
+        return self._what is not None
+
+    def note(self, what: str, error: BaseException) -> None:
+        """``error`` leaves the call ``what``. An error that all ranks raise together cuts off nothing.
+
+        Keeps all that the functions of the call hold: requests, buffers, the transport.
+        """
+        if self.alone or getattr(error, "agreed", False):
+            return
+        if self._what is None:
+            self._what, self._why = what, f"{type(error).__name__} ({error})"
+        seen: BaseException | None = error
+        while seen is not None:
+            _keep_locals(seen.__traceback__)
+            seen = seen.__cause__ or seen.__context__
+
+    @contextmanager
+    def around(self, what: str) -> Iterator[None]:
+        """Messages with computation between them: an exception that leaves the block cuts ``what`` off.
+
+        Raises:
+            CommError: on entry; something was cut off before.
+        """
+        self.check(what)
+        try:
+            yield
+        except BaseException as error:
+            self.note(what, error)
+            raise
+
+    def check(self, what: str) -> None:
+        """Refuse the call ``what`` if one was cut off.
+
+        Raises:
+            CommError: it was, on this rank.
+        """
+        if self._what is not None:
+            raise CommError(
+                f"rank {self.rank}: {what} cannot begin, because {self._why} cut off {self._what} on this rank; others "
+                "may wait for the rest of that; end the program and go on from a checkpoint"
+            )
+
+
+def _keep_locals(trace: TracebackType | None) -> None:
+    # A copy: ``traceback.clear_frames`` would empty the frames themselves.
+    keep_for_good(*(dict(frame.f_locals) for frame, _ in traceback.walk_tb(trace)))
