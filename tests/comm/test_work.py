@@ -190,32 +190,3 @@ def test_a_program_that_catches_what_its_signal_handler_raised_goes_on_with_the_
         armed.clear()
         held.set()
     topology.free()
-
-
-@pytest.mark.mpi
-@pytest.mark.ranks(2)
-def test_after_a_gather_that_was_cut_off_nobody_uses_what_came_of_it(
-    comm: MPI.Intracomm, topology: hpczero.Topology, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = MLP()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with zeroified(model, optimizer, stage=3, topology=topology, transport="flat"):
-
-        def use() -> Tensor:
-            with torch.no_grad():
-                return model(mlp_input(comm.rank))
-
-        def cut_off(*_: object) -> Work:
-            raise TimeUp
-
-        with monkeypatch.context() as patched:
-            patched.setattr(Flat, "_all_gather", cut_off)
-            with pytest.raises(TimeUp):
-                use()
-        for _ in range(2):
-            with pytest.raises(StepError, match="TimeUp cut off the gather of unit"):
-                use()
-        with hpczero.gathered(model, modifier_rank=0), torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        parallel_assert(comm, not use().any(), "what is set anew is certain")

@@ -106,7 +106,7 @@ def test_a_tensor_rank_that_stands_still_is_named() -> None:
 
 
 def test_a_step_of_the_pipeline_that_was_left_is_the_last_one() -> None:
-    # What it left in flight would be taken for the next step's micro-batch 0.
+    # The peer would take the next step's micro-batch 0 for this one's micro-batch 1.
     caught = """
     made = make(options, adapter, model, **rest)
     take = made.take
@@ -122,7 +122,9 @@ def test_a_step_of_the_pipeline_that_was_left_is_the_last_one() -> None:
     last = "    return make(options, adapter, model, **rest)\n"
     assert last in LOOP
     program = LOOP.replace(last, caught)
-    job = run_loop("raise RuntimeError('a bad sample')", {"pipeline": 2}, 2, 0, program=program)
+    job = run_loop(
+        "raise RuntimeError('a bad sample')", {"pipeline": 2}, 2, 0, call=15, program=program
+    )
     assert "caught a bad sample" in job.stdout, job
     assert job.returncode == 1, job
     assert "RuntimeError (a bad sample) cut off a step of the pipeline" in job.stderr, job
