@@ -124,9 +124,7 @@ def cut_off(
     )
 
 
-@pytest.mark.parametrize(
-    "nodes", [(0, 1), (0, 0, 1)], ids=["pairs", "uneven"]
-)
+@pytest.mark.parametrize("nodes", [(0, 1), (0, 0, 1)], ids=["pairs", "uneven"])
 @pytest.mark.parametrize(("stage", "when"), [(3, 0.2), (3, 0.9), (1, 0.3), (2, 0.8)])
 def test_after_a_collective_that_was_cut_off_its_rank_makes_no_call_and_keeps_its_heap(
     nodes: tuple[int, ...], stage: int, when: float
@@ -185,5 +183,7 @@ def test_the_first_call_that_was_cut_off_is_the_one_that_is_named() -> None:
     for number in (1, 2):
         cut_off.note(f"gather {number}", TimeoutError("late"))
     assert cut_off.happened()
-    with pytest.raises(CommError, match=r"rank 3: a barrier cannot .* TimeoutError \(late\) cut off gather 1 on"):
+    with pytest.raises(
+        CommError, match=r"rank 3: a barrier cannot .* TimeoutError \(late\) cut off gather 1 on"
+    ):
         cut_off.check("a barrier")

@@ -211,7 +211,10 @@ class Pipeline:
         casting = sharding(self._model).casting
         assert casting is not None, "zeroify attaches it"
         # What a step left in flight would come as the next one's.
-        with self._stage.group.watchdog.cut_off.around(f"a step of the pipeline ({purpose})"), self.messages.moving():
+        with (
+            self._stage.group.watchdog.cut_off.around(f"a step of the pipeline ({purpose})"),
+            self.messages.moving(),
+        ):
             for place, action in enumerate(actions):
                 message = self._message(action)
                 came = None if message is None else self.messages.receive(message)
