@@ -1,4 +1,4 @@
-"""An exception that leaves a collective on one rank: nothing goes on there, and no memory that MPI writes to is lost."""
+"""An exception that leaves a collective on one rank: nothing goes on there; memory that MPI writes to is kept."""
 
 from __future__ import annotations
 

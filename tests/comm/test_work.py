@@ -12,11 +12,11 @@ from torch import Tensor
 
 import hpczero
 from hpczero.accelerator import HostAccelerator
-from hpczero.comm import Flat, Hierarchical
+from hpczero.comm import Hierarchical
 from hpczero.comm.background import Background
 from hpczero.comm.lending import LentBuffer
 from hpczero.comm.work import Work
-from hpczero.errors import CommError, StepError
+from hpczero.errors import CommError
 from hpczero.job.watchdog import Watchdog
 from hpczero.memory.buffers import Memory, Use
 from tests.helpers.parallel import parallel_assert
