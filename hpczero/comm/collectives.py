@@ -261,14 +261,9 @@ class Collectives(ABC):
         """Bytes that this rank holds to receive peers' blocks."""
         return self.memory.current.get("exchange", 0)
 
-    @property
-    def cut_off(self) -> bool:
-        """Whether a call of this rank was cut off. Then nothing may be freed: MPI may still use it."""
-        return self._watchdog.cut_off.happened()
-
     def close(self) -> None:
-        """Free communicators and datatypes; nothing where ``cut_off``. Collective."""
-        if self._order is not None and not self.cut_off:
+        """Free communicators and datatypes; nothing where a call was cut off, since MPI may still use it. Collective."""
+        if self._order is not None and not self._watchdog.cut_off.happened():
             self._order.free()
 
     def _sent_nbytes(self, full: Tensor, shard_numel: int, use: Use) -> int:

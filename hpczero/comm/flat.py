@@ -101,7 +101,7 @@ class Flat(Collectives):
 
     def close(self) -> None:
         """Free datatypes and the exchange buffer. Collective."""
-        if self.cut_off:
+        if self._watchdog.cut_off.happened():
             return
         self._gather.free()
         self._exchange.free()

@@ -221,7 +221,7 @@ class Hybrid(Collectives):
 
     @override
     def close(self) -> None:
-        if self.cut_off:
+        if self._watchdog.cut_off.happened():
             return
         while self._begun:
             self._go_outside(self._begun.popleft())
