@@ -262,7 +262,7 @@ class Collectives(ABC):
         return self.memory.current.get("exchange", 0)
 
     def close(self) -> None:
-        """Free communicators and datatypes; nothing where a call was cut off, since MPI may still use it. Collective."""
+        """Free communicators and datatypes; nothing where a call was cut off: MPI may use them. Collective."""
         if self._order is not None and not self._watchdog.cut_off.happened():
             self._order.free()
 
