@@ -1,4 +1,4 @@
-"""The folder of Open MPI's jobs stays while tests run: jobs that begin and end side by side take it from one another."""
+"""Open MPI's folder of jobs stays while tests run: jobs that begin and end side by side take it from one another."""
 
 from __future__ import annotations
 
