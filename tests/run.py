@@ -24,6 +24,7 @@ sys.path.insert(0, os.fspath(ROOT))
 
 from tests.helpers.processes import end_family, launch_environment  # noqa: E402  (needs the line above)
 from tests.helpers.records import Record, read_records  # noqa: E402
+from tests.helpers.session_folder import kept_session_folder  # noqa: E402
 
 RANKS = "1 2 3 4 5"
 MPI_FILES = "mpi-files"  # which have tests for which numbers of ranks, as the first phase has found
@@ -311,7 +312,7 @@ def main() -> int:
     total = Tally()
     lines = []
     ran: set[str] = set()
-    with tempfile.TemporaryDirectory(prefix="hpczero-tests-") as folder:
+    with tempfile.TemporaryDirectory(prefix="hpczero-tests-") as folder, kept_session_folder():
         for phase in phases:
             start = time.monotonic()
             tally = run_phase(

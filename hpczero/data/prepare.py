@@ -117,9 +117,10 @@ def prepare(
         chosen = from_json(learnt)
     share = -(-corpus.nbytes // team.size)
     progress.phase("tokenize", share if team.size > 1 else corpus.nbytes)
+    # A job that is asked to end takes its file away first: it may have one second, and encoders take longer.
     with (
-        create(out, chosen, corpus.digest, check, team) as writer,
         ThreadPoolExecutor(ENCODERS, "hpczero-encoder") as encoders,
+        create(out, chosen, corpus.digest, check, team) as writer,
     ):
 
         def encoded(unit: list[Place]) -> list[_Encoded]:

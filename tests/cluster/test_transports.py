@@ -54,13 +54,26 @@ def test_rank_that_runs_another_module_is_named_across_nodes(cluster: EmulatedCl
     assert "rank 1: all_gather of 'layers.1'" in done.stderr, done
 
 
+@pytest.mark.limit(400)
 def test_rank_that_stays_away_is_named_across_nodes(cluster: EmulatedCluster) -> None:
-    done = cluster.run(
-        [*JOBS, "differ", "late"], ranks_per_host=2, timeout=60, env={"HPCZERO_TIMEOUT": "4"}
-    )
-    assert done.returncode == 86, done
+    missing = r"missing: rank 3 is outside of any collective for \d+ s"
+    for limit_s in (
+        4,
+        16,
+        64,
+    ):  # where the machine does other work, ranks are late to come and to answer
+        done = cluster.run(
+            [*JOBS, "differ", "late"],
+            ranks_per_host=2,
+            timeout=60 + 2 * limit_s,
+            env={"HPCZERO_TIMEOUT": f"{limit_s}"},
+        )
+        assert done.returncode == 86, done
+        assert "hang: " in done.stderr, done
+        if re.search(missing, done.stderr):
+            break
     assert "hang: all_gather of " in done.stderr, done
-    assert re.search(r"missing: rank 3 is outside of any collective for \d+ s", done.stderr), done
+    assert re.search(missing, done.stderr), done
 
 
 def test_activation_arrives_while_its_sender_computes(cluster: EmulatedCluster) -> None:

@@ -91,14 +91,17 @@ def test_a_check_that_crashes_or_hangs_costs_its_own_figures_only() -> None:
     assert problem == "not done after 2 s\non the way"
 
 
-@pytest.mark.limit(60)
+@pytest.mark.limit(400)
 def test_a_check_that_hangs_says_where() -> None:
     fault = (
-        "def hangs(bench):\n    time.sleep(60)\n    yield {}\ngpu_checks.CHECKS['facts'] = hangs"
+        "def hangs(bench):\n    time.sleep(600)\n    yield {}\ngpu_checks.CHECKS['facts'] = hangs"
     )
-    rows, problem = job(planted(fault), "facts", 15.0, twin=True)
-    assert not rows
-    assert problem.startswith("not done after 15 s")
+    for limit_s in (15, 60, 240):  # it has to get there, on a machine that may do other work
+        rows, problem = job(planted(fault), "facts", limit_s, twin=True)
+        assert not rows
+        assert problem.startswith(f"not done after {limit_s} s")
+        if "in hangs" in problem:
+            break
     assert "in hangs" in problem
 
 

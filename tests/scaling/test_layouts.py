@@ -195,5 +195,10 @@ def test_all_layouts_take_a_step_between_two_nodes_of_two(tmp_path: Path) -> Non
     for name, row in idle.items():  # a stage sleeps 30 ms for each micro-batch
         slept = 0.03 * int(name.split(", ")[1].split()[0])
         assert min(rank["busy"] for rank in row["ranks"]) >= slept
-        assert min(rank["idle"] for rank in row["ranks"]) >= slept * row["formula"] - 0.005
+        assert all(rank["idle"] >= rank["waited"] >= 0 for rank in row["ranks"])
+        assert max(rank["waited"] for rank in row["ranks"]) > 0
+        # Whoever is late for a message, as on a machine that does other work, is busy and not idle meanwhile; both
+        # together, from before the first nap to after the last, no load makes shorter.
+        whole = [rank["busy"] + rank["idle"] for rank in row["ranks"] if rank["stage"] == 0]
+        assert min(whole) >= slept * (1 + row["formula"]) - 1e-6
     assert "Kendall's tau" in done.stdout

@@ -5,13 +5,17 @@ Owns: how they meet: asleep, under the watchdog, with one verdict. Must not know
 [Note: Who may be slow]
 No collective takes longer than the work of a rank between two meetings: some blocks of text. The watchdog therefore
 ends the job where a rank hangs, for instance on a file server that is gone, and not because there is much text.
+
+[Note: Asked to end]
+A rank that sleeps hears a signal at once. One that is inside of a collective hears it when all are there, which is
+never once another has gone: rank 0 could not take away the file that it has begun. The waits between work are asleep.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -44,8 +48,20 @@ class Ranks:
         self._show = show
 
     def agreed(self, what: str) -> AbstractContextManager[None]:
-        """``Topology.agreed``."""
-        return self._topology.agreed(what)
+        """``Topology.agreed``, but asleep until all are there ([Note: Asked to end])."""
+        return self._agreed(what)
+
+    @contextmanager
+    def _agreed(self, what: str) -> Iterator[None]:
+        error = None
+        try:
+            yield
+        except Exception as caught:  # raised again below, on every rank
+            error = caught
+        if self.all_gather(np.array([error is not None], dtype=np.int64)).any():
+            with self._topology.agreed(what):
+                if error is not None:
+                    raise error
 
     def all_gather(self, mine: Int64Array) -> Int64Array:
         """int64 (k,) of every rank as (size, k)."""
@@ -87,7 +103,7 @@ class Ranks:
                 error = caught
             found = self.all_gather(np.array([done, error is not None], dtype=np.int64))
             if found[:, 1].any():
-                with self.agreed(what):
+                with self._topology.agreed(what):
                     if error is not None:
                         raise error
             if found[:, 0].all():
