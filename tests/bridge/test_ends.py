@@ -123,8 +123,8 @@ def test_calls_that_cannot_be_are_refused_where_they_are_made(comm: MPI.Intracom
         "BAND of torch.float32": lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND),
         "AVG of torch.int64": lambda: dist.all_reduce(torch.tensor([1]), dist.ReduceOp.AVG),
         "cut into": lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)),
-        "to rank -2, tag 0, over process group 0: expected a rank from 0 to 1": lambda: dist.isend(
-            torch.ones(2), -2
+        "to rank -2, tag 0, over process group of 2 rank(s): expected a rank from": lambda: (
+            dist.isend(torch.ones(2), -2)
         ),
         "from rank -1, tag 0": lambda: dist.irecv(torch.ones(2), -1),
         "from rank 9, tag 0": lambda: dist.irecv(torch.ones(2), 9),
