@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.futures import Future
 from typing_extensions import override
 
-from hpczero.bridge.tensors import Target, check, flat
+from hpczero.bridge.tensors import Target, check, check_apart, flat
 from hpczero.comm.sums.path import as_bytes
 from hpczero.errors import CommError
 from hpczero.job.watchdog import Watchdog
@@ -170,7 +170,7 @@ class Messages:
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Message:
         """Start to send ``tensor``, of any dtype and strides, to ``rank``. Not collective."""
-        what = self._words("send", tensor, f"to rank {rank}", tag)
+        what = self._words("send", tensor, rank, tag)
         source = as_bytes(flat(tensor))
         requests = [
             self._comm.Isend([piece.numpy(), MPI.BYTE], rank, tag) for piece in _pieces(source)
@@ -189,8 +189,8 @@ class Messages:
             rank: the sender; None takes a message of any.
             tag: as it is sent with.
         """
-        where = "from any rank" if rank is None else f"from rank {rank}"
-        what = self._words("receive", tensor, where, tag)
+        what = self._words("receive", tensor, rank, tag)
+        check_apart(what, [tensor])
         target = Target(tensor)
         pieces = _pieces(as_bytes(target.flat))
         source = MPI.ANY_SOURCE if rank is None else rank
@@ -226,10 +226,15 @@ class Messages:
         self._under_way.append(message)
         return message
 
-    def _words(self, verb: str, tensor: Tensor, where: str, tag: int) -> str:
+    def _words(self, verb: str, tensor: Tensor, rank: int | None, tag: int) -> str:
+        """What is sent or received, for messages. Raises CommError for what cannot be."""
+        way = "to" if verb == "send" else "from"
+        where = f"{way} any rank" if rank is None else f"{way} rank {rank}"
         shape = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         what = f"{verb} of {shape} {where}, tag {tag}, over process group {self._name}"
         check(what, [tensor])
+        if rank is not None and not 0 <= rank < self._comm.size:  # below 0 MPI means something else
+            raise CommError(f"{what}: expected a rank from 0 to {self._comm.size - 1}")
         if not 0 <= tag <= self._most_tag:
             raise CommError(
                 f"{what}: got tag {tag}, expected 0 to {self._most_tag}, as this MPI has"

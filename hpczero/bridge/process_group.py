@@ -20,7 +20,16 @@ from hpczero.bridge.exchange import Exchange
 from hpczero.bridge.line import Line, Started
 from hpczero.bridge.messages import Message, Messages
 from hpczero.bridge.reductions import Reduction
-from hpczero.bridge.tensors import Target, check, check_equal, check_whole, cut, flat
+from hpczero.bridge.tensors import (
+    Target,
+    check,
+    check_apart,
+    check_equal,
+    check_whole,
+    cut,
+    flat,
+)
+from hpczero.errors import CommError
 
 Tensors = Sequence[Tensor]
 
@@ -96,10 +105,16 @@ class Calls(Named):
             opts: torch's options, of which ``asyncOp`` says whether the caller goes on meanwhile.
 
         Raises:
-            CommError: a tensor that cannot be sent.
+            CommError: a tensor that cannot be sent or filled, or a root that is no rank of the group.
         """
         what = f"{verb} over process group {self._name or self.exchange.size}"
         check(what, tensors)
+        check_apart(what, result if isinstance(result, (list, tuple)) else [result])
+        root = getattr(opts, "rootRank", 0)
+        if not 0 <= root < self.exchange.size:
+            raise CommError(
+                f"{what}: got rank {root} of the group as its root, expected 0 to {self.exchange.size - 1}"
+            )
         self.calls[verb] = self.calls.get(verb, 0) + 1
         later = bool(getattr(opts, "asyncOp", True))
         timeout = getattr(opts, "timeout", None) if verb == "barrier" else None
@@ -286,6 +301,11 @@ class MPIProcessGroup(Moving):
 
     def alltoall(self, outs: Tensors, inps: Tensors, opts: Any = None) -> Started:
         """One tensor of each rank to each rank, of any sizes. Collective over the group."""
+        for name, given in (("output", outs), ("input", inps)):
+            if len(given) != self.exchange.size:
+                raise CommError(
+                    f"all_to_all: got {len(given)} {name} tensors, expected {self.exchange.size}, one for each rank"
+                )
 
         def call() -> None:
             targets = [Target(out) for out in outs]

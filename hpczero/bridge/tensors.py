@@ -31,6 +31,22 @@ def check(what: str, tensors: Sequence[Tensor]) -> None:
             )
 
 
+def check_apart(what: str, tensors: Sequence[Tensor | Sequence[Tensor]]) -> None:
+    """Refuse tensors to be filled whose elements share memory, as those of ``expand`` do.
+
+    Raises:
+        CommError: two elements of one of them lie in the same place.
+    """
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            check_apart(what, tensor)
+        elif not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
+            raise CommError(
+                f"{what}: got a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}, of which several "
+                "elements lie in one place and cannot be filled; call .contiguous() before"
+            )
+
+
 def check_equal(what: str, tensors: Sequence[Tensor], like: Tensor, *, count: int) -> None:
     """Refuse a list of tensors, one for each rank, that differ from ``like``.
 

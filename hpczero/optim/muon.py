@@ -217,6 +217,10 @@ def _check(number: int, group: Mapping[str, Any]) -> None:
     for name in ("lr", "momentum", "weight_decay", "eps"):
         if not group[name] >= 0:
             raise ValueError(f"{name} of group {number}: got {group[name]!r}, expected 0 or more")
+    if not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ValueError(
+            f"betas of group {number}: got {group['betas']!r}, expected numbers from 0 to below 1"
+        )
     small = [tuple(p.shape) for p in group["params"] if p.dim() < 2]
     if group["rule"] == "muon" and small:
         raise ValueError(

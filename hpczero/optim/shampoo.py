@@ -62,6 +62,8 @@ class Shampoo(Optimizer):
         ):
             if not value >= 0:
                 raise ValueError(f"{name}: got {value!r}, expected 0 or more")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas: got {betas!r}, expected numbers from 0 to below 1")
         if every < 1:
             raise ValueError(f"every: got {every}, expected at least 1")
         defaults = {

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import hpczero
 from hpczero.accelerator import Accelerator
 from hpczero.adapters.base import Adapter
+from hpczero.errors import StepError
 from hpczero.options.parallel import LayoutOptions
 from hpczero.parallel.pipeline.runner import Pipeline
 from hpczero.parallel.tensor import own_tokens
@@ -30,6 +31,24 @@ Loss = Callable[..., Tensor]  # (model, *batch)
 def whole_samples(tokens: Tensor) -> Tensor:
     """All of them, where ranks do not share the tokens of a sample."""
     return tokens
+
+
+def checked(found: Any, what: str) -> Tensor:
+    """``found``, which an adapter gave as its loss or metric.
+
+    Raises:
+        StepError: it is no tensor of one element.
+    """
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found
+    got = (
+        f"a tensor of shape {tuple(found.shape)}"
+        if isinstance(found, Tensor)
+        else repr(type(found).__name__)
+    )
+    raise StepError(
+        f"{what} of the adapter gave {got}, expected a tensor of one element, the mean over the samples"
+    )
 
 
 class Passes(Protocol):
@@ -103,7 +122,12 @@ class PlainPasses:
             with hpczero.accumulate(self._model, micro_step, self._accumulation):
                 with watch.phase("forward"):
                     batch = (self._accelerator.bring(self._own(torch.as_tensor(a))) for a in arrays)
-                    loss = self._loss(self._model, *batch)
+                    loss = checked(self._loss(self._model, *batch), "loss")
+                    if not loss.requires_grad:
+                        raise StepError(
+                            "loss gave a number that no parameter of the model has a part in (detach(), item() or "
+                            "no_grad() in it?), so there is nothing to train"
+                        )
                 with watch.phase("backward"):
                     loss.backward()  # type: ignore[no-untyped-call]
                     if micro_step == self._accumulation - 1:
@@ -115,7 +139,8 @@ class PlainPasses:
         """As of every way."""
         total = 0.0
         for *batch, number in parts:
-            total += self._loss(self._model, *map(self._own, batch)).item() * number
+            found = checked(self._loss(self._model, *map(self._own, batch)), "loss or metric")
+            total += found.item() * number
         return total
 
 

@@ -123,12 +123,34 @@ def test_calls_that_cannot_be_are_refused_where_they_are_made(comm: MPI.Intracom
         "BAND of torch.float32": lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND),
         "AVG of torch.int64": lambda: dist.all_reduce(torch.tensor([1]), dist.ReduceOp.AVG),
         "cut into": lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)),
+        "to rank -2, tag 0, over process group of 2 rank(s): expected a rank from": lambda: (
+            dist.isend(torch.ones(2), -2)
+        ),
+        "from rank -1, tag 0": lambda: dist.irecv(torch.ones(2), -1),
+        "from rank 9, tag 0": lambda: dist.irecv(torch.ones(2), 9),
         "tag -3": lambda: dist.isend(torch.ones(2), other, tag=-3),
+        "allreduce over process group 0: got a tensor of shape (4,) and strides (0,)": lambda: (
+            dist.all_reduce(torch.ones(1).expand(4))
+        ),
+        "several elements lie in one place": lambda: dist.all_gather(
+            [torch.ones(1).expand(4) for _ in range(2)], torch.ones(4)
+        ),
+        "receive of (3,) float32": lambda: dist.irecv(torch.ones(1).expand(3), other),
+        "got rank 7 of the group as its root, expected 0 to 1": lambda: dist.broadcast(
+            torch.ones(1), 7
+        ),
+        "reduce over process group 0: got rank 7": lambda: dist.reduce(torch.ones(1), 7),
+        "got 1 output tensors, expected 2": lambda: dist.all_to_all(
+            [torch.ones(1)], [torch.ones(1)]
+        ),
     }
     with bridge(comm):
         for pattern, call in wrong.items():
             with pytest.raises(CommError, match=re.escape(pattern)):
                 call()
+        found = [torch.zeros(4) for _ in range(2)]
+        dist.all_gather(found, torch.ones(1).expand(4))  # to be read it may; the group is as before
+        assert found[1].tolist() == [1] * 4
         with pytest.raises(ConfigError, match="initialised already"):
             hpczero.bridge.init(comm)
 

@@ -95,6 +95,7 @@ def test_tables_vectors_and_what_is_said_go_to_adamw() -> None:
         ({"rule": "sgd"}, "rule of group 0: got 'sgd'"),
         ({"rule": "adamw", "ns_dtype": "float16"}, "ns_dtype of group 0: got 'float16'"),
         ({"rule": "adamw", "lr": -1.0}, "lr of group 0: got -1.0"),
+        ({"rule": "adamw", "betas": (0.9, 1.0)}, "betas of group 0: got (0.9, 1.0)"),
         ({"rule": "adamw", "ns_steps": 100}, "ns_steps of group 0: got 100"),
     ],
 )

@@ -69,8 +69,10 @@ def test_badly_scaled_inputs_matter_less_than_to_adam() -> None:
     assert ends[0] < ends[1]
 
 
-@pytest.mark.parametrize(("name", "value"), [("lr", -1), ("least", -1), ("every", 0)])
-def test_bad_options_are_refused(name: str, value: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [("lr", -1), ("least", -1), ("every", 0), ("betas", (1.0, 0.9))]
+)
+def test_bad_options_are_refused(name: str, value: object) -> None:
     options = {name: value}
     with pytest.raises(ValueError, match=name):
         Shampoo([nn.Parameter(torch.ones(2, 2))], **options)  # type: ignore[arg-type]

@@ -40,6 +40,7 @@ def folder(tmp_path: Path) -> Path:
     found = re.search(r"```python\n# file: mine\.py\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert found is not None, "the page has an adapter"
     (tmp_path / "mine.py").write_text(found[1])
+    (tmp_path / "wrong.py").write_text(WRONG)
     return tmp_path
 
 
@@ -109,6 +110,47 @@ REFUSED = {
     "--parallel.pipeline 2": "parallel.pipeline: Spiral does not say how Sequential is cut",
     "--parallel.context 2": "parallel.context: got 2, but samples of Spiral are no sequences",
 }
+WRONG = """
+import numpy, torch
+import mine
+
+
+class Wrong(mine.Spiral):
+    pass
+
+
+def build(kind):
+    gives = {
+        "no_module": ("build", lambda self: None),
+        "no_parameters": ("build", lambda self: torch.nn.Identity()),
+        "frozen": ("build", lambda self: torch.nn.Linear(2, 2).requires_grad_(False)),
+        "nothing": ("samples", lambda self: None),
+        "three": ("samples", lambda self: (1, 2, 3)),
+        "arrays": ("samples", lambda self: ((numpy.ones((9, 2)), numpy.ones(9)), None)),
+        "ragged": ("samples", lambda self: ([(torch.ones(n), 1) for n in range(24)], None)),
+        "loss_of_nothing": ("loss", lambda self, model, points, labels: None),
+        "loss_of_each": ("loss", lambda self, model, points, labels: model(points)),
+        "constant": ("loss", lambda self, model, points, labels: model(points).detach().sum()),
+        "metric_of_each": ("metric", lambda self, model, points, labels: labels),
+    }
+    name, method = gives[kind]
+    return type("Wrong", (Wrong,), {name: method})(4)
+"""
+KINDS = {
+    "no_module": "Wrong.build() gave NoneType, expected a torch.nn.Module",
+    "no_parameters": "gave a Identity in which no parameter requires gradients",
+    "frozen": "gave a Linear in which no parameter requires gradients",
+    "nothing": "Wrong.samples() gave NoneType, expected two",
+    "three": "Wrong.samples() gave tuple of 3, expected two",
+    "arrays": "training set of Wrong: got a tuple with arrays of NumPy",
+    "ragged": "training set of Wrong: samples 0, 1, 2 ... cannot be stacked (stack expects each",
+    "loss_of_nothing": "loss of the adapter gave 'NoneType', expected a tensor of one element",
+    "loss_of_each": "loss of the adapter gave a tensor of shape (6, 2), expected",
+    "constant": "loss gave a number that no parameter of the model has a part in",
+    "metric_of_each": "metric of the adapter gave a tensor of shape (",
+}
+START = "--model.factory wrong:build --train.steps 1 --run.folder started --run.overwrite true"
+REFUSED |= {f'{START} --model.arguments {{"kind":"{kind}"}}': told for kind, told in KINDS.items()}
 ALL = """
 import json, shlex, sys
 from hpczero.accelerator import choose_accelerator
@@ -138,7 +180,12 @@ def test_what_a_factory_cannot_do_is_refused_by_name_on_every_rank(folder: Path)
         told = json.loads((folder / f"told-{rank}").read_text())
         assert told.keys() == lines.keys()
         for line, (kind, text) in told.items():
-            assert kind in ("ConfigError", "PlanError"), (rank, line, kind, text)
+            assert kind in ("ConfigError", "PlanError", "DataError", "StepError"), (
+                rank,
+                line,
+                kind,
+                text,
+            )
             assert lines[line] in text, (rank, line, text)
     assert not (folder / "runs").exists()
 

@@ -14,6 +14,7 @@ from torch.optim import AdamW
 import hpczero
 from hpczero.accelerator import Accelerator
 from hpczero.adapters.base import Adapter
+from hpczero.errors import ConfigError
 from hpczero.job.topology import Topology
 from hpczero.options.config import RunConfig, TrainOptions
 from hpczero.plan.plan import UnitRule
@@ -65,13 +66,28 @@ def build(
 
 def _whole(adapter: Adapter, seed: int, topology: Topology) -> nn.Module:
     """The whole model, before its first values. Collective over the topology's world."""
-    if adapter.on_meta:
-        # A model on the meta device holds nothing; zeroify fills the shards of this rank.
-        with torch.device("meta"):
-            return adapter.build()
     with topology.agreed("build the model"):
+        if adapter.on_meta:
+            # A model on the meta device holds nothing; zeroify fills the shards of this rank.
+            with torch.device("meta"):
+                return _checked(adapter, adapter.build())
         torch.manual_seed(seed)  # the same values on every rank, and in a program of one process
-        return adapter.build()
+        return _checked(adapter, adapter.build())
+
+
+def _checked(adapter: Adapter, model: object) -> nn.Module:
+    """The model, or a ConfigError where nothing of it can be trained."""
+    what = f"{type(adapter).__name__}.build()"
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model.factory: {what} gave {type(model).__name__}, expected a torch.nn.Module"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"model.factory: {what} gave a {type(model).__name__} in which no parameter requires gradients, expected "
+            "one that can be trained"
+        )
+    return model
 
 
 def _rule(adapter: Adapter) -> UnitRule:

@@ -47,6 +47,10 @@ class Rows:
                     f"{what}: got tensors of {sizes} rows, expected one number of rows in all of them"
                 )
             self._size = sizes[0]
+        elif isinstance(given, tuple) and any(isinstance(part, np.ndarray) for part in given):
+            raise DataError(
+                f"{what}: got a tuple with arrays of NumPy, expected one of tensors: torch.from_numpy(...)"
+            )
         elif hasattr(given, "__len__") and hasattr(given, "__getitem__"):
             self._size = len(given)
         else:
@@ -66,7 +70,13 @@ class Rows:
             chosen = torch.as_tensor(np.asarray(indices, dtype=np.int64))
             return tuple(tensor[chosen] for tensor in self._tensors)
         items = [self._items[int(index)] for index in indices]
-        batch = default_collate(items)
+        try:
+            batch = default_collate(items)
+        except (RuntimeError, TypeError, KeyError) as error:
+            raise DataError(
+                f"{self._what}: samples {', '.join(str(int(index)) for index in indices[:3])} ... cannot be stacked "
+                f"({str(error).splitlines()[0]}), expected tensors of one shape, numbers, or tuples of them"
+            ) from error
         found = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
         if not all(isinstance(tensor, Tensor) for tensor in found):
             raise DataError(

@@ -181,7 +181,7 @@ def open_reading(
             return TextReading(tokens), adapter
     with topology.agreed("open the samples of the adapter"):
         _check_no_text(config, type(adapter).__name__)
-        training, held_out = adapter.samples()
+        training, held_out = _both(adapter.samples(), type(adapter).__name__)
         rows = Rows(training, f"training set of {type(adapter).__name__}")
         others = None
         if held_out is not None:
@@ -205,6 +205,16 @@ def check_separate(config: RunConfig) -> None:
                 f"data.documents: got separate, and parallel.{degree} is {got}; ranks that share a sample cannot keep "
                 f"its documents apart; expected joined, or parallel.{degree} 1"
             )
+
+
+def _both(given: object, name: str) -> tuple[Any, Any]:
+    """Samples to train on, and those held out."""
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        kind = f"{type(given).__name__}{f' of {len(given)}' if isinstance(given, (tuple, list)) else ''}"
+        raise DataError(
+            f"{name}.samples() gave {kind}, expected two: samples to train on, and those held out or None"
+        )
+    return given[0], given[1]
 
 
 def _check_no_text(config: RunConfig, name: str) -> None:
