@@ -1,4 +1,4 @@
-"""First values of a model on the meta device that has low-rank products: the base's from elsewhere, the products' drawn.
+"""First values of a model on the meta device with low-rank products: the base's from elsewhere, the products' drawn.
 
 Owns: which parameters are asked of whom. Must not know: files, shards. What fills the base by ranges, as the weights of
 ``hpczero.hf.load`` do, is still asked by each rank for its own shard alone.

@@ -117,7 +117,10 @@ def _of_class(kind: Any, path: Path, config: Any, options: dict[str, Any], *, tr
         )
     make = getattr(kind, "_from_config", None)
     if make is None:  # an Auto class
-        make, options = getattr(kind, "from_config", None), {**options, "trust_remote_code": trusted}
+        make, options = (
+            getattr(kind, "from_config", None),
+            {**options, "trust_remote_code": trusted},
+        )
     if make is None:
         raise ConfigError(
             f"model_class: got {kind!r}, expected a class of transformers, such as AutoModelForCausalLM"
@@ -135,4 +138,8 @@ def _of_class(kind: Any, path: Path, config: Any, options: dict[str, Any], *, tr
 def _said(error: Exception) -> str:
     """The first line of an error of the library; that of a KeyError is a key alone."""
     line = (str(error).strip().splitlines() or [""])[0]
-    return line if line and isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: {line}"
+    return (
+        line
+        if line and isinstance(error, OSError | ValueError | ImportError)
+        else f"{type(error).__name__}: {line}"
+    )

@@ -1,4 +1,4 @@
-"""A model that a program changes between ``hf.load`` and ``zeroify``: values go with the parameters, as in plain torch."""
+"""A model that is changed between ``hf.load`` and ``zeroify``: values go with the parameters, as in plain torch."""
 
 from __future__ import annotations
 
