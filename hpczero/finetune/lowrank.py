@@ -17,7 +17,7 @@ import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -93,25 +93,6 @@ def draw(name: str, values: Tensor, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         bound = 1 / math.sqrt(max(values.shape[1], 1))
         values.uniform_(-bound, bound, generator=generator)
-
-
-def first_values(
-    initialize: Callable[[str, Tensor], None], *, seed: int = 0
-) -> Callable[[str, Tensor], None]:
-    """``initialize`` of ``zeroify`` for a model on the meta device that has low-rank products.
-
-    Args:
-        initialize: fills all other parameters.
-        seed: of the products.
-    """
-
-    def fill(name: str, values: Tensor) -> None:
-        if name.endswith((f"{CHILD}.A", f"{CHILD}.B")):
-            draw(name, values, seed)
-        else:
-            initialize(name, values)
-
-    return fill
 
 
 def lora(

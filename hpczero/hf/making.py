@@ -46,9 +46,13 @@ def of_folder(path: Path, choice: Choice) -> Any:
     model = _of_class(kind, path, config, built, trusted=choice.trust_remote_code)
     stated = path / "generation_config.json"
     if stated.exists() and model.can_generate():
-        model.generation_config = library.GenerationConfig.from_pretrained(
-            path, local_files_only=True
-        )
+        try:
+            found = library.GenerationConfig.from_pretrained(path, local_files_only=True)
+        except Exception as error:  # of the library, of any kind
+            raise ConfigError(
+                f"{path}: its generation_config.json cannot be used: {_said(error)}; fetch it again, or take it away"
+            ) from error
+        model.generation_config = found
     return model
 
 
@@ -70,9 +74,8 @@ def config_and_class(path: Path, choice: Choice) -> tuple[Any, Any]:
             trust_remote_code=choice.trust_remote_code,  # never None: that asks at the terminal
             **changes,
         )
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        said = _first_line(error)
-        raise ConfigError(f"{path}: its config.json cannot be used: {said}") from error
+    except Exception as error:  # of the library, of any kind
+        raise ConfigError(f"{path}: its config.json cannot be used: {_said(error)}") from error
     if unused:
         raise ConfigError(
             f"{path}: {type(config).__name__} has no {', '.join(sorted(map(str, unused)))}; expected fields of "
@@ -87,18 +90,19 @@ def config_and_class(path: Path, choice: Choice) -> tuple[Any, Any]:
 
 
 def _named_class(library: Any, path: Path, config: Any, choice: Choice) -> Any:
-    named = (config.architectures or [None])[0]
+    listed = config.architectures
+    named = listed[0] if isinstance(listed, list) and listed else listed
     own = (getattr(config, "auto_map", None) or {}) if choice.trust_remote_code else {}
     places = [place for key, place in own.items() if key.startswith("AutoModel")]
     places = [place for place in places if str(place).endswith(f".{named}")] or places
     if places:
         dynamic = importlib.import_module("transformers.dynamic_module_utils")
         return dynamic.get_class_from_dynamic_module(places[0], path, local_files_only=True)
-    found = getattr(library, named, None) if named else None
-    if found is None:
+    found = getattr(library, named, None) if named and isinstance(named, str) else None
+    if not (hasattr(found, "_from_config") or hasattr(found, "from_config")):
         raise ConfigError(
-            f"{path}: config.json names {named or 'no architecture'}, which transformers {library.__version__} does "
-            "not have; give model_class=, such as transformers.AutoModelForCausalLM"
+            f"{path}: config.json names {named or 'no architecture'}, which is no model of transformers "
+            f"{library.__version__}; give model_class=, such as transformers.AutoModelForCausalLM"
         )
     return found
 
@@ -113,12 +117,29 @@ def _of_class(kind: Any, path: Path, config: Any, options: dict[str, Any], *, tr
         )
     make = getattr(kind, "_from_config", None)
     if make is None:  # an Auto class
-        make, options = kind.from_config, {**options, "trust_remote_code": trusted}
+        make, options = (
+            getattr(kind, "from_config", None),
+            {**options, "trust_remote_code": trusted},
+        )
+    if make is None:
+        raise ConfigError(
+            f"model_class: got {kind!r}, expected a class of transformers, such as AutoModelForCausalLM"
+        )
     try:
         return make(config, dtype=torch.float32, **options)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"{path}: {kind.__name__}: {_first_line(error)}") from error
+    except NotImplementedError:  # of a meta tensor: whoever builds it says what that means
+        raise
+    except Exception as error:  # of the model, of any kind
+        raise ConfigError(
+            f"{path}: {kind.__name__} cannot be built from its config.json: {_said(error)}"
+        ) from error
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _said(error: Exception) -> str:
+    """The first line of an error of the library; that of a KeyError is a key alone."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return (
+        line
+        if line and isinstance(error, OSError | ValueError | ImportError)
+        else f"{type(error).__name__}: {line}"
+    )

@@ -7,11 +7,11 @@ rank for the elements of its own shard (``hpczero.zero.drawing.KnownValues``), s
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpczero.checkpoint.foreign.weight_files import cast
 from hpczero.errors import CheckpointMismatch
@@ -19,6 +19,7 @@ from hpczero.hf.assembly import Assembly, Box, boxes, runs
 from hpczero.hf.converting import Group
 from hpczero.hf.files import WeightFolder
 from hpczero.hf.matching import Matched
+from hpczero.hf.origins import Origins
 
 PIECE_NUMEL = 2**20  # put together at a time
 
@@ -51,6 +52,7 @@ class FolderWeights:
         self.mismatched = tuple(matched.mismatched)
         self._folder, self._matched, self._model, self._draw = folder, matched, model, draw
         self._held: tuple[object, dict[str, Tensor]] = (None, {})  # the whole ones of last time
+        self._known = Origins(model)
         self._files = zlib.crc32("\n".join(folder.fingerprint()).encode())
 
     @property
@@ -58,8 +60,19 @@ class FolderWeights:
         """Bytes of values that this rank has read so far."""
         return self._folder.nbytes_read
 
+    def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Follow parameters of the model to where they are now: under other names, in another order. Not collective.
+
+        Args:
+            parameters: of the model that is about to get values, by name.
+
+        Raises:
+            PlanError: one of them was not there when the model was loaded, or had another shape.
+        """
+        self._known.bind(parameters)
+
     def __call__(self, name: str, tensor: Tensor) -> None:
-        """Fill one whole parameter in place, fp32 on the CPU. Not collective."""
+        """Fill one whole parameter in place, fp32 on the CPU. Not collective; errors are those of ``fill_range``."""
         flat = torch.empty(tensor.numel())
         self.fill_range(name, tuple(tensor.shape), 0, flat)
         with torch.no_grad():
@@ -77,8 +90,9 @@ class FolderWeights:
         Raises:
             CheckpointError: the file cannot be read.
             CheckpointMismatch: it has values that fp32 cannot hold, or two for one tied parameter.
+            PlanError: the model that was loaded has no such parameter, or one of another shape.
         """
-        assert name in self._matched.owners, f"{name} is no parameter of the model"
+        name = self._known.origin(name, shape)
         if keys := self._matched.plain.get(name):
             self._held = (None, {})
             self._read(keys[0], start, values)
@@ -97,6 +111,7 @@ class FolderWeights:
 
     def fingerprint(self, name: str) -> int:
         """32 bits of the files and of where the parameter is in them. Not collective."""
+        name = self._known.origin(name)
         plain = self._matched.plain.get(name, [])
         group = self._matched.converted.get(name)
         keys = [*plain, *(key for key, _ in (group[0].sources if group else []))]

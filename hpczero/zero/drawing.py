@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpczero.errors import PlanError
 from hpczero.plan.layout import ShardLayout
@@ -61,9 +61,36 @@ class KnownValues(RangeInitializer, Protocol):
     Persistent buffers of the model have their values before ``zeroify``.
     """
 
+    def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Find out which parameters will be asked for, before any is; a name may be another's since values were found.
+
+        Args:
+            parameters: those that this rank has whole, by their names in the whole model.
+
+        Raises:
+            PlanError: there are no values of one of them.
+        """
+        ...
+
     def fingerprint(self, name: str) -> int:
         """32 bits that stand for one parameter, equal on ranks that will give equal values of it."""
         ...
+
+
+def bind(initialize: object, model: nn.Module, part: ModelPart | None) -> None:
+    """Let an ``initialize`` of known values see the parameters of ``model``. Not collective.
+
+    Raises:
+        PlanError: it has no values of one of them.
+    """
+    if not isinstance(initialize, KnownValues):
+        return
+    found = {}
+    for name, parameter in model.named_parameters():
+        placement = (part or ModelPart(())).placement(name, tuple(parameter.shape))
+        if placement.dim is None:
+            found[placement.name] = parameter
+    initialize.bind(found)
 
 
 class Drawing:

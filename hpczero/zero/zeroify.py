@@ -33,7 +33,7 @@ from hpczero.plan.placement import part_of
 from hpczero.plan.plan import UnitRule
 from hpczero.plan.precision import Precision
 from hpczero.plan.rules import default_rule
-from hpczero.zero.drawing import KnownValues
+from hpczero.zero.drawing import KnownValues, bind
 from hpczero.zero.filling import Initializer, fill, loaded_later, way_of
 from hpczero.zero.need import need
 from hpczero.zero.offloading import open_away, parts_of, tell
@@ -128,6 +128,7 @@ def zeroify(
             check_algorithms(environment.algorithms)
         accelerator = given.reach.accelerator if given is not None else _accelerator(model, device)
         _check_fresh(model, initialize, accelerator)
+        bind(initialize, model, part_of(model))
         trains = len(optimizers) > 0
         check_modules(model, precision, trains=trains)
         if trains:

@@ -221,6 +221,44 @@ def test_what_cannot_be_loaded_is_named(
     raises_on_all(comm, ConfigError, "quantised", lambda: llama.sharded(topology, folder))
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": "18"}, "config.json cannot be used"),
+        ({"num_attention_heads": 0}, "config.json cannot be used: ZeroDivisionError"),
+        ({"hidden_act": "nope"}, "cannot be built from its config.json: KeyError: 'nope'"),
+        ({"rope_parameters": {"rope_type": "nope"}}, "config.json"),
+        ({"architectures": ["Trainer"]}, "names Trainer, which is no model"),
+        ({"architectures": ["LlamaConfig"]}, "names LlamaConfig, which is no model"),
+        ({"architectures": [7]}, "names 7, which is no model"),
+        ({"architectures": "Nope"}, "names Nope, which is no model"),
+        ({"vocab_size": 10**13}, "cannot be built"),
+    ],
+)
+def test_a_config_that_transformers_cannot_use_is_named(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, changes: Any, said: str
+) -> None:
+    """Whatever transformers says of it: errors of any kind come out of there."""
+    llama.on_disk(comm, folder)
+    if comm.rank == 0:
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**content, **changes}))
+    comm.Barrier()
+    raises_on_all(comm, ConfigError, said, lambda: llama.sharded(topology, folder))
+
+
+def test_a_damaged_generation_config_is_named(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    llama.on_disk(comm, folder)
+    if comm.rank == 0:
+        (folder / "generation_config.json").write_text("{")
+    comm.Barrier()
+    raises_on_all(
+        comm, ConfigError, "generation_config.json", lambda: llama.sharded(topology, folder)
+    )
+
+
 def test_a_model_of_the_hub_is_found_in_the_cache_and_not_asked_for(
     comm: MPI.Intracomm, topology: Topology, folder: Path
 ) -> None:

@@ -1,0 +1,169 @@
+"""A model that is changed between ``hf.load`` and ``zeroify``: values go with the parameters, as in plain torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import hpczero
+from hpczero import finetune
+from hpczero.errors import PlanError
+from tests.foreign.llama import VOCABULARY, library, made, on_disk
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import raises_on_all
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
+
+
+class Wrapped(nn.Module):
+    """Around a model, whose names it lengthens."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+def swapped(model: Any) -> Any:
+    """The two layers in the other order."""
+    model.model.layers = nn.ModuleList(reversed(model.model.layers))
+    return model
+
+
+def pruned(model: Any) -> Any:
+    """The first layer is gone, so the second has its name."""
+    model.model.layers = model.model.layers[1:]
+    return model
+
+
+def tied(model: Any) -> Any:
+    """The head is the embedding."""
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "layers in another order": swapped,
+    "a layer left out": pruned,
+    "a head that is tied by hand": tied,
+    "a module around the model": Wrapped,
+    "a copy": copy.deepcopy,
+    "nothing": lambda model: model,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_values_follow_the_parameters(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, name: str
+) -> None:
+    on_disk(comm, folder / "a")
+    model, weights = hpczero.hf.load(folder / "a", topology=topology)
+    model = CHANGES[name](model)
+    hpczero.zeroify(model, None, topology=topology, initialize=weights)
+    found = comm.bcast(hpczero.full_state_dict(model))
+    hpczero.release(model)
+    plain = library().LlamaForCausalLM.from_pretrained(folder / "a", dtype=torch.float32)
+    expected = CHANGES[name](plain).state_dict()
+    wrong = [key for key in expected if not torch.equal(found[key], expected[key])]
+    parallel_assert(comm, found.keys() == expected.keys() and not wrong, str(wrong))
+
+
+def new_head(model: Any) -> None:
+    """Of the same name and shape, with values of its own."""
+    model.lm_head = nn.Linear(18, VOCABULARY, bias=False)
+
+
+def untied(model: Any) -> None:
+    """An output matrix that no file has under its name."""
+    model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
+
+
+def more_modules(model: Any) -> None:
+    """One that the files know nothing of."""
+    model.score = nn.Linear(18, 3)
+
+
+def longer(model: Any) -> None:
+    """Two more tokens, as a tokenizer's new special tokens ask for."""
+    model.resize_token_embeddings(VOCABULARY + 2, mean_resizing=False)
+
+
+def shorter(model: Any) -> None:
+    """Fewer tokens."""
+    model.resize_token_embeddings(VOCABULARY - 3)
+
+
+@pytest.mark.parametrize("change", [new_head, untied, more_modules, longer, shorter])
+@pytest.mark.parametrize("ties", [False, True])
+def test_parameters_without_values_in_the_files_are_named_on_all_ranks(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, change: Any, ties: bool
+) -> None:
+    """Read by their names they would get what lies there in the files: other values, or those of a neighbour."""
+    on_disk(comm, folder / "a", tie_word_embeddings=ties)
+    model, weights = hpczero.hf.load(folder / "a", topology=topology)
+    change(model)
+    raises_on_all(
+        comm,
+        PlanError,
+        "hpczero.hf.load",
+        lambda: hpczero.zeroify(model, None, topology=topology, initialize=weights),
+    )
+
+
+def test_weights_by_name_refuse_another_shape(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    """As an ``initialize`` of one's own calls them; it may ask for the old shape and fill the rest."""
+    on_disk(comm, folder / "a")
+    model, weights = hpczero.hf.load(folder / "a", topology=topology)
+    with pytest.raises(PlanError, match=r"is \(45, 18\), and was \(43, 18\)"):
+        weights("lm_head.weight", torch.empty(VOCABULARY + 2, 18))
+    longer(model)
+
+    def fill(name: str, tensor: torch.Tensor) -> None:
+        if tensor.shape[0] != VOCABULARY + 2:
+            weights(name, tensor)
+            return
+        old = torch.empty(VOCABULARY, 18)
+        weights(name, old)
+        tensor[:VOCABULARY], tensor[VOCABULARY:] = old, 0.5
+
+    hpczero.zeroify(model, None, topology=topology, initialize=fill)
+    found = comm.bcast(hpczero.full_state_dict(model))
+    hpczero.release(model)
+    expected = made()
+    head = torch.equal(found["lm_head.weight"][:VOCABULARY], expected.lm_head.weight)
+    parallel_assert(comm, head and bool((found["lm_head.weight"][VOCABULARY:] == 0.5).all()))
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_low_rank_products_on_loaded_weights_read_every_byte_once(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, quantize: str | None
+) -> None:
+    """``first_values`` leaves the reading by ranges to the weights; the products are those of a plain build."""
+    on_disk(comm, folder / "a")
+    model, weights = hpczero.hf.load(folder / "a", topology=topology)
+    finetune.lora(model, rank=2, seed=5)
+    optimizer = torch.optim.AdamW(finetune.trained(model))
+    first = finetune.first_values(weights, seed=5)
+    hpczero.zeroify(model, optimizer, topology=topology, initialize=first, quantize=quantize)
+    found = comm.bcast(hpczero.full_state_dict(model))
+    hpczero.release(model)
+    plain = finetune.lora(made(), rank=2, seed=5)
+    expected = plain.state_dict()
+    loose = 0.0 if quantize is None else 2e-3
+    wrong = [k for k in expected if (found[k] - expected[k]).abs().max() > loose]
+    parallel_assert(comm, found.keys() == expected.keys() and not wrong, str(wrong))
+    base = sum(4 * p.numel() for n, p in plain.named_parameters() if ".lora." not in n)
+    read = comm.allreduce(weights.nbytes_read)
+    parallel_assert(comm, read == base, f"{read} of {base} bytes")
