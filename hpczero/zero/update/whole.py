@@ -31,6 +31,7 @@ from hpczero.comm.trade import trade
 from hpczero.errors import StepError
 from hpczero.plan.owners import owners_of, rounds_of
 from hpczero.zero.units.unit import Unit
+from hpczero.zero.update.taken_step import TakenStep
 from hpczero.zero.update.whole_jobs import Job, Whole
 from hpczero.zero.update.whole_rules import needs_whole
 
@@ -39,7 +40,7 @@ Jobs = Sequence[tuple[Job, int]]
 Found = TypeVar("Found")
 
 
-class WholeUpdate:
+class WholeUpdate(TakenStep):
     """Of one optimizer. ``take`` is collective over the ranks that share shards; nothing else is."""
 
     def __init__(
@@ -60,7 +61,8 @@ class WholeUpdate:
             comm: the transport.
             replicated: whether every rank holds all shards.
         """
-        self._optimizer, self._comm = optimizer, comm
+        super().__init__(optimizer)
+        self._comm = comm
         step: Any = type(optimizer).step
         self._method: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
         jobs = [
@@ -82,12 +84,6 @@ class WholeUpdate:
         ]
         self._replicated = replicated
         self._failure: Exception | None = None
-        self._put_away: list[list[nn.Parameter]] | None = None
-
-    @property
-    def taken(self) -> bool:
-        """Whether torch's own call has nothing left to do; until ``restore``."""
-        return self._put_away is not None
 
     def check(self, *, last: bool) -> None:
         """Refuse a step that cannot be taken over whole parameters.
@@ -125,29 +121,21 @@ class WholeUpdate:
             StepError: parts of a parameter do not belong together, or the optimizer has changed options of its groups.
         """
         groups = self._optimizer.param_groups
-        self._put_away = [group["params"] for group in groups]
+        put_away = self._put_groups_away()
         self._failure = None
         in_pieces = [
             [] if needs_whole(self._optimizer, group) else pieces
-            for group, pieces in zip(groups, self._put_away, strict=True)
+            for group, pieces in zip(groups, put_away, strict=True)
         ]
         if any(in_pieces):
             self._tried(lambda: self._step_on(in_pieces))
         for number, jobs in enumerate(self._rounds):
             present = [(job, owner) for job, owner in jobs if job.unit.gradients.present]
             self._take_round(f"round {number}", present)
-        for group in groups:
-            group["params"] = []
+        self._empty_groups()
         if self._failure is not None:
             self.restore()
             raise self._failure
-
-    def restore(self) -> None:
-        """Put the pieces back into their groups; nothing if they are there."""
-        if self._put_away is not None:
-            for group, pieces in zip(self._optimizer.param_groups, self._put_away, strict=True):
-                group["params"] = pieces
-            self._put_away = None
 
     def adopt(self) -> None:
         """State was loaded: what was padded in a file is so no more."""
