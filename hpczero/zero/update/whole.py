@@ -7,8 +7,9 @@ computes, what of a state goes where (``whole_jobs``).
                      owners               the optimizer's own step, over whole parameters
                      owners -> parts      values and state
 
-Between steps values and state are in shards, as those of any optimizer are. So stages, checkpoints and the plan are
-none the wiser. In a step 1/N of the parameters is whole on a rank, and of that one round's.
+A rule of directions sends less: see ``directions``. Between steps values and state are in shards, as those of any
+optimizer are. So stages, checkpoints and the plan are none the wiser. In a step 1/N of the parameters is whole on a
+rank, and of that one round's.
 
 Source: torchtitan #3502 places owners so, too; deepspeed #8090 tells what becomes of a matrix of which each rank
 orthogonalises its part.
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -31,6 +33,7 @@ from hpczero.comm.trade import trade
 from hpczero.errors import StepError
 from hpczero.plan.owners import owners_of, rounds_of
 from hpczero.zero.units.unit import Unit
+from hpczero.zero.update.directions import DirectionJob, directions_of
 from hpczero.zero.update.taken_step import TakenStep
 from hpczero.zero.update.whole_jobs import Job, Whole
 from hpczero.zero.update.whole_rules import needs_whole
@@ -65,8 +68,10 @@ class WholeUpdate(TakenStep):
         self._comm = comm
         step: Any = type(optimizer).step
         self._method: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
+        rule = directions_of(optimizer)
+        kind = Job if rule is None else partial(DirectionJob, optimizer=optimizer, rule=rule)
         jobs = [
-            Job(unit, position, unit.spec.groups[position] - groups.start, replicated=replicated)
+            kind(unit, position, unit.spec.groups[position] - groups.start, replicated=replicated)
             for unit, positions in slots.items()
             for position in positions
         ]
@@ -187,7 +192,9 @@ class WholeUpdate(TakenStep):
         for job, owner in jobs:
             if owner == me:
                 wholes.append((job, self._assembled(job, arrived)))
-        self._step_on_wholes([(job, whole) for job, whole in wholes if whole is not None])
+        self._step_on_wholes(
+            [(job, whole) for job, whole in wholes if whole is not None and job.by_optimizer]
+        )
         for job, whole in wholes:
             for rank, answer in job.answers(whole).items():
                 outgoing[rank] += answer
