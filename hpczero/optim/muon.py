@@ -6,7 +6,7 @@ Owns: the two rules, and which parameters of a model get which. Must not know: s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,45 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
+class MuonDirections:
+    """The rule of matrices in parts, of which one needs whole matrices: what a zeroified model sends between ranks.
+
+    Attributes:
+        state: the name of the momentum.
+    """
+
+    state = "momentum_buffer"
+
+    def dtype(self, group: Mapping[str, Any], /) -> torch.dtype:
+        """Of the iteration."""
+        return _DTYPES[group["ns_dtype"]]
+
+    def advance(self, state: Tensor, gradient: Tensor, group: Mapping[str, Any], /) -> None:
+        """Change the momentum of some elements."""
+        state.lerp_(gradient, 1 - group["momentum"])
+
+    def wanted(self, state: Tensor, gradient: Tensor, group: Mapping[str, Any], /) -> Tensor:
+        """What is orthogonalized, of some elements."""
+        return gradient.lerp(state, group["momentum"]) if group["nesterov"] else state
+
+    def direction(self, wanted: Tensor, group: Mapping[str, Any], /) -> Tensor:
+        """Of whole matrices."""
+        return orthogonalized(
+            wanted,
+            coefficients=group["ns_coefficients"],
+            steps=group["ns_steps"],
+            dtype=self.dtype(group),
+        )
+
+    def apply(
+        self, values: Tensor, direction: Tensor, shape: Sequence[int], group: Mapping[str, Any], /
+    ) -> None:
+        """Change some values of a parameter of this shape."""
+        lr = float(group["lr"])
+        values.mul_(1 - lr * group["weight_decay"])
+        values.add_(direction, alpha=-lr * _factor(shape, group["adjust_lr_fn"]))
+
+
 class Muon(Optimizer):
     """As torch.optim.Muon, with stacks of matrices, a second rule for all else, and the iteration in fp32.
 
@@ -32,6 +71,8 @@ class Muon(Optimizer):
 
     Source: Jordan et al., Muon, 2024; Liu et al., Muon is scalable for LLM training, arXiv 2502.16982, sec. 2.2.
     """
+
+    hpczero_directions = MuonDirections()
 
     def __init__(
         self,
@@ -152,17 +193,11 @@ class Muon(Optimizer):
         assert gradient is not None, "chosen by it"
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        buffer = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        wanted = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-        update = orthogonalized(
-            wanted,
-            coefficients=group["ns_coefficients"],
-            steps=group["ns_steps"],
-            dtype=_DTYPES[group["ns_dtype"]],
-        )
-        lr = float(group["lr"])
-        parameter.mul_(1 - lr * group["weight_decay"])
-        parameter.add_(update, alpha=-lr * _factor(parameter.shape, group["adjust_lr_fn"]))
+        buffer = state["momentum_buffer"]
+        rule = self.hpczero_directions
+        rule.advance(buffer, gradient, group)
+        direction = rule.direction(rule.wanted(buffer, gradient, group), group)
+        rule.apply(parameter, direction, parameter.shape, group)
 
     def _step_elementwise(self, parameters: list[nn.Parameter], group: Mapping[str, Any]) -> None:
         for parameter in parameters:
@@ -190,7 +225,7 @@ class Muon(Optimizer):
         )
 
 
-def _factor(shape: torch.Size, adjustment: str | None) -> float:
+def _factor(shape: Sequence[int], adjustment: str | None) -> float:
     rows, columns = shape[-2:]
     if adjustment == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))

@@ -14,6 +14,10 @@ from tests.helpers.mpirun import ROOT, run_ranks
 
 PROGRAM = ROOT / "tests" / "foreign" / "memory_program.py"
 MIB = 2**20
+# Every large block goes back to the kernel when it is freed, so that what is measured is what is held. By itself the
+# process keeps its heap (hpczero/memory/heap.py), whose holes after loading fill up again while units are gathered:
+# 137 to 152 MB on rank 0 and 71 to 89 MB on the other where 43 and 33 MB are held.
+FREED = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
 WIDE: dict[str, Any] = {
     "hidden_size": 512,
     "num_attention_heads": 8,
@@ -49,18 +53,21 @@ def write(name: str, folder: Path) -> int:
 @pytest.mark.parametrize("name", TRIED)
 def test_a_rank_loads_and_saves_what_it_could_not_hold(tmp_path: Path, name: str) -> None:
     numel = write(name, tmp_path)
-    finished = run_ranks(2, [PROGRAM, tmp_path, "flat"], 250, env={"PYTHONPATH": os.fspath(ROOT)})
+    environment = {"PYTHONPATH": os.fspath(ROOT), **FREED}
+    finished = run_ranks(2, [PROGRAM, tmp_path, "flat"], 250, env=environment)
     assert finished.returncode == 0, str(finished)
     lines = [line.split() for line in finished.stdout.splitlines() if line.startswith("found")]
     assert len(lines) == 2, str(finished)
     read = 0
     for _, peak, shard, largest, nbytes in lines:
-        bound = int(shard) + int(largest) + 64 * MIB
+        bound = int(shard) + int(largest) + 40 * MIB
         assert int(peak) <= bound, str(finished)
         assert bound < 4 * numel, "a rank that held the model would not be found"
         read += int(nbytes)
     assert read == 2 * numel
     for line in finished.stdout.splitlines():
-        if line.startswith("saved") and name == "Llama":  # experts are taken apart: more copies
+        if line.startswith("saved"):
             saved, unit = map(int, line.split()[1:])
-            assert saved <= 3 * unit + 64 * MIB < 4 * numel, str(finished)
+            # the unit, and the largest parameter again: half of it in bf16, or all of it taken apart into experts
+            bound = unit + int(largest) + 40 * MIB
+            assert saved <= bound < 4 * numel, str(finished)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ import hpczero
 from hpczero.errors import HpcZeroError, PlanError, StepError
 from hpczero.job.mesh import Mesh
 from hpczero.optim import Muon
+from hpczero.optim.orthogonal import orthogonalized
 from hpczero.parallel import gpt_rule
 from hpczero.plan.owners import rounds_of
+from hpczero.zero.update.directions import directions_of
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import (
     MLP,
@@ -93,22 +96,38 @@ def test_more_ranks_than_matrices_and_more_rounds_than_one(
             parallel_assert(comm, sharding.collectives.stats.calls["trade"] >= 2 * STEPS)
 
 
-@pytest.mark.ranks(2)
-def test_what_moves_is_three_times_the_parameters_and_twice_the_state(
-    comm: MPI.Intracomm, topology: hpczero.Topology
-) -> None:
-    model = nn.Linear(128, 64, bias=False)  # its shards are halves
-    optimizer = torch.optim.Muon(model.parameters())
+def sent_by_a_step(model: nn.Linear, make: Any, topology: hpczero.Topology) -> int:
+    """Bytes that all ranks sent for the second step."""
+    optimizer = make(model.parameters())
     with zeroified(model, optimizer, topology=topology) as sharding:
         for _ in range(2):
             model(torch.ones(2, 128)).sum().backward()
             before = sharding.collectives.stats.sent_nbytes["trade"]
             optimizer.step()
             sent = sharding.collectives.stats.sent_nbytes["trade"] - before
-        total = sum(topology.gather(sent))
-    half = 4 * 64 * 128 // 2
-    # gradient, values and momentum to the owner; values and momentum back; and what says how much it is
-    parallel_assert(comm, 5 * half < total < 5 * half + 200, f"{total} bytes moved")
+        return sum(topology.gather(sent))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    ("make", "times"),
+    [
+        # bf16: what is wanted to the owner, its direction back
+        (torch.optim.Muon, 1),
+        (lambda parameters: Muon(parameters, ns_dtype="bfloat16"), 1),
+        (Muon, 2),  # in fp32
+        # gradient, values and momentum to the owner; values and momentum back
+        (Lamb, 5),
+    ],
+)
+def test_what_moves_is_what_a_rule_needs_and_how_much_it_is(
+    comm: MPI.Intracomm, topology: hpczero.Topology, make: Any, times: int
+) -> None:
+    total = sent_by_a_step(nn.Linear(128, 96, bias=False), make, topology)  # cut evenly
+    away = 4 * 96 * 128 * (comm.size - 1) // comm.size
+    parallel_assert(
+        comm, times * away < total < times * away + 300 * comm.size, f"{total} bytes, {away} away"
+    )
 
 
 @pytest.mark.ranks(2)
@@ -201,6 +220,25 @@ def test_a_gradient_that_is_none_on_one_rank_alone_is_refused(
         if comm.rank:
             optimizer.param_groups[0]["params"][0].grad = None
         raises_on_all(comm, StepError, "is None on some ranks and not on others", optimizer.step)
+
+
+def test_a_class_of_its_own_and_a_patched_step_are_called_themselves() -> None:
+    class Own(torch.optim.Muon):
+        pass
+
+    class Ours(Muon):
+        pass
+
+    parameters = [nn.Parameter(torch.ones(3, 3))]
+    assert [directions_of(kind(parameters)) is None for kind in (torch.optim.Muon, Muon)] == [
+        False,
+        False,
+    ]
+    assert [directions_of(kind(parameters)) is None for kind in (Own, Ours, Lamb)] == [True] * 3
+    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", orthogonalized):
+        assert directions_of(torch.optim.Muon(parameters)) is None
+    with mock.patch.object(Muon, "step", Lamb.step):
+        assert directions_of(Muon(parameters)) is None
 
 
 @pytest.mark.ranks(2)

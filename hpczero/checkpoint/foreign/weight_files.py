@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -30,6 +30,7 @@ from hpczero.files.regular import check_regular, parse_json, read_text, reason
 
 LAYOUTS = ("hpczero", "gpt2")
 CHUNK_NUMEL = 2**22  # read at a time
+CHECKED_NUMEL = 2**18  # looked at at a time
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 INDEX_SUFFIX = ".index.json"
 
@@ -109,15 +110,24 @@ def cast(values: Tensor, dtype: torch.dtype, label: str) -> Tensor:
     if values.dtype.is_complex and not dtype.is_complex:
         raise CheckpointMismatch(f"{label} is {values.dtype}, which {dtype} cannot hold")
     found = values.to(dtype)
-    if plain:
-        wrong = found.isinf() & values.isfinite() if may_overflow(values.dtype, dtype) else None
-    else:
-        wrong = found.to(values.dtype) != values
-    if wrong is not None and bool(wrong.any()):
-        raise CheckpointMismatch(
-            f"{label} holds {values[wrong].flatten()[0].item():.6g}, which {dtype} cannot"
-        )
+    if plain and not may_overflow(values.dtype, dtype):
+        return found
+    for part, made in zip(_parts(values), _parts(found), strict=True):
+        wrong = made.isinf() & part.isfinite() if plain else made.to(part.dtype) != part
+        if bool(wrong.any()):
+            raise CheckpointMismatch(
+                f"{label} holds {part[wrong].flatten()[0].item():.6g}, which {dtype} cannot"
+            )
     return found
+
+
+def _parts(values: Tensor) -> Sequence[Tensor]:
+    """Views along the longest dimension, so that what a check makes of each is small beside a large tensor."""
+    if values.numel() <= CHECKED_NUMEL:
+        return [values]
+    longest = max(values.shape)
+    dim = values.shape.index(longest)
+    return values.split(max(1, CHECKED_NUMEL * longest // values.numel()), dim)
 
 
 def may_overflow(source: torch.dtype, dtype: torch.dtype) -> bool:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from hpczero.plan.layout import DEFAULT_ALIGN
 from hpczero.zero.units.guard import own_gradient
 from hpczero.zero.units.unit import Unit
+from hpczero.zero.update.taken_step import TakenStep
 
 ATTRIBUTE = "hpczero_coded_states"
 
@@ -100,7 +101,7 @@ class CodedState:
         return self.of.read(start, self.stop if count is None else start + count)
 
 
-class CodedUpdate:
+class CodedUpdate(TakenStep):
     """Of one optimizer; nothing here is collective."""
 
     def __init__(self, slots: Mapping[Unit, Sequence[int]], optimizer: Optimizer) -> None:
@@ -110,18 +111,12 @@ class CodedUpdate:
             slots: of each unit the positions of the optimizer's parameters.
             optimizer: pointed at their shards.
         """
+        super().__init__(optimizer)
         self._slots = {unit: set(own) for unit, own in slots.items()}
-        self._optimizer = optimizer
         self._codecs: dict[str, Codec] = getattr(type(optimizer), ATTRIBUTE)
         step: Any = type(optimizer).step
         self._method: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
         self._coded: dict[tuple[Unit, str], Coded] = {}
-        self._put_away: list[list[nn.Parameter]] | None = None
-
-    @property
-    def taken(self) -> bool:
-        """Whether torch's own call has nothing left to do; until ``restore``."""
-        return self._put_away is not None
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +127,7 @@ class CodedUpdate:
         """Take the step over all units that have gradients. It is ``taken`` then: the groups are empty."""
         groups = self._optimizer.param_groups
         group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-        self._put_away = [group["params"] for group in groups]
+        self._put_groups_away()
         try:
             for unit in self._slots:
                 if unit.gradients.present:
@@ -140,15 +135,7 @@ class CodedUpdate:
         except BaseException:
             self.restore()
             raise
-        for group in groups:
-            group["params"] = []
-
-    def restore(self) -> None:
-        """Put the pieces back into their groups; nothing if they are there."""
-        if self._put_away is not None:
-            for group, pieces in zip(self._optimizer.param_groups, self._put_away, strict=True):
-                group["params"] = pieces
-            self._put_away = None
+        self._empty_groups()
 
     def adopt(self) -> None:
         """State was loaded, or put into ``optimizer.state``: encode what is not."""

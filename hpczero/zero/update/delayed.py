@@ -95,16 +95,14 @@ class DelayedUpdate(HostUpdate):
             StepError, TierError: it cannot be started.
         """
         assert self._pending is None, "finished, by all ranks, before any of them starts"
-        groups = self._optimizer.param_groups
-        self._put_away = [group["params"] for group in groups]
+        self._put_groups_away()
         try:
             self._start_update()
         except BaseException:
             self.give_up()
             self.restore()
             raise
-        for group in groups:
-            group["params"] = []
+        self._empty_groups()
 
     def finish(self) -> None:
         """Wait for the update that was started, if any; its result is the optimizer's, and is sent to the model.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hpczero.zero.units.guard import have_gradients
@@ -23,6 +23,7 @@ from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizers import ELEMENTWISE
 from hpczero.zero.update.prepared import Prepared
 from hpczero.zero.update.spans import Span, State, values_of
+from hpczero.zero.update.taken_step import TakenStep
 
 
 def method_behind(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
@@ -35,25 +36,19 @@ def method_behind(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
     return method if kind in ELEMENTWISE and own and hooked else None
 
 
-class PartedUpdate:
+class PartedUpdate(TakenStep):
     """Of one optimizer; nothing here is collective."""
 
     def __init__(self, units: Sequence[Unit], optimizer: Optimizer) -> None:
         """``optimizer`` has been pointed at the shards of ``units``, the trainable ones."""
+        super().__init__(optimizer)
         self._units = list(units)
-        self._optimizer = optimizer
         self._method = method_behind(optimizer)
         self._capturable = [group.get("capturable") for group in optimizer.param_groups]
         # Ids of the pieces in each group, for which the spans were made.
         self._members: list[list[int]] = []
         self._spans: dict[Unit, list[Span]] = {}
         self._prepared: Prepared | None = None  # of the last step, if it may serve again
-        self._put_away: list[list[nn.Parameter]] | None = None
-
-    @property
-    def taken(self) -> bool:
-        """Whether torch's own call has nothing left to do; until ``restore``."""
-        return self._put_away is not None
 
     def take(self, *, last: bool) -> None:
         """Take the step of the optimizer over all units that have gradients, where it need not be torch's own call.
@@ -76,22 +71,14 @@ class PartedUpdate:
             return
         if not self._make_spans():
             return
-        self._put_away = [group["params"] for group in groups]
+        self._put_groups_away()
         try:
             for units in self._parts():
                 self._take(method, units)
         except BaseException:
             self.restore()
             raise
-        for group in groups:
-            group["params"] = []
-
-    def restore(self) -> None:
-        """Put the pieces back into their groups; nothing if they are there."""
-        if self._put_away is not None:
-            for group, pieces in zip(self._optimizer.param_groups, self._put_away, strict=True):
-                group["params"] = pieces
-            self._put_away = None
+        self._empty_groups()
 
     def _parts(self) -> list[list[Unit]]:
         """Units that are stepped on in one call of torch's method."""
@@ -118,8 +105,7 @@ class PartedUpdate:
         if prepared is None or not prepared.serves(units, states):
             prepared = self._prepare(units, states)
         groups = optimizer.param_groups
-        for group in groups:
-            group["params"] = []
+        self._empty_groups()
         before: list[State] = []
         try:
             for group_number, piece in prepared.apart:

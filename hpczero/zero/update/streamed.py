@@ -37,6 +37,7 @@ from hpczero.zero.units.guard import have_gradients
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.away_states import AwayState, adopt, is_elementwise, state_of
 from hpczero.zero.update.parts import method_behind
+from hpczero.zero.update.taken_step import TakenStep
 
 
 @dataclass(frozen=True)
@@ -94,24 +95,19 @@ class Stepped:
     changed: bool
 
 
-class StreamedUpdate:
+class StreamedUpdate(TakenStep):
     """Of one optimizer, all of whose pieces rest on a tier; nothing here is collective."""
 
     def __init__(self, units: Sequence[Unit], optimizer: Optimizer, store: Store) -> None:
         """``optimizer`` is torch's own and has been pointed at the shards of ``units``, the trainable ones."""
-        self._units, self._optimizer, self._store = list(units), optimizer, store
+        super().__init__(optimizer)
+        self._units, self._store = list(units), store
         method = method_behind(optimizer)
         assert method is not None, "checked by zeroify"
         self._method: Callable[[Optimizer], Any] = method
         self._capturable = [group.get("capturable") for group in optimizer.param_groups]
-        self._put_away: list[list[nn.Parameter]] | None = None
         self._begun: list[Fetch] = []  # blocks of staging that this step has
         self._coming: Iterator[Window] | None = None  # of a step that has begun
-
-    @property
-    def taken(self) -> bool:
-        """Whether torch's own call has nothing left to do; until ``restore``."""
-        return self._put_away is not None
 
     def take(self, *, last: bool) -> None:
         """Take the step of the optimizer; the groups are empty then until ``restore``. ``check`` has passed.
@@ -122,8 +118,7 @@ class StreamedUpdate:
                 loaded.
         """
         self.begin()
-        groups = self._optimizer.param_groups
-        self._put_away = [group["params"] for group in groups]
+        self._put_groups_away()
         made: list[tuple[Pieces, dict[str, Any]]] = []
         try:
             assert self._coming is not None, "it has begun"
@@ -139,15 +134,7 @@ class StreamedUpdate:
         self._coming = None
         for run, after in made:  # a piece of two windows begins both with what it had before
             give_counters(run, after)
-        for group in groups:
-            group["params"] = []
-
-    def restore(self) -> None:
-        """Put the pieces back into their groups; nothing if they are there."""
-        if self._put_away is not None:
-            for group, pieces in zip(self._optimizer.param_groups, self._put_away, strict=True):
-                group["params"] = pieces
-            self._put_away = None
+        self._empty_groups()
 
     def begin(self) -> None:
         """The first windows of the step that follows are on their way from here on; ``check`` has passed.
@@ -304,8 +291,7 @@ class StreamedUpdate:
         values, gradient = self._operands(window, staged)
         states: dict[Any, Any] = optimizer.state
         groups = optimizer.param_groups
-        for group in groups:
-            group["params"] = []
+        self._empty_groups()
         elements = window.elements
         taken: list[tuple[Pieces, nn.Parameter, slice]] = []
         for run in window.runs:

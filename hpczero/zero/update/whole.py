@@ -7,8 +7,9 @@ computes, what of a state goes where (``whole_jobs``).
                      owners               the optimizer's own step, over whole parameters
                      owners -> parts      values and state
 
-Between steps values and state are in shards, as those of any optimizer are. So stages, checkpoints and the plan are
-none the wiser. In a step 1/N of the parameters is whole on a rank, and of that one round's.
+A rule of directions sends less: see ``directions``. Between steps values and state are in shards, as those of any
+optimizer are. So stages, checkpoints and the plan are none the wiser. In a step 1/N of the parameters is whole on a
+rank, and of that one round's.
 
 Source: torchtitan #3502 places owners so, too; deepspeed #8090 tells what becomes of a matrix of which each rank
 orthogonalises its part.
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -31,6 +33,8 @@ from hpczero.comm.trade import trade
 from hpczero.errors import StepError
 from hpczero.plan.owners import owners_of, rounds_of
 from hpczero.zero.units.unit import Unit
+from hpczero.zero.update.directions import DirectionJob, directions_of
+from hpczero.zero.update.taken_step import TakenStep
 from hpczero.zero.update.whole_jobs import Job, Whole
 from hpczero.zero.update.whole_rules import needs_whole
 
@@ -39,7 +43,7 @@ Jobs = Sequence[tuple[Job, int]]
 Found = TypeVar("Found")
 
 
-class WholeUpdate:
+class WholeUpdate(TakenStep):
     """Of one optimizer. ``take`` is collective over the ranks that share shards; nothing else is."""
 
     def __init__(
@@ -60,11 +64,14 @@ class WholeUpdate:
             comm: the transport.
             replicated: whether every rank holds all shards.
         """
-        self._optimizer, self._comm = optimizer, comm
+        super().__init__(optimizer)
+        self._comm = comm
         step: Any = type(optimizer).step
         self._method: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
+        rule = directions_of(optimizer)
+        kind = Job if rule is None else partial(DirectionJob, optimizer=optimizer, rule=rule)
         jobs = [
-            Job(unit, position, unit.spec.groups[position] - groups.start, replicated=replicated)
+            kind(unit, position, unit.spec.groups[position] - groups.start, replicated=replicated)
             for unit, positions in slots.items()
             for position in positions
         ]
@@ -82,12 +89,6 @@ class WholeUpdate:
         ]
         self._replicated = replicated
         self._failure: Exception | None = None
-        self._put_away: list[list[nn.Parameter]] | None = None
-
-    @property
-    def taken(self) -> bool:
-        """Whether torch's own call has nothing left to do; until ``restore``."""
-        return self._put_away is not None
 
     def check(self, *, last: bool) -> None:
         """Refuse a step that cannot be taken over whole parameters.
@@ -125,29 +126,21 @@ class WholeUpdate:
             StepError: parts of a parameter do not belong together, or the optimizer has changed options of its groups.
         """
         groups = self._optimizer.param_groups
-        self._put_away = [group["params"] for group in groups]
+        put_away = self._put_groups_away()
         self._failure = None
         in_pieces = [
             [] if needs_whole(self._optimizer, group) else pieces
-            for group, pieces in zip(groups, self._put_away, strict=True)
+            for group, pieces in zip(groups, put_away, strict=True)
         ]
         if any(in_pieces):
             self._tried(lambda: self._step_on(in_pieces))
         for number, jobs in enumerate(self._rounds):
             present = [(job, owner) for job, owner in jobs if job.unit.gradients.present]
             self._take_round(f"round {number}", present)
-        for group in groups:
-            group["params"] = []
+        self._empty_groups()
         if self._failure is not None:
             self.restore()
             raise self._failure
-
-    def restore(self) -> None:
-        """Put the pieces back into their groups; nothing if they are there."""
-        if self._put_away is not None:
-            for group, pieces in zip(self._optimizer.param_groups, self._put_away, strict=True):
-                group["params"] = pieces
-            self._put_away = None
 
     def adopt(self) -> None:
         """State was loaded: what was padded in a file is so no more."""
@@ -199,7 +192,9 @@ class WholeUpdate:
         for job, owner in jobs:
             if owner == me:
                 wholes.append((job, self._assembled(job, arrived)))
-        self._step_on_wholes([(job, whole) for job, whole in wholes if whole is not None])
+        self._step_on_wholes(
+            [(job, whole) for job, whole in wholes if whole is not None and job.by_optimizer]
+        )
         for job, whole in wholes:
             for rank, answer in job.answers(whole).items():
                 outgoing[rank] += answer

@@ -55,7 +55,10 @@ class Job:
         name, shape, numel: of the parameter.
         group: number of its group among those of its optimizer.
         parts: this rank's: the optimizer's parameter, and which elements it is. Several where ranks are replicas.
+        by_optimizer: whether the optimizer's own step is called on what is assembled.
     """
+
+    by_optimizer = True
 
     def __init__(self, unit: Unit, position: int, group: int, *, replicated: bool) -> None:
         """Not collective.
@@ -107,7 +110,7 @@ class Job:
         gradient = own_gradient(shard)
         if gradient is None:
             return torch.zeros(1, device=shard.device)
-        state = _state_of(states, shard)
+        state = state_of(states, shard)
         kept = held(state, kept_entries(state, self.shape), part, self.numel)
         return torch.cat([gradient.new_ones(1), gradient, shard.detach(), *kept])
 
@@ -121,17 +124,10 @@ class Job:
         Raises:
             StepError: some parts have a gradient and others have none, or other states.
         """
-        present = {bool(each[0]) for _, each in said}
-        if present != {True}:
-            if True in present:
-                raise StepError(
-                    f"the gradient of {self.name!r} in optimizer.param_groups is None on some ranks and not on others, "
-                    "and its optimizer steps on whole parameters; set it to None on all ranks alike "
-                    "(optimizer.zero_grad(), model.zero_grad())"
-                )
+        if not self._present(said):
             return None
         device = self.parts[0][0].device
-        state = _state_of(states, self.parts[0][0])
+        state = state_of(states, self.parts[0][0])
         entries = kept_entries(state, self.shape)
         gradient, values = (torch.empty(self.numel, device=device) for _ in range(2))
         tensors = {
@@ -163,6 +159,21 @@ class Job:
             else:
                 found.state[entry.name] = tensors[entry.name].view(entry.shape)
         return found
+
+    def _present(self, said: Sequence[tuple[range, Tensor]]) -> bool:
+        """Whether it has a gradient, by what was said of all its parts.
+
+        Raises:
+            StepError: some parts have one and others have none.
+        """
+        present = {bool(each[0]) for _, each in said}
+        if present == {True, False}:
+            raise StepError(
+                f"the gradient of {self.name!r} in optimizer.param_groups is None on some ranks and not on others, "
+                "and its optimizer steps on whole parameters; set it to None on all ranks alike "
+                "(optimizer.zero_grad(), model.zero_grad())"
+            )
+        return present == {True}
 
     # --- and back ------------------------------------------------------------------------------------------------
 
@@ -216,13 +227,13 @@ class Job:
     def adopt(self, states: States) -> None:
         """State was loaded."""
         for shard, part in self.parts:
-            state = _state_of(states, shard)
+            state = state_of(states, shard)
             if state:
                 trim(state, part, self.shape)
 
 
-def _state_of(states: States, shard: nn.Parameter) -> MutableMapping[str, Any]:
-    """That of a part, past what ``ShardStates`` asks of each key; empty where there is none."""
+def state_of(states: States, shard: nn.Parameter) -> MutableMapping[str, Any]:
+    """The state of a part, past what ``ShardStates`` asks of each key; empty where there is none."""
     kept: dict[Any, Any] = states  # type: ignore[assignment]
     found: MutableMapping[str, Any] = dict.get(kept, shard, {})
     return found
