@@ -16,11 +16,13 @@ import tyro
 
 from hpczero.data.corpus import Corpus
 from hpczero.data.prepare import VALIDATION_FRACTION, TokenizerName, prepare, seal
+from hpczero.data.rows import corpus_of
 from hpczero.data.targets import check_target
 from hpczero.data.team.base import Alone, Team
 from hpczero.data.team.ranks import Ranks
+from hpczero.data.tokenize import LibraryTokenizer
 from hpczero.data.tokens import VERSION, TokenFile
-from hpczero.errors import run
+from hpczero.errors import ConfigError, run
 from hpczero.job.long_work import watched
 from hpczero.options.environment import Environment
 from hpczero.options.reading import parse_command_line
@@ -31,10 +33,11 @@ EXCERPT_TOKENS = 200
 
 @dataclass(frozen=True)
 class Prepare:
-    """Tokenize text files into one HDF5 token file. ``mpirun -n N`` before the command shares the work over N ranks."""
+    """Tokenize text files, or rows of data sets, into one HDF5 token file. ``mpirun -n N`` before it: on N ranks."""
 
     texts: tyro.conf.Positional[tuple[Path, ...]] = ()
-    """Text files, and folders taken with all they hold; none means the source text of Python's standard library."""
+    """Text files, and folders taken with all they hold; none means the source text of Python's standard library. With a
+    column: folders that save_to_disk of ``datasets`` wrote, .arrow and .parquet files."""
     out: Path = Path("tokens.h5")
     """The file to write; it appears whole or not at all. Only a token file that is there already is replaced."""
     tokenizer: TokenizerName = "bytes"
@@ -43,9 +46,18 @@ class Prepare:
     """Size of the BPE vocabulary; None: 8192."""
     validation_fraction: float = VALIDATION_FRACTION
     """Share of the text to hold out."""
+    column: str | None = None
+    """Column of data sets that has the text; each row is a document."""
+    split: str | None = None
+    """Of a folder with several splits, the one to take."""
+    tokenizer_file: Path | None = None
+    """A tokenizer.json of the ``tokenizers`` library, in place of tokenizer; for rows, which are tokenized whole."""
+    separator: str | None = None
+    """Token of that file that ends a document, such as <|endoftext|>."""
 
     def __call__(self) -> None:
         """Write the file and say what it holds. Under a launcher of several ranks all of them share the work."""
+        self._check()
         check_target(self.out, self.texts)  # now: reading the texts may take hours
         # By default it would end the process before what is half written is taken away.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -62,17 +74,46 @@ class Prepare:
             describe(self.out)
         topology.free()
 
+    def _check(self) -> None:
+        """Refuse options that contradict each other.
+
+        Raises:
+            ConfigError: the message says which.
+        """
+        if self.column is None:
+            for name in ("split", "tokenizer_file"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        f"--{name.replace('_', '-')}: is for rows of data sets; give --column too"
+                    )
+        elif not self.texts:
+            raise ConfigError("--column: got no data set, expected folders or files of some")
+        if (self.tokenizer_file is None) != (self.separator is None):
+            raise ConfigError("--tokenizer-file and --separator: expected both or neither")
+        if self.tokenizer_file is not None and self.tokenizer != "bytes":
+            raise ConfigError("--tokenizer and --tokenizer-file: expected one of the two")
+
     def _make(self, team: Team) -> None:
+        tokenizer: TokenizerName | LibraryTokenizer = self.tokenizer
+        if self.tokenizer_file is not None:
+            path, separator = str(self.tokenizer_file), str(self.separator)
+            with team.agreed("read the tokenizer"):
+                tokenizer = LibraryTokenizer.of_file(path, separator)
         prepare(
-            Corpus.of_paths(self.texts, team=team)
-            if self.texts
-            else Corpus.standard_library(team=team),
+            self._corpus(team),
             self.out,
-            tokenizer=self.tokenizer,
+            tokenizer=tokenizer,
             vocab_size=self.vocab_size,
             validation_fraction=self.validation_fraction,
             team=team,
         )
+
+    def _corpus(self, team: Team) -> Corpus:
+        if self.column is not None:
+            return corpus_of(self.texts, self.column, self.split, team)
+        if self.texts:
+            return Corpus.of_paths(self.texts, team=team)
+        return Corpus.standard_library(team=team)
 
 
 @dataclass(frozen=True)

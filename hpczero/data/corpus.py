@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -26,6 +26,7 @@ from hpczero.job.long_work import Progress
 
 BLOCK_NBYTES = 4 * 2**20
 REST_NBYTES = 4 * 2**20  # of the line that a block ends in; more of it is for the next block
+ROWS = (".arrow", ".parquet")  # how files of rows end; as text their bytes mean nothing
 # Third-party packages are not the standard library, and its tests are more bytes than all the rest.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
@@ -36,6 +37,65 @@ class Block(NamedTuple):
     offset: int
     nbytes: int
     digest: int
+
+
+class Text(NamedTuple):
+    """Text that is read at once.
+
+    Attributes:
+        offset: where it begins, in bytes of what ``where`` names.
+        text: the bytes.
+        ends_document: whether a document ends with it.
+        where: names its place in its file, for messages; empty for the file itself.
+        is_whole: whether it is all in one split.
+    """
+
+    offset: int
+    text: bytes
+    ends_document: bool
+    where: str = ""
+    is_whole: bool = False
+
+
+class Measured(Protocol):
+    """Something with a length in bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of text."""
+        ...
+
+
+class Source(Protocol):
+    """Text of a corpus, in one file: one document, or several."""
+
+    @property
+    def path(self) -> Path:
+        """Of the file."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of text."""
+        ...
+
+    @property
+    def digest(self) -> bytes:
+        """Of the text."""
+        ...
+
+    @property
+    def table(self) -> Sequence[Measured]:
+        """Its blocks."""
+        ...
+
+    def texts(self, index: int) -> Iterator[Text]:
+        """The text of one block, read. Raises DataError if it cannot be, or has changed."""
+        ...
+
+    def blocks(self) -> Iterator[bytes]:
+        """The text of all of them, in order; raises as ``texts``."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -75,6 +135,11 @@ class Document:
             )
         return block
 
+    def texts(self, index: int) -> Iterator[Text]:
+        """The text of one block; raises as ``block``."""
+        is_last = index == len(self.table) - 1
+        yield Text(self.table[index].offset, self.block(index), is_last)
+
     def blocks(self) -> Iterator[bytes]:
         """All of them, in order.
 
@@ -87,9 +152,12 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents ordered by the hash of their contents: a fixed shuffle that depends on no path, date or machine."""
+    """Documents in an order that depends on no path, date or machine.
 
-    documents: tuple[Document, ...]
+    Files are shuffled by the hash of their contents; rows of data sets stay as they are.
+    """
+
+    documents: tuple[Source, ...]
 
     @classmethod
     def of_paths(
@@ -103,7 +171,7 @@ class Corpus:
             team: Ranks that share the hashing; collective over it. Rank 0 lists the files. None: this process alone.
 
         Raises:
-            DataError: A path is missing, unreadable, or holds no text; on every rank.
+            DataError: A path is missing, unreadable, holds no text, or is a file of rows; on every rank.
         """
         team = team or Alone(progress)
         listed = _listed(paths, team)
@@ -134,6 +202,7 @@ class Corpus:
                 except OSError as error:
                     raise _no_listing(error) from error
                 continue
+            _refuse_rows(path)
             with _reading(path) as file:
                 begins = file.read(1)
             if not begins:
@@ -192,6 +261,7 @@ def _listed(
                     files = _files_below(path, team.progress, skip)
                 resolved = []
                 for file in files:
+                    _refuse_rows(file)
                     resolved.append((file, Path(os.path.realpath(file))))
                     team.progress.advance()  # there may be a hundred thousand, on a slow file system
                 found.append((path, resolved))
@@ -234,6 +304,14 @@ def _files_below(folder: Path, progress: Progress, skip: frozenset[str]) -> list
             progress.advance()
         progress.advance()
     return sorted(found)
+
+
+def _refuse_rows(path: Path) -> None:
+    if path.suffix in ROWS:
+        raise DataError(
+            f"{path}: is a file of rows, not text; tokenize the column that has the text: "
+            "python -m hpczero.data prepare PATHS --column NAME"
+        )
 
 
 def _no_listing(error: OSError) -> DataError:

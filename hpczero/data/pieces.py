@@ -4,7 +4,8 @@ Owns: the held-out split, and units of work. Must not know: tokens, who works.
 
 [Note: The held-out split]
 Documents are shuffled by the hash of their contents and laid end to end. The last ``validation_fraction`` of the bytes
-is held out. The document at the cut, if any, is divided after a line, so a corpus of one file holds out its end.
+is held out. The document at the cut, if any, is divided after a line, so a corpus of one file holds out its end. A row
+of a data set is not divided: it is held out.
 Training never sees a held-out byte, nor does the training of a tokenizer.
 """
 
@@ -12,9 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from hpczero.data.corpus import Corpus, Document
+from hpczero.data.corpus import Corpus, Source
 from hpczero.data.tokenize import NotUTF8, Tokenizer
 
 UTF8_NBYTES = 4  # of one character, at most
@@ -26,14 +26,14 @@ class Piece:
     """Text of one split.
 
     Attributes:
-        path: its file.
+        source: its file, and its place there; for messages.
         offset: where it begins there.
         text: the bytes.
         held_out: whether it is of the validation split.
         ends_document: whether a document ends with it.
     """
 
-    path: Path
+    source: str
     offset: int
     text: bytes
     held_out: bool
@@ -41,7 +41,7 @@ class Piece:
 
     def named(self, error: NotUTF8) -> NotUTF8:
         """The same error with file and place."""
-        return NotUTF8(error.byte, self.offset + error.offset, f"{self.path}: ")
+        return NotUTF8(error.byte, self.offset + error.offset, f"{self.source}: ")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Place:
         position: where it begins in all text of the corpus.
     """
 
-    document: Document
+    document: Source
     index: int
     position: int
 
@@ -65,15 +65,20 @@ class Place:
 
     def pieces(self, cut: int) -> Iterator[Piece]:
         """The block, read; two pieces where byte ``cut`` of the corpus lies in it ([Note: The held-out split])."""
-        path, offset = self.document.path, self.document.table[self.index].offset
-        block = self.document.block(self.index)
-        head = training_length(block, cut - self.position)
-        is_last = self.index == len(self.document.table) - 1
-        training, held_out = block[:head], block[head:]
-        if training:
-            yield Piece(path, offset, training, False, is_last and not held_out)
-        if held_out:
-            yield Piece(path, offset + head, held_out, True, is_last)
+        position = self.position
+        for text in self.document.texts(self.index):
+            source = f"{self.document.path}{text.where and ': '}{text.where}"
+            head = training_length(text.text, cut - position)
+            if text.is_whole and head < len(text.text):
+                head = 0
+            training, held_out = text.text[:head], text.text[head:]
+            position += len(text.text)
+            if training:
+                yield Piece(
+                    source, text.offset, training, False, text.ends_document and not held_out
+                )
+            if held_out:
+                yield Piece(source, text.offset + head, held_out, True, text.ends_document)
 
 
 def places(corpus: Corpus) -> Iterator[Place]:
@@ -119,7 +124,7 @@ def small_pieces(blocks: Iterable[Place], cut: int, tokenizer: Tokenizer) -> Ite
         offset = piece.offset
         for index, part in enumerate(parts, start=1):
             ends_document = piece.ends_document and index == len(parts)
-            yield Piece(piece.path, offset, part, piece.held_out, ends_document)
+            yield Piece(piece.source, offset, part, piece.held_out, ends_document)
             offset += len(part)
 
 

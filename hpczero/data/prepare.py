@@ -58,7 +58,7 @@ def prepare(
     corpus: Corpus,
     out: Path,
     *,
-    tokenizer: TokenizerName = "bytes",
+    tokenizer: TokenizerName | Tokenizer = "bytes",
     vocab_size: int | None = None,
     validation_fraction: float = VALIDATION_FRACTION,
     progress: Progress | None = None,
@@ -69,7 +69,7 @@ def prepare(
     Args:
         corpus: The text, equal on all ranks.
         out: Replaced if it is a token file and none of the texts. Anything else there is refused.
-        tokenizer: "bytes", or "bpe" trained on the training split by rank 0.
+        tokenizer: "bytes", "bpe" trained on the training split by rank 0, or one that exists, equal on all ranks.
         vocab_size: Size of BPE's vocabulary, the separator included; None means 8192.
         validation_fraction: Share of the bytes to hold out, between 0 and 1.
         progress: Told how far it is; None: that of the team.
@@ -98,6 +98,10 @@ def prepare(
         raise ConfigError(
             f"got a validation fraction of {validation_fraction}, expected 0 < fraction < 1"
         )
+    if not isinstance(tokenizer, str) and vocab_size is not None:
+        raise ConfigError(
+            f"got a vocabulary of {vocab_size} for a tokenizer that exists, which has its own; leave the size out"
+        )
     if tokenizer == "bytes" and vocab_size not in (None, ByteTokenizer.vocab_size):
         raise ConfigError(
             f"got a vocabulary of {vocab_size} for the bytes tokenizer, which has {ByteTokenizer.vocab_size}; "
@@ -108,7 +112,7 @@ def prepare(
         raise DataError(
             f"the corpus has {corpus.nbytes} bytes, too few to hold out {validation_fraction}; use more text"
         )
-    chosen: Tokenizer = ByteTokenizer()
+    chosen = ByteTokenizer() if isinstance(tokenizer, str) else tokenizer
     if tokenizer == "bpe":
         size = BPE_VOCAB if vocab_size is None else vocab_size
         learnt = team.by_root(
@@ -167,7 +171,7 @@ def _encoded(
 def _learnt(corpus: Corpus, cut: int, vocab_size: int, progress: Progress) -> BPETokenizer:
     """A tokenizer of the training split."""
     told = False
-    current = Piece(corpus.documents[0].path, 0, b"", False, False)  # that is learned from
+    current = Piece("", 0, b"", False, False)  # that is learned from
 
     def tell() -> None:
         nonlocal told
@@ -176,7 +180,7 @@ def _learnt(corpus: Corpus, cut: int, vocab_size: int, progress: Progress) -> BP
                 "%s: has a word of more than %s characters (a run of letters, of digits, of whitespace or of other "
                 "signs). The vocabulary is learned from pieces of it, as of all such words in whatever file; it is "
                 "tokenized whole",
-                current.path,
+                current.source,
                 f"{TEXT_LEN + LONG_WORD:,}",
             )
         told = True

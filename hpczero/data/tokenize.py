@@ -199,6 +199,75 @@ class BPETokenizer:
         return json.dumps({"kind": "bpe", "model": json.loads(self.model.to_str())})
 
 
+class LibraryTokenizer:
+    """A tokenizer of the ``tokenizers`` library as it came. Each text is tokenized whole, with nothing added to it.
+
+    Args:
+        model: of the library. Truncation and padding are switched off.
+        separator: the id that ends a document.
+    """
+
+    def __init__(self, model: tokenizers.Tokenizer, separator: int) -> None:
+        model.no_truncation()
+        model.no_padding()
+        self.model, self.separator = model, separator
+        self.vocab_size = 1 + max(model.get_vocab(with_added_tokens=True).values())
+
+    @classmethod
+    def of_file(cls, path: str, separator: str) -> LibraryTokenizer:
+        """One of a ``tokenizer.json``.
+
+        Args:
+            path: of the file.
+            separator: the token that ends a document, such as ``"<|endoftext|>"``.
+
+        Raises:
+            DataError: it is no such file, or does not know the separator.
+        """
+        from tokenizers import Tokenizer as Library
+
+        try:
+            model = Library.from_file(path)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"{path}: is no tokenizer.json ({error})") from error
+        found = model.token_to_id(separator)
+        if found is None:
+            special = [
+                token.content
+                for token in model.get_added_tokens_decoder().values()
+                if token.special
+            ]
+            raise DataError(
+                f"{path}: has no token {separator!r} to end documents with; its special tokens are "
+                f"{', '.join(map(repr, special[:8])) or 'none'}"
+            )
+        return cls(model, found)
+
+    def encode(self, text: bytes) -> npt.NDArray[np.int64]:
+        """Ids of ``text``, int64 (n,). Raises DataError if it is not UTF-8."""
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.int64]]:
+        """``encode`` of each text, on the cores of the first thread that used the library."""
+        found = self.model.encode_batch_fast([*map(_utf8, texts)], add_special_tokens=False)
+        return [np.array(each.ids, dtype=np.int64) for each in found]
+
+    def parts(self, text: bytes) -> Iterator[bytes]:
+        """The text itself. Raises DataError if it is not UTF-8."""
+        _utf8(text)
+        yield text
+
+    def decode(self, ids: Sequence[int]) -> bytes:
+        """The text of ids in UTF-8, without separators."""
+        kept = [index for index in ids if index != self.separator]
+        return self.model.decode(kept, skip_special_tokens=False).encode()
+
+    def to_json(self) -> str:
+        """The form that ``from_json`` reads; ``model`` inside it is the library's own format."""
+        model = json.loads(self.model.to_str())
+        return json.dumps({"kind": "library", "model": model, "separator": self.separator})
+
+
 class IdsTokenizer:
     """Of tokens that came without their tokenizer: how many ids there are, and which one ends a document.
 
@@ -262,16 +331,19 @@ def from_json(text: str) -> Tokenizer:
             return ByteTokenizer()
         if kind == "ids":
             return IdsTokenizer(int(description["vocab_size"]), description["separator"])
-        if kind == "bpe":
+        if kind in ("bpe", "library"):
             from tokenizers import Tokenizer as Library
 
-            return BPETokenizer(Library.from_str(json.dumps(description["model"])))
+            model = Library.from_str(json.dumps(description["model"]))
+            if kind == "bpe":
+                return BPETokenizer(model)
+            return LibraryTokenizer(model, int(description["separator"]))
     except Exception as error:  # the library raises bare Exception for a malformed model
         raise DataError(
             f"malformed tokenizer description ({error}); prepare the tokens again"
         ) from error
     raise DataError(
-        f"got a tokenizer of kind {kind!r}, expected 'bytes', 'bpe' or 'ids'; prepare the tokens again"
+        f"got a tokenizer of kind {kind!r}, expected 'bytes', 'bpe', 'library' or 'ids'; prepare the tokens again"
     )
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from hpczero.data.loading.fingerprint import fingerprint_of
 from hpczero.data.loading.global_batches import GlobalBatches
 from hpczero.data.loading.keyed import Keyed, Plain
 from hpczero.errors import ConfigError
@@ -73,12 +74,12 @@ class ResumableLoader:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ConfigError(
                 f"ResumableLoader: got a {type(dataset).__name__}, which has no samples by number, so "
-                "nobody knows where to go on in it; give a data set with __getitem__ and __len__"
+                "nobody knows where to go on in it (a state_dict of its own counts what one process has read, which "
+                "means nothing on other ranks); give a data set with __getitem__ and __len__"
             )
         self.batches = GlobalBatches(len(dataset), global_batch, seed, shuffle, drop_last)
         self._rank, self._size = topology.data.rank, topology.data.size
-        said = getattr(dataset, "fingerprint", None)
-        self._fingerprint = said if isinstance(said, str) else None
+        self._fingerprint = fingerprint_of(dataset)
         self._taken = 0
         self._turn = 0  # which loop over the batches is the last one
         keyed = Keyed(dataset, seed) if draws else Plain(dataset)
@@ -149,7 +150,8 @@ class ResumableLoader:
     def state_dict(self) -> dict[str, int | str]:
         """What to keep in a checkpoint: how many batches were taken, and of what. Equal on all ranks.
 
-        A data set may have a ``fingerprint``, a text that tells it from others of its length.
+        A data set may have a ``fingerprint``, a text that tells it from others of its length. One of ``datasets`` has
+        one here, made of its rows.
         """
         fingerprint = {} if self._fingerprint is None else {"fingerprint": self._fingerprint}
         of_what = {name: int(value) for name, value in vars(self.batches).items()}

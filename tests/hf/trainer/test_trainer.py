@@ -62,6 +62,34 @@ def test_equals_plain_trainer(
     done_with(trainer)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_data_sets_of_datasets_equal_plain_trainer(
+    comm: MPI.Intracomm, folder: Path, stage: int
+) -> None:
+    """With columns that the model does not take; plain Trainer has the samples as a list."""
+    import datasets
+
+    from tests.hf.trainer.runs import data, done_with, train, trainer_over_mpi
+
+    expected = reference(comm, folder)
+    sets = {
+        name: datasets.Dataset.from_list(
+            [
+                {"text": f"row {n}", **{key: value.tolist() for key, value in row.items()}}
+                for n, row in enumerate(rows)
+            ]
+        )
+        for name, rows in data().items()
+    }
+    trainer = trainer_over_mpi(
+        folder / "mpi", GLOBAL_BATCH // comm.size, datasets=sets, stage=stage
+    )
+    found = train(trainer, comm)
+    problem = found.differs(expected)
+    parallel_assert(comm, not problem, problem)
+    done_with(trainer)
+
+
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_equals_ddp_where_the_last_batch_is_incomplete(
