@@ -168,6 +168,7 @@ TABLE = {
     ),
     # SLURM
     "NODES=2 slurm/train_60b.sh": Verdict(code=78, shows="from 60 ranks on it fits"),
+    "NODES=4 slurm/preflight.sh --directory runs": DRY,
     "NODES=25 GPUS_PER_NODE=16 slurm/preflight.sh --directory runs": DRY,
     "NODES=4 RANKS_PER_NODE=8 GPUS_PER_NODE=8 CPUS_PER_RANK=12 slurm/train.sh run.toml": DRY,
     "ACCOUNT=... slurm/weak_scaling.sh": DRY,
