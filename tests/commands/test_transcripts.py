@@ -142,6 +142,7 @@ TABLE = {
         after="-n", shows=r"hpczero.train --run.name mine\n.*hpczero.sample runs/mine"
     ),
     "make docs": Verdict(shows="build/docs"),
+    'pip install ".[hf]"': Verdict(after="--no-deps --no-build-isolation --quiet"),
     "pip install .": Verdict(after="--no-deps --no-build-isolation --quiet"),
     "mpirun -n 2 .venv/bin/python first.py": Verdict(
         shows=r"step 0: loss \d.*step 100: loss 0\.\d"
