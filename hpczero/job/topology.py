@@ -284,8 +284,8 @@ def check_launch(size: int, environment: Environment) -> None:
         )
     if started is None and size == 1 and (environment.torch_ranks or 1) > 1:
         raise TopologyError(
-            f"MPI sees 1 rank, but WORLD_SIZE={environment.torch_ranks}, as torchrun, accelerate launch or deepspeed set "
-            "it: each process would train the whole model by itself. Start the program with "
+            f"MPI sees 1 rank, but WORLD_SIZE={environment.torch_ranks}, as torchrun, accelerate launch or deepspeed "
+            "set it: each process would train the whole model by itself. Start the program with "
             f"mpirun -n {environment.torch_ranks} python ..., or srun; if one rank is meant: unset WORLD_SIZE RANK"
         )
 

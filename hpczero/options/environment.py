@@ -38,7 +38,13 @@ LOCAL_RANK_VARIABLES = (
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 # Those of a job. What set-up and tests read is spelt otherwise and no typing error of these.
 OWN_VARIABLES = (
-    *("HPCZERO_STRICT", "HPCZERO_FAKE_NODES", "HPCZERO_TIMEOUT", "HPCZERO_TRANSPORT", "HPCZERO_ALGORITHMS"),
+    *(
+        "HPCZERO_STRICT",
+        "HPCZERO_FAKE_NODES",
+        "HPCZERO_TIMEOUT",
+        "HPCZERO_TRANSPORT",
+        "HPCZERO_ALGORITHMS",
+    ),
     *("HPCZERO_OVERLAP", "HPCZERO_KEEP_HEAP", "HPCZERO_GPU_AWARE", "HPCZERO_SERIES"),
 )
 # By which each of these tells a process its rank.
