@@ -271,7 +271,7 @@ def load_cupy() -> ModuleType:
         import cupy
     except ImportError as error:
         raise ConfigError(
-            f"CuPy cannot be imported ({error}); install hpczero[cuda12] or hpczero[cuda13] to match the CUDA of the "
+            f"CuPy cannot be imported ({error}); install cupy-cuda12x[ctk] or cupy-cuda13x[ctk], as the CUDA of the "
             "driver, or use --parallel.device cpu"
         ) from error
     module: ModuleType = cupy

@@ -71,6 +71,14 @@ def check_world_size(size: int, environment: Mapping[str, str]) -> Finding:
     ranks = f"{size} rank{'' if size == 1 else 's'}"
     if next(iter(claims), "") != "SLURM_STEP_NUM_TASKS":
         claims.pop("SLURM_STEP_NUM_TASKS", None)  # that of mpirun's daemons
+    by_torch = digits(environment.get("WORLD_SIZE", "")) if environment.get("RANK") else None
+    if not claims and size == 1 and (by_torch or 1) > 1:
+        return Finding(
+            "world size",
+            f"{ranks}, but WORLD_SIZE={by_torch}: started by torchrun or its like, whose processes MPI does not see",
+            Status.FAIL,
+            f"start with mpirun -n {by_torch} python ..., or srun",
+        )
     if not claims:
         return Finding("world size", f"{ranks}, no launcher in the environment")
     name, claimed = next(iter(claims.items()))

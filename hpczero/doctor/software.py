@@ -110,7 +110,7 @@ def check_gpu(devices: Sequence[str], versions: Mapping[str, str], of_mpi: str =
     value = f"{len(devices)} on this node, {cupy or 'CuPy is not installed'}"
     value += f"; {of_mpi}" if of_mpi else ""
     if not cupy:
-        remedy = "for GPU transports: pip install 'hpczero[cuda12]' or 'hpczero[cuda13]', as nvidia-smi says"
+        remedy = "for GPU transports: pip install 'cupy-cuda12x[ctk]>=14', or cuda13x, as nvidia-smi says"
         return Finding("GPU", value, Status.WARN, remedy)
     return Finding("GPU", value)
 

@@ -22,6 +22,6 @@ def __getattr__(name: str) -> Any:
         if (error.name or "").partition(".")[0] != "lightning_fabric":
             raise
         raise ConfigError(
-            "hpczero.fabric needs lightning_fabric, which is not installed; type: pip install 'hpczero[fabric]'"
+            "hpczero.fabric needs lightning_fabric, which is not installed; type: pip install 'lightning-fabric>=2.6'"
         ) from error
     return home.HpczeroStrategy

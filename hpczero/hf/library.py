@@ -55,6 +55,6 @@ def _module(name: str) -> ModuleType:
         if error.name == "transformers":
             raise ConfigError(
                 "transformers is not installed, and hpczero.hf loads and saves its models; "
-                "pip install 'hpczero[hf]', or pip install 'transformers>=5.20,<6'"
+                "type: pip install 'transformers>=5.20,<6'"
             ) from error
         raise

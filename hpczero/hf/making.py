@@ -65,6 +65,11 @@ def config_and_class(path: Path, choice: Choice) -> tuple[Any, Any]:
         ConfigError: config.json cannot be used, or says that weights are quantised.
     """
     library: Any = transformers()
+    if not (path / "config.json").exists():
+        raise ConfigError(
+            f"{path}: has no config.json; expected a folder as save_pretrained of transformers writes it, or a name "
+            "of the hub"
+        )
     changes = {key: value for key, value in choice.changes.items() if key not in _BUILT}
     try:
         config, unused = library.AutoConfig.from_pretrained(

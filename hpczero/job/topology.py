@@ -6,6 +6,7 @@ an argument, never a global: several live in one process, also over parts of MPI
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from hpczero.job.group import Group, named
 from hpczero.job.mesh import DATA, DATA_SEQUENCE, DEGREES, MODEL, SHARD, Mesh
 from hpczero.job.roll_call import RollCall
 from hpczero.job.watchdog import Watchdog
-from hpczero.options.environment import Environment
+from hpczero.options.environment import Environment, misspelt
+
+logger = logging.getLogger("hpczero.launch")
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,10 @@ class Topology:
             TopologyError: the ranks that were started do not see each other; and as ``create``.
         """
         check_launch(MPI.COMM_WORLD.size, Environment.read())
-        return cls.create(MPI.COMM_WORLD, nodes, mesh=mesh)
+        topology = cls.create(MPI.COMM_WORLD, nodes, mesh=mesh)
+        for name, meant in misspelt() if topology.is_root else ():
+            logger.warning("%s is a variable that nobody reads; is %s meant?", name, meant)
+        return topology
 
     @classmethod
     def alone(cls) -> Topology:
@@ -280,6 +286,12 @@ def check_launch(size: int, environment: Environment) -> None:
             f"MPI sees {size} rank(s), but {environment.launched_by}={started}: the ranks do not see each other. Start "
             "with the launcher of the MPI that mpi4py loads: srun --mpi=pmix for Open MPI, --mpi=cray_shasta or pmi2 "
             "for MPICH (srun --mpi=list shows what there is), or that MPI's own mpirun"
+        )
+    if started is None and size == 1 and (environment.torch_ranks or 1) > 1:
+        raise TopologyError(
+            f"MPI sees 1 rank, but WORLD_SIZE={environment.torch_ranks}, as torchrun, accelerate launch or deepspeed "
+            "set it: each process would train the whole model by itself. Start the program with "
+            f"mpirun -n {environment.torch_ranks} python ..., or srun; if one rank is meant: unset WORLD_SIZE RANK"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Mapping, MutableMapping
@@ -35,6 +36,17 @@ LOCAL_RANK_VARIABLES = (
 # Innermost launcher first: mpirun in a batch script starts its ranks through a step of its own. SLURM_NTASKS is not
 # among them: it is the job's, and a step may be smaller.
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+# Those of a job. What set-up and tests read is spelt otherwise and no typing error of these.
+OWN_VARIABLES = (
+    *(
+        "HPCZERO_STRICT",
+        "HPCZERO_FAKE_NODES",
+        "HPCZERO_TIMEOUT",
+        "HPCZERO_TRANSPORT",
+        "HPCZERO_ALGORITHMS",
+    ),
+    *("HPCZERO_OVERLAP", "HPCZERO_KEEP_HEAP", "HPCZERO_GPU_AWARE", "HPCZERO_SERIES"),
+)
 # By which each of these tells a process its rank.
 RANK_VARIABLES = dict(
     zip(SIZE_VARIABLES, ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"), strict=True)
@@ -66,6 +78,7 @@ class Environment:
         launched_by: the variable by which the innermost launcher says how many ranks it has started; may be empty.
         launched_ranks: its value; None where there is no launcher.
         launched_rank: which of them this process is, as the same launcher says; None where it does not, or cannot be.
+        torch_ranks: WORLD_SIZE beside a RANK, as torchrun and its like set both; None where either is missing.
         tasks_per_node: what SLURM says of each node: of the step (``2(x3),1``), or under mpirun SLURM_NTASKS_PER_NODE.
         cache: folder for what is worth remembering between jobs: XDG_CACHE_HOME/hpczero, else ~/.cache/hpczero.
     """
@@ -92,6 +105,7 @@ class Environment:
     launched_ranks: int | None = None
     tasks_per_node: str = ""
     launched_rank: int | None = None
+    torch_ranks: int | None = None
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -145,6 +159,7 @@ class Environment:
             digits(values[launched_by]) if launched_by else None,
             values.get(tasks, ""),
             _launched_rank(values, launched_by),
+            digits(values.get("WORLD_SIZE", "")) if values.get("RANK") else None,
         )
 
 
@@ -165,6 +180,14 @@ def fix_cublas_workspace(variables: MutableMapping[str, str] | None = None) -> N
     expected = f"{' or '.join(FIXED_WORKSPACES)} with parallel.deterministic; unset it"
     require(value in FIXED_WORKSPACES, name, value, expected)
     values[name] = value
+
+
+def misspelt(variables: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
+    """Variables that nobody reads but for their likeness to one of ours, each with the name that is meant."""
+    values = os.environ if variables is None else variables
+    unknown = [n for n in sorted(values) if n.startswith("HPCZERO") and n not in OWN_VARIABLES]
+    meant = [difflib.get_close_matches(name, OWN_VARIABLES, n=1, cutoff=0.85) for name in unknown]
+    return [(name, found[0]) for name, found in zip(unknown, meant, strict=True) if found]
 
 
 def _launched_rank(values: Mapping[str, str], launched_by: str) -> int | None:

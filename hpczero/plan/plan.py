@@ -375,4 +375,5 @@ def _check_dtype(unit: str, dtypes: Mapping[str, str], precision: Precision) -> 
         raise PlanError(
             f"unit {unit!r} holds {dtype}, expected torch.float32 (or the dtype of precision "
             f"{precision.param!r}); call model.float() before building the optimizer"
+            + (f", and pass precision={names[dtype]!r} to train in it" if dtype in names else "")
         )

@@ -7,11 +7,9 @@ workings, MPI.
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -20,7 +18,6 @@ from torch.optim import Optimizer
 from hpczero.accelerator import Accelerator, accelerator_of, choose_accelerator
 from hpczero.comm import Collectives, check_transport_name, choose
 from hpczero.errors import PlanError, explain_exhaustion
-from hpczero.job.mesh import DATA_SEQUENCE
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import DTYPES
 from hpczero.memory.heap import give_back_freed_memory, keep_freed_memory
@@ -39,6 +36,7 @@ from hpczero.zero.need import need
 from hpczero.zero.offloading import open_away, parts_of, tell
 from hpczero.zero.quantizing import codec_of
 from hpczero.zero.refusals import check_degrees, check_gradients, check_modules, check_part
+from hpczero.zero.same_plan import check_equal_plans
 from hpczero.zero.sharding import KEY, Sharding
 from hpczero.zero.units.away_shard import NOTHING_AWAY
 from hpczero.zero.units.module_buffers import persistent_buffers
@@ -157,7 +155,7 @@ def zeroify(
         offload = offload or Offload()
         parts = parts_of(offload, plan, optimizers)
     chosen = [*parts, repr(dataclasses.replace(offload, folder=None))]
-    _check_equal_plans(plan, model, optimizers, topology, chosen, way_of(initialize))
+    check_equal_plans(plan, model, optimizers, topology, chosen, way_of(initialize))
     explain_exhaustion(need(OffloadedPlan(plan, offload, ADAM_STATES if trains else 0), topology))
     collectives = given or choose(
         topology,
@@ -343,38 +341,6 @@ def _check_transport(collectives: Collectives, topology: Topology, precision: Pr
             f"collectives round each node's sum to {collectives.node_dtype}, but precision.reduce is "
             f"{precision.reduce!r}; give the transport node_dtype={expected}"
         )
-
-
-def _check_equal_plans(
-    plan: Plan,
-    model: nn.Module,
-    optimizers: OptimizerSet,
-    topology: Topology,
-    away: Sequence[str],
-    way: str,
-) -> None:
-    """All ranks must have built the same, or later collectives would mix up buffers and masters would drift apart.
-
-    Parts of a model differ between tensor ranks and stages; they have the stage and the precision in common, and the
-    way to first values.
-    """
-    buffers = [(tuple(buffer.shape), buffer.dtype) for buffer in persistent_buffers(model).values()]
-    decisions = (plan.stage, plan.precision, plan.units, buffers, optimizers.describe(), away)
-    mine = float(zlib.crc32(repr(decisions).encode()))
-    everywhere = (plan.stage, plan.precision, len(optimizers), way)
-    common = float(zlib.crc32(repr(everywhere).encode()))
-    plans = topology.data_sequence.share(np.array([mine, common]))
-    ranks = topology.mesh.members(topology.rank, *DATA_SEQUENCE)
-    odd = [rank for rank, other in zip(ranks, plans, strict=True) if (other != plans[0]).any()]
-    parts = topology.world.share(np.array([common]))[:, 0]
-    odd += [rank for rank, other in enumerate(parts.tolist()) if other != parts[0]]
-    odd = sorted(set(odd))
-    with topology.agreed("agree on the plan"):
-        if odd:
-            raise PlanError(
-                f"rank(s) {odd[:8]} built another model, optimizer, stage or precision than rank {ranks[0]}, or "
-                "has another kind of initialize; every rank must build the same"
-            )
 
 
 def release(model: nn.Module, *, whole: bool = False) -> None:

@@ -142,6 +142,7 @@ TABLE = {
         after="-n", shows=r"hpczero.train --run.name mine\n.*hpczero.sample runs/mine"
     ),
     "make docs": Verdict(shows="build/docs"),
+    'pip install ".[hf]"': Verdict(after="--no-deps --no-build-isolation --quiet"),
     "pip install .": Verdict(after="--no-deps --no-build-isolation --quiet"),
     "mpirun -n 2 .venv/bin/python first.py": Verdict(
         shows=r"step 0: loss \d.*step 100: loss 0\.\d"
@@ -168,6 +169,7 @@ TABLE = {
     ),
     # SLURM
     "NODES=2 slurm/train_60b.sh": Verdict(code=78, shows="from 60 ranks on it fits"),
+    "NODES=4 slurm/preflight.sh --directory runs": DRY,
     "NODES=25 GPUS_PER_NODE=16 slurm/preflight.sh --directory runs": DRY,
     "NODES=4 RANKS_PER_NODE=8 GPUS_PER_NODE=8 CPUS_PER_RANK=12 slurm/train.sh run.toml": DRY,
     "ACCOUNT=... slurm/weak_scaling.sh": DRY,

@@ -51,6 +51,11 @@ def test_singletons_under_slurm_are_a_blocking_problem_with_the_remedy() -> None
     assert exit_code([finding]) == 78
 
 
+def test_torchrun_is_a_failure_with_a_remedy() -> None:
+    finding = launch.check_world_size(1, {"WORLD_SIZE": "4", "RANK": "2"})
+    assert_problem(finding, Status.FAIL, "WORLD_SIZE=4", "mpirun -n 4")
+
+
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"])
 def test_size_that_differs_from_the_launchers_is_a_blocking_problem(name: str) -> None:
     assert_problem(launch.check_world_size(2, {name: "4"}), Status.FAIL, f"{name}=4", "launcher")

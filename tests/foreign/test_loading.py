@@ -199,6 +199,9 @@ def test_what_cannot_be_loaded_is_named(
     raises_on_all(
         comm, ConfigError, "no such folder", lambda: llama.sharded(topology, folder / "none")
     )
+    raises_on_all(
+        comm, ConfigError, r"has no config\.json", lambda: llama.sharded(topology, folder.parent)
+    )
     llama.on_disk(comm, folder)
     raises_on_all(
         comm, ConfigError, "num_label", lambda: llama.sharded(topology, folder, num_label=3)

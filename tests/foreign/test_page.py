@@ -1,4 +1,4 @@
-"""What docs/hugging-face.md shows runs as it stands."""
+"""What docs/hugging-face.md and the README show of transformers runs as it stands."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.foreign import llama
 from tests.helpers.mpirun import ROOT, run_ranks
 
 PAGE = ROOT / "docs" / "hugging-face.md"
+README = ROOT / "README.md"
 
 
 @pytest.mark.slow
@@ -40,3 +41,18 @@ def test_program_of_the_page_trains_and_saves(tmp_path: Path) -> None:
     before = llama.made().state_dict()["model.embed_tokens.weight"]
     assert not torch.equal(again.get_input_embeddings().weight.float(), before.bfloat16().float())
     assert (tmp_path / "trained" / "tokenizer.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.limit(300)
+@pytest.mark.filterwarnings("ignore", "error:::hpczero")
+def test_programs_of_the_readme_train_save_and_go_on(tmp_path: Path) -> None:
+    llama.made().save_pretrained(tmp_path / "my-model")
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    whole, calls = (block for block in blocks if "hf.load" in block or "checkpoint.save" in block)
+    (tmp_path / "program.py").write_text(f"{whole}\nstep = 1\n{calls}\nassert step == 1\n")
+    finished = run_ranks(2, ["program.py"], 240, cwd=tmp_path)
+    assert finished.returncode == 0, str(finished)
+    kind: Any = llama.library().AutoModelForCausalLM
+    again = kind.from_pretrained(tmp_path / "trained").state_dict()["model.embed_tokens.weight"]
+    assert not torch.equal(again, llama.made().state_dict()["model.embed_tokens.weight"])

@@ -16,6 +16,7 @@ import pytest
 from hpczero.errors import ConfigError, TopologyError
 from hpczero.job.launch import check_placement
 from hpczero.job.slurm import ask_time_left, seconds_of, tasks_per_node
+from hpczero.job.topology import check_launch
 from hpczero.options.environment import Environment
 from hpczero.run.stopping.deadline import Deadline
 from tests.helpers.mpirun import ROOT, run_command, run_ranks
@@ -281,6 +282,30 @@ def test_innermost_launcher_says_how_many_ranks_there_are(
 ) -> None:
     found = Environment.read(variables)
     assert (found.launched_by, found.launched_ranks) == launched
+
+
+def test_rank_that_torchrun_has_started_is_refused_with_what_to_type() -> None:
+    by_torchrun = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+    alone = run_command(
+        [sys.executable, "-c", "import hpczero; hpczero.Topology.of_world()"], 60, by_torchrun
+    )
+    assert alone.returncode != 0, alone
+    assert "MPI sees 1 rank, but WORLD_SIZE=2" in alone.stderr
+    assert "mpirun -n 2 python" in alone.stderr
+
+
+@pytest.mark.parametrize(
+    ("size", "variables"),
+    [
+        (1, {"WORLD_SIZE": "1", "RANK": "0"}),
+        (1, {"WORLD_SIZE": "8"}),  # a job script's, for all programs of the job
+        (2, {"WORLD_SIZE": "2", "RANK": "0"}),  # of a launcher whose variables nobody knows
+        (2, {"WORLD_SIZE": "1", "RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}),  # mpirun torchrun
+        (1, {"WORLD_SIZE": "8", "RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}),
+    ],
+)
+def test_variables_of_torch_that_fit_pass(size: int, variables: dict[str, str]) -> None:
+    check_launch(size, Environment.read(variables))
 
 
 # --- what a job ran with

@@ -14,7 +14,7 @@ import hpczero.data.__main__ as data_command
 import hpczero.plan.__main__ as plan_command
 from hpczero.errors import ConfigError, HpcZeroError, launcher_rank
 from hpczero.options.config import RunConfig
-from hpczero.options.environment import Environment
+from hpczero.options.environment import Environment, misspelt
 from hpczero.options.reading import load_toml, read_run_config, to_toml
 from hpczero.plan.batch import Batch
 from hpczero.train import model_config
@@ -126,3 +126,14 @@ def test_digits_of_other_scripts_in_the_environment_are_none(
     assert (found.launched_ranks, found.local_rank, found.job_end) == (None, None, None)
     with pytest.raises(ConfigError, match="HPCZERO_FAKE_NODES"):
         Environment.read({"HPCZERO_FAKE_NODES": f"2x{value or 'y'}"})
+
+
+def test_variable_that_is_nearly_one_of_ours_is_told_with_the_one_that_is_meant() -> None:
+    given = {"HPCZERO_TIMOUT": "9", "HPCZERO_TRANSPRT": "flat", "HPCZEROSTRICT": "1"}
+    meant = {"HPCZERO_TIMEOUT", "HPCZERO_TRANSPORT", "HPCZERO_STRICT"}
+    assert {known for _, known in misspelt(given)} == meant
+
+
+@pytest.mark.parametrize("name", ["HPCZERO_HOME", "HPCZERO_TEST_RANKS", "HPCZERO_MPI", "OVERLAP"])
+def test_variables_of_others_are_not_told(name: str) -> None:
+    assert misspelt({name: "1", "HPCZERO_TIMEOUT": "9"}) == []

@@ -60,8 +60,20 @@ def test_option_that_is_wrong_on_one_rank(refused: Refusal, model: MLP) -> None:
 @pytest.mark.parametrize("option", [{"stage": 2}, {"precision": "bf16"}, {"rule": whole_model}])
 def test_option_that_differs_by_rank(refused: Refusal, model: MLP, option: dict[str, Any]) -> None:
     options: dict[str, Any] = option if refused.comm.rank == 1 else {}
+    what = {
+        "stage": "the stage",
+        "precision": "the precision",
+        "rule": "the units that a rule makes",
+    }
     said = r"rank\(s\) \[1\] built another model, optimizer, stage or precision than rank 0"
+    said += f".*What differs: .*{what[next(iter(option))]}"
     refused(PlanError, said, model, adamw(model), **options)
+
+
+def test_optimizer_that_differs_by_rank_is_what_differs(refused: Refusal, model: MLP) -> None:
+    kind = torch.optim.SGD if refused.comm.rank == 1 else torch.optim.RMSprop
+    said = "What differs: the optimizer or its groups. Every rank must build the same"
+    refused(PlanError, said, model, kind(model.parameters(), lr=0.1))
 
 
 def test_transport_over_another_topology(refused: Refusal, model: MLP) -> None:

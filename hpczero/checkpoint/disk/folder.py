@@ -328,7 +328,8 @@ def is_checkpoint(path: Path) -> bool:
 def _unreadable(path: Path, error: OSError) -> ConfigError:
     if isinstance(error, NotADirectoryError):
         return ConfigError(
-            f"{path}: is {kind_of(path)}, expected a folder: a run, its checkpoints, or one of them"
+            f"{path}: is {kind_of(path)}, expected a folder: a run, its checkpoints, or one of them. Weights of other "
+            "programs: hpczero.checkpoint.import_weights"
         )
     return ConfigError(
         f"{path}: cannot be read ({reason(error)}); check the path and its permissions"

@@ -31,6 +31,6 @@ def __getattr__(name: str) -> Any:
             raise
         raise ConfigError(
             f"hpczero.hf.trainer.{name} needs {missing}, which is not installed; type: "
-            "pip install 'hpczero[trainer]'"
+            "pip install 'transformers>=5.20,<6' 'accelerate>=1.15'"
         ) from error
     return getattr(home, name)

@@ -6,9 +6,11 @@ answers for ``parameter.grad``. Must not know: units, MPI.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, MutableMapping
 from itertools import repeat
 from operator import is_not
+from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -103,6 +105,12 @@ class ShardedParameter(nn.Parameter):
                 "gone; hpczero.release(model, whole=True) keeps it. Values that were saved come back by "
                 "model.load_state_dict(state, assign=True)"
             )
+        if (stranger := _stepping()) is not None:
+            raise StepError(
+                f"parameter {name!r} is sharded and its memory given back (stage 3), and the "
+                f"{type(stranger).__name__} that steps on it is not the one that zeroify was given. Make the optimizer "
+                "before zeroify, pass it there, and step with that one"
+            )
         raise StepError(
             f"parameter {name!r} is sharded and its memory given back (stage 3), but {what!r} needs its "
             "value. Outside of the model (state_dict, printing): hpczero.full_state_dict(model), or use it inside "
@@ -126,6 +134,17 @@ class ShardedParameter(nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"ShardedParameter({self.qualified_name!r}, shape={tuple(self.shape)}, {self.dtype})"
+
+
+def _stepping() -> torch.optim.Optimizer | None:
+    """The optimizer inside of whose ``step`` an error is about to be raised; it is looked for in the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        holder = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(holder, torch.optim.Optimizer):
+            return holder
+        frame = frame.f_back
+    return None
 
 
 class GradientSight(Protocol):
