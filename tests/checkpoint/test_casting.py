@@ -22,7 +22,7 @@ def test_a_value_beyond_the_dtype_is_found_anywhere_in_a_large_tensor(
     seen = values.movedim(0, -1) if turned and shape else values
     assert torch.equal(weight_files.cast(seen, torch.float16, "w"), seen.half())
     values.view(-1)[0 if place == "first" else -1] = 70000.0
-    with pytest.raises(CheckpointMismatch, match="w holds 70000, which torch.float16 cannot"):
+    with pytest.raises(CheckpointMismatch, match=r"w holds 70000, which torch\.float16 cannot"):
         weight_files.cast(seen, torch.float16, "w")
 
 

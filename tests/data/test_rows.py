@@ -187,7 +187,16 @@ def test_command_on_ranks_writes_the_file_of_one_process(tmp_path: Path) -> None
     model = LibraryTokenizer.of_file(str(tokenizer), "<end>")
     prepare(corpus_of([path], "text", "train"), tmp_path / "alone.h5", tokenizer=model)
     out = tmp_path / "together.h5"
-    words: list[str | Path] = ["-m", "hpczero.data", "prepare", path, "--column", "text", "--split", "train"]
+    words: list[str | Path] = [
+        "-m",
+        "hpczero.data",
+        "prepare",
+        path,
+        "--column",
+        "text",
+        "--split",
+        "train",
+    ]
     words += ["--tokenizer-file", tokenizer, "--separator", "<end>", "--out", out]
     done = run_ranks(2, words, timeout=90)
     assert done.returncode == 0, done

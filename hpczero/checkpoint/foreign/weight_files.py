@@ -127,7 +127,7 @@ def _parts(values: Tensor) -> Sequence[Tensor]:
         return [values]
     longest = max(values.shape)
     dim = values.shape.index(longest)
-    return values.split(max(1, CHECKED_NUMEL * longest // values.numel()), dim)
+    return torch.split(values, max(1, CHECKED_NUMEL * longest // values.numel()), dim)
 
 
 def may_overflow(source: torch.dtype, dtype: torch.dtype) -> bool:
