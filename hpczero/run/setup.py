@@ -145,7 +145,8 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
         asked.config, asked.adapter, given.topology, given.accelerator, resumes=bool(source)
     )
     checkpointing = recompute_blocks(asked.config, asked.adapter, model, given.accelerator, room)
-    card = resume.model_card(asked.config.model, asked.adapter.card())
+    with given.topology.agreed("ask the adapter for the card of its model"):
+        card = resume.model_card(asked.config.model, asked.adapter.card())
     identity = resume.identity(asked.config, asked.reading.identity(), card)
     deadline = Deadline(asked.environment)
     checkpoints = RunCheckpoints(asked.config, folder, model, lock=lock.lock)

@@ -26,7 +26,7 @@ STEPS = 4
 
 
 class Zoo(nn.Module):
-    """Tied table, matrices that are wide, tall and square, a stack of them, vectors, frozen parts, one that idles."""
+    """Tied table, matrices wide, tall and square, a stack of them, vectors, a number, frozen parts, one that idles."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,6 +38,7 @@ class Zoo(nn.Module):
         self.experts = nn.Parameter(torch.empty(3, 7, 5))
         self.frozen = nn.Linear(5, 7)
         self.idle = nn.Linear(3, 7)  # has a gradient from the third step on
+        self.scale = nn.Parameter(torch.empty(()))
         self.head = nn.Linear(7, 23, bias=False)
         self.head.weight = self.table.weight
         generator = torch.Generator().manual_seed(11)
@@ -53,7 +54,7 @@ class Zoo(nn.Module):
             x = x + block(x)
         x = self.square(x if idles else x + self.idle(x[..., :3]))
         x = x + self.frozen(torch.stack([x @ expert for expert in self.experts]).tanh().mean(0))
-        logits: Tensor = self.head(x)
+        logits: Tensor = self.head(x * (1 + self.scale))
         return logits
 
 

@@ -131,6 +131,8 @@ def build(kind):
         "loss_of_nothing": ("loss", lambda self, model, points, labels: None),
         "loss_of_each": ("loss", lambda self, model, points, labels: model(points)),
         "constant": ("loss", lambda self, model, points, labels: model(points).detach().sum()),
+        "card_of_objects": ("card", lambda self: {"of": object()}),
+        "no_card": ("card", lambda self: None),
         "metric_of_each": ("metric", lambda self, model, points, labels: labels),
     }
     name, method = gives[kind]
@@ -147,6 +149,8 @@ KINDS = {
     "loss_of_nothing": "loss of the adapter gave 'NoneType', expected a tensor of one element",
     "loss_of_each": "loss of the adapter gave a tensor of shape (6, 2), expected",
     "constant": "loss gave a number that no parameter of the model has a part in",
+    "card_of_objects": "gave what no checkpoint can hold (Object of type object is not JSON",
+    "no_card": "gave what no checkpoint can hold ('NoneType' object is not iterable)",
     "metric_of_each": "metric of the adapter gave a tensor of shape (",
 }
 START = "--model.factory wrong:build --train.steps 1 --run.folder started --run.overwrite true"

@@ -11,6 +11,7 @@ Owns: the decision, and the comparison of the options then and now. Must not kno
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import math
 from collections.abc import Mapping
@@ -304,9 +305,20 @@ def identity(config: RunConfig, data: Mapping[str, Any], card: Mapping[str, Any]
 
 
 def model_card(options: ModelOptions, card: Mapping[str, Any]) -> dict[str, Any]:
-    """What checkpoints and weights state of the model: the card of its adapter, and the factory it came from."""
+    """What checkpoints and weights state of the model: the card of its adapter, and the factory it came from.
+
+    Raises:
+        ConfigError: the card is no mapping, or has what JSON cannot hold.
+    """
     if options.factory is None:
         return dict(card)
+    try:
+        json.dumps(dict(card))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"model.factory: card() of {options.factory} gave what no checkpoint can hold ({error}), expected a "
+            "mapping of numbers, texts, lists and mappings of them"
+        ) from error
     return {"factory": options.factory, "arguments": options.arguments or "{}", **card}
 
 

@@ -39,7 +39,7 @@ class Whole:
     """A whole parameter with its gradient and state, for the time of its update.
 
     Attributes:
-        parameter: with the shape of the model's, fp32, and a gradient.
+        parameter: with the shape of the model's, fp32, and a gradient; a scalar has shape (1,).
         state: of the optimizer; it becomes that of ``parameter`` for the step, which changes it.
     """
 
@@ -52,7 +52,8 @@ class Job:
 
     Attributes:
         unit: that has it.
-        name, shape, numel: of the parameter.
+        name, numel: of the parameter.
+        shape: that the optimizer sees: the parameter's, or (1,) of a scalar.
         group: number of its group among those of its optimizer.
         parts: this rank's: the optimizer's parameter, and which elements it is. Several where ranks are replicas.
         by_optimizer: whether the optimizer's own step is called on what is assembled.
@@ -71,7 +72,9 @@ class Job:
         """
         slot = unit.spec.layout.slots[position]
         self.unit, self.group = unit, group
-        self.name, self.shape, self.numel = slot.name, slot.shape, slot.numel
+        self.name, self.numel = slot.name, slot.numel
+        # A scalar is a row of one: what the optimizer keeps of it is then told from the numbers beside it.
+        self.shape = slot.shape or (1,)
         self._replicated = replicated
         optimized = unit.optimized
         places = zip(optimized.parameters, optimized.slots, optimized.pieces, strict=True)
