@@ -199,7 +199,8 @@ def test_prepare_that_is_asked_to_end_takes_its_file_away_before_its_encoders_ar
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts, out = write_texts(tmp_path / "texts"), tmp_path / "out" / "tokens.h5"
-    encode, calls, left = preparing._encoded, itertools.count(), []
+    encode, calls = preparing._encoded, itertools.count()
+    left: list[Path] = []
 
     def late(*args: Any) -> Iterator[Any]:
         if next(calls):  # the first is waited for
