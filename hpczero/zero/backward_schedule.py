@@ -54,12 +54,18 @@ class BackwardSchedule:
         self.sync, self.released, self.differentiable = True, False, False
         self.gradients = gradients
         self.order = [unit for unit in reversed(units) if unit.spec.trainable]
-        self._place = {unit: place for place, unit in enumerate(self.order)}
+        self._place = {unit: place for place, unit in enumerate(self.order)}  # see ``train``
         self._units = list(units)
         self._residence = residence
         self._gradient_factor = gradient_factor
         self._sharded = sharded
         self._pass: BackwardPass | None = None
+
+    def train(self, unit: Unit) -> None:
+        """``unit``, one of the frozen ones, trains from now on. No backward runs."""
+        self.gradients[unit] = Gradients(unit.parameters)
+        self.order = [each for each in reversed(self._units) if each.spec.trainable]
+        self._place.update({each: place for place, each in enumerate(self.order)})
 
     @property
     def runs(self) -> bool:
@@ -112,7 +118,7 @@ class BackwardSchedule:
     def capture(self, unit: Unit, position: int) -> Callable[[Tensor], None]:
         """Hook of one parameter. Autograd calls it when it has left the gradient there."""
         name = unit.spec.layout.slots[position].name
-        place, task = self._place[unit], torch._C._current_graph_task_id
+        places, task = self._place, torch._C._current_graph_task_id
         take, whole, sharded = unit.gradients.capture, unit.whole, self._sharded
 
         # Runs for every parameter in every backward: what can be looked up before is.
@@ -126,7 +132,7 @@ class BackwardSchedule:
                     "came to it by a way that no hook sees. Return what the loss is made of from the module, or leave "
                     "it in its arguments or attributes"
                 )
-            if place < backward.next:
+            if places[unit] < backward.next:
                 self.gradients[unit].check_known(position, name)
                 raise StepError(
                     f"the gradient of {name!r} arrived after its unit {unit.spec.name!r} was reduced: a module outside "

@@ -54,6 +54,7 @@ class Schedule:
         sharded: bool,
         ahead: bool = False,
         read_ahead: int = 0,
+        before_call: Callable[[], None] = lambda: None,
     ) -> None:
         """Register the hooks.
 
@@ -64,7 +65,9 @@ class Schedule:
             sharded: whether parameters are given back between uses.
             ahead: whether to start to unshard the next unit while one is used.
             read_ahead: number of units whose values are read, from where they rest, before they are used.
+            before_call: called before a call of the model or of a part of it that is to be trained.
         """
+        self._before_call = before_call
         trained = [unit for unit in reversed(units) if unit.spec.trainable]
         gradients = {unit: Gradients(unit.parameters) for unit in trained}
         self.residence = Residence(
@@ -126,10 +129,18 @@ class Schedule:
                 module.register_forward_hook(after, with_kwargs=True, always_call=True),
             ]
         for unit in self.backward.order:
-            for position, parameter in enumerate(unit.parameters):
-                hook = self.backward.capture(unit, position)
-                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
+            self._capture(unit)
+
+    def _capture(self, unit: Unit) -> None:
+        for position, parameter in enumerate(unit.parameters):
+            hook = self.backward.capture(unit, position)
+            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+
+    def train(self, unit: Unit) -> None:
+        """``unit``, one of the frozen ones, trains from now on. No forward and no backward runs."""
+        self.backward.train(unit)
+        self._capture(unit)
 
     @property
     def modules(self) -> Iterable[nn.Module]:
@@ -165,6 +176,8 @@ class Schedule:
                 self.backward.current()
                 self.residence.make_whole(units)
                 return
+            if torch.is_grad_enabled() and not self.in_call:
+                self._before_call()
             for unit in units:
                 unit.optimized.check_seen()
             if self._sharded:

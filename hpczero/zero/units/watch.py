@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from hpczero.errors import StepError
 from hpczero.plan import UnitSpec
-from hpczero.zero.units.guard import Guard, is_at
+from hpczero.zero.units.guard import Guard, is_at, own_gradient
 
 _version = attrgetter("_version")
+_trains = attrgetter("requires_grad")
 
 
 class Watch:
@@ -36,7 +37,6 @@ class Watch:
             rank: of this process, for errors.
         """
         self._slots = spec.layout.slots
-        self._trainable = spec.trainable
         self._parameters = list(parameters)
         self._rank = rank
         self.guards = [Guard(p, slot.name) for p, slot in zip(parameters, self._slots, strict=True)]
@@ -62,19 +62,34 @@ class Watch:
             places = zip(self._parameters, self._slots, strict=True)
             return [slot.name for p, slot in places if not is_at(p, flat, slot)]
 
-    def check_trained(self) -> None:
-        """Raises StepError if one was frozen or unfrozen since ``zeroify``; names it."""
+    @property
+    def frozen(self) -> list[str]:
+        """Names of those that have ``requires_grad=False``."""
         with torch._C.DisableTorchFunctionSubclass():
-            trained = [parameter.requires_grad for parameter in self._parameters]
-            if trained.count(self._trainable) == len(trained):
-                return
-            for parameter, slot in zip(self._parameters, self._slots, strict=True):
-                if parameter.requires_grad != self._trainable:
-                    raise StepError(
-                        f"rank {self._rank}: requires_grad of parameter {slot.name!r} is {parameter.requires_grad}, "
-                        f"and was {self._trainable} at zeroify; freeze and unfreeze before zeroify (it decides which "
-                        "parameters have gradients and optimizer state)"
-                    )
+            if all(map(_trains, self._parameters)):
+                return []
+            found = zip(self._parameters, self._slots, strict=True)
+            return [slot.name for parameter, slot in found if not parameter.requires_grad]
+
+    @property
+    def unfrozen(self) -> list[str]:
+        """Names of those that have ``requires_grad=True``."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if not any(map(_trains, self._parameters)):
+                return []
+            found = zip(self._parameters, self._slots, strict=True)
+            return [slot.name for parameter, slot in found if parameter.requires_grad]
+
+    def check_own_gradients(self) -> None:
+        """Of a frozen unit: raises StepError if one has a gradient, which nobody reduces; names it."""
+        for name in self.unfrozen:
+            place = next(i for i, slot in enumerate(self._slots) if slot.name == name)
+            if own_gradient(self._parameters[place]) is not None:
+                raise StepError(
+                    f"rank {self._rank}: parameter {name!r} was unfrozen after forward, or used outside of a call of "
+                    "the model, and has a gradient of this rank alone; set requires_grad between the step and the "
+                    "next forward, and drop this gradient (parameter.grad = None)"
+                )
 
     def check_guards(self) -> None:
         """Raises StepError if torch has exchanged a parameter's content together with its guard and hooks."""

@@ -155,6 +155,11 @@ class WholeParameters:
             self.update(lambda mine: None)  # it is there
             self.wait_for_update()
 
+    def renamed(self, spec: UnitSpec) -> None:
+        """The unit has another name, or trains from now on; its layout is the same."""
+        self.forget_copy()
+        self._spec = spec
+
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [flat[slot.offset : slot.stop].view(slot.shape) for slot in self._spec.layout.slots]
 
@@ -389,7 +394,8 @@ class WholeParameters:
                 f"rank {self._comm.rank}: optimizer.step() inside `with hpczero.gathered(model):` would leave "
                 "old values in the gathered parameters; take the step outside"
             )
-        self.watch.check_trained()
+        if not self._spec.trainable:
+            self.watch.check_own_gradients()
         self.check_values()
 
     def check_values(self) -> None:

@@ -110,13 +110,17 @@ class CodedUpdate:
             slots: of each unit the positions of the optimizer's parameters.
             optimizer: pointed at their shards.
         """
-        self._slots = {unit: set(own) for unit, own in slots.items()}
+        self.follow(slots)
         self._optimizer = optimizer
         self._codecs: dict[str, Codec] = getattr(type(optimizer), ATTRIBUTE)
         step: Any = type(optimizer).step
         self._method: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
         self._coded: dict[tuple[Unit, str], Coded] = {}
         self._put_away: list[list[nn.Parameter]] | None = None
+
+    def follow(self, slots: Mapping[Unit, Sequence[int]]) -> None:
+        """``slots`` are the optimizer's from now on."""
+        self._slots = {unit: set(own) for unit, own in slots.items()}
 
     @property
     def taken(self) -> bool:

@@ -40,15 +40,19 @@ class PartedUpdate:
 
     def __init__(self, units: Sequence[Unit], optimizer: Optimizer) -> None:
         """``optimizer`` has been pointed at the shards of ``units``, the trainable ones."""
-        self._units = list(units)
         self._optimizer = optimizer
         self._method = method_behind(optimizer)
-        self._capturable = [group.get("capturable") for group in optimizer.param_groups]
+        self._put_away: list[list[nn.Parameter]] | None = None
+        self.follow(units)
+
+    def follow(self, units: Sequence[Unit]) -> None:
+        """``units`` are the trainable ones from now on, and groups may be more."""
+        self._units = list(units)
+        self._capturable = [group.get("capturable") for group in self._optimizer.param_groups]
         # Ids of the pieces in each group, for which the spans were made.
         self._members: list[list[int]] = []
         self._spans: dict[Unit, list[Span]] = {}
         self._prepared: Prepared | None = None  # of the last step, if it may serve again
-        self._put_away: list[list[nn.Parameter]] | None = None
 
     @property
     def taken(self) -> bool:
