@@ -41,6 +41,8 @@ class BackwardSchedule:
         *,
         gradient_factor: Callable[[], float],
         sharded: bool,
+        added: Callable[[], bool],
+        after_backward: Callable[[], None],
     ) -> None:
         """Not collective.
 
@@ -50,7 +52,10 @@ class BackwardSchedule:
             residence: which units are whole.
             gradient_factor: multiplies the sum over ranks at each reduction.
             sharded: whether parameters are given back between uses.
+            added: whether parameters that have been unfrozen since have gradients.
+            after_backward: called after the reductions of a backward.
         """
+        self._added, self._after = added, after_backward
         self.sync, self.released, self.differentiable = True, False, False
         self.gradients = gradients
         self.order = [unit for unit in reversed(units) if unit.spec.trainable]
@@ -190,12 +195,15 @@ class BackwardSchedule:
             self._residence.kept.backward_is_through()
         for unit in self._units:
             self._residence.give_back(unit)
-        if self.sync and self._brings_gradients(backward):
+        brings = self.sync and self._brings_gradients(backward)
+        if brings:
             while backward.next < len(self.order):
                 self._reduce_next(backward)
             for unit in self.order:
                 unit.gradients.finish()
         self._pass = None
+        if brings:
+            self._after()
 
     def _brings_gradients(self, backward: BackwardPass) -> bool:
         """Whether this backward is one of parameters. One of ``torch.autograd.grad`` with respect to inputs is not.
@@ -203,6 +211,8 @@ class BackwardSchedule:
         A rank whose loss reaches none of the parameters counts too, with zeros: the others may have gradients.
         """
         if backward.has_gradients or not backward.reached:
-            return backward.has_gradients
+            return backward.has_gradients or self._added()
+        if self._added():
+            return True
         wanted = any(p.requires_grad for unit in self.order for p in unit.parameters)
         return wanted and not any(self.gradients[u].are_in_a_graph() for u in self.order)

@@ -54,7 +54,8 @@ class Schedule:
         sharded: bool,
         ahead: bool = False,
         read_ahead: int = 0,
-        before_call: Callable[[], None] = lambda: None,
+        added: Callable[[], bool] = lambda: False,
+        after_backward: Callable[[], None] = lambda: None,
     ) -> None:
         """Register the hooks.
 
@@ -65,16 +66,22 @@ class Schedule:
             sharded: whether parameters are given back between uses.
             ahead: whether to start to unshard the next unit while one is used.
             read_ahead: number of units whose values are read, from where they rest, before they are used.
-            before_call: called before a call of the model or of a part of it that is to be trained.
+            added: whether parameters that have been unfrozen since have gradients.
+            after_backward: called after the reductions of a backward; collective where those are.
         """
-        self._before_call = before_call
         trained = [unit for unit in reversed(units) if unit.spec.trainable]
         gradients = {unit: Gradients(unit.parameters) for unit in trained}
         self.residence = Residence(
             units, gradients, sharded=sharded, ahead=ahead, read_ahead=read_ahead
         )
         self.backward = BackwardSchedule(
-            units, gradients, self.residence, gradient_factor=gradient_factor, sharded=sharded
+            units,
+            gradients,
+            self.residence,
+            gradient_factor=gradient_factor,
+            sharded=sharded,
+            added=added,
+            after_backward=after_backward,
         )
         self._units = list(units)
         self._sharded = sharded
@@ -176,8 +183,6 @@ class Schedule:
                 self.backward.current()
                 self.residence.make_whole(units)
                 return
-            if torch.is_grad_enabled() and not self.in_call:
-                self._before_call()
             for unit in units:
                 unit.optimized.check_seen()
             if self._sharded:

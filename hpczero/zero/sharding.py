@@ -7,12 +7,11 @@ inside.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -136,7 +135,7 @@ class Sharding:
             after_update=self.shared_buffers.share,
             replaced=lambda: self.shared_buffers.replaced(self.attachment.modules),
             changes=lambda: self.unfreezing.texts,
-            settle=self.settle,
+            settle=self.unfreezing.settle_at_step,
         )
         self.step = Step(
             self.units,
@@ -216,7 +215,8 @@ class Sharding:
             sharded=self.plan.stage.shards_parameters,
             ahead=self.plan.stage.shards_parameters and self.collectives.footprint.overlap,
             read_ahead=self.away.read_ahead,
-            before_call=self.settle,
+            added=self.unfreezing.have_gradients,
+            after_backward=self.unfreezing.after_backward,
         )
         for unit in self.units:
             self._show_gradients(unit)
@@ -268,19 +268,21 @@ class Sharding:
             )
             guard.show_gradient(Sight(slot))
 
-    def settle(self) -> None:
-        """Let parameters train that were unfrozen since, if any; see ``Unfreezing``. Collective over world if so."""
-        if self.unfreezing.pending:
-            with torch.inference_mode(False):
-                self.unfreezing.settle()
-
     def train(self, unit: Unit, spec: UnitSpec) -> None:
         """``unit``, a frozen one, trains from now on and is as ``spec`` says; ``follow_units`` follows."""
         assert self.schedule is not None, "hooks are attached"
-        self.schedule.residence.end_step([unit])
         unit.train(spec, self.precision, self._reducer)
         self.schedule.train(unit)
         self._show_gradients(unit)
+
+    def reduce(self, units: Sequence[Unit]) -> None:
+        """Reduce gradients that lie on the parameters of ``units``, which train since now. Collective."""
+        factor = self._gradient_factor()
+        for unit in units:
+            for position, parameter in enumerate(unit.parameters):
+                unit.gradients.capture(position, parameter, False)
+            unit.gradients.reduce(factor)
+            unit.gradients.finish()
 
     def follow_units(self) -> None:
         """Other units train, and optimizers have other groups: everything that lists them does so anew."""

@@ -3,9 +3,13 @@
 Owns: what has changed since the plan was made, whether all ranks have changed the same, and the order in which the
 parts follow. Must not know: buffers, how a unit trains, hooks.
 
-    between steps     requires_grad_(True), optimizer.add_param_group       noted, on each rank by itself
-    next forward      all ranks compare what they have noted; frozen units become trained ones, in place
-    step              all ranks compare what is noted and what is frozen, with everything else that a step compares
+    between steps      requires_grad_(True), optimizer.add_param_group      noted, on each rank by itself
+    end of backward    all ranks compare what they have noted; where it is equal, frozen units become trained ones, in
+                       place, and the gradients that autograd has left on their parameters are reduced
+    step               all ranks compare what is noted and what is frozen, with everything else that a step compares
+
+Forward and backward up to its end make the same calls on all ranks, whatever each of them has noted. So ranks that have
+noted different things meet at the step, which refuses it by name.
 
 A parameter that is frozen again keeps its master, its place in the optimizer and its state, as in torch: it gets no
 gradient, and the step leaves it alone.
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -23,10 +28,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpczero.errors import StepError
+from hpczero.errors import HpcZeroError, StepError
 from hpczero.job.unlike import unlike
 from hpczero.plan.placement import part_of
 from hpczero.zero.refusals import check_embeddings
+from hpczero.zero.units.guard import own_gradient
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.optimizer_set import OptimizerSet
 from hpczero.zero.update.optimizers import add_to_group
@@ -79,7 +85,7 @@ class Unfreezing:
 
     @property
     def pending(self) -> bool:
-        """Whether there is anything that the plan does not know, on this rank. Asked before every forward."""
+        """Whether there is anything that the plan does not know, on this rank. Asked in every backward and step."""
         if not self._counts:
             return False
         groups = (len(optimizer.param_groups) for optimizer in self._optimizers)
@@ -127,28 +133,70 @@ class Unfreezing:
 
     # --- the change ----------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Bring plan, units and optimizers to what is asked for. Collective over world, on all ranks or on none.
+    def have_gradients(self) -> bool:
+        """Whether parameters that the plan has as frozen have gradients, on this rank."""
+        if not self._counts:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            unfrozen = [*filter(_trains, self._frozen)]
+        return any(own_gradient(parameter) is not None for parameter in unfrozen)
+
+    def after_backward(self) -> None:
+        """Settle where all ranks ask for the same, and it can be done; else the step tells. Collective over world.
+
+        Nothing where no parameter is frozen, or where ranks hold parts of a model.
+        """
+        sharding = self._sharding
+        if not (self._counts and self._frozen) or sharding.topology.model_parallel.size > 1:
+            return
+        change = None
+        if self.pending:
+            with suppress(HpcZeroError):
+                change = self._change()
+        words = np.array([0 if change is None else 1 + _sum(self._changes())], dtype=np.uint64).view(np.uint8)
+        agreed = sharding.collectives.agree(np.concatenate([words, ~words]), name="what trains")
+        same = (agreed[: len(words)] == ~agreed[len(words) :]).all()
+        if change is not None and same:
+            self._apply(change)
+            sharding.reduce(change.units)
+
+    def settle_at_step(self) -> bool:
+        """Bring plan, units and optimizers to what is asked for; whether there was anything. Collective over world.
+
+        All ranks ask for the same, which the step has compared.
 
         Raises:
-            StepError: on every rank: ranks have changed different things, or it cannot be done; nothing has changed.
+            StepError: on every rank: it cannot be done; nothing has changed.
         """
-        sharding, topology = self._sharding, self._sharding.topology
-        texts = self._changes()
-        words = np.array([float(_sum(texts))])
-        with topology.watchdog.watch(
-            "the agreement of all ranks on what trains (parameters unfrozen or groups added on this rank)"
-        ):
-            everybody = topology.world.share(words)[:, 0]
-        differs = unlike(topology.world, texts) if (everybody != everybody[0]).any() else None
+        if not self.pending:
+            return False
+        topology = self._sharding.topology
         with topology.agreed("change what trains"):
+            change = self._change()
+        have = topology.world.share(np.array([float(self.have_gradients())])).any()
+        self._apply(change)
+        if have:
+            self._sharding.reduce(change.units)
+        return True
+
+    def settle(self) -> None:
+        """As ``settle_at_step``, where nobody has compared yet. Collective over world.
+
+        Raises:
+            StepError: on every rank: ranks ask for different things, or it cannot be done; nothing has changed.
+        """
+        if not self._counts:
+            return
+        topology, texts = self._sharding.topology, self._changes()
+        everybody = topology.world.share(np.array([float(_sum(texts))]))[:, 0]
+        differs = unlike(topology.world, texts) if (everybody != everybody[0]).any() else None
+        with topology.agreed("compare what trains"):
             if differs is not None:
                 raise StepError(
                     f"rank {topology.rank}: since the last step there is {differs[0]}, where rank 0 has {differs[1]}; "
                     "unfreeze parameters and add groups on all ranks alike"
                 )
-            change = self._change()
-        self._apply(sharding, change)
+        self.settle_at_step()
 
     def _change(self) -> Change:
         """What is asked for.
@@ -227,17 +275,11 @@ class Unfreezing:
                 f"{title}while averages of the weights are kept ({sorted(sharding.averages)}), which know what trained "
                 "when they were made; close them first"
             )
-        if unit.whole.holds:
-            raise StepError(f"{title}inside `with hpczero.gathered(model):`; call the model outside of the block")
-        if sharding.schedule is not None and (sharding.schedule.backward.runs or sharding.schedule.in_call):
-            raise StepError(
-                f"{title}while a forward or a backward runs, or after a backward that was cut off; call "
-                "optimizer.zero_grad() first"
-            )
-
     @torch.no_grad()
-    def _apply(self, sharding: Sharding, change: Change) -> None:
+    @torch.inference_mode(False)
+    def _apply(self, change: Change) -> None:
         """Everything follows; nothing here can be refused."""
+        sharding = self._sharding
         counts = list(self._counts)
         numbers = self._optimizers.recount()
         first = [self._optimizers.groups_of(index).start for index in range(len(self._optimizers))]

@@ -52,6 +52,8 @@ class Zeroing:
         for unit in self._units:
             if unit.spec.trainable:
                 unit.gradients.drop(set_to_none=set_to_none)
+            else:
+                unit.whole.watch.drop_own_gradients(set_to_none=set_to_none)
 
     def of(self, stepper: Stepper) -> Callable[..., None]:
         """``zero_grad`` of one optimizer."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hpczero.errors import StepError
 from hpczero.plan import UnitSpec
-from hpczero.zero.units.guard import Guard, is_at, own_gradient
+from hpczero.zero.units.guard import Guard, is_at, own_gradient, set_own_gradient
 
 _version = attrgetter("_version")
 _trains = attrgetter("requires_grad")
@@ -80,16 +80,14 @@ class Watch:
             found = zip(self._parameters, self._slots, strict=True)
             return [slot.name for parameter, slot in found if parameter.requires_grad]
 
-    def check_own_gradients(self) -> None:
-        """Of a frozen unit: raises StepError if one has a gradient, which nobody reduces; names it."""
-        for name in self.unfrozen:
-            place = next(i for i, slot in enumerate(self._slots) if slot.name == name)
-            if own_gradient(self._parameters[place]) is not None:
-                raise StepError(
-                    f"rank {self._rank}: parameter {name!r} was unfrozen after forward, or used outside of a call of "
-                    "the model, and has a gradient of this rank alone; set requires_grad between the step and the "
-                    "next forward, and drop this gradient (parameter.grad = None)"
-                )
+    def drop_own_gradients(self, *, set_to_none: bool) -> None:
+        """Of a frozen unit: parameters that were unfrozen may have gradients, which nobody has reduced yet."""
+        for parameter in self._parameters if self.unfrozen else ():
+            gradient = own_gradient(parameter)
+            if gradient is not None and set_to_none:
+                set_own_gradient(parameter, None)
+            elif gradient is not None:
+                gradient.detach().zero_()
 
     def check_guards(self) -> None:
         """Raises StepError if torch has exchanged a parameter's content together with its guard and hooks."""

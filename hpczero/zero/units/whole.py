@@ -394,8 +394,6 @@ class WholeParameters:
                 f"rank {self._comm.rank}: optimizer.step() inside `with hpczero.gathered(model):` would leave "
                 "old values in the gathered parameters; take the step outside"
             )
-        if not self._spec.trainable:
-            self.watch.check_own_gradients()
         self.check_values()
 
     def check_values(self) -> None:

@@ -21,6 +21,7 @@ from hpczero.plan.precision import LossScaler, Precision
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.calls.untraced import untraced
 from hpczero.zero.units.unit import Unit
+from hpczero.zero.units.usage import Flags
 from hpczero.zero.update.agreement import Agreement
 from hpczero.zero.update.gradient_history import GradientHistory
 from hpczero.zero.update.gradient_norms import GradientNorms
@@ -43,7 +44,7 @@ class ModelSide:
         after_update: called once the parameters are up to date.
         replaced: what of the model is not as it was at first; compared over ranks.
         changes: what trains otherwise than at first; compared over ranks.
-        settle: brings the plan to that, if it is not there; collective.
+        settle: brings the plan to that; whether it was not there. Collective.
     """
 
     in_backward: Callable[[], bool]
@@ -53,7 +54,7 @@ class ModelSide:
     after_update: Callable[[], None]
     replaced: Callable[[], list[str]]
     changes: Callable[[], list[str]]
-    settle: Callable[[], None]
+    settle: Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -229,24 +230,12 @@ class Step:
         stepper = self._stepper_of(optimizer)
         several = len(self.steppers) > 1
         ended = self._model.before_update(stepper.slots if several else self._all_units)
-        finite, used = self.agreement.reach(
-            [
-                *([f"a step of {stepper.name}"] if several else []),
-                *describe_options(optimizer),
-                *self.history.texts,
-                *self.rounds.texts,
-                *self._model.replaced(),
-                *self._model.changes(),
-            ],
-            [each.slots for each in self.steppers],
-            error=self._local_error(stepper),
-            known_finite=self.norms.are_finite,
-        )
-        units = self._units
-        self._model.settle()  # what trains from now on has no gradient yet
+        finite, used = self._agreed(stepper)
+        if self._model.settle():  # what trains from now on may have gradients too
+            finite, used = self._agreed(stepper)
         now = self._now = self._judged(stepper, finite, ended)
         flags = {}
-        for unit, (fresh, emptied) in zip(units, used, strict=True):
+        for unit, (fresh, emptied) in zip(self._units, used, strict=True):
             flags[unit] = unit.gradients.usage.step(fresh, emptied)
             if unit.gradients.present:
                 unit.gradients.skip_unused(flags[unit])
@@ -262,6 +251,22 @@ class Step:
             self._stream(stepper, stepper.begin)
         else:
             stepper.begin()
+
+    def _agreed(self, stepper: Stepper) -> tuple[list[bool], list[Flags]]:
+        """What ``Agreement.reach`` gives for a step of one optimizer. Collective."""
+        return self.agreement.reach(
+            [
+                *([f"a step of {stepper.name}"] if len(self.steppers) > 1 else []),
+                *describe_options(stepper.optimizer),
+                *self.history.texts,
+                *self.rounds.texts,
+                *self._model.replaced(),
+                *self._model.changes(),
+            ],
+            [each.slots for each in self.steppers],
+            error=self._local_error(stepper),
+            known_finite=self.norms.are_finite,
+        )
 
     def finish_updates(self) -> None:
         """Bring what delayed updates have made to the model; nothing where none is on its way.
