@@ -98,7 +98,7 @@ class Unfreezing:
         found = []
         names = [n for u in self._sharding.units if u.spec.trainable for n in u.whole.watch.frozen]
         if names:
-            found.append(f"{len(names)} parameter(s) frozen, first {names[0]!r} ({_sum(names):08x})")
+            found.append(f"{len(names)} frozen parameter(s), first {names[0]!r} ({_sum(names):08x})")
         if self.pending:
             found += self._changes()
         return found
@@ -110,17 +110,17 @@ class Unfreezing:
     def _changes(self) -> list[str]:
         units = [unit for unit in self._sharding.units if not unit.spec.trainable]
         names = [name for unit in units for name in unit.whole.watch.unfrozen]
-        found = [f"parameter {name!r} unfrozen" for name in names]
+        found = [f"an unfrozen parameter {name!r}" for name in names]
         for index, optimizer in enumerate(self._optimizers):
             for number in range(self._counts[index], len(optimizer.param_groups)):
                 group = optimizer.param_groups[number]
                 held = [self._names.get(id(p), "?") for p in group["params"]]
                 found.append(
-                    f"group {number} added to {self._optimizers.name(index)}, of {len(held)} parameter(s), first "
+                    f"an added group {number} of {self._optimizers.name(index)}, with {len(held)} parameter(s), first "
                     f"{held[:1]} ({_sum(held):08x})"
                 )
             for number in range(len(optimizer.param_groups), self._counts[index]):
-                found.append(f"group {number} taken from {self._optimizers.name(index)}")
+                found.append(f"no group {number} of {self._optimizers.name(index)} any more")
         return found
 
     def _raw(self, optimizers: OptimizerSet, first: Sequence[int]) -> Iterator[tuple[str, Place]]:

@@ -173,24 +173,66 @@ def test_frozen_parameter_that_was_changed_in_place(
 
 
 @STAGES
-@pytest.mark.parametrize("ranks", ["all", "one"])
 @pytest.mark.parametrize("trainable", [True, False])
-def test_freezing_or_unfreezing_after_zeroify(
-    comm: MPI.Intracomm, topology: Topology, stage: int, ranks: str, trainable: bool
+def test_freezing_or_unfreezing_on_one_rank(
+    comm: MPI.Intracomm, topology: Topology, stage: int, trainable: bool
 ) -> None:
-    # a parameter that was frozen has no master and no reduction: it would silently stay as it is
     model = MLP()
     model.layers[1].requires_grad_(not trainable)
     optimizer = adamw(model)
-    with zeroified(model, optimizer, stage=stage, topology=topology):
-        if ranks == "all" or comm.rank == 1:
+    with zeroified(model, optimizer, stage=stage, topology=topology) as sharding:
+        before = values(sharding)
+        if comm.rank == 1:
             model.layers[1].requires_grad_(trainable)
         mlp_backward(model, comm.rank)
-        said = (
-            rf"requires_grad of parameter 'layers\.1\.0\.weight' is {trainable}, "
-            f"and was {not trainable} at zeroify; freeze and unfreeze before"
-        )
+        what = "an unfrozen parameter 'layers.1.0.weight'"
+        what = what if trainable else r"2 frozen parameter\(s\), first 'layers.1.0.weight'"
+        raises_on_all(comm, StepError, f"has .*{what}.*, where rank 0 has nothing", optimizer.step)
+        parallel_assert(comm, same(values(sharding), before))
+        model.layers[1].requires_grad_(not trainable)
+        check_trains(comm, model, optimizer) if not trainable else None
+
+
+@STAGES
+def test_a_group_added_on_one_rank(comm: MPI.Intracomm, topology: Topology, stage: int) -> None:
+    model = MLP()
+    layer = model.layers[1].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with zeroified(model, optimizer, stage=stage, topology=topology):
+        layer.requires_grad_(True)
+        if comm.rank == 1:
+            optimizer.add_param_group({"params": list(layer.parameters())})
+        mlp_backward(model, comm.rank)
+        said = "has .*an added group 1 of the optimizer.*, where rank 0 has"
         raises_on_all(comm, StepError, said, optimizer.step)
+
+
+@STAGES
+def test_unfrozen_and_in_no_group(comm: MPI.Intracomm, topology: Topology, stage: int) -> None:
+    model = MLP()
+    layer = model.layers[1].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with zeroified(model, optimizer, stage=stage, topology=topology):
+        layer.requires_grad_(True)
+        mlp_backward(model, comm.rank)
+        said = r"2 parameter\(s\) are unfrozen and in no optimizer group, first 'layers.1.0.weight'"
+        raises_on_all(comm, StepError, said, optimizer.step)
+        optimizer.add_param_group({"params": list(layer.parameters())})
+        optimizer.step()  # as in torch, with the gradients that are there
+
+
+@STAGES
+def test_a_parameter_added_to_a_second_group(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    model = MLP()
+    layer = model.layers[1].requires_grad_(False)
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, stage=stage, topology=topology):
+        layer.requires_grad_(True)
+        optimizer.add_param_group({"params": list(layer.parameters())})
+        mlp_backward(model, comm.rank)
+        raises_on_all(comm, StepError, "is in another group already", optimizer.step)
 
 
 # --- gradients that are not finite
