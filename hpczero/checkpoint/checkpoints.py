@@ -163,7 +163,6 @@ class Checkpoints:
         self._at = at
         self._kind = TrainedInventory if parameters == "trained" else Inventory
         self._inventory: Inventory | None = None  # the same for every save with this plan
-        self._plan = self._sharding.plan
         self._lock = lock or Lock(self._folder.path)
         self._lent = lock is not None
         self._locked = False
@@ -181,8 +180,7 @@ class Checkpoints:
         self.wait()
         self._sharding.unfreezing.settle()
         self._take()
-        if self._inventory is None or self._plan is not self._sharding.plan:
-            self._plan = self._sharding.plan
+        if self._inventory is None or self._inventory.plan is not self._sharding.plan:
             self._inventory = self._kind.create(self._sharding)
         snapshot = take(
             self._sharding,

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from hpczero.errors import HpcZeroError, StepError
 from hpczero.job.unlike import unlike
@@ -71,7 +70,9 @@ class Unfreezing:
         self._optimizers: OptimizerSet = sharding.optimizers
         self._names = {id(p): name for name, p in sharding.model.named_parameters()}
         # Frozen parameters that are in a group: torch keeps them there, and steps on them once they have gradients.
-        self._waiting: dict[str, Place] = dict(self._raw(self._optimizers, [0] * len(self._optimizers)))
+        self._waiting: dict[str, Place] = dict(
+            self._raw(self._optimizers, [0] * len(self._optimizers))
+        )
         for unit in sharding.units:
             for slot in unit.spec.layout.slots if unit.spec.trainable else ():
                 self._waiting.pop(slot.name, None)
@@ -98,7 +99,9 @@ class Unfreezing:
         found = []
         names = [n for u in self._sharding.units if u.spec.trainable for n in u.whole.watch.frozen]
         if names:
-            found.append(f"{len(names)} frozen parameter(s), first {names[0]!r} ({_sum(names):08x})")
+            found.append(
+                f"{len(names)} frozen parameter(s), first {names[0]!r} ({_sum(names):08x})"
+            )
         if self.pending:
             found += self._changes()
         return found
@@ -153,7 +156,9 @@ class Unfreezing:
         if self.pending:
             with suppress(HpcZeroError):
                 change = self._change()
-        words = np.array([0 if change is None else 1 + _sum(self._changes())], dtype=np.uint64).view(np.uint8)
+        words = np.array(
+            [0 if change is None else 1 + _sum(self._changes())], dtype=np.uint64
+        ).view(np.uint8)
         agreed = sharding.collectives.agree(np.concatenate([words, ~words]), name="what trains")
         same = (agreed[: len(words)] == ~agreed[len(words) :]).all()
         if change is not None and same:
@@ -234,7 +239,9 @@ class Unfreezing:
         for index, optimizer in enumerate(self._optimizers):
             count, name = self._counts[index], self._optimizers.name(index)
             if len(optimizer.param_groups) < count:
-                raise StepError(f"{name} has {len(optimizer.param_groups)} groups, and had {count}; keep all groups")
+                raise StepError(
+                    f"{name} has {len(optimizer.param_groups)} groups, and had {count}; keep all groups"
+                )
             if len(optimizer.param_groups) > count and self._away:
                 raise StepError(
                     f"group {count} of {name} was added after zeroify, with offload, whose files and buffers are laid "
@@ -265,7 +272,9 @@ class Unfreezing:
                 "such parts units of their own (rule=...), or unfreeze before zeroify"
             )
         if self._away:
-            raise StepError(f"{title}with offload, whose files and buffers are laid out then; unfreeze before zeroify")
+            raise StepError(
+                f"{title}with offload, whose files and buffers are laid out then; unfreeze before zeroify"
+            )
         if part_of(sharding.model) is not None or sharding.topology.model_parallel.size > 1:
             raise StepError(
                 f"{title}in a model of which ranks hold parts (tensor or pipeline parallelism); unfreeze before zeroify"
@@ -275,6 +284,7 @@ class Unfreezing:
                 f"{title}while averages of the weights are kept ({sorted(sharding.averages)}), which know what trained "
                 "when they were made; close them first"
             )
+
     @torch.no_grad()
     @torch.inference_mode(False)
     def _apply(self, change: Change) -> None:

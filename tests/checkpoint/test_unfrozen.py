@@ -79,7 +79,9 @@ def test_a_run_goes_on_bit_for_bit(
             hpczero.release(again.model)
     if comm.rank == 0:
         if fewer:  # sums over other numbers of ranks round otherwise
-            equal = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
+            equal = all(
+                torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True)
+            )
         else:
             equal = same(found, expected)
     parallel_assert(comm, equal if comm.rank == 0 else True)

@@ -146,7 +146,9 @@ def _bits(model: nn.Module) -> list[torch.Tensor]:
 
 
 TWINS = [(kind, "flat", "bf16") for kind in (*KINDS, _eight_bit, _adagrad, _adafactor)]
-TWINS += [(_adamw, way, precision) for way in ("window", "hierarchical") for precision in ("fp32", "bf16")]
+TWINS += [
+    (_adamw, way, precision) for way in ("window", "hierarchical") for precision in ("fp32", "bf16")
+]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

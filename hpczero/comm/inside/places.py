@@ -160,9 +160,7 @@ class Places:
         self._spare: Place | None = None
         self._by_address: dict[int, Place] = {}
 
-    def allocate(
-        self, numel: int, dtype: torch.dtype, *, category: str, keep: bool
-    ) -> Buffer:
+    def allocate(self, numel: int, dtype: torch.dtype, *, category: str, keep: bool) -> Buffer:
         """A buffer whose memory comes later. Equal on all ranks of the node.
 
         One that is asked for when all places are laid out has none.

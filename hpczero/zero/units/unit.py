@@ -77,9 +77,7 @@ class Unit:
         else:
             if stage.shards_parameters and not self.whole.lasts:
                 dtype = DTYPES[precision.param]
-                self._frozen = comm.allocate(
-                    spec.layout.shard_numel, dtype, category="parameters"
-                )
+                self._frozen = comm.allocate(spec.layout.shard_numel, dtype, category="parameters")
             self.rest = ResidentRest(
                 self.whole.flat[self._mine] if self._frozen is None else self._frozen.tensor
             )
@@ -91,14 +89,15 @@ class Unit:
 
         Args:
             spec: as it is then, with the same layout.
-            precision, reducer: as at first.
+            precision: as at first.
+            reducer: as at first.
         """
-        assert not self.spec.trainable and self.away is None, "frozen, in memory"
         whole, frozen = self.whole, self._frozen
         values = self.rest.tensor if self._stage.shards_optimizer else whole.flat
         self.spec = spec
-        whole.renamed(spec)
-        kept = frozen is not None and not precision.has_masters  # it is fp32, and becomes the master
+        whole.forget_copy()
+        whole.spec = spec
+        kept = frozen is not None and not precision.has_masters  # becomes the master
         self._allocate_state(precision, reducer, master=values if kept else None)
         self.rest.write(values)
         if frozen is not None and not kept:

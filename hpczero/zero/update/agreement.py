@@ -149,8 +149,8 @@ class Agreement:
         return StepError(
             f"rank {self._comm.rank}: the optimizer has {differs[0]}, where rank 0 has {differs[1]}. Give "
             "schedulers that look at a loss the mean over ranks "
-            "(sum(topology.gather(loss.item())) / topology.size), and every rank the same numbers; freeze, unfreeze and "
-            "add groups on all ranks alike"
+            "(sum(topology.gather(loss.item())) / topology.size), and every rank the same numbers; freeze, unfreeze "
+            "and add groups on all ranks alike"
         )
 
     def _sequence_error(self) -> CommError:

@@ -21,7 +21,6 @@ from hpczero.plan.precision import LossScaler, Precision
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.calls.untraced import untraced
 from hpczero.zero.units.unit import Unit
-from hpczero.zero.units.usage import Flags
 from hpczero.zero.update.agreement import Agreement
 from hpczero.zero.update.gradient_history import GradientHistory
 from hpczero.zero.update.gradient_norms import GradientNorms
@@ -230,9 +229,22 @@ class Step:
         stepper = self._stepper_of(optimizer)
         several = len(self.steppers) > 1
         ended = self._model.before_update(stepper.slots if several else self._all_units)
-        finite, used = self._agreed(stepper)
-        if self._model.settle():  # what trains from now on may have gradients too
-            finite, used = self._agreed(stepper)
+        while True:
+            finite, used = self.agreement.reach(
+                [
+                    *([f"a step of {stepper.name}"] if several else []),
+                    *describe_options(optimizer),
+                    *self.history.texts,
+                    *self.rounds.texts,
+                    *self._model.replaced(),
+                    *self._model.changes(),
+                ],
+                [each.slots for each in self.steppers],
+                error=self._local_error(stepper),
+                known_finite=self.norms.are_finite,
+            )
+            if not self._model.settle():
+                break  # else there are more units, and more gradients
         now = self._now = self._judged(stepper, finite, ended)
         flags = {}
         for unit, (fresh, emptied) in zip(self._units, used, strict=True):
@@ -251,22 +263,6 @@ class Step:
             self._stream(stepper, stepper.begin)
         else:
             stepper.begin()
-
-    def _agreed(self, stepper: Stepper) -> tuple[list[bool], list[Flags]]:
-        """What ``Agreement.reach`` gives for a step of one optimizer. Collective."""
-        return self.agreement.reach(
-            [
-                *([f"a step of {stepper.name}"] if len(self.steppers) > 1 else []),
-                *describe_options(stepper.optimizer),
-                *self.history.texts,
-                *self.rounds.texts,
-                *self._model.replaced(),
-                *self._model.changes(),
-            ],
-            [each.slots for each in self.steppers],
-            error=self._local_error(stepper),
-            known_finite=self.norms.are_finite,
-        )
 
     def finish_updates(self) -> None:
         """Bring what delayed updates have made to the model; nothing where none is on its way.
