@@ -7,6 +7,7 @@ modules, buffers, MPI. It only calls verbs of units.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,18 @@ from hpczero.zero.units.whole import UnitState
 IN_FLIGHT = (
     1  # reductions that go on beside the backward, of gradients that leave memory afterwards
 )
+
+
+class Unfrozen(Protocol):
+    """Parameters that were unfrozen since the plan was made."""
+
+    def have_gradients(self) -> bool:
+        """Whether some have gradients, on this rank."""
+        ...
+
+    def after_backward(self) -> None:
+        """Called after the reductions of a backward; collective where those are."""
+        ...
 
 
 class BackwardSchedule:
@@ -41,8 +54,7 @@ class BackwardSchedule:
         *,
         gradient_factor: Callable[[], float],
         sharded: bool,
-        added: Callable[[], bool],
-        after_backward: Callable[[], None],
+        unfrozen: Unfrozen,
     ) -> None:
         """Not collective.
 
@@ -52,10 +64,9 @@ class BackwardSchedule:
             residence: which units are whole.
             gradient_factor: multiplies the sum over ranks at each reduction.
             sharded: whether parameters are given back between uses.
-            added: whether parameters that have been unfrozen since have gradients.
-            after_backward: called after the reductions of a backward.
+            unfrozen: told of the end of each backward that brings gradients.
         """
-        self._added, self._after = added, after_backward
+        self._unfrozen = unfrozen
         self.sync, self.released, self.differentiable = True, False, False
         self.gradients = gradients
         self.order = [unit for unit in reversed(units) if unit.spec.trainable]
@@ -203,7 +214,7 @@ class BackwardSchedule:
                 unit.gradients.finish()
         self._pass = None
         if brings:
-            self._after()
+            self._unfrozen.after_backward()
 
     def _brings_gradients(self, backward: BackwardPass) -> bool:
         """Whether this backward is one of parameters. One of ``torch.autograd.grad`` with respect to inputs is not.
@@ -211,8 +222,8 @@ class BackwardSchedule:
         A rank whose loss reaches none of the parameters counts too, with zeros: the others may have gradients.
         """
         if backward.has_gradients or not backward.reached:
-            return backward.has_gradients or self._added()
-        if self._added():
+            return backward.has_gradients or self._unfrozen.have_gradients()
+        if self._unfrozen.have_gradients():
             return True
         wanted = any(p.requires_grad for unit in self.order for p in unit.parameters)
         return wanted and not any(self.gradients[u].are_in_a_graph() for u in self.order)

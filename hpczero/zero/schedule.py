@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hpczero.zero.backward_schedule import BackwardSchedule
+from hpczero.zero.backward_schedule import BackwardSchedule, Unfrozen
 from hpczero.zero.calls.backward import (
     Call,
     Gradients,
@@ -51,11 +51,10 @@ class Schedule:
         units: Sequence[Unit],
         *,
         gradient_factor: Callable[[], float],
+        unfrozen: Unfrozen,
         sharded: bool,
         ahead: bool = False,
         read_ahead: int = 0,
-        added: Callable[[], bool] = lambda: False,
-        after_backward: Callable[[], None] = lambda: None,
     ) -> None:
         """Register the hooks.
 
@@ -63,11 +62,10 @@ class Schedule:
             model: the module whose calls start a forward.
             units: in unit order, the root unit(s) first.
             gradient_factor: multiplies the sum over ranks at each reduction.
+            unfrozen: told of the end of each backward that brings gradients.
             sharded: whether parameters are given back between uses.
             ahead: whether to start to unshard the next unit while one is used.
             read_ahead: number of units whose values are read, from where they rest, before they are used.
-            added: whether parameters that have been unfrozen since have gradients.
-            after_backward: called after the reductions of a backward; collective where those are.
         """
         trained = [unit for unit in reversed(units) if unit.spec.trainable]
         gradients = {unit: Gradients(unit.parameters) for unit in trained}
@@ -80,8 +78,7 @@ class Schedule:
             self.residence,
             gradient_factor=gradient_factor,
             sharded=sharded,
-            added=added,
-            after_backward=after_backward,
+            unfrozen=unfrozen,
         )
         self._units = list(units)
         self._sharded = sharded

@@ -212,11 +212,10 @@ class Sharding:
             model,
             self.units,
             gradient_factor=self._gradient_factor,
+            unfrozen=self.unfreezing,
             sharded=self.plan.stage.shards_parameters,
             ahead=self.plan.stage.shards_parameters and self.collectives.footprint.overlap,
             read_ahead=self.away.read_ahead,
-            added=self.unfreezing.have_gradients,
-            after_backward=self.unfreezing.after_backward,
         )
         for unit in self.units:
             self._show_gradients(unit)
@@ -307,6 +306,7 @@ class Sharding:
     def _check_attachment(self) -> None:
         """Before a step."""
         self.attachment.check()
+        self.unfreezing.check()
         for average in self.averages.values():
             average.check_out("optimizer.step()")
 

@@ -107,6 +107,23 @@ class Unfreezing:
         return found
 
     @property
+    def _in_parts(self) -> bool:
+        sharding = self._sharding
+        return sharding.topology.model_parallel.size > 1 or part_of(sharding.model) is not None
+
+    def check(self) -> None:
+        """Before a step: refuse what ranks with other parts of the model know nothing of.
+
+        Raises:
+            StepError: on ranks where something was unfrozen or added.
+        """
+        if self.pending and self._in_parts:
+            raise StepError(
+                f"rank {self._sharding.topology.rank}: there is {self._changes()[0]} in a model of which ranks hold "
+                "parts (tensor or pipeline parallelism); unfreeze parameters and make groups before zeroify"
+            )
+
+    @property
     def _away(self) -> bool:
         return any(unit.away is not None for unit in self._sharding.units)
 
@@ -150,7 +167,7 @@ class Unfreezing:
         Nothing where no parameter is frozen, or where ranks hold parts of a model.
         """
         sharding = self._sharding
-        if not (self._counts and self._frozen) or sharding.topology.model_parallel.size > 1:
+        if not (self._counts and self._frozen) or self._in_parts:
             return
         change = None
         if self.pending:
@@ -190,7 +207,7 @@ class Unfreezing:
         Raises:
             StepError: on every rank: ranks ask for different things, or it cannot be done; nothing has changed.
         """
-        if not self._counts:
+        if not self._counts or self._in_parts:
             return
         topology, texts = self._sharding.topology, self._changes()
         everybody = topology.world.share(np.array([float(_sum(texts))]))[:, 0]
@@ -266,23 +283,19 @@ class Unfreezing:
                 f"{title}and rests as {unit.spec.codec.name}: its values are codes, which no step of an optimizer "
                 "changes; leave it frozen, or zeroify the model without quantize"
             )
-        if frozen:
-            raise StepError(
-                f"{title}and {frozen[0]!r}, of the same unit {unit.spec.name!r}, was not; unfreeze whole units, give "
-                "such parts units of their own (rule=...), or unfreeze before zeroify"
-            )
         if self._away:
             raise StepError(
                 f"{title}with offload, whose files and buffers are laid out then; unfreeze before zeroify"
-            )
-        if part_of(sharding.model) is not None or sharding.topology.model_parallel.size > 1:
-            raise StepError(
-                f"{title}in a model of which ranks hold parts (tensor or pipeline parallelism); unfreeze before zeroify"
             )
         if sharding.averages:
             raise StepError(
                 f"{title}while averages of the weights are kept ({sorted(sharding.averages)}), which know what trained "
                 "when they were made; close them first"
+            )
+        if frozen:
+            raise StepError(
+                f"{title}and {frozen[0]!r}, of the same unit {unit.spec.name!r}, was not; unfreeze whole units, give "
+                "such parts units of their own (rule=...), or unfreeze before zeroify"
             )
 
     @torch.no_grad()

@@ -168,7 +168,8 @@ class Unit:
         self.rest.write(self._like_rest(values.tensor))
         self.whole.load(values.tensor)
         values.release()
-        self._note_values()
+        self.whole.note_versions()
+        self.optimized.note()
 
     # --- parameters ----------------------------------------------------------------------------------------------
 
@@ -215,7 +216,8 @@ class Unit:
             whole.wait_for_update()
         elif isinstance(whole, EncodedParameters):
             whole.show_kept()
-        self._note_values()
+        self.whole.note_versions()
+        self.optimized.note()
 
     def take_over(self) -> None:
         """Follow a program that has put values into other memory (``parameter.data = ...``), and masters with them."""
@@ -228,10 +230,6 @@ class Unit:
     def note_step(self, positions: Sequence[int]) -> None:
         """The values of these slots are others, by a step or a load, and the whole parameters are up to date."""
         self.whole.note_step(positions)
-        self.optimized.note()
-
-    def _note_values(self) -> None:
-        self.whole.note_versions()
         self.optimized.note()
 
     @property
