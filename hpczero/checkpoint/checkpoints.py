@@ -162,7 +162,7 @@ class Checkpoints:
         self._slab_nbytes = slab_nbytes
         self._at = at
         self._kind = TrainedInventory if parameters == "trained" else Inventory
-        self._inventory: Inventory | None = None  # the same for every save
+        self._inventory: Inventory | None = None  # the same for every save with this plan
         self._lock = lock or Lock(self._folder.path)
         self._lent = lock is not None
         self._locked = False
@@ -178,8 +178,10 @@ class Checkpoints:
         """
         topology = self._sharding.topology
         self.wait()
+        self._sharding.unfreezing.settle()
         self._take()
-        self._inventory = self._inventory or self._kind.create(self._sharding)
+        if self._inventory is None or self._inventory.plan is not self._sharding.plan:
+            self._inventory = self._kind.create(self._sharding)
         snapshot = take(
             self._sharding,
             step=step,
@@ -393,5 +395,6 @@ def _load(path: Path, sharding: Sharding, *, own: bool = False) -> Loaded | None
                 f"rank {sharding.topology.rank}: a load inside `with hpczero.gathered(model):` would be overwritten at "
                 "its end by the values gathered before; load outside of the block"
             )
+    sharding.unfreezing.settle()
     wait_for_left()  # it may be what is asked for
     return load_newest(path, sharding, own=own)

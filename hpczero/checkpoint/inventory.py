@@ -34,6 +34,7 @@ class Inventory:
     """One sharded model as a checkpoint sees it. Not collective unless a method says so.
 
     Attributes:
+        plan: that it is of.
         table: parameters of the whole model, in its order; those that train, where the checkpoint has no others.
         units: that have them.
         held: elements of the file that this rank saves: of equal copies one.
@@ -47,6 +48,7 @@ class Inventory:
     def __init__(self, sharding: Sharding, share: Share) -> None:
         """See ``create``."""
         self._sharding = sharding
+        self.plan = sharding.plan
         self._share = share
         alone = self.only_trained
         self.table = share.table.trained() if alone else share.table

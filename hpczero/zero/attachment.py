@@ -39,12 +39,19 @@ class Attachment:
         self._rank = rank
         # Ids stay theirs: units keep the tensors.
         self._parameters = {id(p) for unit in units for p in unit.parameters}
-        self._watched: list[tuple[Stepper, OptimizerState, set[int]]] = []
+        self._watched: list[tuple[Stepper, OptimizerState, set[int], int]] = []
         self._others: list[Callable[[], None]] = []
 
     def watch(self, stepper: Stepper, state: OptimizerState) -> None:
         """Check this optimizer too from now on."""
-        self._watched.append((stepper, state, {id(shard) for shard in stepper.shards}))
+        count = len(stepper.optimizer.param_groups)
+        self._watched.append((stepper, state, {id(shard) for shard in stepper.shards}, count))
+
+    def follow(self) -> None:
+        """The optimizers have more shards, and more groups."""
+        watched, self._watched = self._watched, []
+        for stepper, state, _, _ in watched:
+            self.watch(stepper, state)
 
     def also(self, check: Callable[[], None]) -> None:
         """Call ``check`` too from now on; it may raise StepError or TierError, which all ranks then do."""
@@ -63,14 +70,14 @@ class Attachment:
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) not in known:
                     self._refuse_parameter()
-        for stepper, state, shards in self._watched:
-            for index, group in enumerate(stepper.optimizer.param_groups):
+        for stepper, state, shards, count in self._watched:
+            for index, group in enumerate(stepper.optimizer.param_groups[:count]):
                 foreign = sum(id(parameter) not in shards for parameter in group["params"])
                 if foreign:
                     raise StepError(
                         f"rank {self._rank}: group {index} of {stepper.name} has {foreign} parameter(s) put in "
-                        "after zeroify (add_param_group?), whose gradients nobody would reduce; make all groups before "
-                        "zeroify"
+                        "after zeroify, whose gradients nobody would reduce; put them in by "
+                        "optimizer.add_param_group, in a group of their own"
                     )
             state.check(shards)
         for check in self._others:

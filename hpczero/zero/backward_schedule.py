@@ -7,6 +7,7 @@ modules, buffers, MPI. It only calls verbs of units.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,18 @@ from hpczero.zero.units.whole import UnitState
 IN_FLIGHT = (
     1  # reductions that go on beside the backward, of gradients that leave memory afterwards
 )
+
+
+class Unfrozen(Protocol):
+    """Parameters that were unfrozen since the plan was made."""
+
+    def have_gradients(self) -> bool:
+        """Whether some have gradients, on this rank."""
+        ...
+
+    def after_backward(self) -> None:
+        """Called after the reductions of a backward; collective where those are."""
+        ...
 
 
 class BackwardSchedule:
@@ -41,6 +54,7 @@ class BackwardSchedule:
         *,
         gradient_factor: Callable[[], float],
         sharded: bool,
+        unfrozen: Unfrozen,
     ) -> None:
         """Not collective.
 
@@ -50,16 +64,24 @@ class BackwardSchedule:
             residence: which units are whole.
             gradient_factor: multiplies the sum over ranks at each reduction.
             sharded: whether parameters are given back between uses.
+            unfrozen: told of the end of each backward that brings gradients.
         """
+        self._unfrozen = unfrozen
         self.sync, self.released, self.differentiable = True, False, False
         self.gradients = gradients
         self.order = [unit for unit in reversed(units) if unit.spec.trainable]
-        self._place = {unit: place for place, unit in enumerate(self.order)}
+        self._place = {unit: place for place, unit in enumerate(self.order)}  # see ``train``
         self._units = list(units)
         self._residence = residence
         self._gradient_factor = gradient_factor
         self._sharded = sharded
         self._pass: BackwardPass | None = None
+
+    def train(self, unit: Unit) -> None:
+        """``unit``, one of the frozen ones, trains from now on. No backward runs."""
+        self.gradients[unit] = Gradients(unit.parameters)
+        self.order = [each for each in reversed(self._units) if each.spec.trainable]
+        self._place.update({each: place for place, each in enumerate(self.order)})
 
     @property
     def runs(self) -> bool:
@@ -112,7 +134,7 @@ class BackwardSchedule:
     def capture(self, unit: Unit, position: int) -> Callable[[Tensor], None]:
         """Hook of one parameter. Autograd calls it when it has left the gradient there."""
         name = unit.spec.layout.slots[position].name
-        place, task = self._place[unit], torch._C._current_graph_task_id
+        places, task = self._place, torch._C._current_graph_task_id
         take, whole, sharded = unit.gradients.capture, unit.whole, self._sharded
 
         # Runs for every parameter in every backward: what can be looked up before is.
@@ -126,7 +148,7 @@ class BackwardSchedule:
                     "came to it by a way that no hook sees. Return what the loss is made of from the module, or leave "
                     "it in its arguments or attributes"
                 )
-            if place < backward.next:
+            if places[unit] < backward.next:
                 self.gradients[unit].check_known(position, name)
                 raise StepError(
                     f"the gradient of {name!r} arrived after its unit {unit.spec.name!r} was reduced: a module outside "
@@ -184,12 +206,15 @@ class BackwardSchedule:
             self._residence.kept.backward_is_through()
         for unit in self._units:
             self._residence.give_back(unit)
-        if self.sync and self._brings_gradients(backward):
+        brings = self.sync and self._brings_gradients(backward)
+        if brings:
             while backward.next < len(self.order):
                 self._reduce_next(backward)
             for unit in self.order:
                 unit.gradients.finish()
         self._pass = None
+        if brings:
+            self._unfrozen.after_backward()
 
     def _brings_gradients(self, backward: BackwardPass) -> bool:
         """Whether this backward is one of parameters. One of ``torch.autograd.grad`` with respect to inputs is not.
@@ -197,6 +222,8 @@ class BackwardSchedule:
         A rank whose loss reaches none of the parameters counts too, with zeros: the others may have gradients.
         """
         if backward.has_gradients or not backward.reached:
-            return backward.has_gradients
+            return backward.has_gradients or self._unfrozen.have_gradients()
+        if self._unfrozen.have_gradients():
+            return True
         wanted = any(p.requires_grad for unit in self.order for p in unit.parameters)
         return wanted and not any(self.gradients[u].are_in_a_graph() for u in self.order)

@@ -49,12 +49,19 @@ def check_modules(model: nn.Module, precision: Precision, *, trains: bool) -> No
                 f"{title} is a ScriptModule of torch.jit, which runs past the hooks of a zeroified model; zeroify the "
                 "plain module, and compile blocks by torch.compile if need be"
             )
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            _check_embedding(title, module, trains=trains and module.weight.requires_grad)
         if precision.has_masters:
             _check_half(title, module, precision)
         if any(p.is_meta for p in module.parameters(recurse=False)):
             _check_meta(title, module)
+    check_embeddings(model, trains=trains)
+
+
+def check_embeddings(model: nn.Module, *, trains: bool) -> None:
+    """As ``check_modules``, of embeddings alone, whose weight may have been unfrozen."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            title = f"module {name or 'model'!r} ({type(module).__name__})"
+            _check_embedding(title, module, trains=trains and module.weight.requires_grad)
 
 
 def _check_memory(model: nn.Module) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hpczero.zero.backward_schedule import BackwardSchedule
+from hpczero.zero.backward_schedule import BackwardSchedule, Unfrozen
 from hpczero.zero.calls.backward import (
     Call,
     Gradients,
@@ -51,6 +51,7 @@ class Schedule:
         units: Sequence[Unit],
         *,
         gradient_factor: Callable[[], float],
+        unfrozen: Unfrozen,
         sharded: bool,
         ahead: bool = False,
         read_ahead: int = 0,
@@ -61,6 +62,7 @@ class Schedule:
             model: the module whose calls start a forward.
             units: in unit order, the root unit(s) first.
             gradient_factor: multiplies the sum over ranks at each reduction.
+            unfrozen: told of the end of each backward that brings gradients.
             sharded: whether parameters are given back between uses.
             ahead: whether to start to unshard the next unit while one is used.
             read_ahead: number of units whose values are read, from where they rest, before they are used.
@@ -71,7 +73,12 @@ class Schedule:
             units, gradients, sharded=sharded, ahead=ahead, read_ahead=read_ahead
         )
         self.backward = BackwardSchedule(
-            units, gradients, self.residence, gradient_factor=gradient_factor, sharded=sharded
+            units,
+            gradients,
+            self.residence,
+            gradient_factor=gradient_factor,
+            sharded=sharded,
+            unfrozen=unfrozen,
         )
         self._units = list(units)
         self._sharded = sharded
@@ -126,10 +133,18 @@ class Schedule:
                 module.register_forward_hook(after, with_kwargs=True, always_call=True),
             ]
         for unit in self.backward.order:
-            for position, parameter in enumerate(unit.parameters):
-                hook = self.backward.capture(unit, position)
-                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
+            self._capture(unit)
+
+    def _capture(self, unit: Unit) -> None:
+        for position, parameter in enumerate(unit.parameters):
+            hook = self.backward.capture(unit, position)
+            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+
+    def train(self, unit: Unit) -> None:
+        """``unit``, one of the frozen ones, trains from now on. No forward and no backward runs."""
+        self.backward.train(unit)
+        self._capture(unit)
 
     @property
     def modules(self) -> Iterable[nn.Module]:

@@ -7,7 +7,8 @@ inside.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from hpczero.comm import Collectives, Flat
 from hpczero.errors import StepError
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import DTYPES, Memory
-from hpczero.plan import Plan
+from hpczero.plan import Plan, UnitSpec
 from hpczero.plan.placement import ModelPart, part_of
 from hpczero.plan.precision import LossScaler
 from hpczero.zero.attachment import Attachment
@@ -28,6 +29,7 @@ from hpczero.zero.calls.seal import Seal
 from hpczero.zero.calls.surroundings import Surroundings
 from hpczero.zero.schedule import Schedule
 from hpczero.zero.shared_buffers import SharedBuffers
+from hpczero.zero.unfreezing import Unfreezing
 from hpczero.zero.units.away_shard import GRADIENT, NOTHING_AWAY, Away
 from hpczero.zero.units.reducer import ExactReducer, PartialReducer, Reducer
 from hpczero.zero.units.seen_gradient import Sight, SlotGradient
@@ -59,6 +61,7 @@ class Sharding:
         micro_batches: over how many the gradients that are reduced now are the mean; see ``accumulate``.
         next_part: of ``accumulate``, and of how many; None before the first.
         advice: what is told once.
+        unfreezing: what trains otherwise than at ``zeroify``.
         registered: methods of ``register_forward``, each with what stood on the object before.
         averages: running averages of the weights, by name.
         lineage: folders of checkpoints, each with the step of the last one there that the model was loaded or saved as.
@@ -105,6 +108,7 @@ class Sharding:
                 topology.tensor, reach=collectives.reach, memory=collectives.memory
             )
             reducer = PartialReducer(reducer, self._over_tensor, plan.units, topology.shard_index)
+        self._reducer = reducer
         self.units = [
             Unit(
                 spec,
@@ -119,6 +123,7 @@ class Sharding:
         ]
         collectives.settle()
         self.attachment = Attachment(model, self.units, topology.rank)
+        self.unfreezing = Unfreezing(self)
         self.shared_buffers = SharedBuffers(model, topology, collectives)
         self.lineage: dict[Path, int] = {}
         self.averages: dict[str, Average] = {}
@@ -129,6 +134,8 @@ class Sharding:
             before_update=self._before_update,
             after_update=self.shared_buffers.share,
             replaced=lambda: self.shared_buffers.replaced(self.attachment.modules),
+            changes=lambda: self.unfreezing.texts,
+            settle=self.unfreezing.settle_at_step,
         )
         self.step = Step(
             self.units,
@@ -205,6 +212,7 @@ class Sharding:
             model,
             self.units,
             gradient_factor=self._gradient_factor,
+            unfrozen=self.unfreezing,
             sharded=self.plan.stage.shards_parameters,
             ahead=self.plan.stage.shards_parameters and self.collectives.footprint.overlap,
             read_ahead=self.away.read_ahead,
@@ -233,7 +241,7 @@ class Sharding:
                 self.plan,
                 self.advice,
                 place=(stepper.index, len(self.optimizers)),
-                loaded=stepper.parted.adopt,
+                loaded=stepper.adopt,
                 away=stepper.streams,
             )
             self._optimizer_states.append(state)
@@ -259,6 +267,30 @@ class Sharding:
             )
             guard.show_gradient(Sight(slot))
 
+    def train(self, unit: Unit, spec: UnitSpec) -> None:
+        """``unit``, a frozen one, trains from now on and is as ``spec`` says; ``follow_units`` follows."""
+        assert self.schedule is not None, "hooks are attached"
+        unit.train(spec, self.precision, self._reducer)
+        self.schedule.train(unit)
+        self._show_gradients(unit)
+
+    def reduce(self, units: Sequence[Unit]) -> None:
+        """Reduce gradients that lie on the parameters of ``units``, which train since now. Collective."""
+        factor = self._gradient_factor()
+        for unit in units:
+            for position, parameter in enumerate(unit.parameters):
+                unit.gradients.capture(position, parameter, False)
+            unit.gradients.reduce(factor)
+            unit.gradients.finish()
+
+    def follow_units(self) -> None:
+        """Other units train, and optimizers have other groups: everything that lists them does so anew."""
+        self.plan = replace(self.plan, units=tuple(unit.spec for unit in self.units))
+        self.step.follow(self.optimizers)
+        for state in self._optimizer_states:
+            state.follow(self.plan)
+        self.attachment.follow()
+
     def check_values(self) -> None:
         """Refuse to read the masters where the model shows other values than they have.
 
@@ -274,6 +306,7 @@ class Sharding:
     def _check_attachment(self) -> None:
         """Before a step."""
         self.attachment.check()
+        self.unfreezing.check()
         for average in self.averages.values():
             average.check_out("optimizer.step()")
 

@@ -36,7 +36,7 @@ class Zeroing:
             next_part: of ``accumulate``; another object after each part.
             begin_anew: ``accumulate`` has no part to come.
         """
-        self._units = [unit for unit in units if unit.spec.trainable]
+        self._units = list(units)
         self._schedule, self._step = schedule, step
         self._next_part, self._begin_anew = next_part, begin_anew
         # Optimizers whose gradients were zeroed one after the other, with ``next_part`` meanwhile.
@@ -50,7 +50,10 @@ class Zeroing:
         self._begin_anew()
         self._step.forget_gradients()
         for unit in self._units:
-            unit.gradients.drop(set_to_none=set_to_none)
+            if unit.spec.trainable:
+                unit.gradients.drop(set_to_none=set_to_none)
+            else:
+                unit.whole.watch.drop_own_gradients(set_to_none=set_to_none)
 
     def of(self, stepper: Stepper) -> Callable[..., None]:
         """``zero_grad`` of one optimizer."""

@@ -42,6 +42,13 @@ def thaws(training: Training) -> None:
     plain_step(training)
 
 
+def thaws_into_a_group(training: Training) -> None:
+    if training.step == 1:
+        stem = training.model.stem.requires_grad_(True)
+        training.optimizer.add_param_group({"params": list(stem.parameters()), "lr": 0.003})
+    plain_step(training)
+
+
 class StemFrozen(Net):
     def __init__(self, block: Callable[[], nn.Module] = Residual) -> None:
         super().__init__(block)
@@ -208,8 +215,6 @@ CONSTRUCTS = [
         "freeze-after",
         "`requires_grad_(False)` after zeroify",
         after=freezes,
-        refused="requires_grad of parameter",
-        remark="before zeroify",
     ),
     of_net("freeze-and-thaw", "`requires_grad_(False)` and back between steps", freezes_and_thaws),
     Construct(
@@ -218,15 +223,20 @@ CONSTRUCTS = [
         net(kind=StemFrozen),
         step=thaws,
         optimizer=lambda m: optim.SGD(m.parameters(), lr=0.1),
-        refused="requires_grad of parameter",
-        remark="before zeroify",
+    ),
+    Construct(
+        "thaw-into-a-group",
+        "a part unfrozen after some steps, in a group that is added then",
+        net(kind=StemFrozen),
+        step=thaws_into_a_group,
+        optimizer=lambda m: optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01),
     ),
     of_net(
         "add-group",
-        "`optimizer.add_param_group`",
+        "`optimizer.add_param_group` with a parameter that the model does not have",
         after=adds_group,
         refused="put in after zeroify",
-        remark="before zeroify",
+        remark="in the model before zeroify",
     ),
     of_net(
         "add-module",

@@ -150,7 +150,7 @@ def test_pieces_that_are_frozen_are_refused_at_the_step(
         model(mlp_input(comm.rank)).sum().backward()
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.requires_grad_(False)
-        raises_on_all(comm, StepError, "was True at zeroify", optimizer.step)
+        raises_on_all(comm, StepError, "requires_grad of the part of .* is False", optimizer.step)
 
 
 STATES: dict[str, Callable[[torch.optim.Optimizer, nn.Parameter], object]] = {

@@ -169,30 +169,6 @@ def test_frozen_parameter_that_was_changed_in_place(
         raises_on_all(comm, StepError, said, optimizer.step)
 
 
-# --- requires_grad after zeroify
-
-
-@STAGES
-@pytest.mark.parametrize("ranks", ["all", "one"])
-@pytest.mark.parametrize("trainable", [True, False])
-def test_freezing_or_unfreezing_after_zeroify(
-    comm: MPI.Intracomm, topology: Topology, stage: int, ranks: str, trainable: bool
-) -> None:
-    # a parameter that was frozen has no master and no reduction: it would silently stay as it is
-    model = MLP()
-    model.layers[1].requires_grad_(not trainable)
-    optimizer = adamw(model)
-    with zeroified(model, optimizer, stage=stage, topology=topology):
-        if ranks == "all" or comm.rank == 1:
-            model.layers[1].requires_grad_(trainable)
-        mlp_backward(model, comm.rank)
-        said = (
-            rf"requires_grad of parameter 'layers\.1\.0\.weight' is {trainable}, "
-            f"and was {not trainable} at zeroify; freeze and unfreeze before"
-        )
-        raises_on_all(comm, StepError, said, optimizer.step)
-
-
 # --- gradients that are not finite
 
 

@@ -71,7 +71,7 @@ class Place:
 
 
 class GradientBuffer(Buffer):
-    """One unit's local gradient. It lies in a place if one is free, in private memory otherwise."""
+    """One unit's local gradient. It lies in a place if it has one that is free, in private memory otherwise."""
 
     def __init__(
         self,
@@ -101,9 +101,9 @@ class GradientBuffer(Buffer):
         """Take the memory. Waits until a place that was read before may be written again."""
         if self._held:
             return
-        assert self.place is not None, "laid out before it is used"
-        self._in_place = not self.place.taken
+        self._in_place = self.place is not None and not self.place.taken
         if self._in_place:
+            assert self.place is not None, "it is in a place"
             self._places.take(self.place, self._nbytes)
             self.tensor = self._places.view(self.place, self._numel, self._dtype)
         else:
@@ -160,10 +160,15 @@ class Places:
         self._spare: Place | None = None
         self._by_address: dict[int, Place] = {}
 
-    def allocate(
-        self, numel: int, dtype: torch.dtype, *, category: str, keep: bool
-    ) -> GradientBuffer:
-        """A buffer whose memory comes later. Equal on all ranks of the node."""
+    def allocate(self, numel: int, dtype: torch.dtype, *, category: str, keep: bool) -> Buffer:
+        """A buffer whose memory comes later. Equal on all ranks of the node.
+
+        One that is asked for when all places are laid out has none.
+        """
+        if self._ground is not None and keep:
+            return Buffer(
+                numel, dtype, memory=self._memory, category=category, keep=True, device=self.device
+            )
         buffer = GradientBuffer(
             self, numel, dtype, memory=self._memory, category=category, keep=keep
         )

@@ -89,7 +89,7 @@ class EncodedParameters(WholeParameters):
         if not same_place(self.encoded, own):
             with torch.no_grad():
                 own.copy_(self.encoded)
-        self._work = self._comm.all_gather(self._wire.tensor, name=self._spec.name)
+        self._work = self._comm.all_gather(self._wire.tensor, name=self.spec.name)
         self._gathered = True
 
     @override
@@ -104,7 +104,7 @@ class EncodedParameters(WholeParameters):
     def _decode(self) -> None:
         """From the wire to the parameters."""
         self._buffer.take()
-        shards = self._spec.layout.num_shards
+        shards = self.spec.layout.num_shards
         with torch.no_grad():
             decode(
                 self._wire.tensor.view(shards, -1),

@@ -135,8 +135,7 @@ class Shards:
             if not shard.requires_grad:
                 raise StepError(
                     f"requires_grad of the part of {self._layout.slots[position].name!r} in optimizer.param_groups "
-                    "is False, and was True at zeroify; freeze and unfreeze before zeroify (it decides which "
-                    "parameters have gradients and optimizer state), or set the learning rate of its group to 0"
+                    "is False; freeze the model's own parameter, or set the learning rate of its group to 0"
                 )
             same = torch._C._is_alias_of(shard, self.master)  # type: ignore[attr-defined]
             if not same or shard.storage_offset() != self.master.storage_offset() + place.start:

@@ -69,6 +69,7 @@ class Unit:
         self._mine = self.whole.mine
         self.owned_numel = len(spec.layout.shard_range(comm.group.index))
         self._gradients: UnitGradients | None = None
+        self._frozen: Buffer | None = None  # of a frozen unit: this rank's shard, if it lies apart
         if spec.trainable:
             self._allocate_state(precision, reducer)
         elif isinstance(self.whole, EncodedParameters):
@@ -76,17 +77,44 @@ class Unit:
         else:
             if stage.shards_parameters and not self.whole.lasts:
                 dtype = DTYPES[precision.param]
-                frozen = comm.allocate(spec.layout.shard_numel, dtype, category="parameters").tensor
-            else:
-                frozen = self.whole.flat[self._mine]
-            self.rest = ResidentRest(frozen)
+                self._frozen = comm.allocate(spec.layout.shard_numel, dtype, category="parameters")
+            self.rest = ResidentRest(
+                self.whole.flat[self._mine] if self._frozen is None else self._frozen.tensor
+            )
 
-    def _allocate_state(self, precision: Precision, reducer: Reducer) -> None:
-        """Masters, the optimizer's view of them, gradients."""
+    def train(self, spec: UnitSpec, precision: Precision, reducer: Reducer) -> None:
+        """Of a frozen unit in memory: from now on it trains. Not collective, on all ranks alike.
+
+        Masters are made from the values as they are: exact, in fp32.
+
+        Args:
+            spec: as it is then, with the same layout.
+            precision: as at first.
+            reducer: as at first.
+        """
+        whole, frozen = self.whole, self._frozen
+        values = self.rest.tensor if self._stage.shards_optimizer else whole.flat
+        self.spec = spec
+        whole.forget_copy()
+        whole.spec = spec
+        kept = frozen is not None and not precision.has_masters  # becomes the master
+        self._allocate_state(precision, reducer, master=values if kept else None)
+        self.rest.write(values)
+        if frozen is not None and not kept:
+            frozen.release()
+        self._frozen = None
+        self.optimized.note()
+
+    def _allocate_state(
+        self, precision: Precision, reducer: Reducer, master: Tensor | None = None
+    ) -> None:
+        """Masters, if there is no ``master`` yet, the optimizer's view of them, gradients."""
         layout, comm, stage = self.spec.layout, self._comm, self._stage
         owned = self._mine if stage.shards_optimizer else slice(0, layout.padded_numel)
         numel = owned.stop - owned.start
-        if self.away is not None and keeps_values(self.away):
+        if master is not None:
+            pass
+        elif self.away is not None and keeps_values(self.away):
             master = lasting(numel, torch.float32, self.away.store.device)
         else:
             master = new_master(numel, owned, self.whole, precision, comm)
@@ -140,7 +168,8 @@ class Unit:
         self.rest.write(self._like_rest(values.tensor))
         self.whole.load(values.tensor)
         values.release()
-        self._note_values()
+        self.whole.note_versions()
+        self.optimized.note()
 
     # --- parameters ----------------------------------------------------------------------------------------------
 
@@ -187,7 +216,8 @@ class Unit:
             whole.wait_for_update()
         elif isinstance(whole, EncodedParameters):
             whole.show_kept()
-        self._note_values()
+        self.whole.note_versions()
+        self.optimized.note()
 
     def take_over(self) -> None:
         """Follow a program that has put values into other memory (``parameter.data = ...``), and masters with them."""
@@ -200,10 +230,6 @@ class Unit:
     def note_step(self, positions: Sequence[int]) -> None:
         """The values of these slots are others, by a step or a load, and the whole parameters are up to date."""
         self.whole.note_step(positions)
-        self.optimized.note()
-
-    def _note_values(self) -> None:
-        self.whole.note_versions()
         self.optimized.note()
 
     @property

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from hpczero.errors import StepError
 from hpczero.plan import UnitSpec
-from hpczero.zero.units.guard import Guard, is_at
+from hpczero.zero.units.guard import Guard, is_at, own_gradient, set_own_gradient
 
 _version = attrgetter("_version")
+_trains = attrgetter("requires_grad")
 
 
 class Watch:
@@ -36,7 +37,6 @@ class Watch:
             rank: of this process, for errors.
         """
         self._slots = spec.layout.slots
-        self._trainable = spec.trainable
         self._parameters = list(parameters)
         self._rank = rank
         self.guards = [Guard(p, slot.name) for p, slot in zip(parameters, self._slots, strict=True)]
@@ -62,19 +62,32 @@ class Watch:
             places = zip(self._parameters, self._slots, strict=True)
             return [slot.name for p, slot in places if not is_at(p, flat, slot)]
 
-    def check_trained(self) -> None:
-        """Raises StepError if one was frozen or unfrozen since ``zeroify``; names it."""
+    @property
+    def frozen(self) -> list[str]:
+        """Names of those that have ``requires_grad=False``."""
         with torch._C.DisableTorchFunctionSubclass():
-            trained = [parameter.requires_grad for parameter in self._parameters]
-            if trained.count(self._trainable) == len(trained):
-                return
-            for parameter, slot in zip(self._parameters, self._slots, strict=True):
-                if parameter.requires_grad != self._trainable:
-                    raise StepError(
-                        f"rank {self._rank}: requires_grad of parameter {slot.name!r} is {parameter.requires_grad}, "
-                        f"and was {self._trainable} at zeroify; freeze and unfreeze before zeroify (it decides which "
-                        "parameters have gradients and optimizer state)"
-                    )
+            if all(map(_trains, self._parameters)):
+                return []
+            found = zip(self._parameters, self._slots, strict=True)
+            return [slot.name for parameter, slot in found if not parameter.requires_grad]
+
+    @property
+    def unfrozen(self) -> list[str]:
+        """Names of those that have ``requires_grad=True``."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if not any(map(_trains, self._parameters)):
+                return []
+            found = zip(self._parameters, self._slots, strict=True)
+            return [slot.name for parameter, slot in found if parameter.requires_grad]
+
+    def drop_own_gradients(self, *, set_to_none: bool) -> None:
+        """Of a frozen unit: parameters that were unfrozen may have gradients, which nobody has reduced yet."""
+        for parameter in self._parameters if self.unfrozen else ():
+            gradient = own_gradient(parameter)
+            if gradient is not None and set_to_none:
+                set_own_gradient(parameter, None)
+            elif gradient is not None:
+                gradient.detach().zero_()
 
     def check_guards(self) -> None:
         """Raises StepError if torch has exchanged a parameter's content together with its guard and hooks."""

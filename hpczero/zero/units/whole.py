@@ -52,7 +52,7 @@ class WholeParameters:
     """The whole parameters of one unit; built empty, filled by ``load``.
 
     Attributes:
-        parameters: the model's own parameter objects, in slot order.
+        spec, parameters: names, shapes and places; the model's own parameter objects, in slot order.
         state: whether they are whole.
         shared: whether the ranks of a node see one copy of the buffer.
         lasts: whether the buffer keeps its content while the parameters are sharded.
@@ -80,7 +80,7 @@ class WholeParameters:
         """
         self.parameters = list(parameters)
         self.state = UnitState.WHOLE
-        self._spec = spec
+        self.spec = spec
         self._comm = comm
         self._sharded = stage.shards_parameters
         layout, index, coded = spec.layout, comm.group.index, spec.codec is not None
@@ -156,7 +156,7 @@ class WholeParameters:
             self.wait_for_update()
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        return [flat[slot.offset : slot.stop].view(slot.shape) for slot in self._spec.layout.slots]
+        return [flat[slot.offset : slot.stop].view(slot.shape) for slot in self.spec.layout.slots]
 
     # --- verbs ---------------------------------------------------------------------------------------------------
 
@@ -178,9 +178,9 @@ class WholeParameters:
         else:
             self._marks.read(read, self.flat[self.mine])
         try:
-            self._work = self._comm.all_gather(self.flat, name=self._spec.name, again=True)
+            self._work = self._comm.all_gather(self.flat, name=self.spec.name, again=True)
         except BaseException as error:  # whatever a signal handler of the program's own raises
-            self.doubt(f"{type(error).__name__} cut off the gather of unit {self._spec.name!r}")
+            self.doubt(f"{type(error).__name__} cut off the gather of unit {self.spec.name!r}")
             raise
         self._gathered = True
 
@@ -243,13 +243,13 @@ class WholeParameters:
         self._gathered = False
         if self.lasts:
             read(self.flat[self.mine])
-            self._work = self._comm.all_gather(self.flat, name=self._spec.name)
+            self._work = self._comm.all_gather(self.flat, name=self.spec.name)
             self._gathered = True
 
     def forget_copy(self) -> None:
         """The values are others from now on: what the transport keeps of them must not serve the next unshard."""
         if self._comm.secondary is not None:
-            self._comm.secondary.forget(self._spec.name)
+            self._comm.secondary.forget(self.spec.name)
 
     def wait_for_update(self, *, late: bool = False) -> None:
         """Return when parameters that stay whole have the values of ``update``; with ``late`` whoever asks may wait."""
@@ -356,7 +356,7 @@ class WholeParameters:
         Raises:
             StepError: values have another shape or dtype; says which parameter.
         """
-        places = list(zip(self.parameters, self._spec.layout.slots, strict=True))
+        places = list(zip(self.parameters, self.spec.layout.slots, strict=True))
         flat = self.flat_of_user
         for parameter, slot in places:
             if parameter.shape != slot.shape or parameter.dtype != flat.dtype:
@@ -389,7 +389,6 @@ class WholeParameters:
                 f"rank {self._comm.rank}: optimizer.step() inside `with hpczero.gathered(model):` would leave "
                 "old values in the gathered parameters; take the step outside"
             )
-        self.watch.check_trained()
         self.check_values()
 
     def check_values(self) -> None:

@@ -56,13 +56,17 @@ class Agreement:
             advice: told what the comparison of ranks found.
             readings: numbers that are read with whether gradients are finite.
         """
-        self._units = list(units)
         self._comm = comm
         self._topology = topology
         self._advice = advice
         self._readings = readings
-        self.replicas = Replicas(self._units, comm)
-        self._copies = TensorCopies(self._units, topology)
+        self.follow(units)
+
+    def follow(self, units: Sequence[Unit]) -> None:
+        """``units`` are the trainable ones from now on. Not collective."""
+        self._units = list(units)
+        self.replicas = Replicas(self._units, self._comm)
+        self._copies = TensorCopies(self._units, self._topology)
 
     def reach(
         self,
@@ -145,7 +149,8 @@ class Agreement:
         return StepError(
             f"rank {self._comm.rank}: the optimizer has {differs[0]}, where rank 0 has {differs[1]}. Give "
             "schedulers that look at a loss the mean over ranks "
-            "(sum(topology.gather(loss.item())) / topology.size), and every rank the same numbers"
+            "(sum(topology.gather(loss.item())) / topology.size), and every rank the same numbers; freeze, unfreeze "
+            "and add groups on all ranks alike"
         )
 
     def _sequence_error(self) -> CommError:

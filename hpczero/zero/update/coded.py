@@ -112,11 +112,15 @@ class CodedUpdate(TakenStep):
             optimizer: pointed at their shards.
         """
         super().__init__(optimizer)
-        self._slots = {unit: set(own) for unit, own in slots.items()}
+        self.follow(slots)
         self._codecs: dict[str, Codec] = getattr(type(optimizer), ATTRIBUTE)
         step: Any = type(optimizer).step
         self._method: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
         self._coded: dict[tuple[Unit, str], Coded] = {}
+
+    def follow(self, slots: Mapping[Unit, Sequence[int]]) -> None:
+        """``slots`` are the optimizer's from now on."""
+        self._slots = {unit: set(own) for unit, own in slots.items()}
 
     @property
     def nbytes(self) -> int:

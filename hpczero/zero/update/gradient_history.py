@@ -33,6 +33,10 @@ class GradientHistory:
         self._changes = 0  # of all changes of single gradients, in their order
         self.incomplete = False
 
+    def follow(self, units: Sequence[Unit]) -> None:
+        """``units`` are the trainable ones from now on."""
+        self._units = list(units)
+
     def clear(self) -> None:
         """The gradients are gone, and what was done to them is void."""
         self._norms.forget()

@@ -61,6 +61,11 @@ class GradientNorms:
             None  # versions of the gradients when they were last known to be
         )
 
+    def follow(self, units: Sequence[Unit]) -> None:
+        """``units`` are the trainable ones from now on."""
+        self._units = list(units)
+        self.forget()
+
     def forget(self) -> None:
         """The gradients changed."""
         self._of_slots.clear()

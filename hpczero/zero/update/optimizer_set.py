@@ -23,10 +23,19 @@ class OptimizerSet:
     """None for inference, one, or several; in the order in which the program gave them."""
 
     def __init__(self, optimizers: tuple[Optimizer, ...]) -> None:
-        """As they are now; groups that are added later have no number. Not collective."""
+        """As they are now; groups that are added later have no number before ``recount``. Not collective."""
         self._optimizers = optimizers
-        counts = (len(optimizer.param_groups) for optimizer in optimizers)
-        self._ranges = [range(*ends) for ends in pairwise(accumulate(counts, initial=0))]
+        self._ranges = self._ranges_now()
+
+    def _ranges_now(self) -> list[range]:
+        counts = (len(optimizer.param_groups) for optimizer in self._optimizers)
+        return [range(*ends) for ends in pairwise(accumulate(counts, initial=0))]
+
+    def recount(self) -> dict[int, int]:
+        """Number the groups anew, where optimizers have got more; new number of each that had one. Not collective."""
+        before, self._ranges = self._ranges, self._ranges_now()
+        pairs = zip(before, self._ranges, strict=True)
+        return {n: now.start + n - past.start for past, now in pairs for n in past}
 
     @classmethod
     def of(cls, given: object) -> OptimizerSet:

@@ -113,8 +113,8 @@ class OptimizerState:
             "rank": topology.rank,
             "ranks": topology.size,
             "shards_optimizer": plan.stage.shards_optimizer,
-            "units": [[unit.name, unit.layout.numel] for unit in plan.units],
         }
+        self.follow(plan)
         if place[1] > 1:
             self._mine["optimizer"] = list(place)
         self._advice = advice
@@ -126,6 +126,10 @@ class OptimizerState:
             optimizer.register_state_dict_post_hook(self._mark),
             optimizer.register_load_state_dict_pre_hook(self._check),
         ]
+
+    def follow(self, plan: Plan) -> None:
+        """The shards are those of ``plan`` from now on."""
+        self._mine["units"] = [[unit.name, unit.layout.numel] for unit in plan.units]
 
     def remove(self) -> None:
         """Take the hooks away; not collective."""

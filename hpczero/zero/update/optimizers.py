@@ -157,11 +157,45 @@ def repoint(
         ) in pairs:  # attributes that an optimizer or a loop looks for: p.lr_scale, p.no_decay
             vars(shard).update(vars(parameter))
     optimizer.state.clear()
-    # Adagrad alone makes its state when it is built, not at the first step.
+    _make_state(optimizer, optimizer.param_groups)
+
+
+def add_to_group(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    pieces: Sequence[tuple[str, nn.Parameter, nn.Parameter]],
+    *,
+    anew: bool,
+) -> None:
+    """Put shards of parameters that train from now on into one group; what others have there stays.
+
+    Args:
+        optimizer: of the group.
+        group: one of its groups.
+        pieces: each after the qualified name and the model's parameter that it is a piece of.
+        anew: the group was added since, over the model's parameters, which leave it.
+    """
+    names = {id(parameter): name for name, parameter, _ in pieces}
+    if anew:
+        held = group["params"]
+        if "param_names" in group:
+            names |= {id(p): n for p, n in zip(held, group["param_names"], strict=True)}
+            group["param_names"] = []
+        group["params"] = []
+    if not pieces:
+        return
+    group["params"] = [*group["params"], *(shard for _, _, shard in pieces)]
+    if "param_names" in group:
+        own = [names[id(parameter)] for _, parameter, _ in pieces]
+        group["param_names"] = [*group["param_names"], *own]
+    for _, parameter, shard in pieces:
+        vars(shard).update(vars(parameter))
+    _make_state(optimizer, [{**group, "params": [shard for _, _, shard in pieces]}])
+
+
+def _make_state(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Of Adagrad, which alone makes its state when it is built, not at the first step."""
     if isinstance(optimizer, torch.optim.Adagrad):
         # Without names, which torch takes beside the parameters alone.
-        groups = [
-            {key: value for key, value in group.items() if key != "param_names"}
-            for group in optimizer.param_groups
-        ]
-        optimizer.state.update(torch.optim.Adagrad(groups, **optimizer.defaults).state)
+        alone = [{key: v for key, v in group.items() if key != "param_names"} for group in groups]
+        optimizer.state.update(torch.optim.Adagrad(alone, **optimizer.defaults).state)

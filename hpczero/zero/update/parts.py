@@ -42,9 +42,13 @@ class PartedUpdate(TakenStep):
     def __init__(self, units: Sequence[Unit], optimizer: Optimizer) -> None:
         """``optimizer`` has been pointed at the shards of ``units``, the trainable ones."""
         super().__init__(optimizer)
-        self._units = list(units)
         self._method = method_behind(optimizer)
-        self._capturable = [group.get("capturable") for group in optimizer.param_groups]
+        self.follow(units)
+
+    def follow(self, units: Sequence[Unit]) -> None:
+        """``units`` are the trainable ones from now on, and groups may be more."""
+        self._units = list(units)
+        self._capturable = [group.get("capturable") for group in self._optimizer.param_groups]
         # Ids of the pieces in each group, for which the spans were made.
         self._members: list[list[int]] = []
         self._spans: dict[Unit, list[Span]] = {}

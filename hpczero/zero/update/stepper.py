@@ -76,6 +76,26 @@ class Stepper:
         self.optimizer = optimizer
         self.index = index
         self.name = name
+        self._comm, self._sharded = comm, sharded
+        self._place(units, groups)
+        self._hooks = StepHooks(optimizer, before, after)
+        away = [unit for unit in self.slots if unit.away is not None]
+        here = [unit for unit in self.slots if unit.away is None]
+        self.streams = bool(away)
+        self.parted: Update
+        if needs_whole(optimizer):
+            self.parted = self._whole_update(groups)
+        elif hasattr(type(optimizer), CODED):
+            self.parted = CodedUpdate(self.slots, optimizer)
+        else:
+            self.parted = _update_of(optimizer, here, away)
+        self.together = self.streams or isinstance(self.parted, WholeUpdate)
+        self.parted.adopt()  # Adagrad has state from the start
+        self._open = False  # shards are, for the time of a step
+        guard_shards(self.shards)
+
+    def _place(self, units: Sequence[Unit], groups: range) -> None:
+        """Which slots of ``units`` are its."""
         places = {
             unit: [place for place, group in enumerate(unit.spec.groups) if group in groups]
             for unit in units
@@ -87,21 +107,26 @@ class Stepper:
             for shard, slot in zip(unit.shards, unit.optimized.slots, strict=True)
             if slot in set(own)
         ]
-        self._hooks = StepHooks(optimizer, before, after)
-        away = [unit for unit in self.slots if unit.away is not None]
-        here = [unit for unit in self.slots if unit.away is None]
-        self.streams = bool(away)
-        self.parted: Update
-        if needs_whole(optimizer):
-            self.parted = WholeUpdate(self.slots, optimizer, groups, comm, replicated=not sharded)
-        elif hasattr(type(optimizer), CODED):
-            self.parted = CodedUpdate(self.slots, optimizer)
-        else:
-            self.parted = _update_of(optimizer, here, away)
-        self.together = self.streams or isinstance(self.parted, WholeUpdate)
-        self.parted.adopt()  # Adagrad has state from the start
-        self._open = False  # shards are, for the time of a step
+
+    def _whole_update(self, groups: range) -> WholeUpdate:
+        return WholeUpdate(
+            self.slots, self.optimizer, groups, self._comm, replicated=not self._sharded
+        )
+
+    def follow(self, units: Sequence[Unit], groups: range) -> None:
+        """``units`` are the trainable ones from now on, all in memory, and ``groups`` the numbers of its groups."""
+        self._place(units, groups)
+        if isinstance(self.parted, WholeUpdate):
+            self.parted = self._whole_update(groups)
+        elif isinstance(self.parted, CodedUpdate):
+            self.parted.follow(self.slots)
+        elif isinstance(self.parted, PartedUpdate):
+            self.parted.follow([*self.slots])
         guard_shards(self.shards)
+
+    def adopt(self) -> None:
+        """State was loaded, or put into ``optimizer.state``."""
+        self.parted.adopt()
 
     def detach(self) -> None:
         """Take the hooks away; the optimizer must not step for this model any more."""

@@ -42,6 +42,8 @@ class ModelSide:
         before_update: called before values of units change; returns those that were kept whole for a later backward.
         after_update: called once the parameters are up to date.
         replaced: what of the model is not as it was at first; compared over ranks.
+        changes: what trains otherwise than at first; compared over ranks.
+        settle: brings the plan to that; whether it was not there. Collective.
     """
 
     in_backward: Callable[[], bool]
@@ -50,6 +52,8 @@ class ModelSide:
     before_update: Callable[[Collection[Unit]], list[Unit]]
     after_update: Callable[[], None]
     replaced: Callable[[], list[str]]
+    changes: Callable[[], list[str]]
+    settle: Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,15 @@ class Step:
             )
             for index, optimizer in enumerate(optimizers)
         ]
+
+    def follow(self, optimizers: OptimizerSet) -> None:
+        """More units train, and optimizers have more groups; not collective."""
+        self._units = [unit for unit in self._all_units if unit.spec.trainable]
+        self.norms.follow(self._units)
+        self.agreement.follow(self._units)
+        self.history.follow(self._units)
+        for stepper in self.steppers:
+            stepper.follow(self._units, optimizers.groups_of(stepper.index))
 
     def detach(self) -> None:
         """Take the hooks away; not collective. The optimizers must not step for this model any more."""
@@ -216,18 +229,22 @@ class Step:
         stepper = self._stepper_of(optimizer)
         several = len(self.steppers) > 1
         ended = self._model.before_update(stepper.slots if several else self._all_units)
-        finite, used = self.agreement.reach(
-            [
-                *([f"a step of {stepper.name}"] if several else []),
-                *describe_options(optimizer),
-                *self.history.texts,
-                *self.rounds.texts,
-                *self._model.replaced(),
-            ],
-            [each.slots for each in self.steppers],
-            error=self._local_error(stepper),
-            known_finite=self.norms.are_finite,
-        )
+        while True:
+            finite, used = self.agreement.reach(
+                [
+                    *([f"a step of {stepper.name}"] if several else []),
+                    *describe_options(optimizer),
+                    *self.history.texts,
+                    *self.rounds.texts,
+                    *self._model.replaced(),
+                    *self._model.changes(),
+                ],
+                [each.slots for each in self.steppers],
+                error=self._local_error(stepper),
+                known_finite=self.norms.are_finite,
+            )
+            if not self._model.settle():
+                break  # else there are more units, and more gradients
         now = self._now = self._judged(stepper, finite, ended)
         flags = {}
         for unit, (fresh, emptied) in zip(self._units, used, strict=True):

@@ -1,0 +1,109 @@
+"""Checkpoints from before and after a layer was unfrozen: a run that makes the same calls goes on bit for bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import hpczero
+from hpczero.errors import CheckpointMismatch
+from tests.checkpoint.programs import first_ranks
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import MLP, mlp_input, raises_on_all, same, values
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
+
+UNFROZEN = 2  # before this step
+
+
+class Run:
+    """A run that unfreezes a layer."""
+
+    def __init__(self, topology: Topology, **options: Any) -> None:
+        self.topology = topology
+        self.model = MLP()
+        self.layer = self.model.layers[1].requires_grad_(False)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad])
+        hpczero.zeroify(self.model, self.optimizer, topology=topology, **options)
+
+    def unfreeze(self) -> None:
+        self.layer.requires_grad_(True)
+        self.optimizer.add_param_group({"params": list(self.layer.parameters()), "lr": 3e-3})
+
+    def steps(self, numbers: Iterable[int]) -> None:
+        """Steps on the same samples, whatever the ranks."""
+        for number in numbers:
+            if number == UNFROZEN:
+                self.unfreeze()
+            self.model(mlp_input(number)).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def state(self) -> list[torch.Tensor]:
+        """Values and moments, whole, in the order of the model. Collective."""
+        found = hpczero.full_state_dict(self.model)
+        whole = self.topology.world.comm.bcast(found)
+        return [*whole.values()]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("saved", [2, 3])
+@pytest.mark.parametrize("fewer", [False, True], ids=["same ranks", "one rank goes on"])
+def test_a_run_goes_on_bit_for_bit(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, stage: int, saved: int, fewer: bool
+) -> None:
+    run = Run(topology, stage=stage)
+    run.steps(range(saved))
+    hpczero.checkpoint.save(folder, run.model, run.optimizer, step=saved)
+    run.steps(range(saved, 5))
+    expected = run.state()
+    hpczero.release(run.model)
+    with first_ranks(comm, 1 if fewer else comm.size) as others:
+        if others is not None:
+            again = Run(others, stage=3 - stage if fewer else stage)
+            if saved > UNFROZEN:
+                again.unfreeze()
+            hpczero.checkpoint.load(folder, again.model, again.optimizer)
+            again.steps(range(saved, 5))
+            found = again.state()
+            hpczero.release(again.model)
+    if comm.rank == 0:
+        if fewer:  # sums over other numbers of ranks round otherwise
+            equal = all(
+                torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True)
+            )
+        else:
+            equal = same(found, expected)
+    parallel_assert(comm, equal if comm.rank == 0 else True)
+
+
+def test_a_checkpoint_of_before_is_refused_after_the_change(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    run = Run(topology, stage=3)
+    run.steps(range(2))
+    hpczero.checkpoint.save(folder, run.model, run.optimizer, step=2)
+    run.unfreeze()
+    raises_on_all(
+        comm,
+        CheckpointMismatch,
+        "frozen in the checkpoint and trained here|has 1 groups",
+        lambda: hpczero.checkpoint.load(folder, run.model, run.optimizer),
+    )
+    before = values(hpczero.sharding(run.model))
+    hpczero.checkpoint.save(folder, run.model, run.optimizer, step=3)  # right after the calls
+    run.model(mlp_input(7)).square().mean().backward()
+    run.optimizer.step()
+    hpczero.checkpoint.load(folder, run.model, run.optimizer)
+    parallel_assert(comm, same(values(hpczero.sharding(run.model)), before))
+    hpczero.release(run.model)
