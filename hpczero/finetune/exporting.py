@@ -11,7 +11,6 @@ World rank 0 writes. It holds the trained parameters and, of the frozen ones, a 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from hpczero.errors import CheckpointNotWritten, ConfigError
-from hpczero.files.durable import sync
+from hpczero.files.hidden import Hidden, is_free
 from hpczero.finetune.adapted import PEFT_PREFIX, Adapted, Product, is_peft
 from hpczero.finetune.lowrank import CHILD, LowRank, merged
 from hpczero.zero.full_state import StateByUnit
@@ -262,25 +261,17 @@ def _checked(model: nn.Module) -> Sharding:
 @contextmanager
 def _made(folder: Path) -> Iterator[Path]:
     """A folder under a hidden name inside, which takes its own at the end; nothing of it stays after an error."""
-    folder = folder.absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}: is there already; give another name, or take it away")
-    temporary = folder.with_name(f".{folder.name}.tmp")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # of a job that was killed
-        temporary.mkdir(parents=True)
-        yield temporary
-        for file in temporary.iterdir():
-            sync(file)
-        sync(temporary)
-        temporary.rename(folder)
-        sync(folder.parent)
+        if not is_free(folder.absolute()):
+            raise ConfigError(f"{folder}: is there already; give another name, or take it away")
+        with Hidden(folder) as hidden:
+            hidden.path.mkdir()
+            yield hidden.path
+            hidden.commit()
     except OSError as error:
         raise CheckpointNotWritten(
             f"{folder}: cannot be written ({error}); check the path, space and permissions"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write_config(base: nn.Module, folder: Path, dtype: torch.dtype) -> None:

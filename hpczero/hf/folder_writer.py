@@ -6,8 +6,6 @@ Owns: the division into files, the index, the hidden name and the rename. Must n
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,8 +17,8 @@ from typing_extensions import Self
 from hpczero.checkpoint.foreign.safe_file import write_json
 from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from hpczero.errors import CheckpointNotWritten, ConfigError
-from hpczero.files.durable import sync
-from hpczero.files.regular import is_there, reason
+from hpczero.files.hidden import Hidden, is_free
+from hpczero.files.regular import reason
 from hpczero.hf.files import INDEX, SINGLE
 
 
@@ -40,12 +38,11 @@ class FolderWriter:
         """
         self._folder = folder.absolute()
         try:
-            there = is_there(self._folder)
-            if there and not (self._folder.is_dir() and not any(self._folder.iterdir())):
+            if not is_free(self._folder):
                 raise ConfigError(f"{folder}: is there already; give another name, or take it away")
         except OSError as error:
             raise ConfigError(f"{folder}: cannot be looked at: {reason(error)}") from error
-        self._temporary = self._folder.with_name(f".{self._folder.name}.{secrets.token_hex(4)}")
+        self._hidden = Hidden(self._folder)
         self._tensors = dict(tensors)
         self._parts = _divided(self._tensors, shard_nbytes)
         self._stack = ExitStack()
@@ -72,17 +69,10 @@ class FolderWriter:
         for writer in self._writers:
             writer.commit()
         try:
-            beside(self._temporary)
+            beside(self._hidden.path)
             if len(self._parts) > 1:
                 self._write_index()
-            for entry in self._temporary.iterdir():
-                if entry.is_file():
-                    sync(entry)
-            sync(self._temporary)
-            if self._folder.is_dir():
-                self._folder.rmdir()  # an empty one
-            self._temporary.rename(self._folder)
-            sync(self._folder.parent)
+            self._hidden.commit()
         except OSError as error:
             raise self._not_written(error) from error
 
@@ -93,15 +83,15 @@ class FolderWriter:
             CheckpointError: they cannot be written.
         """
         try:
-            self._temporary.mkdir(parents=True)
+            self._stack.enter_context(self._hidden).path.mkdir()
             for name, part in self._parts.items():
                 tensors = {key: self._tensors[key] for key in part}
-                writer = WeightsWriter(self._temporary / name, tensors, {"format": "pt"})
+                writer = WeightsWriter(self._hidden.path / name, tensors, {"format": "pt"})
                 self._stack.enter_context(writer)
                 self._writers.append(writer)
                 self._homes |= dict.fromkeys(part, writer)
         except BaseException as error:
-            self._clear()
+            self._stack.close()
             if isinstance(error, OSError):
                 raise self._not_written(error) from error
             raise
@@ -113,11 +103,7 @@ class FolderWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
         self._stack.close()
-        shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _not_written(self, error: OSError) -> CheckpointNotWritten:
         return CheckpointNotWritten(
@@ -131,7 +117,7 @@ class FolderWriter:
             "metadata": {"total_size": total},
             "weight_map": {key: places[key] for key in self._tensors},
         }
-        write_json(self._temporary / INDEX, content)
+        write_json(self._hidden.path / INDEX, content)
 
 
 def _divided(tensors: Mapping[str, Tensor], most: int) -> dict[str, list[str]]:

@@ -105,7 +105,7 @@ def sent_by_a_step(model: nn.Linear, make: Any, topology: hpczero.Topology) -> i
             before = sharding.collectives.stats.sent_nbytes["trade"]
             optimizer.step()
             sent = sharding.collectives.stats.sent_nbytes["trade"] - before
-        return int(sum(topology.gather(sent)))
+        return sum(map(int, topology.gather(sent)))
 
 
 @pytest.mark.ranks(2, 3)

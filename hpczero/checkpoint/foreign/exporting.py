@@ -13,10 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -36,7 +33,7 @@ from hpczero.checkpoint.foreign import safe_file as safefile
 from hpczero.checkpoint.foreign.safe_file import DTYPES, Entry
 from hpczero.checkpoint.places import checkpoints_at
 from hpczero.errors import CheckpointNotWritten, ConfigError, CorruptCheckpoint
-from hpczero.files.durable import sync
+from hpczero.files.hidden import Hidden
 from hpczero.files.regular import kind_of, reason
 
 if TYPE_CHECKING:
@@ -171,31 +168,21 @@ def _write(stored: Stored, out: Path, form: Form) -> Exported:
     names = _Names(stored, form)
     entries = [*_parameters(stored, form), *_buffers(stored)]
     nbytes = sum(entry.nbytes for entry in entries)
-    temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _check_room(out.parent, nbytes)
-        if form.format == "torch":
-            _write_torch(temporary, entries, names.tied)
-        else:
-            temporary.mkdir()
-            if names.config is not None:
-                safefile.write_json(temporary / "config.json", names.config)
-            safefile.write_all(temporary, entries, names.metadata(), form.shard_mib * 2**20)
-            sync(temporary)
-        temporary.rename(out)
-        with suppress(OSError):  # it is there; whoever exports it again is told so
-            sync(out.parent)
+        with Hidden(out) as hidden:
+            _check_room(out.parent, nbytes)
+            if form.format == "torch":
+                _write_torch(hidden.path, entries, names.tied)
+            else:
+                hidden.path.mkdir()
+                if names.config is not None:
+                    safefile.write_json(hidden.path / "config.json", names.config)
+                safefile.write_all(hidden.path, entries, names.metadata(), form.shard_mib * 2**20)
+            hidden.commit()
     except OSError as error:
         raise CheckpointNotWritten(
             f"{out}: cannot be written ({os.strerror(error.errno or 0)}); check the path, space and permissions"
         ) from error
-    finally:
-        if os.path.isdir(temporary):
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            with suppress(OSError):  # never made, or the error that ends it
-                temporary.unlink()
     return Exported(stored.path, stored.manifest.step, len(entries), nbytes)
 
 

@@ -125,9 +125,8 @@ def _parts(values: Tensor) -> Sequence[Tensor]:
     """Views along the longest dimension, so that what a check makes of each is small beside a large tensor."""
     if values.numel() <= CHECKED_NUMEL:
         return [values]
-    longest = max(values.shape)
-    dim = values.shape.index(longest)
-    return torch.split(values, max(1, CHECKED_NUMEL * longest // values.numel()), dim)
+    dim = values.shape.index(max(values.shape))
+    return values.chunk(-(-values.numel() // CHECKED_NUMEL), dim)
 
 
 def may_overflow(source: torch.dtype, dtype: torch.dtype) -> bool:
