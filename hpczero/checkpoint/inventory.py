@@ -47,9 +47,7 @@ class Inventory:
 
     def __init__(self, sharding: Sharding, share: Share) -> None:
         """See ``create``."""
-        self._sharding = sharding
-        self.plan = sharding.plan
-        self._share = share
+        self._sharding, self.plan, self._share = sharding, sharding.plan, share
         alone = self.only_trained
         self.table = share.table.trained() if alone else share.table
         self.units = [unit for unit in sharding.units if unit.spec.trainable or not alone]
