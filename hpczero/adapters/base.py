@@ -109,7 +109,11 @@ class Adapter:
         return loss
 
     def metric(self, model: nn.Module, *batch: Tensor) -> Tensor:
-        """``metric_name`` as a mean over the samples of a batch, a scalar. The model is in eval mode."""
+        """``metric_name`` as a mean over the samples of a batch, a scalar. The model is in eval mode.
+
+        Under a pipeline ``model`` gives the outputs of the last stage: it may be called once, with the inputs, and has
+        no other part.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} has the metric {self.metric_name!r} and no metric(model, *batch)"
         )

@@ -23,6 +23,7 @@ from hpczero.models.presets import PRESETS
 from hpczero.options.parallel import LayoutOptions
 from hpczero.options.reading import parse_command_line
 from hpczero.plan.layouts import Place, layout_report
+from hpczero.plan.plan import STATE_BYTES
 from hpczero.plan.precision import Precision
 from hpczero.plan.sizing import Fit, Machine, fit
 from hpczero.plan.transports import Named, fastest_transport
@@ -70,6 +71,8 @@ class Options:
         sequence: tokens per sample; None: the context of the preset, 1024 without one.
         precision: of parameters, activations and the wire; masters and sums are fp32 in any case.
         reduce: of gradients' partial sums that travel between nodes and between replicas: fp32 or bf16.
+        optimizer: adamw, as training takes; adamw8bit: hpczero.optim.AdamW8bit of a program of your own, 2.125 bytes of
+            state for each element instead of 8.
         micro_batch: samples per rank and forward that must fit.
         accumulation: forwards of a step; with more than one, whole gradients of each rank wait for the last.
         stage: the stage that must fit; given, the command ends with 78 where it does not.
@@ -94,6 +97,7 @@ class Options:
     sequence: int | None = None
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     reduce: Literal["fp32", "bf16"] = "fp32"
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     micro_batch: int = 1
     accumulation: int = 1
     stage: Literal[0, 1, 2, 3] | None = None
@@ -182,6 +186,11 @@ def _where(options: Options) -> tuple[Described | None, int | None]:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')}: got {value}, expected at least 1")
+    if options.machine is not None and options.optimizer != "adamw":
+        raise ConfigError(
+            f"--machine: the time of a step with --optimizer {options.optimizer} is not known; give --memory and "
+            "--ranks-per-node instead, which give bytes"
+        )
     described = None if options.machine is None else load_machine(options.machine)
     per_node = options.ranks_per_node
     if per_node is None and described is not None:
@@ -228,6 +237,7 @@ def build_report(options: Options) -> Report:
             sequence=sequence,
             micro_batch=options.micro_batch,
             accumulation=options.accumulation,
+            optimizer_bytes=STATE_BYTES[options.optimizer],
         )
 
     def step(row: Fit, on: Described) -> Prediction:
@@ -255,6 +265,7 @@ def build_report(options: Options) -> Report:
         ranks_per_node=per_node,
         transport=transport,
         precision=options.precision,
+        optimizer=options.optimizer,
         micro_batch=options.micro_batch,
         fits=fits,
         recommendation="",

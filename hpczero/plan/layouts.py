@@ -45,6 +45,10 @@ class Sizes(Protocol):
         """Of gradients' partial sums between nodes and replicas."""
 
     @property
+    def optimizer(self) -> str:
+        """Name of ``hpczero.plan.plan.STATE_BYTES``."""
+
+    @property
     def micro_batch(self) -> int:
         """Samples of one forward."""
 
@@ -98,6 +102,7 @@ def layout_report(options: Sizes, config: GPTConfig, sequence: int, place: Place
         secondary=parallel.secondary,
         schedule=parallel.order,
         interleave=parallel.interleave,
+        optimizer=options.optimizer,
     )
     transport = place.transport(spread.shards.local, spread.shards.nodes)
     rows = []

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 UnitRule = Callable[["nn.Module"], list[tuple[str, ...]]]
 ADAM_STATE_BYTES = 8
+# Bytes of state for each element, by the name that the plan command has for an optimizer.
+STATE_BYTES = {"adamw": ADAM_STATE_BYTES, "adamw8bit": 17 / 8}
+STATE_TITLES = {"adamw": "optimizer (Adam)", "adamw8bit": "optimizer (8 bits)"}
 
 
 @dataclass(frozen=True)

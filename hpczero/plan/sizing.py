@@ -18,7 +18,7 @@ from hpczero.plan.activations import EVERYTHING_KEPT, Activations
 from hpczero.plan.footprint import Footprint, footprint_of
 from hpczero.plan.layout import ShardLayout
 from hpczero.plan.memory import MemoryPlan
-from hpczero.plan.plan import FP32_BYTES, Plan, Stage
+from hpczero.plan.plan import ADAM_STATE_BYTES, FP32_BYTES, Plan, Stage
 from hpczero.plan.precision import Precision
 from hpczero.plan.traffic import TrafficPlan
 from hpczero.plan.transports import Named
@@ -328,6 +328,7 @@ def fit(
     sequence: int,
     micro_batch: int = 1,
     accumulation: int = 1,
+    optimizer_bytes: float = ADAM_STATE_BYTES,
 ) -> Fit:
     """Whether ``model`` fits at ``stage``, and with which micro batch.
 
@@ -340,9 +341,10 @@ def fit(
         sequence: tokens per sample.
         micro_batch: samples per rank in one forward and backward.
         accumulation: forwards per step. With more than one, ``accumulated_nbytes`` are needed too.
+        optimizer_bytes: state per element, as of ``Plan.memory``.
     """
     plan = blockwise_plan(shapes, num_shards=machine.ranks, stage=stage, precision=precision)
-    memory = plan.memory(footprint=machine.footprint)
+    memory = plan.memory(optimizer_bytes=optimizer_bytes, footprint=machine.footprint)
     waiting = accumulated_nbytes(plan, accumulation, footprint=machine.footprint)
     room = machine.memory_nbytes - memory.total - waiting
 

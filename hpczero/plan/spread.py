@@ -23,7 +23,7 @@ from hpczero.options.parallel import Schedule
 from hpczero.plan.footprint import Footprint, footprint_of
 from hpczero.plan.held import Held, bubble, forwards_alive
 from hpczero.plan.parts import TIED, Part, part_of_gpt
-from hpczero.plan.plan import Plan, Stage
+from hpczero.plan.plan import STATE_BYTES, Plan, Stage
 from hpczero.plan.precision import DType, Precision
 from hpczero.plan.sizing import accumulated_nbytes, blockwise_plan
 from hpczero.plan.spans import Span, span_of
@@ -89,6 +89,7 @@ class Spread:
         interleave: groups of blocks on each stage.
         transport: between the ranks that share parameters.
         on_device: whether ranks compute on devices.
+        optimizer: name of ``STATE_BYTES``.
     """
 
     model: GPTConfig
@@ -106,6 +107,7 @@ class Spread:
     interleave: int = 1
     transport: Named = "hierarchical"
     on_device: bool = False
+    optimizer: str = "adamw"
 
     def as_json(self) -> dict[str, object]:
         """For programs: everything but the model."""
@@ -217,7 +219,7 @@ class Spread:
     def shares(self, place: int) -> Shares:
         """Bytes of one rank of stage ``place``. All ranks of a stage hold as much, padding included."""
         plan, held, footprint = self.plan(place), self.held(place), self.footprint
-        memory = plan.memory(footprint=footprint)
+        memory = plan.memory(optimizer_bytes=STATE_BYTES[self.optimizer], footprint=footprint)
         whole = self.itemsize * sum(unit.layout.padded_numel for unit in plan.units)
         unsharded, kept = memory.unsharded, 0
         if self.holds_units and not footprint.lasting:

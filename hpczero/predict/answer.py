@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hpczero.models.config import GPTConfig, parameter_count
+from hpczero.plan.plan import STATE_TITLES
 from hpczero.plan.sizing import Fit, Machine, fewest_ranks
 from hpczero.predict.model import Prediction
 
@@ -34,6 +35,7 @@ class Report:
     device: str = "cpu"
     machine_title: str = ""
     predictions: tuple[Prediction, ...] = ()
+    optimizer: str = "adamw"
 
     @property
     def smallest(self) -> Fit | None:
@@ -116,7 +118,7 @@ def rows(report: Report) -> list[tuple[str, list[str]]]:
         nbytes("parameters", lambda row: row.memory.parameters),
         nbytes("master", lambda row: row.memory.master),
         nbytes("gradients", lambda row: row.memory.gradients),
-        nbytes("optimizer (Adam)", lambda row: row.memory.optimizer),
+        nbytes(STATE_TITLES[report.optimizer], lambda row: row.memory.optimizer),
         nbytes("unsharded, peak", lambda row: row.memory.unsharded),
         nbytes("exchange buffer", lambda row: row.memory.exchange),
         nbytes(f"total, {unit}", lambda row: row.memory.total),
@@ -168,6 +170,7 @@ def as_json(report: Report) -> dict[str, object]:
         "config": dataclasses.asdict(report.config),
         "sequence": report.sequence,
         "precision": report.precision,
+        "optimizer": report.optimizer,
         "ranks": report.machine.ranks,
         "ranks_per_node": report.ranks_per_node,
         "transport": report.transport,

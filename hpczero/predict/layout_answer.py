@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from hpczero.job.mesh import DEGREES
 from hpczero.models.config import parameter_count
+from hpczero.plan.plan import STATE_TITLES
 from hpczero.plan.sent import Sent, Wire, sent_by
 from hpczero.plan.spans import rank_map
 from hpczero.plan.spread import Shares, Spread
@@ -129,6 +130,8 @@ def _table(report: LayoutReport) -> str:
 
     kept = [held(label, name) for label, name in HELD]
     kept = [(label, cells) for label, cells in kept if label in ALWAYS or any(map(_above, cells))]
+    states = {ADAM: STATE_TITLES[report.rows[0].spread.optimizer]}
+    kept = [(states.get(label, label), cells) for label, cells in kept]
     table = [
         (
             f"{unit} per rank",
@@ -148,11 +151,12 @@ def _table(report: LayoutReport) -> str:
     )
 
 
+ADAM = STATE_TITLES["adamw"]
 HELD = (
     ("parameters", "parameters"),
     ("master", "master"),
     ("gradients", "gradients"),
-    ("optimizer (Adam)", "optimizer"),
+    (ADAM, "optimizer"),
     ("second shard", "secondary"),
     ("whole for the step", "held"),
     ("unsharded, peak", "unsharded"),
@@ -161,7 +165,7 @@ HELD = (
     ("activations", "activations"),
     ("between stages", "boundary"),
 )
-ALWAYS = ("parameters", "gradients", "optimizer (Adam)", "activations")
+ALWAYS = ("parameters", "gradients", ADAM, "activations")
 SENT = tuple(
     (f"  {name}", name) for name in ("shards", "replicas", "tensor", "context", "pipeline", "ties")
 )

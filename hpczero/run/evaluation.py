@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from hpczero.accelerator import Accelerator
+from hpczero.adapters.base import Adapter
 from hpczero.job.topology import Topology
-from hpczero.run.passes import Loss, Passes, PlainPasses
+from hpczero.run.passes import Passes
 from hpczero.run.starting.reading import HeldOutSet
 from hpczero.zero.access import finish_update
 from hpczero.zero.sharding import KEY
@@ -45,7 +46,7 @@ class Evaluation:
         micro_batch: int,
         every: int,
         steps: int,
-        metric: Loss | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         """Not collective.
 
@@ -58,13 +59,11 @@ class Evaluation:
             micro_batch: samples of one forward.
             every: steps between evaluations; 0 evaluates after the last step alone.
             steps: number of steps of the run.
-            metric: another mean over the samples of a batch, from the model and its tensors; None: the loss alone.
+            adapter: whose metric is told too; None, or one without a metric: the loss alone.
         """
         self._measuring: Passes | None = None
-        if metric is not None:
-            self._measuring = PlainPasses(
-                model, loss=metric, accumulation=1, accelerator=accelerator
-            )
+        if adapter is not None and adapter.metric_name:
+            self._measuring = passes.measuring(adapter)
         self._model, self._held_out, self._passes = model, held_out, passes
         self._topology, self._accelerator = topology, accelerator
         self._micro_batch, self._every, self._steps = micro_batch, every, steps

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import hpczero
 from hpczero.accelerator import Accelerator
 from hpczero.adapters.base import Adapter
-from hpczero.errors import StepError
+from hpczero.errors import ConfigError, StepError
+from hpczero.job.group import Group
 from hpczero.options.parallel import LayoutOptions
 from hpczero.parallel.pipeline.runner import Pipeline
 from hpczero.parallel.tensor import own_tokens
@@ -77,6 +78,10 @@ class Passes(Protocol):
         Args:
             parts: of each forward its tensors, inputs and targets, then the number of samples.
         """
+        ...
+
+    def measuring(self, adapter: Adapter) -> Passes:
+        """Passes whose ``held_out`` sums the adapter's metric instead of the loss. Not collective."""
         ...
 
     @property
@@ -143,6 +148,16 @@ class PlainPasses:
             total += found.item() * number
         return total
 
+    def measuring(self, adapter: Adapter) -> Passes:
+        """As of every way."""
+        return PlainPasses(
+            self._model,
+            loss=adapter.metric,
+            accumulation=1,
+            accelerator=self._accelerator,
+            own=self._own,
+        )
+
 
 class PipelinePasses:
     """Of a stage of a pipeline, whose micro batches pass from stage to stage."""
@@ -151,6 +166,7 @@ class PipelinePasses:
         self,
         pipeline: Pipeline,
         *,
+        group: Group,
         accelerator: Accelerator,
         own: Callable[[Tensor], Tensor] = whole_samples,
     ) -> None:
@@ -158,10 +174,12 @@ class PipelinePasses:
 
         Args:
             pipeline: of the stage.
+            group: the stages.
             accelerator: device of the stage.
             own: as of ``PlainPasses``.
         """
-        self._pipeline, self._accelerator, self._own = pipeline, accelerator, own
+        self._pipeline, self._group = pipeline, group
+        self._accelerator, self._own = accelerator, own
 
     def take(
         self, number: int, samples: Samples, watch: Stopwatch, finish: Callable[[], None]
@@ -189,10 +207,69 @@ class PipelinePasses:
             total += mean * number * len(alike)
         return total
 
+    def measuring(self, adapter: Adapter) -> Passes:
+        """As of every way."""
+        named = {"group": self._group, "accelerator": self._accelerator, "own": self._own}
+        return PipelineMeasuring(adapter, self._pipeline, **named)
+
     @property
     def waited_s(self) -> float:
         """Seconds that this stage has waited for messages so far: the bubble is among them."""
         return self._pipeline.messages.stats.waited_s
+
+
+class _Outputs(nn.Module):
+    """A model that has been called already: gives the outputs that a pipeline has made of some inputs, once."""
+
+    def __init__(self, inputs: Tensor, outputs: Any) -> None:
+        super().__init__()
+        self._inputs, self._outputs = inputs, [outputs]
+
+    def forward(self, *inputs: Any) -> Any:
+        """The outputs. Raises ConfigError for anything but one call with the inputs."""
+        if len(inputs) != 1 or inputs[0] is not self._inputs or not self._outputs:
+            raise ConfigError("the model is called twice, or with others than the inputs")
+        return self._outputs.pop()
+
+
+class PipelineMeasuring(PipelinePasses):
+    """Of a stage of a pipeline, whose last stage has an adapter's metric of what comes out; all stages are told it."""
+
+    def __init__(self, adapter: Adapter, pipeline: Pipeline, **named: Any) -> None:
+        """Not collective.
+
+        Args:
+            adapter: has the metric.
+            pipeline: of the stage.
+            named: as of ``PipelinePasses``.
+        """
+        super().__init__(pipeline, **named)
+        self._adapter = adapter
+
+    def held_out(self, parts: Iterable[tuple[Any, ...]]) -> float:
+        """The metric summed over samples.
+
+        Raises:
+            ConfigError: the metric needs more of the model than its outputs for the inputs; on every stage.
+        """
+        total = 0.0
+        for number, group in itertools.groupby(parts, key=lambda part: part[2]):
+            alike = [(self._own(x), self._own(y)) for x, y, _ in group]
+            outputs = self._pipeline.outputs([x for x, _ in alike])
+            with self._group.agreed(f"measure the {self._adapter.metric_name}"):
+                for (x, y), found in zip(alike, outputs or [], strict=False):  # of the last stage
+                    total += self._measured(x, y, found) * number
+        return self._group.total(total)
+
+    def _measured(self, x: Tensor, y: Tensor, outputs: Any) -> float:
+        try:
+            return checked(self._adapter.metric(_Outputs(x, outputs), x, y), "metric").item()
+        except Exception as error:
+            raise ConfigError(
+                f"{type(self._adapter).__name__}.metric: with parallel.pipeline above 1 it may call model(inputs) "
+                f"once, and no other part of the model, which lies on other stages ({type(error).__name__}: {error}); "
+                "write it so, or leave metric_name empty"
+            ) from error
 
 
 def passes_of(
@@ -227,4 +304,4 @@ def passes_of(
             own=own,
         )
     pipeline = Pipeline(model, micro_batches=accumulation, schedule=options.order)
-    return PipelinePasses(pipeline, accelerator=accelerator, own=own)
+    return PipelinePasses(pipeline, group=topology.pipeline, accelerator=accelerator, own=own)

@@ -28,7 +28,7 @@ from hpczero.plan.batch import Batch
 from hpczero.planner.choice import Foretold
 from hpczero.run.checkpoints import RunCheckpoints, Start
 from hpczero.run.evaluation import Evaluation
-from hpczero.run.passes import Loss, Passes, passes_of
+from hpczero.run.passes import Passes, passes_of
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
 from hpczero.run.results.records import Records
@@ -383,11 +383,5 @@ def _evaluation(asked: _Asked, samples: _Samples, model: nn.Module, passes: Pass
         micro_batch=asked.batch.micro_batch,
         every=asked.config.evaluation.every,
         steps=asked.config.train.steps,
-        metric=_metric(asked),
+        adapter=asked.adapter,
     )
-
-
-def _metric(asked: _Asked) -> Loss | None:
-    """The adapter's own metric; None without one, and where no rank can call the whole model."""
-    has_one = asked.adapter.metric_name and asked.config.parallel.pipeline == 1
-    return asked.adapter.metric if has_one else None

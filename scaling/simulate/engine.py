@@ -242,7 +242,7 @@ def _passes(
     pipeline.messages = RecordedStageMessages(
         recorder, state.topology.pipeline, chunks=spread.interleave, form=form
     )
-    return PipelinePasses(pipeline, accelerator=device, own=own)
+    return PipelinePasses(pipeline, group=state.topology.pipeline, accelerator=device, own=own)
 
 
 def _samples(spread: Spread, number: int, micro: int) -> tuple[Any, Any]:  # Any: numpy arrays

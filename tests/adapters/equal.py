@@ -94,7 +94,7 @@ def sharded_run(
         micro_batch=2,
         every=0,
         steps=STEPS,
-        metric=adapter.metric if adapter.metric_name else None,
+        adapter=adapter,
     ).after(STEPS)
     assert found is not None, "due after the last step"
     hpczero.release(model)

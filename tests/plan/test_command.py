@@ -257,3 +257,32 @@ def test_partial_sums_in_bf16_send_fewer_bytes_between_replicas_and_nodes() -> N
     plain = [plan_json(*sizes, "--reduce", dtype)["stages"][2] for dtype in ("fp32", "bf16")]
     full, half = (row["traffic"]["reduce_scatter_nbytes"] for row in plain)
     assert half * 2 == full  # between nodes; inside they share memory
+
+
+def test_table_names_the_optimizer_and_counts_its_bytes() -> None:
+    sizes = ("--model", "gpt2-xl", "--ranks", "8", "--memory", "32GB", "--transport", "flat")
+    eight_bits = ("--optimizer", "adamw8bit")
+    plain, eight = plan(*sizes), plan(*sizes, *eight_bits)
+    ratio = [
+        float(b.replace(",", "")) / float(a.replace(",", ""))
+        for a, b in zip(
+            cells(plain.stdout, "optimizer (Adam)"),
+            cells(eight.stdout, "optimizer (8 bits)"),
+            strict=True,
+        )
+    ]
+    assert ratio == pytest.approx([17 / 64] * 4, rel=0.02)  # of two digits
+    degrees = ("--parallel.tensor", "2")
+    plain, eight = plan(*sizes, *degrees), plan(*sizes, *degrees, *eight_bits)
+    one, other = (
+        cells(plain.stdout, "optimizer (Adam)"),
+        cells(eight.stdout, "optimizer (8 bits)"),
+    )
+    assert float(other[0]) / float(one[0]) == pytest.approx(17 / 64, rel=0.02)
+
+
+def test_time_of_a_step_with_states_in_8_bits_is_refused() -> None:
+    sizes = ("--model", "gpt-8b", "--ranks", "64", "--machine", "dgx-h100")
+    done = plan(*sizes, "--optimizer", "adamw8bit")
+    assert done.returncode == 78
+    assert "--machine: the time of a step with --optimizer adamw8bit is not known" in done.stderr
