@@ -263,13 +263,14 @@ class PipelineMeasuring(PipelinePasses):
 
     def _measured(self, x: Tensor, y: Tensor, outputs: Any) -> float:
         try:
-            return checked(self._adapter.metric(_Outputs(x, outputs), x, y), "metric").item()
+            found = self._adapter.metric(_Outputs(x, outputs), x, y)
         except Exception as error:
             raise ConfigError(
                 f"{type(self._adapter).__name__}.metric: with parallel.pipeline above 1 it may call model(inputs) "
                 f"once, and no other part of the model, which lies on other stages ({type(error).__name__}: {error}); "
                 "write it so, or leave metric_name empty"
             ) from error
+        return checked(found, "metric").item()
 
 
 def passes_of(
