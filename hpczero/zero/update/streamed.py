@@ -291,7 +291,8 @@ class StreamedUpdate(TakenStep):
         values, gradient = self._operands(window, staged)
         states: dict[Any, Any] = optimizer.state
         groups = optimizer.param_groups
-        self._empty_groups()
+        for group in groups:
+            group["params"] = []
         elements = window.elements
         taken: list[tuple[Pieces, nn.Parameter, slice]] = []
         for run in window.runs:
