@@ -6,6 +6,8 @@ optimizer is (``optimizers``) or which modules form units (``plan``).
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -20,6 +22,12 @@ from hpczero.plan.placement import part_of
 from hpczero.plan.precision import Precision
 from hpczero.zero.units.guard import is_guarded
 
+ALIENS = ("torch", "deepspeed")
+WRAPPERS = (
+    *("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"),
+    *("DeepSpeedEngine", "PipelineEngine"),
+)
+
 
 def check_modules(model: nn.Module, precision: Precision, *, trains: bool) -> None:
     """Refuse what torch or the optimizer would fail at later, or what would make ranks differ.
@@ -32,6 +40,7 @@ def check_modules(model: nn.Module, precision: Precision, *, trains: bool) -> No
     Raises:
         PlanError: the message names the module or parameter, and what to do instead.
     """
+    _check_alien(model)
     for name, parameter in model.named_parameters():
         if is_guarded(parameter):
             raise PlanError(
@@ -62,6 +71,29 @@ def check_embeddings(model: nn.Module, *, trains: bool) -> None:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             title = f"module {name or 'model'!r} ({type(module).__name__})"
             _check_embedding(title, module, trains=trains and module.weight.requires_grad)
+
+
+def _check_alien(model: nn.Module) -> None:
+    """Refuse what other programs have wrapped or cut already. Their classes are known by name, so none is imported."""
+    told = (
+        "give zeroify the plain model, before it is wrapped or cut (of DDP: model.module). DDP, FSDP2 and DTensor "
+        "alone run over MPI by hpczero.bridge"
+    )
+    for name, module in model.named_modules():
+        if wrapper := _alien_base(module, WRAPPERS):
+            raise PlanError(
+                f"module {name or 'model'!r} is a {wrapper}, which shares gradients or parameters among ranks itself; "
+                f"{told}"
+            )
+    for name, parameter in model.named_parameters():
+        if _alien_base(parameter, ("DTensor",)):
+            raise PlanError(f"parameter {name!r} is a DTensor, cut over ranks already; {told}")
+
+
+def _alien_base(thing: object, names: Collection[str]) -> str:
+    """The first class of ``thing`` that is torch's or DeepSpeed's and has one of ``names``; empty where none has."""
+    kinds = [kind for kind in type(thing).__mro__ if kind.__name__ in names]
+    return next((k.__name__ for k in kinds if k.__module__.split(".")[0] in ALIENS), "")
 
 
 def _check_memory(model: nn.Module) -> None:

@@ -71,6 +71,30 @@ def test_buffers_that_differ_by_rank(refused: Refusal) -> None:
     refused(PlanError, r"rank\(s\) \[1\] built another model", model, adamw(model))
 
 
+# --- what other programs have wrapped or cut
+
+
+class Wrapped(nn.parallel.DistributedDataParallel):
+    """As DDP stands around a model; it needs no process group."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+def test_model_in_ddp(refused: Refusal, model: MLP) -> None:
+    said = r"module 'model' is a DistributedDataParallel, .*give zeroify the plain model.*model\.module"
+    refused(PlanError, said, Wrapped(model), adamw(model))
+
+
+def test_part_that_fsdp2_has_cut(refused: Refusal, model: MLP) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    part = model.layers[0]
+    part.__class__ = type("FSDPPart", (FSDPModule, type(part)), {})
+    refused(PlanError, r"module 'layers\.0' is a FSDPModule, which", model, adamw(model))
+
+
 # --- modules
 
 
