@@ -9,9 +9,20 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.mpirun import ROOT, Finished, run_command, run_ranks
+from tests.helpers.transcripts import commands_of
 
 EXAMPLES = ROOT / "examples"
 LIMIT_S = 90.0  # they take a few seconds on an idle machine
+# Of the list, run here with the same words.
+COMMANDS = {
+    f"mpirun -n {ranks} .venv/bin/python examples/{name}": (ranks, name)
+    for name, ranks in {
+        "own_loop.py": 2,
+        "convnet.py": 2,
+        "resume_later.py": 2,
+        "split_your_own.py": 4,
+    }.items()
+}
 FELL = re.compile(r"^loss fell from ([\d.]+) to ([\d.]+)", re.MULTILINE)
 
 
@@ -41,6 +52,7 @@ def test_every_example_is_in_the_list_and_is_run_here() -> None:
     }
     listed = re.findall(r"^\| \[([\w.]+)\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(names)
+    assert COMMANDS.keys() <= {shown.text for shown in commands_of(EXAMPLES / "README.md")}
 
 
 @pytest.mark.limit(LIMIT_S + 30)

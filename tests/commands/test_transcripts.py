@@ -7,6 +7,7 @@ page itself states. So a new command on a page is run from its first day.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -19,6 +20,7 @@ import pytest
 import tyro
 
 from hpczero.options.reading import parse_command_line
+from tests import test_examples as examples
 from tests.data.test_old_tokens import old_file
 from tests.helpers.mpirun import ROOT
 from tests.helpers.transcripts import (
@@ -73,7 +75,8 @@ class Verdict:
 
     Attributes:
         how: ``type`` in the copy; ``ask`` a real SLURM whether it would take it (its partition has 25 nodes of 16 fake
-            GPUs); ``parse`` by the program itself, where it would measure for minutes and has tests of its own; ``no``.
+            GPUs); ``parse`` by the program itself, where it would measure for minutes and has tests of its own;
+        ``elsewhere`` by a test of its own, with the same words; ``no``.
         needs: a pattern that every page with this command must have: what it takes to run it as it stands.
         before, after: what is typed around it; options after it ask for less work, never for other work.
         instead: (text on the page, text that is typed).
@@ -143,6 +146,9 @@ TABLE = {
     ),
     "make docs": Verdict(shows="build/docs"),
     'pip install ".[hf]"': Verdict(after="--no-deps --no-build-isolation --quiet"),
+    "make examples": Verdict(shows="graphsage")
+    if os.environ.get("HPCZERO_TEST_ALL") == "1"
+    else Verdict(after="-n", shows=r"examples/adapters.py --ranks"),  # --only gcn is typed
     "pip install .": Verdict(after="--no-deps --no-build-isolation --quiet"),
     "mpirun -n 2 .venv/bin/python first.py": Verdict(
         shows=r"step 0: loss \d.*step 100: loss 0\.\d"
@@ -212,11 +218,18 @@ TABLE = {
     ),
     "mpirun -n 2 python -m scaling.tiers": Verdict(after="--workload tiny --rounds 1 --fio_mib 0"),
     "mpirun -n 2 python -m scaling.transports": Verdict(after="--workload tiny --rounds 1"),
-    "mpirun -n 8 python -m scaling.layouts": Verdict(after=ONE_LAYOUT),
+    "mpirun -n 8 python -m scaling.layouts": Verdict(instead=("-n 8", "-n 2"), after=ONE_LAYOUT),
     "python -m tests.cluster --hosts 4 --ranks-per-host 2 --rate 250 -- -m scaling.layouts --rate_mbit 250 "
-    "--emulated": Verdict(after=ONE_LAYOUT, needs="root"),
+    "--emulated": Verdict(
+        instead=("--hosts 4 --ranks-per-host 2", "--hosts 2 --ranks-per-host 1"),
+        after=ONE_LAYOUT,
+        needs="root",
+    ),
     "mpirun -n 8 python -m scaling.simulate.check": Verdict(
-        code=78, shows="expected several: links between nodes", needs="on emulated hosts"
+        code=78,
+        instead=("-n 8", "-n 2"),
+        shows="expected several: links between nodes",
+        needs="on emulated hosts",
     ),
     "python -m scaling.simulate": Verdict(after="--model gpt2 --ranks 16 --ranks_per_node 8"),
     "python -m scaling.hostcost": Verdict(after="--model gpt2 --ranks 64 --ranks_per_node 8"),
@@ -251,6 +264,8 @@ TABLE = {
     ),
     "python -m scaling.predict --scale": Verdict(shows="host / compute"),
 }
+
+TABLE.update(dict.fromkeys(examples.COMMANDS, Verdict("elsewhere")))
 
 SHOWN = [shown for page in PAGES for shown in commands_of(page)]
 ONCE = list({shown.text: shown for shown in SHOWN}.values())

@@ -26,6 +26,9 @@ PROGRAM = r"make|mpirun|srun|sbatch|scancel|scontrol|touch|pip|(?:\.venv/bin/)?p
 # name, and `srun --mpi=...` the form of an option.
 TYPED = re.compile(rf"(?:[A-Z][A-Z0-9_]*=(?:\"[^\"]*\"|\S+) )*(?:{PROGRAM}) \S(?!.*=\.\.\.$)")
 SCRIPT_MARK = "#SBATCH"  # a block with such a line is a job script, not lines to type
+PATIENCE = (
+    "OMPI_MCA_odls_base_sigkill_timeout"  # with it a job that is refused ends two minutes later
+)
 VARIABLE = re.compile(r"\b((?:OMPI|PRTE)_[A-Za-z_]+)=([^\s`,;]+)")
 
 
@@ -70,8 +73,9 @@ def without_comment(line: str) -> str:
 
 
 def named_variables(page: Path) -> dict[str, str]:
-    """Open MPI's variables that a page gives values: what it says root and full machines want."""
-    return dict(VARIABLE.findall(page.read_text()))
+    """Open MPI's variables that a page gives values, without ``PATIENCE``: what it says root and full machines want."""
+    found = dict(VARIABLE.findall(page.read_text()))
+    return {name: value for name, value in found.items() if name != PATIENCE}
 
 
 SETUP = "install/setup.sh"

@@ -175,10 +175,11 @@ def test_activations_agree_with_the_memory_profiler(
 ) -> None:
     base = GPTConfig(vocab_size=400, context=128, layers=3, hidden=128, heads=4)
     config = dataclasses.replace(base, **changes, checkpoint_activations=checkpointing)
-    tokens = torch.randint(0, 400, (32, 128), generator=torch.Generator().manual_seed(0))
+    batch = 32 if dtype == torch.float32 else 8  # a host computes in bf16 ten times as long
+    tokens = torch.randint(0, 400, (batch, 128), generator=torch.Generator().manual_seed(0))
     measured = peak_nbytes(GPT(config).to(dtype), tokens)
     predicted = activation_nbytes(
-        config, sequence=128, batch=32, itemsize=dtype.itemsize, checkpointing=checkpointing
+        config, sequence=128, batch=batch, itemsize=dtype.itemsize, checkpointing=checkpointing
     )
     # Left out on purpose: norm and softmax statistics, rotary tables, weight gradients in flight.
     assert measured == pytest.approx(predicted, rel=0.05)
