@@ -94,24 +94,25 @@ def prepare(
     with team.agreed("look at what is to be replaced"):
         if team.rank == 0:
             check()  # now: the training of a tokenizer may take hours
-    if not 0 < validation_fraction < 1:
-        raise ConfigError(
-            f"got a validation fraction of {validation_fraction}, expected 0 < fraction < 1"
-        )
-    if not isinstance(tokenizer, str) and vocab_size is not None:
-        raise ConfigError(
-            f"got a vocabulary of {vocab_size} for a tokenizer that exists, which has its own; leave the size out"
-        )
-    if tokenizer == "bytes" and vocab_size not in (None, ByteTokenizer.vocab_size):
-        raise ConfigError(
-            f"got a vocabulary of {vocab_size} for the bytes tokenizer, which has {ByteTokenizer.vocab_size}; "
-            "leave the size out, or use the bpe tokenizer"
-        )
-    cut = round(corpus.nbytes * (1 - validation_fraction))
-    if not 0 < cut < corpus.nbytes:
-        raise DataError(
-            f"the corpus has {corpus.nbytes} bytes, too few to hold out {validation_fraction}; use more text"
-        )
+    with team.agreed("look at what is asked for"):  # all ranks find the same; one of them says so
+        if not 0 < validation_fraction < 1:
+            raise ConfigError(
+                f"got a validation fraction of {validation_fraction}, expected 0 < fraction < 1"
+            )
+        if not isinstance(tokenizer, str) and vocab_size is not None:
+            raise ConfigError(
+                f"got a vocabulary of {vocab_size} for a tokenizer that exists, which has its own; leave the size out"
+            )
+        if tokenizer == "bytes" and vocab_size not in (None, ByteTokenizer.vocab_size):
+            raise ConfigError(
+                f"got a vocabulary of {vocab_size} for the bytes tokenizer, which has {ByteTokenizer.vocab_size}; "
+                "leave the size out, or use the bpe tokenizer"
+            )
+        cut = round(corpus.nbytes * (1 - validation_fraction))
+        if not 0 < cut < corpus.nbytes:
+            raise DataError(
+                f"the corpus has {corpus.nbytes} bytes, too few to hold out {validation_fraction}; use more text"
+            )
     chosen = ByteTokenizer() if isinstance(tokenizer, str) else tokenizer
     if tokenizer == "bpe":
         size = BPE_VOCAB if vocab_size is None else vocab_size

@@ -139,6 +139,21 @@ def test_what_one_rank_meets_is_the_error_of_all_and_leaves_nothing(
     parallel_assert(comm, [path.name for path in folder.iterdir()] == ["texts"])
 
 
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+def test_too_little_text_is_one_error_of_all_ranks(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    if comm.rank == 0:
+        (folder / "one").write_bytes(b"q")
+    comm.Barrier()
+    team = Ranks(topology)
+    found = Corpus.of_paths([folder / "one"], team=team)
+    raises_on_all(
+        comm, DataError, "too few to hold out", lambda: prepare(found, folder / "t.h5", team=team)
+    )
+
+
 def test_command_on_ranks_writes_the_file_of_one_process(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts")
     prepare(Corpus.of_paths([texts]), tmp_path / "alone.h5")
