@@ -6,6 +6,12 @@ what the calls do.
 MPI matches the calls of a communicator by their order. torch's programs start calls and wait later. Calls of several
 groups may overtake each other. Each group therefore has a thread of its own, which makes its calls in the order in
 which they were started. A call that is waited for at once, while nothing is under way, is made where it is started.
+
+[Note: Calls of a callback]
+A callback of a future (PowerSGD's) starts a call and waits for it. It runs on the group's thread where the first call
+was still under way, and in the program where it had ended. A thread that queued the call would wait for itself. It
+makes the call at once instead: before whatever else is in the queue, as the program does on a rank where nothing was.
+So all ranks have one order.
 """
 
 from __future__ import annotations
@@ -157,6 +163,9 @@ class Line:
             limit_s: as ``Started``.
         """
         started = Started(what, result, limit_s)
+        if threading.current_thread() is self._thread:  # see [Note: Calls of a callback]
+            self._make(started, call)
+            return started
         with self._count:
             here = not later and limit_s is None and self._waiting == 0
             if not (here and self._running.acquire(blocking=False)):

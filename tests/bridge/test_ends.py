@@ -111,6 +111,30 @@ def test_ranks_in_different_calls_all_raise_the_same_error(
         parallel_assert(comm, torch.equal(ones, torch.full((3,), float(comm.size))))
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 3)
+def test_callback_may_make_a_call_and_wait_for_it(comm: MPI.Intracomm) -> None:
+    """As PowerSGD's hook does. On rank 0 it surely runs on the thread of the group, and another call waits already."""
+
+    def again(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        doubled = future.value()[0] * 2
+        found: torch.Tensor = dist.all_reduce(doubled, async_op=True).get_future().wait()[0]
+        return found
+
+    with bridge(comm):
+        if comm.rank:
+            comm.recv(source=0)
+        found = dist.all_reduce(torch.ones(3), async_op=True).get_future().then(again)
+        behind = torch.ones(5)
+        work = dist.all_reduce(behind, async_op=True)
+        if comm.rank == 0:
+            for rank in range(1, comm.size):
+                comm.send(None, dest=rank)
+        right = found.wait().tolist() == [2.0 * comm.size**2] * 3
+        work.wait()
+        parallel_assert(comm, right and behind.tolist() == [comm.size] * 5)
+
+
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 def test_calls_that_cannot_be_are_refused_where_they_are_made(comm: MPI.Intracomm) -> None:
