@@ -133,4 +133,29 @@ def _of_peft(model: Any) -> Adapted:
                 bool(module.fan_in_fan_out),
             )
         )
-    return Adapted(model.get_base_model(), tuple(products), adapter)
+    found = Adapted(model.get_base_model(), tuple(products), adapter)
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if not _is_mergeable(model, name, found):
+            raise ConfigError(
+                f"{name!r} is neither of a product of peft's nor of a layer below one, expected nothing else to merge; "
+                "write it by finetune.save_adapter(model, folder) and merge with peft"
+            )
+    return found
+
+
+def _is_mergeable(model: Any, name: str, adapted: Adapted) -> bool:
+    """Whether the merged weights have the parameter under its plain name, or the product that it is of."""
+    if adapted._is_product(name):
+        return True
+    module = model.get_base_model()
+    parts = name.removeprefix(PEFT_PREFIX).split(".")
+    for place, part in enumerate(parts):
+        if type(module).__module__.startswith("peft."):
+            if part == "original_module":  # left out: another stands for it
+                return bool(getattr(module, "modules_to_save", None))
+            if part not in ("base_layer", "modules_to_save"):
+                return False
+            if part == "modules_to_save":
+                return parts[place + 1] == adapted.adapter
+        module = getattr(module, part)
+    return True

@@ -25,6 +25,7 @@ from hpczero.errors import CheckpointNotWritten, ConfigError
 from hpczero.files.hidden import Hidden, is_free
 from hpczero.finetune.adapted import PEFT_PREFIX, Adapted, Product, is_peft
 from hpczero.finetune.lowrank import CHILD, LowRank, merged
+from hpczero.hf.peft_names import saved_by_peft
 from hpczero.zero.full_state import StateByUnit
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.whole_model import is_whole
@@ -63,12 +64,13 @@ def save_adapter(
         if state.topology.is_root:
             with _made(folder) as temporary:
                 if is_peft(model):
-                    model.save_pretrained(  # type: ignore[operator]
-                        str(temporary),
-                        state_dict=values,
-                        save_embedding_layers=False,
-                        **({} if adapter is None else {"selected_adapters": [adapter]}),
-                    )
+                    with saved_by_peft(model, values) as given:
+                        model.save_pretrained(  # type: ignore[operator]
+                            str(temporary),
+                            state_dict=given,
+                            save_embedding_layers=False,
+                            **({} if adapter is None else {"selected_adapters": [adapter]}),
+                        )
                 else:
                     _write_own(model, values, temporary, base)
     return folder

@@ -175,6 +175,62 @@ def test_a_layer_that_trains_whole_goes_with_the_adapter(
     parallel_assert(comm, not wrong, wrong)
 
 
+def with_whole_modules(**options: Any) -> Any:
+    """peft's products, and what ``options`` of its configuration train beside them."""
+    import peft
+
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **options)
+        return peft.get_peft_model(base("llama"), config).eval()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("names", [["lm_head"], ["embed_tokens", "lm_head"]])
+def test_modules_that_peft_trains_whole_are_in_both_kinds_of_files(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, stage: int, names: list[str]
+) -> None:
+    """``modules_to_save``, as peft itself adds for a classifier; peft asks such a module for its state dict."""
+    model = with_whole_modules(modules_to_save=names)
+    optimizer = optimizer_of(model)
+    with zeroified(model, optimizer, topology=topology, stage=stage):
+        for step in range(3):
+            ids = tokens(comm.rank, step)
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        finetune.save_adapter(model, folder / "adapter")
+        finetune.save_merged(model, folder / "merged")
+    wrong = ""
+    if comm.rank == 0:
+        import peft
+        import transformers
+
+        plain = trained_in_one_process(with_whole_modules(modules_to_save=names), comm.size)
+        ids = tokens(0, 99)
+        with torch.no_grad():
+            expected = plain(input_ids=ids).logits
+            load: Any = transformers.AutoModelForCausalLM.from_pretrained
+            again = [
+                load(folder / "merged"),
+                peft.PeftModel.from_pretrained(base("llama"), folder / "adapter"),
+            ]
+            apart = [(m(input_ids=ids).logits - expected).abs().max().item() for m in again]
+        wrong = "" if max(apart) <= 1e-6 else f"off by {apart}"
+    parallel_assert(comm, not wrong, wrong)
+
+
+def test_what_peft_trains_beside_products_is_not_left_out_of_merged_weights(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    """Trained rows of the embedding are no product; without them the folder would load, with other outputs."""
+    model = with_whole_modules(trainable_token_indices=[1, 2])
+    with zeroified(model, optimizer_of(model), topology=topology):
+        merge = partial(finetune.save_merged, model, folder / "merged")
+        raises_on_all(comm, ConfigError, "merge with peft", merge)
+        parallel_assert(comm, not (folder / "merged").exists())
+
+
 def test_dtype_names_and_kinds_that_cannot_be_are_refused_on_every_rank(
     comm: MPI.Intracomm, topology: Topology, folder: Path
 ) -> None:

@@ -27,6 +27,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 import hpczero
 from hpczero.errors import ConfigError, CorruptCheckpoint, DataError
+from hpczero.hf.peft_names import saved_by_peft
 from hpczero.hf.trainer.accelerator import MpiAccelerator, is_sharded
 from hpczero.hf.trainer.arguments import HpczeroTrainingArguments
 from hpczero.hf.trainer.weights import bring_in, put_in_place
@@ -326,11 +327,13 @@ class HpczeroTrainer(_Trainer):  # type: ignore[misc]
             self._exchange.on_root(lambda: bring_in(hidden, place, self.args), "save the model")
         else:
             state = self.accelerator.get_state_dict(self.model)
-            self._exchange.on_root(
-                lambda: self._save(str(place), state_dict=state), "save the model"
-            )
+            self._exchange.on_root(lambda: self._save_whole(place, state), "save the model")
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_whole(self, place: Path, state: Any) -> None:
+        with saved_by_peft(self.model, state) as given:
+            self._save(str(place), state_dict=given)
 
     def _tokenizer(self) -> Any:
         found = self.processing_class

@@ -292,7 +292,12 @@ def test_adapters_of_peft_train_and_are_saved_alone(comm: MPI.Intracomm, folder:
     def adapted() -> Any:
         model = llama()
         torch.manual_seed(9)
-        config = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        config = peft.LoraConfig(
+            r=3,
+            target_modules=["q_proj", "v_proj"],
+            modules_to_save=["lm_head"],  # peft asks this module for its state dict
+            task_type="CAUSAL_LM",
+        )
         return peft.get_peft_model(model, config)
 
     mine = plain(folder / "plain", GLOBAL_BATCH, adapted()) if comm.rank == 0 else None
