@@ -29,6 +29,7 @@ import hpczero
 from hpczero.errors import ConfigError, CorruptCheckpoint, DataError
 from hpczero.hf.peft_names import saved_by_peft
 from hpczero.hf.trainer.accelerator import MpiAccelerator, is_sharded
+from hpczero.hf.trainer.adapters import is_peft, load_adapter
 from hpczero.hf.trainer.arguments import HpczeroTrainingArguments
 from hpczero.hf.trainer.weights import bring_in, put_in_place
 
@@ -373,7 +374,9 @@ class HpczeroTrainer(_Trainer):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         """The weights of the best checkpoint, and the optimizer's state with them."""
         best = Path(self.state.best_model_checkpoint)
-        if self.args.save_only_model:
+        if self.args.save_only_model and is_peft(self.model):
+            load_adapter(best, self.model, self._exchange)
+        elif self.args.save_only_model:
             hpczero.checkpoint.import_weights(best, self.model)
         else:
             self._saved.load_weights(best, self.model)

@@ -314,6 +314,40 @@ def test_adapters_of_peft_train_and_are_saved_alone(comm: MPI.Intracomm, folder:
 
 
 @pytest.mark.ranks(2)
+def test_best_adapter_of_peft_is_loaded_at_the_end(comm: MPI.Intracomm, folder: Path) -> None:
+    """With ``save_only_model`` its folder has the adapter alone, under peft's names."""
+    import peft
+
+    from tests.hf.trainer.runs import done_with, llama, plain, train, trainer_over_mpi
+
+    def adapted() -> Any:
+        model = llama()
+        torch.manual_seed(9)
+        config = peft.LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        return peft.get_peft_model(model, config)
+
+    options = {
+        **SAVING,
+        "learning_rate": 0.5,
+        "warmup_steps": 8,
+        "save_only_model": True,
+        "load_best_model_at_end": True,
+        "lr_scheduler_type": "constant_with_warmup",
+    }
+    mine = None
+    if comm.rank == 0:
+        mine = plain(folder / "plain", GLOBAL_BATCH, adapted(), **options)
+    expected = comm.bcast(mine)
+    trainer = trainer_over_mpi(folder / "mpi", GLOBAL_BATCH // comm.size, adapted(), **options)
+    found = train(trainer, comm)
+    best = trainer.state.best_global_step
+    parallel_assert(comm, best in (2, 4, 6), f"{best}: {found.log}")
+    far = furthest(found.weights, expected.weights)
+    parallel_assert(comm, far < 1e-5, f"{far}")
+    done_with(trainer)
+
+
+@pytest.mark.ranks(2)
 def test_arguments_are_parsed_pickled_and_told_from_plain_ones(
     comm: MPI.Intracomm, folder: Path
 ) -> None:
