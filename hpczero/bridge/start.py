@@ -31,7 +31,7 @@ from hpczero.errors import (
     abort_job,
     install_abort_hook,
 )
-from hpczero.job.topology import Topology
+from hpczero.job.topology import Topology, check_launch
 from hpczero.options.environment import Environment
 
 BACKEND = "hpczero"
@@ -146,8 +146,8 @@ def init(
 
     Raises:
         ConfigError: torch.distributed has a default group already.
-        TopologyError: MPI lets one thread call it alone, or ``nodes`` does not name one node for each rank; on every
-            rank.
+        TopologyError: MPI lets one thread call it alone, the ranks that were started do not see each other, or
+            ``nodes`` does not name one node for each rank; on every rank.
     """
     if dist.is_initialized():
         raise ConfigError(
@@ -159,6 +159,8 @@ def init(
             "this MPI lets one thread call it at a time, but torch.distributed has calls of several groups under way; "
             "use an MPI with MPI_THREAD_MULTIPLE, and leave mpi4py.rc.thread_level as it is"
         )
+    if comm == MPI.COMM_WORLD:
+        check_launch(comm.size, Environment.read())
     if MPI.COMM_WORLD.size > 1:
         install_abort_hook()
     if BACKEND.upper() not in dist.Backend._plugins:

@@ -83,8 +83,10 @@ class Topology:
             ConfigError: HPCZERO_TIMEOUT is not a number of seconds, or the product of the degrees is not the size of
                 ``comm``.
             TopologyError: ``nodes`` does not name one node for each rank, or ranks were given other meshes; on every
-                rank.
+                rank. The ranks that were started do not see each other, where ``comm`` is MPI.COMM_WORLD.
         """
+        if comm == MPI.COMM_WORLD:
+            check_launch(comm.size, Environment.read())
         mesh = Mesh.of(comm.size) if mesh is None else Mesh.of(comm.size, **vars(mesh))
         if (
             MPI.COMM_WORLD.size > 1
@@ -146,7 +148,6 @@ class Topology:
             ConfigError: as ``create``.
             TopologyError: the ranks that were started do not see each other; and as ``create``.
         """
-        check_launch(MPI.COMM_WORLD.size, Environment.read())
         topology = cls.create(MPI.COMM_WORLD, nodes, mesh=mesh)
         for name, meant in misspelt() if topology.is_root else ():
             logger.warning("%s is a variable that nobody reads; is %s meant?", name, meant)

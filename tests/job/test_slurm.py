@@ -284,11 +284,18 @@ def test_innermost_launcher_says_how_many_ranks_there_are(
     assert (found.launched_by, found.launched_ranks) == launched
 
 
-def test_rank_that_torchrun_has_started_is_refused_with_what_to_type() -> None:
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import hpczero; hpczero.Topology.of_world()",
+        "import hpczero; from mpi4py import MPI; hpczero.Topology.create(MPI.COMM_WORLD)",
+        "import hpczero.bridge; from mpi4py import MPI; hpczero.bridge.init(MPI.COMM_WORLD)",
+    ],
+    ids=["of_world", "create", "bridge"],
+)
+def test_rank_that_torchrun_has_started_is_refused_with_what_to_type(program: str) -> None:
     by_torchrun = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
-    alone = run_command(
-        [sys.executable, "-c", "import hpczero; hpczero.Topology.of_world()"], 60, by_torchrun
-    )
+    alone = run_command([sys.executable, "-c", program], 60, by_torchrun)
     assert alone.returncode != 0, alone
     assert "MPI sees 1 rank, but WORLD_SIZE=2" in alone.stderr
     assert "mpirun -n 2 python" in alone.stderr
