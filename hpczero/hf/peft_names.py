@@ -24,9 +24,11 @@ def saved_by_peft(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[di
         values: whole parameters by name.
 
     Yields:
-        What to give it as ``state_dict``: ``values``, and the buffers of such modules.
+        What to give it as ``state_dict``: ``values``, and buffers.
     """
     given, asked = dict(values), []
+    if type(model).__module__.startswith("peft."):  # which takes out what belongs to the adapter
+        given |= {name: each for name, each in _all_buffers(model) if name not in given}
     for name, module in model.named_modules():
         whole = getattr(module, "modules_to_save", None)
         if not (type(module).__module__.startswith("peft.") and isinstance(whole, nn.ModuleDict)):
@@ -42,3 +44,11 @@ def saved_by_peft(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[di
     finally:
         for inner in asked:
             inner.__dict__.pop("state_dict", None)
+
+
+def _all_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Persistent buffers under each of their names: layers share some, and peft asks for one by a certain name."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer

@@ -220,6 +220,51 @@ def test_modules_that_peft_trains_whole_are_in_both_kinds_of_files(
     parallel_assert(comm, not wrong, wrong)
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "VeraConfig": {"r": 4, "target_modules": ["q_proj", "o_proj"]},  # shares frozen buffers
+    "IA3Config": {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    "LNTuningConfig": {},
+    "HRAConfig": {"r": 2, "target_modules": ["q_proj"]},
+    "FourierFTConfig": {"n_frequency": 8, "target_modules": ["v_proj"]},
+    "LoraConfig": {"r": 2, "target_modules": ["v_proj"], "bias": "all"},
+}
+
+
+def of_peft(kind: str) -> Any:
+    import peft
+
+    torch.manual_seed(3)
+    return peft.get_peft_model(base("llama"), getattr(peft, kind)(**KINDS[kind])).eval()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_adapter_of_peft_is_saved_as_peft_loads_it(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, stage: int, kind: str
+) -> None:
+    model = of_peft(kind)
+    optimizer = optimizer_of(model)
+    with zeroified(model, optimizer, topology=topology, stage=stage):
+        for step in range(3):
+            ids = tokens(comm.rank, step)
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        finetune.save_adapter(model, folder / "adapter")
+    wrong = ""
+    if comm.rank == 0:
+        import peft
+
+        plain = trained_in_one_process(of_peft(kind), comm.size)
+        ids = tokens(0, 99)
+        with torch.no_grad():
+            expected = plain(input_ids=ids).logits
+            again = peft.PeftModel.from_pretrained(base("llama"), folder / "adapter")
+            apart = (again(input_ids=ids).logits - expected).abs().max().item()
+        wrong = "" if apart <= 1e-6 else f"off by {apart}"
+    parallel_assert(comm, not wrong, wrong)
+
+
 def test_what_peft_trains_beside_products_is_not_left_out_of_merged_weights(
     comm: MPI.Intracomm, topology: Topology, folder: Path
 ) -> None:
