@@ -85,7 +85,10 @@ class Segment:
             return cls(file, memory)
         if file >= 0:
             os.close(file)
-        error = CommError(f"no shared memory for {what}: {problems[0]}")
+        error = CommError(
+            f"no shared memory for {what}: {problems[0]}; look at ulimit -v and at the size of {FOLDER} (of a container: "
+            "its --shm-size), or use transport flat, which shares none (HPCZERO_TRANSPORT=flat)"
+        )
         error.agreed = True
         raise error
 
