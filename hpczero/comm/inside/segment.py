@@ -86,8 +86,8 @@ class Segment:
         if file >= 0:
             os.close(file)
         error = CommError(
-            f"no shared memory for {what}: {problems[0]}; look at ulimit -v and at the size of {FOLDER} (of a container: "
-            "its --shm-size), or use transport flat, which shares none (HPCZERO_TRANSPORT=flat)"
+            f"no shared memory for {what}: {problems[0]}; look at ulimit -v and the size of {FOLDER} (--shm-size of a "
+            "container), or use transport flat, which shares none (HPCZERO_TRANSPORT=flat)"
         )
         error.agreed = True
         raise error
