@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 # Shards start on cache-line and NIC-friendly boundaries: 64 elements are 256 bytes in fp32, 128 in bf16.
@@ -85,18 +86,18 @@ class ShardLayout:
             offset += slots[-1].numel
         return cls(tuple(slots), num_shards, align)
 
-    @property
+    @cached_property  # a search over layouts asks millions of times
     def numel(self) -> int:
         """Elements of all parameters, padding excluded."""
         return self.slots[-1].stop if self.slots else 0
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """Elements of each shard, padding included; equal on every rank."""
         per_shard = -(-self.numel // self.num_shards)
         return -(-per_shard // self.align) * self.align
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         """Elements of the flat buffer, padding included."""
         return self.shard_numel * self.num_shards

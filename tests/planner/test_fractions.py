@@ -285,12 +285,13 @@ def test_a_model_that_never_fits_has_no_part_that_does() -> None:
     assert choice.too_large is not None
 
 
-def test_everything_at_once_is_searched_within_a_second() -> None:
+def test_everything_at_once_is_searched_in_seconds() -> None:
     model = PRESETS["gpt2-xl"]
     run = asked(model, micro_batch=64, offload=Offload())
     begin = time.process_time()
     choice = found(run, EVERYWHERE, 1.2e10, model)
-    assert time.process_time() - begin < 1.0
+    # Half a second where nothing else runs; minutes if a search tried all combinations in full.
+    assert time.process_time() - begin < 10.0
     assert choice.tried > 700
     assert choice.best is not None
     again = found(run, EVERYWHERE, 1.2e10, model)
