@@ -89,6 +89,7 @@ def add_frozen(model: nn.Module, optimizer: Any) -> None:
     optimizer.add_param_group({"params": [frozen]})
 
 
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
     ("change", "says"),
