@@ -102,7 +102,7 @@ class Background:
             what, before, operation, outcome = item
             if error is None:
                 try:
-                    with self._watchdog.collective(what):
+                    with self._watchdog.watch(what):
                         if lane is None:
                             self._accelerator.enter_thread()
                             lane = self._accelerator.lane()
@@ -112,5 +112,6 @@ class Background:
                         lane.finish()
                 except BaseException as failure:
                     error = failure
+                    self._watchdog.cut_off.hold(failure)
             outcome.settle(error)
             del item, before, operation, outcome  # they hold buffers

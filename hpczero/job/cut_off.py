@@ -43,20 +43,26 @@ class CutOff:
         self.alone = alone
         self._what: str | None = None
         self._why = ""
+        self._holds = False
 
     def happened(self) -> bool:
-        """Whether a call was cut off."""
-        return self._what is not None
+        """Whether a call was cut off, so that nothing may be given back."""
+        return self._holds
 
     def note(self, what: str, error: BaseException) -> None:
-        """``error`` leaves the call ``what``. An error that all ranks raise together cuts off nothing.
+        """``error`` leaves the call ``what``. An error that all ranks raise together cuts off nothing."""
+        self.hold(error)
+        if self._holds and self._what is None:
+            self._what, self._why = what, f"{type(error).__name__} ({error})"
 
-        Keeps all that the functions of the call hold: requests, buffers, the transport.
+    def hold(self, error: BaseException) -> None:
+        """Keep all that the functions hold which ``error`` has left: requests, buffers, the transport.
+
+        Calls go on: who waits for what the communication thread has failed in hears of that each time.
         """
         if self.alone or getattr(error, "agreed", False):
             return
-        if self._what is None:
-            self._what, self._why = what, f"{type(error).__name__} ({error})"
+        self._holds = True
         seen: BaseException | None = error
         while seen is not None:
             _keep_locals(seen.__traceback__)
