@@ -44,6 +44,8 @@ class Prepare:
     """bytes: one token per byte. bpe: byte pairs learned from the training split."""
     vocab_size: int | None = None
     """Size of the BPE vocabulary; None: 8192."""
+    vocab_text_mib: int | None = None
+    """MiB of the training split to learn the BPE vocabulary from, taken at even distances; None: 256."""
     validation_fraction: float = VALIDATION_FRACTION
     """Share of the text to hold out."""
     column: str | None = None
@@ -104,6 +106,7 @@ class Prepare:
             self.out,
             tokenizer=tokenizer,
             vocab_size=self.vocab_size,
+            vocab_text_mib=self.vocab_text_mib,
             validation_fraction=self.validation_fraction,
             team=team,
         )

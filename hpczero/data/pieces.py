@@ -104,6 +104,23 @@ def units(corpus: Corpus) -> Iterator[list[Place]]:
         yield unit
 
 
+def spread(blocks: Iterable[Place], cut: int, nbytes: int) -> Iterator[Place]:
+    """About ``nbytes`` of the training split, in whole blocks at even distances; all of it if it has no more.
+
+    Args:
+        blocks: of the corpus, in order.
+        cut: bytes of the training split.
+        nbytes: at least 1. Up to one block more is taken.
+    """
+    taken = 0
+    for place in blocks:
+        if place.position >= cut:
+            return
+        if taken * cut <= place.position * nbytes:
+            taken += min(place.nbytes, cut - place.position)
+            yield place
+
+
 def pieces(blocks: Iterable[Place], cut: int) -> Iterator[Piece]:
     """The text of ``blocks`` in order, with no piece across the cut."""
     for place in blocks:

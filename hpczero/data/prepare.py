@@ -25,7 +25,7 @@ import numpy as np
 
 from hpczero.data.corpus import Corpus
 from hpczero.data.dividing import LONG_WORD
-from hpczero.data.pieces import Piece, Place, pieces, places, small_pieces, units
+from hpczero.data.pieces import Piece, Place, pieces, places, small_pieces, spread, units
 from hpczero.data.targets import check_target
 from hpczero.data.team.base import Alone, Team
 from hpczero.data.token_writer import TRAIN, VALIDATION, Ids, TokenWriter, create
@@ -44,6 +44,7 @@ from hpczero.options.config import DataOptions
 
 VALIDATION_FRACTION = 0.05
 BPE_VOCAB = 8192
+BPE_TEXT_MIB = 256  # learned from: one rank reads it, and more changes a vocabulary of some ten thousand ids little
 SEAL_NUMEL = 2**22  # read at a time
 BATCH_NBYTES = 2**19  # tokenized at once
 ENCODERS = 2  # one makes arrays of what the library has found for it, while the library works for the other
@@ -60,6 +61,7 @@ def prepare(
     *,
     tokenizer: TokenizerName | Tokenizer = "bytes",
     vocab_size: int | None = None,
+    vocab_text_mib: int | None = None,
     validation_fraction: float = VALIDATION_FRACTION,
     progress: Progress | None = None,
     team: Team | None = None,
@@ -71,12 +73,15 @@ def prepare(
         out: Replaced if it is a token file and none of the texts. Anything else there is refused.
         tokenizer: "bytes", "bpe" trained on the training split by rank 0, or one that exists, equal on all ranks.
         vocab_size: Size of BPE's vocabulary, the separator included; None means 8192.
+        vocab_text_mib: MiB of the training split that BPE's vocabulary is learned from, in blocks of 4 MiB at even
+            distances; None means 256. A split that has no more is learned from whole.
         validation_fraction: Share of the bytes to hold out, between 0 and 1.
         progress: Told how far it is; None: that of the team.
         team: Ranks that share the work; None: this process alone. The file has the same bytes on any number of them.
 
     Raises:
-        ConfigError: The fraction or the vocabulary size is out of range, or bytes are given another vocabulary.
+        ConfigError: The fraction, the vocabulary size or its text is out of range, or a tokenizer that learns nothing
+            is given one of the latter.
         DataError: The corpus cannot be read or is too small to split, or ``out`` is not a token file or cannot be
             written; on every rank.
     """
@@ -99,6 +104,8 @@ def prepare(
             raise ConfigError(
                 f"got a validation fraction of {validation_fraction}, expected 0 < fraction < 1"
             )
+        if vocab_text_mib is not None:
+            _check_vocab_text(vocab_text_mib, tokenizer)
         if not isinstance(tokenizer, str) and vocab_size is not None:
             raise ConfigError(
                 f"got a vocabulary of {vocab_size} for a tokenizer that exists, which has its own; leave the size out"
@@ -116,8 +123,9 @@ def prepare(
     chosen = ByteTokenizer() if isinstance(tokenizer, str) else tokenizer
     if tokenizer == "bpe":
         size = BPE_VOCAB if vocab_size is None else vocab_size
+        most = (BPE_TEXT_MIB if vocab_text_mib is None else vocab_text_mib) * 2**20
         learnt = team.by_root(
-            "learn a vocabulary", lambda told: _learnt(corpus, cut, size, told).to_json()
+            "learn a vocabulary", lambda told: _learnt(corpus, cut, size, most, told).to_json()
         )
         chosen = from_json(learnt)
     share = -(-corpus.nbytes // team.size)
@@ -169,8 +177,20 @@ def _encoded(
             progress.advance(len(piece.text))
 
 
-def _learnt(corpus: Corpus, cut: int, vocab_size: int, progress: Progress) -> BPETokenizer:
-    """A tokenizer of the training split."""
+def _check_vocab_text(mib: int, tokenizer: TokenizerName | Tokenizer) -> None:
+    """Refuse an amount of text that is none, or that nothing would learn from."""
+    if mib < 1:
+        raise ConfigError(f"got {mib} MiB of text to learn the vocabulary from, expected at least 1")
+    if tokenizer != "bpe":
+        raise ConfigError(
+            f"got {mib} MiB of text to learn a vocabulary from, and only the bpe tokenizer learns one; leave it out"
+        )
+
+
+def _learnt(
+    corpus: Corpus, cut: int, vocab_size: int, most_nbytes: int, progress: Progress
+) -> BPETokenizer:
+    """A tokenizer of the training split, or of as much of it as ``most_nbytes``."""
     told = False
     current = Piece("", 0, b"", False, False)  # that is learned from
 
@@ -190,8 +210,9 @@ def _learnt(corpus: Corpus, cut: int, vocab_size: int, progress: Progress) -> BP
 
         def training_text() -> Iterator[bytes]:
             nonlocal current
-            progress.phase("count words", cut)
-            for current in takewhile(lambda piece: not piece.held_out, pieces(places(corpus), cut)):
+            progress.phase("count words", min(cut, most_nbytes))
+            chosen = spread(places(corpus), cut, most_nbytes)
+            for current in takewhile(lambda piece: not piece.held_out, pieces(chosen, cut)):
                 progress.advance(len(current.text))
                 yield current.text
             progress.phase("learn byte pairs")
