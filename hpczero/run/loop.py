@@ -22,6 +22,7 @@ from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.lock import RunLock
 from hpczero.run.setup import Given, Run, set_up
 from hpczero.run.starting.alike import check_same_options
+from hpczero.run.starting.contract import check_kind
 from hpczero.run.starting.factory import made_by_factory
 from hpczero.run.starting.room_check import RoomCheck
 from hpczero.run.stopping.signals import Signals
@@ -53,6 +54,7 @@ def train(
     if adapter is None:
         with topology.agreed("make the model's adapter"):
             adapter = made_by_factory(config.model)
+    check_kind(adapter, topology)
     given = Given(config, adapter, topology, accelerator, signals)
     overridden = [*config.model.overrides()]
     room = RoomCheck(topology, accelerator, title=config.model.title, overridden=overridden)

@@ -35,6 +35,7 @@ from hpczero.run.results.records import Records
 from hpczero.run.starting import resume
 from hpczero.run.starting.building import build, set_options
 from hpczero.run.starting.choosing import choose_settings, earlier_settings, taken_over
+from hpczero.run.starting.contract import check_card, check_numbers
 from hpczero.run.starting.flops import flops_per_unit
 from hpczero.run.starting.header import tell_header
 from hpczero.run.starting.planned import run_of
@@ -147,6 +148,7 @@ def set_up(given: Given, lock: RunLock, room: RoomCheck) -> Run | None:
     checkpointing = recompute_blocks(asked.config, asked.adapter, model, given.accelerator, room)
     with given.topology.agreed("ask the adapter for the card of its model"):
         card = resume.model_card(asked.config.model, asked.adapter.card())
+    check_card(card, given.topology, of=type(asked.adapter).__name__)
     identity = resume.identity(asked.config, asked.reading.identity(), card)
     deadline = Deadline(asked.environment)
     checkpoints = RunCheckpoints(asked.config, folder, model, lock=lock.lock)
@@ -281,6 +283,7 @@ def _hold_against_ranks_and_data(earlier: _Earlier) -> _Asked:
     except StoppedEarly:
         attempts.end(0, EXIT_REQUEUE)
         raise
+    check_numbers(adapter, topology)
     return _Asked(given, attempts, earlier.environment, adapter, batch, reading)
 
 

@@ -85,9 +85,13 @@ def _check_alien(model: nn.Module) -> None:
                 f"module {name or 'model'!r} is a {wrapper}, which shares gradients or parameters among ranks itself; "
                 f"{told}"
             )
-    for name, parameter in model.named_parameters():
-        if _alien_base(parameter, ("DTensor",)):
-            raise PlanError(f"parameter {name!r} is a DTensor, cut over ranks already; {told}")
+    for kind, tensors in (
+        ("parameter", model.named_parameters()),
+        ("buffer", model.named_buffers()),
+    ):
+        for name, tensor in tensors:
+            if _alien_base(tensor, ("DTensor",)):
+                raise PlanError(f"{kind} {name!r} is a DTensor, cut over ranks already; {told}")
 
 
 def _alien_base(thing: object, names: Collection[str]) -> str:

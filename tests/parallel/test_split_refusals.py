@@ -137,6 +137,29 @@ def test_ranks_with_other_models_are_told_before_they_wait(comm: MPI.Intracomm) 
         )
 
 
+@pytest.mark.parametrize(
+    ("member", "value"),
+    [
+        ("counts", ("first.heads",)),
+        ("entries", {"first": "input"}),
+        ("cut_before", ("first",)),
+        ("join_after", ("second",)),
+    ],
+)
+def test_ranks_with_other_rules_are_told_before_they_wait(
+    comm: MPI.Intracomm, member: str, value: Any
+) -> None:
+    model = with_(lambda m: setattr(m.first, "heads", 2))
+    other: dict[str, Any] = {member: value} if comm.rank else {}
+    with tensor_ranks(comm) as topology:
+        raises_on_all(
+            comm,
+            PlanError,
+            "rank 1 of 2 split a model with other parameters, .* rule",
+            lambda: split(model, topology, Rule(LAYERS, **other)),
+        )
+
+
 def test_one_rank_that_cannot_split_stops_all(comm: MPI.Intracomm) -> None:
     config = dataclasses.replace(CONFIG, positions="rotary") if comm.rank else CONFIG
     with tensor_ranks(comm) as topology:

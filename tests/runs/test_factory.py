@@ -113,10 +113,15 @@ REFUSED = {
 WRONG = """
 import numpy, torch
 import mine
+from hpczero.errors import launcher_rank
 
 
 class Wrong(mine.Spiral):
     pass
+
+
+def filled(name, tensor):
+    tensor.fill_(1)
 
 
 def build(kind):
@@ -134,6 +139,30 @@ def build(kind):
         "card_of_objects": ("card", lambda self: {"of": object()}),
         "no_card": ("card", lambda self: None),
         "metric_of_each": ("metric", lambda self, model, points, labels: labels),
+        "card_with_nan": ("card", lambda self: {"of": float("nan")}),
+        "context_0": ("context", 0),
+        "context_below_0": ("context", -3),
+        "context_half": ("context", 1.5),
+        "context_none": ("context", None),
+        "context_true": ("context", True),
+        "flops_0": ("flops_per_token", 0),
+        "flops_nan": ("flops_per_token", float("nan")),
+        "flops_text": ("flops_per_token", "many"),
+        "unit": ("unit", ""),
+        "metric_name": ("metric_name", None),
+        "reads_text": ("reads_text", "no"),
+        "transformer": ("transformer", {"layers": 3}),
+        "other_reads_text": ("reads_text", launcher_rank() == 1),
+        "other_meta": ("on_meta", launcher_rank() == 1),
+        "other_context": ("context", 1 + launcher_rank()),
+        "other_flops": ("flops_per_token", 1.5 + launcher_rank()),
+        "other_unit": ("unit", f"sample {launcher_rank()}"),
+        "other_metric": ("metric_name", "accuracy" if launcher_rank() else ""),
+        "other_card": ("card", lambda self: {"of": ["a", launcher_rank()]}),
+        "more_card": ("card", lambda self: {"of": 1} if launcher_rank() else {}),
+        "other_decay": ("decays", lambda self, name, parameter: launcher_rank() == 1),
+        "other_units": ("units", lambda self, model: [("0",)] if launcher_rank() else None),
+        "other_values": ("initializer", lambda self, model, seed: filled if launcher_rank() else None),
     }
     name, method = gives[kind]
     return type("Wrong", (Wrong,), {name: method})(4)
@@ -152,6 +181,30 @@ KINDS = {
     "card_of_objects": "gave what no checkpoint can hold (Object of type object is not JSON",
     "no_card": "gave what no checkpoint can hold ('NoneType' object is not iterable)",
     "metric_of_each": "metric of the adapter gave a tensor of shape (",
+    "card_with_nan": "gave what no checkpoint can hold (Out of range float values",
+    "context_0": "Wrong.context is 0, expected a whole number of at least 1",
+    "context_below_0": "Wrong.context is -3, expected",
+    "context_half": "Wrong.context is 1.5, expected",
+    "context_none": "Wrong.context is None, expected",
+    "context_true": "Wrong.context is True, expected",
+    "flops_0": "Wrong.flops_per_token is 0, expected a number above 0, or None",
+    "flops_nan": "Wrong.flops_per_token is nan, expected",
+    "flops_text": "Wrong.flops_per_token is 'many', expected",
+    "unit": "Wrong.unit is '', expected a word",
+    "metric_name": "Wrong.metric_name is None, expected a word",
+    "reads_text": "Wrong.reads_text is 'no', expected True or False",
+    "transformer": "Wrong.transformer is dict, expected an hpczero.models.GPTConfig",
+    "other_reads_text": "Wrong.reads_text is True, where rank 0 has False",
+    "other_meta": "Wrong.on_meta is True, where rank 0 has False",
+    "other_context": "Wrong.context is 2, where rank 0 has 1",
+    "other_flops": "Wrong.flops_per_token is 2.5, where rank 0 has 1.5",
+    "other_unit": "Wrong.unit is 'sample 1', where rank 0 has 'sample 0'",
+    "other_metric": "Wrong.metric_name is 'accuracy', where rank 0 has ''",
+    "other_card": "Wrong.card()['of'] is ['a', 1], where rank 0 has ['a', 0]",
+    "more_card": "Wrong.card()['of'] is 1, where rank 0 has missing",
+    "other_decay": "built another model, optimizer, stage",
+    "other_units": "the units that a rule makes of them",
+    "other_values": "What differs: initialize",
 }
 START = "--model.factory wrong:build --train.steps 1 --run.folder started --run.overwrite true"
 REFUSED |= {f'{START} --model.arguments {{"kind":"{kind}"}}': told for kind, told in KINDS.items()}
@@ -192,6 +245,28 @@ def test_what_a_factory_cannot_do_is_refused_by_name_on_every_rank(folder: Path)
             )
             assert lines[line] in text, (rank, line, text)
     assert not (folder / "runs").exists()
+
+
+def test_card_with_tuples_is_that_of_the_checkpoint_when_the_run_goes_on(folder: Path) -> None:
+    (folder / "stated.py").write_text(STATED)
+    for last in (1, 2):
+        job = train(folder, 1, model__factory="stated:build", train__steps=last)
+        assert job.returncode == 0, job
+    assert steps(folder) == [2, 1]
+
+
+STATED = """
+import mine
+
+
+class Stated(mine.Spiral):
+    def card(self):
+        return {"sizes": (2, 3), "by": {1: "a"}}
+
+
+def build():
+    return Stated(4)
+"""
 
 
 def test_plan_says_that_it_builds_nothing() -> None:

@@ -125,7 +125,9 @@ def _check_equal(model: nn.Module, topology: Topology, rule: Rule, *, sequence: 
         for name, p in (*model.named_parameters(), *model.named_buffers())
     ]
     layers = sorted((pattern, str(word)) for pattern, word in rule.layers.items())
-    mine = zlib.crc32(repr((facts, layers, sequence)).encode())
+    entries = sorted(rule.entries.items())
+    more = (rule.counts, rule.dropouts, entries, rule.cut_before, rule.join_after)
+    mine = zlib.crc32(repr((facts, layers, more, sequence)).encode())
     group = topology.world if part_of(model) is None else topology.tensor
     codes = group.gather(float(mine))
     if len(set(codes)) > 1:

@@ -15,6 +15,7 @@ from hpczero.data.sources import MixedBatches, Sources
 from hpczero.errors import ConfigError, DataError
 from hpczero.job.topology import Topology
 from hpczero.options.config import DataOptions, RunConfig
+from hpczero.run.starting.contract import an_adapter
 from hpczero.run.starting.own_samples import OwnBatches, OwnHeldOut, Rows
 from hpczero.run.starting.own_text import open_tokens
 from hpczero.run.starting.resume import DATA, TOKENIZER, data_of
@@ -174,10 +175,15 @@ def open_reading(
         style = config.log.progress
         tokens = open_tokens(config.data, topology, progress=style, signals=signals)
         with topology.agreed("give the model its vocabulary"):
-            adapter = adapter.with_vocabulary(tokens.vocab_size)
+            name = type(adapter).__name__
+            adapter = an_adapter(
+                adapter.with_vocabulary(tokens.vocab_size), f"{name}.with_vocabulary()"
+            )
             if config.data.documents == "separate":
                 check_separate(config)
-                adapter = adapter.with_separator(tokens.tokenizer.separator)
+                adapter = an_adapter(
+                    adapter.with_separator(tokens.tokenizer.separator), f"{name}.with_separator()"
+                )
             return TextReading(tokens), adapter
     with topology.agreed("open the samples of the adapter"):
         _check_no_text(config, type(adapter).__name__)

@@ -307,19 +307,21 @@ def identity(config: RunConfig, data: Mapping[str, Any], card: Mapping[str, Any]
 def model_card(options: ModelOptions, card: Mapping[str, Any]) -> dict[str, Any]:
     """What checkpoints and weights state of the model: the card of its adapter, and the factory it came from.
 
+    As a checkpoint gives it back: tuples are lists, for instance.
+
     Raises:
         ConfigError: the card is no mapping, or has what JSON cannot hold.
     """
     if options.factory is None:
         return dict(card)
     try:
-        json.dumps(dict(card))
+        stated: dict[str, Any] = json.loads(json.dumps(dict(card), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"model.factory: card() of {options.factory} gave what no checkpoint can hold ({error}), expected a "
             "mapping of numbers, texts, lists and mappings of them"
         ) from error
-    return {"factory": options.factory, "arguments": options.arguments or "{}", **card}
+    return {"factory": options.factory, "arguments": options.arguments or "{}", **stated}
 
 
 def check(found: Loaded, identity: Mapping[str, Any], steps: int, *, own: bool) -> None:

@@ -1,0 +1,71 @@
+"""DTensors as parameters, buffers and inputs of a model: a named error on every rank, and nothing half done."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from hpczero.errors import PlanError
+from tests.helpers.bridged import bridge
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import MLP, Refusal, adamw, mlp_input, raises_on_all, zeroified
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+def test_parameter_that_is_a_dtensor_is_refused_by_name(
+    comm: MPI.Intracomm, topology: Topology, placement: Shard | Replicate, stage: int
+) -> None:
+    with bridge(comm):
+        mesh, model = init_device_mesh("cpu", (comm.size,)), MLP()
+        layer = model.layers[1][0]  # type: ignore[index]
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [placement]))
+        refused = Refusal(comm, topology)
+        said = r"parameter 'layers\.1\.0\.weight' is a DTensor, cut over ranks already; give zeroify the plain"
+        refused(PlanError, said, model, adamw(model), stage=stage)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_buffer_that_is_a_dtensor_is_refused_by_name(
+    comm: MPI.Intracomm, topology: Topology, persistent: bool
+) -> None:
+    with bridge(comm):
+        mesh, model = init_device_mesh("cpu", (comm.size,)), MLP()
+        table = distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)])
+        model.register_buffer("table", table, persistent=persistent)
+        refused = Refusal(comm, topology)
+        said = r"buffer 'table' is a DTensor, cut over ranks already; give zeroify the plain"
+        refused(PlanError, said, model, adamw(model))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_input_that_is_a_dtensor_is_torchs_error_and_the_model_goes_on(
+    comm: MPI.Intracomm, topology: Topology, stage: int, precision: str
+) -> None:
+    """Plain torch refuses it too beside plain parameters."""
+    with bridge(comm):
+        mesh, model = init_device_mesh("cpu", (comm.size,)), MLP()
+        optimizer = adamw(model)
+        x = DTensor.from_local(mlp_input(comm.rank), mesh, [Shard(0)])
+        with zeroified(
+            model, optimizer, stage=stage, precision=precision, topology=topology
+        ) as sharding:
+            raises_on_all(comm, RuntimeError, "mixed torch.Tensor and DTensor", lambda: model(x))
+            for _ in range(2):
+                model(mlp_input(comm.rank)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            parallel_assert(comm, sharding.skipped_steps == 0)
