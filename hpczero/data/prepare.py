@@ -180,7 +180,9 @@ def _encoded(
 def _check_vocab_text(mib: int, tokenizer: TokenizerName | Tokenizer) -> None:
     """Refuse an amount of text that is none, or that nothing would learn from."""
     if mib < 1:
-        raise ConfigError(f"got {mib} MiB of text to learn the vocabulary from, expected at least 1")
+        raise ConfigError(
+            f"got {mib} MiB of text to learn the vocabulary from, expected at least 1"
+        )
     if tokenizer != "bpe":
         raise ConfigError(
             f"got {mib} MiB of text to learn a vocabulary from, and only the bpe tokenizer learns one; leave it out"
