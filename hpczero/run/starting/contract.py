@@ -130,7 +130,7 @@ def _count(name: str, member: str, got: Any) -> int:
 def _flops(name: str, got: Any) -> float | None:
     if got is None:
         return None
-    if isinstance(got, numbers.Real) and not isinstance(got, bool) and 0 < got < math.inf:
+    if isinstance(got, numbers.Real) and not isinstance(got, bool) and 0 < float(got) < math.inf:
         return float(got)
     raise ConfigError(
         f"model.factory: {name}.flops_per_token is {shown(got)}, expected a number above 0, or None: torch counts them"
