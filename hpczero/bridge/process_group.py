@@ -22,6 +22,8 @@ from hpczero.bridge.messages import Message, Messages
 from hpczero.bridge.reductions import Reduction
 from hpczero.bridge.tensors import (
     Target,
+    all_apart,
+    apart,
     check,
     check_apart,
     check_equal,
@@ -190,8 +192,12 @@ class Reducing(Calls):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _scatter_sum(self, out: Tensor, parts: Tensors, reduction: Reduction) -> None:
-        target = Target(out)
-        self.exchange.reduce_scatter(parts, target.flat, reduction)
+        target, rank = Target(out), self.exchange.rank
+        given = [
+            apart(part, [target.flat], same=target.flat if number == rank else None)
+            for number, part in enumerate(parts)
+        ]
+        self.exchange.reduce_scatter(given, target.flat, reduction)
         target.done()
 
 
@@ -206,7 +212,7 @@ class Moving(Reducing):
         def call() -> None:
             for rows, inp in zip(outs, inps, strict=True):
                 targets = [Target(row) for row in rows]
-                self.exchange.all_gather(flat(inp), [target.flat for target in targets])
+                self._gather_all(inp, [target.flat for target in targets])
                 for target in targets:
                     target.done()
 
@@ -237,12 +243,16 @@ class Moving(Reducing):
             for out, inp in zip(outs, inps, strict=True):
                 target = Target(out)
                 rows = target.flat.view(size, inp.numel()).unbind()
-                self.exchange.all_gather(flat(inp), rows)
+                self._gather_all(inp, rows)
                 target.done()
 
         return self.start("all_gather_single", [*outs, *inps], call, list(outs), opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def _gather_all(self, inp: Tensor, rows: Tensors) -> None:
+        own = apart(flat(inp), rows, same=rows[self.exchange.rank])
+        self.exchange.all_gather(own, rows)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Started:
         """One rank's tensor to all. Collective over the group."""
@@ -264,8 +274,9 @@ class Moving(Reducing):
 
         def call() -> None:
             targets = [Target(row) for row in rows]
-            found = [target.flat for target in targets] if rows else None
-            self.exchange.gather(flat(inps[0]), found, root)
+            found = [target.flat for target in targets]
+            own = apart(flat(inps[0]), found, same=found[root] if rows else None)
+            self.exchange.gather(own, found or None, root)
             for target in targets:
                 target.done()
 
@@ -280,8 +291,8 @@ class Moving(Reducing):
 
         def call() -> None:
             target = Target(outs[0])
-            given = [flat(part) for part in parts] if parts else None
-            self.exchange.scatter(given, target.flat, root)
+            given = all_apart([flat(part) for part in parts], [target.flat])
+            self.exchange.scatter(given or None, target.flat, root)
             target.done()
 
         return self.start("scatter", [*outs, *parts], call, outs, opts)
@@ -309,7 +320,8 @@ class MPIProcessGroup(Moving):
 
         def call() -> None:
             targets = [Target(out) for out in outs]
-            self.exchange.all_to_all([flat(i) for i in inps], [t.flat for t in targets])
+            into = [target.flat for target in targets]
+            self.exchange.all_to_all(all_apart([flat(each) for each in inps], into), into)
             for target in targets:
                 target.done()
 
@@ -330,7 +342,8 @@ class MPIProcessGroup(Moving):
 
         def call() -> None:
             target = Target(out)
-            self.exchange.all_to_all(torch.split(flat(inp), ours), torch.split(target.flat, theirs))
+            given = apart(flat(inp), [target.flat])
+            self.exchange.all_to_all(torch.split(given, ours), torch.split(target.flat, theirs))
             target.done()
 
         return self.start("all_to_all_single", [out, inp], call, out, opts)

@@ -103,6 +103,39 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1)
 
 
+def apart(source: Tensor, targets: Sequence[Tensor], *, same: Tensor | None = None) -> Tensor:
+    """``source``, or a copy of it where a call would fill some of it before all of it is read.
+
+    Args:
+        source: flat.
+        targets: flat, that the call fills.
+        same: one of them, which may lie exactly where ``source`` does.
+    """
+    for target in targets:
+        exact = target is same and target.data_ptr() == source.data_ptr()
+        if not exact and _share_memory(source, target):
+            return source.clone()
+    return source
+
+
+def all_apart(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+    """As ``apart``, of each of ``sources``."""
+    begin = min((each.data_ptr() for each in targets if each.numel()), default=0)
+    end = max((_end(each) for each in targets if each.numel()), default=0)
+    return [
+        apart(each, targets) if each.data_ptr() < end and begin < _end(each) else each
+        for each in sources
+    ]
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() < _end(other) and other.data_ptr() < _end(one)
+
+
+def _end(tensor: Tensor) -> int:
+    return tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
 class Target:
     """Memory that a call fills, for a tensor of any strides.
 

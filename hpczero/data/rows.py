@@ -189,14 +189,18 @@ def _hashing(
     """Hash a part, in steps of a block. It is then the last ``into``."""
     file = _opened(path)
     whole, table, first = hashlib.sha256(), [], 0
-    num_rows = file.num_rows(part)
+    num_rows, at_once = file.num_rows(part), 1
     while first < num_rows:
         block, taken, nbytes = xxhash.xxh3_64(), 0, 0
-        for row in file.rows(column, part, first, min(STEP_ROWS, num_rows - first)):
-            _add(row, block, whole)
-            taken, nbytes = taken + 1, nbytes + len(row)
-            if nbytes >= corpus.BLOCK_NBYTES:
-                break
+        most = min(STEP_ROWS, num_rows - first)
+        while taken < most and nbytes < corpus.BLOCK_NBYTES:
+            # All that are asked for are looked at, so no more than the block is likely to have.
+            for row in file.rows(column, part, first + taken, min(at_once, most - taken)):
+                _add(row, block, whole)
+                taken, nbytes = taken + 1, nbytes + len(row)
+                if nbytes >= corpus.BLOCK_NBYTES:
+                    break
+            at_once = max(taken, 1)
         if nbytes:
             table.append(RowBlock(first, taken, nbytes, block.intdigest()))
         first += taken
@@ -236,7 +240,8 @@ class _File:
                 groups = range(self._groups.num_row_groups)
                 lengths = [self._groups.metadata.row_group(part).num_rows for part in groups]
             else:
-                begins = path.open("rb").read(len(IPC_FILE))
+                with path.open("rb") as file:
+                    begins = file.read(len(IPC_FILE))
                 ipc = self._arrow.ipc
                 read = ipc.open_file if begins == IPC_FILE else ipc.open_stream
                 self._table = read(self._arrow.memory_map(os.fspath(path))).read_all()

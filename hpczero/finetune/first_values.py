@@ -55,7 +55,7 @@ class _Ranges:
         if not _is_drawn(name):
             self._base.fill_range(name, shape, start, values)
             return
-        whole = torch.empty(shape)
+        whole = torch.empty(shape, dtype=torch.float32, device="cpu")
         draw(name, whole, self._seed)
         values.copy_(whole.view(-1)[start : start + len(values)])
 
@@ -67,8 +67,9 @@ class _Known(_Ranges):
         super().__init__(base, seed)
         self._files = base
 
-    def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._files.bind({name: each for name, each in parameters.items() if not _is_drawn(name)})
+    def bind(self, parameters: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+        loaded = {name: each for name, each in parameters.items() if not _is_drawn(name)}
+        self._files.bind(loaded, model)
 
     def fingerprint(self, name: str) -> int:
         if _is_drawn(name):
@@ -77,4 +78,4 @@ class _Known(_Ranges):
 
 
 def _is_drawn(name: str) -> bool:
-    return name.endswith((f"{CHILD}.A", f"{CHILD}.B"))
+    return f".{name}".endswith((f".{CHILD}.A", f".{CHILD}.B"))

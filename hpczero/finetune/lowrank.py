@@ -160,7 +160,7 @@ def lora(
         )
         for part, parameter in (("A", product.A), ("B", product.B)):
             if not parameter.is_meta:
-                values = torch.empty(parameter.shape)
+                values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
                 draw(f"{name}.{CHILD}.{part}", values, seed)
                 parameter.data.copy_(values)
         product.train(module.training)

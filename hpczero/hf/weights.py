@@ -60,16 +60,17 @@ class FolderWeights:
         """Bytes of values that this rank has read so far."""
         return self._folder.nbytes_read
 
-    def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def bind(self, parameters: Mapping[str, nn.Parameter], model: nn.Module) -> None:
         """Follow parameters of the model to where they are now: under other names, in another order. Not collective.
 
         Args:
             parameters: of the model that is about to get values, by name.
+            model: that has them, or some of them; a copy of the one that was loaded, too.
 
         Raises:
             PlanError: one of them was not there when the model was loaded, or had another shape.
         """
-        self._known.bind(parameters)
+        self._known.bind(parameters, model)
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         """Fill one whole parameter in place, fp32 on the CPU. Not collective; errors are those of ``fill_range``."""

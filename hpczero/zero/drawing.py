@@ -61,11 +61,12 @@ class KnownValues(RangeInitializer, Protocol):
     Persistent buffers of the model have their values before ``zeroify``.
     """
 
-    def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def bind(self, parameters: Mapping[str, nn.Parameter], model: nn.Module) -> None:
         """Find out which parameters will be asked for, before any is; a name may be another's since values were found.
 
         Args:
             parameters: those that this rank has whole, by their names in the whole model.
+            model: this rank's.
 
         Raises:
             PlanError: there are no values of one of them.
@@ -90,7 +91,7 @@ def bind(initialize: object, model: nn.Module, part: ModelPart | None) -> None:
         placement = (part or ModelPart(())).placement(name, tuple(parameter.shape))
         if placement.dim is None:
             found[placement.name] = parameter
-    initialize.bind(found)
+    initialize.bind(found, model)
 
 
 class Drawing:

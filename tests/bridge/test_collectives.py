@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -168,6 +168,83 @@ def test_collective_is_that_of_gloo(comm: MPI.Intracomm, program: Program, one_n
         or not torch.allclose(one, other, rtol=within, atol=within, equal_nan=True)
     ]
     parallel_assert(comm, not wrong, str(wrong))
+
+
+def gathered_over_its_input(whole: Tensor, size: int) -> Tensor:
+    dist.all_gather_single(whole, whole[: len(whole) // size])
+    return whole
+
+
+def listed_over_its_input(whole: Tensor, size: int) -> Tensor:
+    dist.all_gather(list(whole.chunk(size)), whole[1 : 1 + len(whole) // size])
+    return whole
+
+
+def summed_over_its_input(whole: Tensor, size: int) -> Tensor:
+    part = whole[: len(whole) // size]
+    dist.reduce_scatter_single(part, whole)
+    return part
+
+
+def listed_sum_over_its_input(whole: Tensor, size: int) -> Tensor:
+    parts = list(whole.chunk(size))
+    dist.reduce_scatter(parts[-1], parts)
+    return parts[-1]
+
+
+def exchanged_in_place(whole: Tensor, size: int) -> Tensor:
+    dist.all_to_all_single(whole, whole)
+    return whole
+
+
+def listed_exchange_in_place(whole: Tensor, size: int) -> Tensor:
+    parts = list(whole.chunk(size))
+    dist.all_to_all(parts, parts[::-1])
+    return whole
+
+
+def gathered_at_one(whole: Tensor, size: int) -> Tensor:
+    rows = list(whole.chunk(size)) if dist.get_rank() == size - 1 else None
+    dist.gather(whole[: len(whole) // size], rows, dst=size - 1)
+    return whole
+
+
+def scattered_from_one(whole: Tensor, size: int) -> Tensor:
+    parts = list(whole.chunk(size))
+    dist.scatter(parts[-1], parts if dist.get_rank() == 0 else None, src=0)
+    return parts[-1]
+
+
+IN_PLACE = (
+    *(gathered_over_its_input, listed_over_its_input, summed_over_its_input),
+    *(listed_sum_over_its_input, exchanged_in_place, listed_exchange_in_place),
+    *(gathered_at_one, scattered_from_one),
+)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("one_node", [True, False])
+@pytest.mark.parametrize("rows", [4, 120_000])
+def test_what_a_call_fills_may_overlap_what_it_reads(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, one_node: bool, rows: int
+) -> None:
+    """Each result is that of a call whose input is a copy, which nothing fills."""
+    wrong = []
+    with bridge(comm, None if one_node else two_nodes(comm)):
+        for program in IN_PLACE:
+            found = program(values(comm.rank, (comm.size * rows, 7)), comm.size).clone()
+            with monkeypatch.context() as patch:
+                for name in ("apart", "all_apart"):
+                    patch.setattr(f"hpczero.bridge.process_group.{name}", copied)
+                expected = program(values(comm.rank, (comm.size * rows, 7)), comm.size)
+            if not torch.equal(found, expected):
+                wrong.append(program.__name__)
+    parallel_assert(comm, not wrong, str(wrong))
+
+
+def copied(source: Any, targets: Sequence[Tensor], **_: object) -> Any:
+    return source.clone() if isinstance(source, Tensor) else [each.clone() for each in source]
 
 
 @pytest.mark.mpi

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hpczero.data import Corpus, TokenFile, corpus, pieces, prepare
+from hpczero.data import rows as rows_of
 from hpczero.data import token_writer as tokenwriter
 from hpczero.data.rows import corpus_of
 from hpczero.data.team.ranks import Ranks
@@ -137,6 +138,24 @@ def test_rows_are_the_bytes_that_a_plain_loop_gives(tmp_path: Path, form: str) -
         assert counted == sum(1 for row in rows if row) < len(rows)
         nbytes = file.train.text_nbytes + file.validation.text_nbytes
         assert nbytes == sum(len(row.encode()) for row in rows)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_long_rows_are_looked_at_once_or_twice_whatever_a_part_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.parquet"
+    dataset(["long " * 200] * 64).to_parquet(path)  # a row is more than a block
+    asked = []
+    plain = rows_of._File.rows
+
+    def counted(self: Any, column: str, part: int, first: int, count: int) -> Any:
+        asked.append(count)
+        return plain(self, column, part, first, count)
+
+    monkeypatch.setattr(rows_of._File, "rows", counted)
+    corpus_of([path], "text")
+    assert 64 <= sum(asked) <= 2 * 64
 
 
 @pytest.mark.mpi

@@ -58,6 +58,15 @@ def pefts(kind: str) -> Any:
         return peft.get_peft_model(base(kind), config).eval()
 
 
+def train(model: Any, optimizer: Any, rank: int) -> None:
+    """What ``trained_in_one_process`` does, on one of the ranks."""
+    for step in range(3):
+        ids = tokens(rank, step)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def trained_in_one_process(model: Any, size: int) -> Any:
     optimizer = optimizer_of(model)
     for step in range(3):
@@ -69,6 +78,14 @@ def trained_in_one_process(model: Any, size: int) -> Any:
     return model
 
 
+def off(found: Any, expected: Any) -> float:
+    """The largest difference of logits."""
+    ids = tokens(0, 99)
+    with torch.no_grad():
+        logits = [model(input_ids=ids).logits for model in (found, expected)]
+    return (logits[0] - logits[1]).abs().max().item()
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("adapted", [ours, pefts], ids=["ours", "peft"])
 def test_merged_weights_and_adapters_load_elsewhere(
@@ -77,11 +94,7 @@ def test_merged_weights_and_adapters_load_elsewhere(
     model = adapted(kind)
     optimizer = optimizer_of(model)
     with zeroified(model, optimizer, topology=topology):
-        for step in range(3):
-            ids = tokens(comm.rank, step)
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, optimizer, comm.rank)
         finetune.save_adapter(model, folder / "adapter")
         finetune.save_merged(model, folder / "merged")
         again = partial(finetune.save_merged, model, folder / "merged")
@@ -99,11 +112,7 @@ def test_a_base_of_codes_is_merged_as_it_was_trained(
     model = adapted("llama")
     optimizer = optimizer_of(model)
     with zeroified(model, optimizer, topology=topology, quantize="nf4"):
-        for step in range(3):
-            ids = tokens(comm.rank, step)
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, optimizer, comm.rank)
         finetune.save_merged(model, folder / "merged")
     wrong = ""
     if comm.rank == 0:
@@ -113,10 +122,7 @@ def test_a_base_of_codes_is_merged_as_it_was_trained(
         plain = trained_in_one_process(rounded(adapted("llama"), "nf4", place), comm.size)
         load: Any = transformers.AutoModelForCausalLM.from_pretrained
         merged, said = load(folder / "merged", output_loading_info=True)
-        with torch.no_grad():
-            logits = merged(input_ids=ids).logits
-            apart = (logits - plain(input_ids=ids).logits).abs().max().item()
-            changed = (logits - base("llama")(input_ids=ids).logits).abs().max().item()
+        apart, changed = off(merged, plain), off(merged, base("llama"))
         odd = {key: value for key, value in said.items() if value}
         wrong = "" if apart <= 1e-6 and changed > 1e-3 and not odd else f"{apart}, {changed}, {odd}"
     parallel_assert(comm, not wrong, wrong)
@@ -126,17 +132,14 @@ def what_is_wrong(plain: Any, kind: str, folder: Path) -> str:
     import peft
     import transformers
 
-    ids = tokens(0, 99)
-    with torch.no_grad():
-        expected = plain(input_ids=ids).logits
-        load: Any = transformers.AutoModelForCausalLM.from_pretrained
-        merged, said = load(folder / "merged", output_loading_info=True)
-        with_adapter = peft.PeftModel.from_pretrained(base(kind), folder / "adapter")
-        apart = {
-            "merged": (merged(input_ids=ids).logits - expected).abs().max().item(),
-            "adapter": (with_adapter(input_ids=ids).logits - expected).abs().max().item(),
-            "untrained": (base(kind)(input_ids=ids).logits - expected).abs().max().item(),
-        }
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    merged, said = load(folder / "merged", output_loading_info=True)
+    with_adapter = peft.PeftModel.from_pretrained(base(kind), folder / "adapter")
+    apart = {
+        "merged": off(merged, plain),
+        "adapter": off(with_adapter, plain),
+        "untrained": off(base(kind), plain),
+    }
     elements = sum(p.numel() for p in finetune.trained(plain))
     nbytes = (folder / "adapter" / "adapter_model.safetensors").stat().st_size
     odd = {key: value for key, value in said.items() if value}
@@ -169,8 +172,7 @@ def test_a_layer_that_trains_whole_goes_with_the_adapter(
         found = peft.PeftModel.from_pretrained(
             BUILD["bert-classifier"]().eval(), folder / "adapter"
         )
-        with torch.no_grad():
-            apart = (found(input_ids=ids).logits - model(input_ids=ids).logits).abs().max().item()
+        apart = off(found, model)
         wrong = "" if apart <= 1e-6 else f"off by {apart}"
     parallel_assert(comm, not wrong, wrong)
 
@@ -194,11 +196,7 @@ def test_modules_that_peft_trains_whole_are_in_both_kinds_of_files(
     model = with_whole_modules(modules_to_save=names)
     optimizer = optimizer_of(model)
     with zeroified(model, optimizer, topology=topology, stage=stage):
-        for step in range(3):
-            ids = tokens(comm.rank, step)
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, optimizer, comm.rank)
         finetune.save_adapter(model, folder / "adapter")
         finetune.save_merged(model, folder / "merged")
     wrong = ""
@@ -207,15 +205,12 @@ def test_modules_that_peft_trains_whole_are_in_both_kinds_of_files(
         import transformers
 
         plain = trained_in_one_process(with_whole_modules(modules_to_save=names), comm.size)
-        ids = tokens(0, 99)
-        with torch.no_grad():
-            expected = plain(input_ids=ids).logits
-            load: Any = transformers.AutoModelForCausalLM.from_pretrained
-            again = [
-                load(folder / "merged"),
-                peft.PeftModel.from_pretrained(base("llama"), folder / "adapter"),
-            ]
-            apart = [(m(input_ids=ids).logits - expected).abs().max().item() for m in again]
+        load: Any = transformers.AutoModelForCausalLM.from_pretrained
+        again = [
+            load(folder / "merged"),
+            peft.PeftModel.from_pretrained(base("llama"), folder / "adapter"),
+        ]
+        apart = [off(found, plain) for found in again]
         wrong = "" if max(apart) <= 1e-6 else f"off by {apart}"
     parallel_assert(comm, not wrong, wrong)
 
@@ -245,22 +240,14 @@ def test_any_adapter_of_peft_is_saved_as_peft_loads_it(
     model = of_peft(kind)
     optimizer = optimizer_of(model)
     with zeroified(model, optimizer, topology=topology, stage=stage):
-        for step in range(3):
-            ids = tokens(comm.rank, step)
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, optimizer, comm.rank)
         finetune.save_adapter(model, folder / "adapter")
     wrong = ""
     if comm.rank == 0:
         import peft
 
         plain = trained_in_one_process(of_peft(kind), comm.size)
-        ids = tokens(0, 99)
-        with torch.no_grad():
-            expected = plain(input_ids=ids).logits
-            again = peft.PeftModel.from_pretrained(base("llama"), folder / "adapter")
-            apart = (again(input_ids=ids).logits - expected).abs().max().item()
+        apart = off(peft.PeftModel.from_pretrained(base("llama"), folder / "adapter"), plain)
         wrong = "" if apart <= 1e-6 else f"off by {apart}"
     parallel_assert(comm, not wrong, wrong)
 
@@ -273,6 +260,22 @@ def test_what_peft_trains_beside_products_is_not_left_out_of_merged_weights(
     with zeroified(model, optimizer_of(model), topology=topology):
         merge = partial(finetune.save_merged, model, folder / "merged")
         raises_on_all(comm, ConfigError, "merge with peft", merge)
+        parallel_assert(comm, not (folder / "merged").exists())
+
+
+def test_a_product_beside_a_tied_weight_is_not_merged_by_half(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    """The file has such a weight once: without the product the head is wrong, with it the embedding."""
+    import peft
+
+    plain = base("llama")
+    plain.lm_head.weight = plain.model.embed_tokens.weight
+    config = peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(plain, config)
+    with zeroified(model, optimizer_of(model), topology=topology):
+        merge = partial(finetune.save_merged, model, folder / "merged")
+        raises_on_all(comm, ConfigError, "is that of .*embed_tokens", merge)
         parallel_assert(comm, not (folder / "merged").exists())
 
 

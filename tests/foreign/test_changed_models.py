@@ -14,9 +14,11 @@ from torch import nn
 import hpczero
 from hpczero import finetune
 from hpczero.errors import PlanError
+from hpczero.parallel import close, llama_rule, split
 from tests.foreign.llama import VOCABULARY, library, made, on_disk
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import raises_on_all
+from tests.parallel.wholes import tensor_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -52,12 +54,30 @@ def tied(model: Any) -> Any:
     return model
 
 
+def deepened(model: Any) -> Any:
+    """A copy of the first layer comes behind the last one."""
+    model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+    return model
+
+
+def swapped_twins(model: Any) -> Any:
+    """Both layers are copies of the other one."""
+    layers = [copy.deepcopy(each) for each in reversed(model.model.layers)]
+    model.model.layers = nn.ModuleList(layers)
+    return model
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "layers in another order": swapped,
     "a layer left out": pruned,
     "a head that is tied by hand": tied,
     "a module around the model": Wrapped,
     "a copy": copy.deepcopy,
+    "a copy in another order": lambda model: swapped(copy.deepcopy(model)),
+    "a copy in another order, copied": lambda model: copy.deepcopy(swapped(model)),
+    "a copy without a layer": lambda model: pruned(copy.deepcopy(model)),
+    "a layer that is copied": deepened,
+    "layers that are copies of each other": swapped_twins,
     "nothing": lambda model: model,
 }
 
@@ -103,7 +123,25 @@ def shorter(model: Any) -> None:
     model.resize_token_embeddings(VOCABULARY - 3)
 
 
-@pytest.mark.parametrize("change", [new_head, untied, more_modules, longer, shorter])
+def added_to_a_copy(model: Any) -> Any:
+    """Without values, under the name of what was there."""
+    found = copy.deepcopy(model)
+    with torch.device("meta"):
+        found.lm_head = nn.Linear(18, VOCABULARY, bias=False)
+    return found
+
+
+def tied_in_a_copy(model: Any) -> Any:
+    """One parameter, of two modules that had one each."""
+    found = copy.deepcopy(model)
+    found.model.layers[0].input_layernorm.weight = found.model.layers[1].input_layernorm.weight
+    return found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [*(new_head, untied, more_modules, longer, shorter), added_to_a_copy, tied_in_a_copy],
+)
 @pytest.mark.parametrize("ties", [False, True])
 def test_parameters_without_values_in_the_files_are_named_on_all_ranks(
     comm: MPI.Intracomm, topology: Topology, folder: Path, change: Any, ties: bool
@@ -111,13 +149,31 @@ def test_parameters_without_values_in_the_files_are_named_on_all_ranks(
     """Read by their names they would get what lies there in the files: other values, or those of a neighbour."""
     on_disk(comm, folder / "a", tie_word_embeddings=ties)
     model, weights = hpczero.hf.load(folder / "a", topology=topology)
-    change(model)
+    model = change(model) or model
     raises_on_all(
         comm,
         PlanError,
         "hpczero.hf.load",
         lambda: hpczero.zeroify(model, None, topology=topology, initialize=weights),
     )
+
+
+@pytest.mark.ranks(2)
+def test_cut_layers_of_a_model_with_other_names_are_refused_on_all_ranks(
+    comm: MPI.Intracomm, folder: Path
+) -> None:
+    """Cutting makes new parameters, of which only the names are known: those of the layer that was there."""
+    on_disk(comm, folder / "a", num_key_value_heads=3)
+    with tensor_ranks(comm) as topology:
+        model, weights = hpczero.hf.load(folder / "a", topology=topology)
+        split(swapped(model), topology, llama_rule(model.config))
+        raises_on_all(
+            comm,
+            PlanError,
+            "is held in parts",
+            lambda: hpczero.zeroify(model, None, topology=topology, initialize=weights),
+        )
+        close(model)
 
 
 def test_weights_by_name_refuse_another_shape(

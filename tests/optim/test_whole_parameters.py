@@ -33,6 +33,7 @@ from tests.optim.rules import (
     Lamb,
     Training,
     Zoo,
+    divided,
     loss_of,
     same_bits,
     tokens,
@@ -72,6 +73,26 @@ def test_every_stage_gives_torchs_result_and_the_same_bits(
         found.append(hpczero.full_state_dict(ours.model))
         ours.close()
     parallel_assert(comm, same_bits(found), "stages and transports differ")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_learning_rate_may_be_a_tensor_of_one_element(
+    comm: MPI.Intracomm, topology: hpczero.Topology, shape: tuple[int, ...]
+) -> None:
+    def make(model: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
+        matrices, rest = divided(model)
+        rates = [torch.full(shape, rate) for rate in (0.02, 3e-3)]
+        return (
+            torch.optim.Muon(matrices, lr=rates[0]),  # type: ignore[arg-type]
+            torch.optim.AdamW(rest, lr=rates[1], eps=1e-4, foreach=False),
+        )
+
+    plain, ours = Training(make, None), Training(make, topology)
+    plain.train_as(comm.size)
+    ours.train()
+    check_weights(comm, ours.model, plain.model, within=1e-30)
+    ours.close()
 
 
 @pytest.mark.ranks(2, 3)

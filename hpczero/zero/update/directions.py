@@ -89,8 +89,10 @@ class TorchsMuon:
         self, values: Tensor, direction: Tensor, shape: Sequence[int], group: Group, /
     ) -> None:
         """See ``Directions``."""
-        lr = _muon._adjust_lr(group["lr"], group["adjust_lr_fn"], torch.Size(shape))
-        values.mul_(1 - group["lr"] * group["weight_decay"])
+        given = group["lr"]
+        given = given.squeeze() if isinstance(given, Tensor) else given  # of one element
+        lr = _muon._adjust_lr(given, group["adjust_lr_fn"], torch.Size(shape))
+        values.mul_(1 - given * group["weight_decay"])
         values.add_(direction, alpha=-lr)
 
 
