@@ -8,18 +8,28 @@ groups may overtake each other. Each group therefore has a thread of its own, wh
 which they were started. A call that is waited for at once, while nothing is under way, is made where it is started.
 
 [Note: Calls of a callback]
-A callback of a future (PowerSGD's) starts a call and waits for it. It runs on the group's thread where the first call
-was still under way, and in the program where it had ended. A thread that queued the call would wait for itself. It
-makes the call at once instead: before whatever else is in the queue, as the program does on a rank where nothing was.
-So all ranks have one order.
+A callback of a future (PowerSGD's) may start calls, and wait for them and for others of its group. Where the call of
+the future had ended, it runs in the program, where its future is asked for. Where the call was still under way, it runs
+on the group's thread, later: there the program has gone on, by a number of calls that differs from rank to rank.
+
+    program     start 1    start 2    future 3 of 1, whose callback starts a call    start 4
+    made           1          2                  what it starts                         4
+
+So calls and futures are numbered in the order of the program. The thread makes what a callback starts at once, after
+all calls that came before its future, and after what callbacks of futures before it start. A callback that waits for a
+call that is still queued has the thread make all calls up to that one. All ranks have one order then, if a callback is
+added to a future before the next call of the group is started.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
+import heapq
+import itertools
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -32,33 +42,40 @@ from typing_extensions import override
 from hpczero.errors import CommError, HpcZeroError
 from hpczero.job.watchdog import Watchdog
 
+Ending = tuple[int, Future[Any], str]
+"""Of a future its number, what completes it, and the call."""
+
 
 class Started(dist.Work):
     """A call that was started: what ``async_op=True`` returns."""
 
-    def __init__(self, what: str, result: Any, limit_s: float | None = None) -> None:
+    def __init__(
+        self, what: str, result: Any, line: Line, number: int, limit_s: float | None = None
+    ) -> None:
         """Not collective.
 
         Args:
             what: names the call in messages.
             result: what the call fills, for ``result`` and the future.
+            line: of the group.
+            number: of the call there.
             limit_s: seconds that ``wait`` waits; None waits until the group's watchdog ends the job.
         """
         super().__init__()
         self._what, self._result, self._limit_s = what, result, limit_s
+        self._line, self._number = line, number
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        self._futures: list[Future[Any]] = []
+        self._futures: list[Ending] = []
 
-    def settle(self, error: BaseException | None) -> None:
-        """The call has ended."""
+    def settle(self, error: BaseException | None) -> list[Ending]:
+        """The call has ended; returns what ends with it."""
         with self._lock:
             self._error = error
             self._done.set()
             waiting, self._futures = self._futures, []
-        for future in waiting:
-            future.set_result(None)
+        return waiting
 
     @override
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -71,6 +88,7 @@ class Started(dist.Work):
             CommError: the call has not ended in time.
             Exception: what the call raised.
         """
+        self._come_to_turn()
         given_s = timeout.total_seconds()
         limit_s = given_s if given_s > 0 else self._limit_s
         if not self._done.wait(limit_s):
@@ -94,13 +112,19 @@ class Started(dist.Work):
             return self._result
 
         future = trigger.then(result)
+        self._come_to_turn()
         with self._lock:
             pending = not self._done.is_set()
             if pending:
-                self._futures.append(trigger)
+                self._futures.append((self._line.next_number(), trigger, self._what))
         if not pending:
             trigger.set_result(None)
         return future
+
+    def _come_to_turn(self) -> None:
+        """In a callback, on the thread that makes the calls, nobody else would make this one."""
+        if not self._done.is_set():
+            self._line.reach(self._number)
 
     @override
     def is_completed(self) -> bool:
@@ -135,14 +159,20 @@ class Line:
             name: of the group, for messages.
         """
         self._watchdog, self._name = watchdog, name
-        self._queue: queue.SimpleQueue[tuple[Started, Callable[[], None]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._queue: deque[tuple[int, Started, Callable[[], None]] | None] = deque()
         self._running = threading.Lock()  # around each call
         self._waiting = 0  # calls in the queue, and the one that the thread makes
-        self._count = threading.Lock()  # around the number
+        self._count = threading.Condition()  # around the queue and the number
         self._thread: threading.Thread | None = None
         self._broken: BaseException | None = None
+        self._numbers = itertools.count()
+        # Of the thread alone: futures of calls that have ended, and the one whose callbacks run.
+        self._ended: list[Ending] = []
+        self._place = 0
+
+    def next_number(self) -> int:
+        """In the order of the program."""
+        return next(self._numbers)
 
     def start(
         self,
@@ -162,16 +192,19 @@ class Line:
             later: whether the caller goes on meanwhile; without, it waits at once.
             limit_s: as ``Started``.
         """
-        started = Started(what, result, limit_s)
         if threading.current_thread() is self._thread:  # see [Note: Calls of a callback]
+            self._reach(self._place)
+            started = Started(what, result, self, self.next_number(), limit_s)
             self._make(started, call)
             return started
         with self._count:
+            number = self.next_number()
+            started = Started(what, result, self, number, limit_s)
             here = not later and limit_s is None and self._waiting == 0
             if not (here and self._running.acquire(blocking=False)):
                 here = False
                 self._waiting += 1
-                self._queue.put((started, call))
+                self._queue.append((number, started, call))
                 self._awake()
         if here:
             try:
@@ -179,6 +212,11 @@ class Line:
             finally:
                 self._running.release()
         return started
+
+    def reach(self, number: int) -> None:
+        """On the thread: make all calls up to this one; elsewhere nothing. See [Note: Calls of a callback]."""
+        if threading.current_thread() is self._thread:
+            self._reach(number + 1)
 
     def drain(self, limit_s: float) -> bool:
         """Whether all that was started has ended within ``limit_s`` seconds. Not collective."""
@@ -192,11 +230,14 @@ class Line:
     def close(self) -> None:
         """End the thread, after what was started."""
         if self._thread is not None:
-            self._queue.put(None)
+            with self._count:
+                self._queue.append(None)
+                self._count.notify()
             self._thread.join()
             self._thread = None
 
     def _awake(self) -> None:
+        self._count.notify()
         if self._thread is None:
             # Daemon: a job that ends in an error must not wait for a call that never ends.
             self._thread = threading.Thread(
@@ -205,11 +246,45 @@ class Line:
             self._thread.start()
 
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
-            started, call = item
+        while True:
+            with self._count:
+                self._count.wait_for(lambda: self._queue)
+                if self._queue[0] is None:
+                    return
             with self._running:
-                self._make(started, call, from_queue=True)
-            del item, started, call  # they hold tensors
+                self._make_next()
+                while self._ended:
+                    self._complete(*heapq.heappop(self._ended))
+
+    def _reach(self, limit: int) -> None:
+        """In a callback: make the calls before ``limit``, and complete the futures there, in their order."""
+        while True:
+            first = self._queue[0] if self._queue else None  # nobody else takes any out
+            call = math.inf if first is None else first[0]
+            future = self._ended[0][0] if self._ended else math.inf
+            if min(call, future) >= limit:
+                return
+            if future < call:
+                self._complete(*heapq.heappop(self._ended))
+            else:
+                self._make_next()
+
+    def _make_next(self) -> None:
+        with self._count:
+            item = self._queue.popleft()
+        assert item is not None, "looked at before"
+        _, started, call = item
+        self._make(started, call, from_queue=True)
+
+    def _complete(self, number: int, future: Future[Any], what: str) -> None:
+        """Its callbacks run."""
+        before, self._place = self._place, number
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(CommError):  # a call was cut off: they are told all the same
+                stack.enter_context(self._watchdog.watch(f"a callback of a future of {what}"))
+            with contextlib.suppress(RuntimeError):  # of a callback of the program's
+                future.set_result(None)
+        self._place = before
 
     def _make(
         self, started: Started, call: Callable[[], None], *, from_queue: bool = False
@@ -231,5 +306,5 @@ class Line:
         if from_queue:
             with self._count:
                 self._waiting -= 1
-        with contextlib.suppress(RuntimeError):  # of a callback of the program's
-            started.settle(error)
+        for each in started.settle(error):  # none where the program makes the call
+            heapq.heappush(self._ended, each)

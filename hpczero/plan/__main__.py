@@ -23,9 +23,9 @@ from hpczero.models.presets import PRESETS
 from hpczero.options.parallel import LayoutOptions
 from hpczero.options.reading import parse_command_line
 from hpczero.plan.layouts import Place, layout_report
-from hpczero.plan.plan import STATE_BYTES
 from hpczero.plan.precision import Precision
 from hpczero.plan.sizing import Fit, Machine, fit
+from hpczero.plan.states import STATE_BYTES
 from hpczero.plan.transports import Named, fastest_transport
 from hpczero.predict.answer import (
     Report,

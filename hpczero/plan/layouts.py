@@ -46,7 +46,7 @@ class Sizes(Protocol):
 
     @property
     def optimizer(self) -> str:
-        """Name of ``hpczero.plan.plan.STATE_BYTES``."""
+        """Name of ``hpczero.plan.states.STATE_BYTES``."""
 
     @property
     def micro_batch(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes per rank. ``unsharded`` and ``exchange`` are peaks within a step, the others are held throughout.
+    """Bytes per rank. ``unsharded``, ``exchange`` and ``stepping`` are peaks within a step; the others are always held.
 
     Attributes:
         parameters, master, gradients, optimizer: what training keeps.
@@ -18,6 +18,7 @@ class MemoryPlan:
         exchange: buffers through which gradients come.
         staging: blocks through which a memory tier's bytes pass.
         away: what rests on a memory tier; in none of the sums.
+        stepping: decoded state of the unit that is stepped on, when nothing is ``unsharded``.
     """
 
     parameters: int
@@ -28,6 +29,7 @@ class MemoryPlan:
     exchange: int
     staging: int = 0
     away: int = 0
+    stepping: int = 0
 
     @property
     def states(self) -> int:
@@ -37,4 +39,4 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Bytes at the peak of a step, activations excluded."""
-        return self.states + self.unsharded + self.exchange
+        return self.states + max(self.unsharded, self.stepping) + self.exchange

@@ -21,6 +21,7 @@ from hpczero.plan.memory import MemoryPlan
 from hpczero.plan.placement import ModelPart, part_of
 from hpczero.plan.precision import Precision
 from hpczero.plan.rounds import exchange_chunk, rail_chunk
+from hpczero.plan.states import ADAM_STATE_BYTES, StateBytes
 from hpczero.plan.traffic import TrafficPlan, unit_traffic
 from hpczero.plan.unit_peak import UnitPeak, largest_together
 from hpczero.plan.unit_spec import UnitSpec
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 UnitRule = Callable[["nn.Module"], list[tuple[str, ...]]]
-ADAM_STATE_BYTES = 8
-# Bytes of state for each element, by the name that the plan command has for an optimizer.
-STATE_BYTES = {"adamw": ADAM_STATE_BYTES, "adamw8bit": 17 / 8}
-STATE_TITLES = {"adamw": "optimizer (Adam)", "adamw8bit": "optimizer (8 bits)"}
 
 
 @dataclass(frozen=True)
@@ -171,14 +168,17 @@ class Plan:
     def memory(
         self,
         *,
-        optimizer_bytes: float = ADAM_STATE_BYTES,
+        optimizer_bytes: float | StateBytes = ADAM_STATE_BYTES,
         footprint: Footprint | None = None,
         apart: bool = False,
     ) -> MemoryPlan:
-        """Bytes that each rank holds, padding included; docs/zero.md has the table.
+        """Bytes that each rank holds, padding included, of which optimizer state has none; docs/zero.md has the table.
+
+        Ranks differ by the state of their padding; these are those of the first, which has the least of it.
 
         Args:
-            optimizer_bytes: state per element: 8 for Adam, 17/8 in 8 bits, 4 for SGD with momentum, 0 for plain SGD.
+            optimizer_bytes: state per element: 8 for Adam, 4 for SGD with momentum, 0 for plain SGD; of what is not one
+                number, as codes in 8 bits, from ``hpczero.plan.states``.
             footprint: of the transport (``Collectives.footprint``). None means that ranks share nothing.
             apart: whether some mean gradients rest elsewhere, so that nothing is summed in place.
 
@@ -209,13 +209,15 @@ class Plan:
         in_place = footprint.sums_in_place(self.num_shards, item) and not apart
         kept = stage.keeps_local_gradients and not in_place
         gradients = FP32_BYTES * owned + (item * trainable if kept else 0)
+        states, trained = StateBytes.of(optimizer_bytes), [u.layout for u in self.trainable_units]
         return MemoryPlan(
             parameters=parameters,
             master=FP32_BYTES * owned if self.precision.has_masters else 0,
             gradients=gradients,
-            optimizer=int(optimizer_bytes * owned),
+            optimizer=states.held(trained, sharded=stage.shards_optimizer),
             unsharded=self._unsharded_nbytes(footprint, local=not (in_place or kept)),
             exchange=self.exchange_nbytes(footprint),
+            stepping=states.stepping(trained, sharded=stage.shards_optimizer),
         )
 
     def _unsharded_nbytes(self, footprint: Footprint, *, local: bool) -> int:

@@ -18,8 +18,9 @@ from hpczero.plan.activations import EVERYTHING_KEPT, Activations
 from hpczero.plan.footprint import Footprint, footprint_of
 from hpczero.plan.layout import ShardLayout
 from hpczero.plan.memory import MemoryPlan
-from hpczero.plan.plan import ADAM_STATE_BYTES, FP32_BYTES, Plan, Stage
+from hpczero.plan.plan import FP32_BYTES, Plan, Stage
 from hpczero.plan.precision import Precision
+from hpczero.plan.states import ADAM_STATE_BYTES, StateBytes
 from hpczero.plan.traffic import TrafficPlan
 from hpczero.plan.transports import Named
 from hpczero.plan.unit_spec import UnitSpec
@@ -328,7 +329,7 @@ def fit(
     sequence: int,
     micro_batch: int = 1,
     accumulation: int = 1,
-    optimizer_bytes: float = ADAM_STATE_BYTES,
+    optimizer_bytes: float | StateBytes = ADAM_STATE_BYTES,
 ) -> Fit:
     """Whether ``model`` fits at ``stage``, and with which micro batch.
 

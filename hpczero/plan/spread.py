@@ -23,10 +23,11 @@ from hpczero.options.parallel import Schedule
 from hpczero.plan.footprint import Footprint, footprint_of
 from hpczero.plan.held import Held, bubble, forwards_alive
 from hpczero.plan.parts import TIED, Part, part_of_gpt
-from hpczero.plan.plan import STATE_BYTES, Plan, Stage
+from hpczero.plan.plan import Plan, Stage
 from hpczero.plan.precision import DType, Precision
 from hpczero.plan.sizing import accumulated_nbytes, blockwise_plan
 from hpczero.plan.spans import Span, span_of
+from hpczero.plan.states import STATE_BYTES
 from hpczero.plan.transports import Named
 
 
@@ -237,7 +238,7 @@ class Spread:
             optimizer=memory.optimizer,
             secondary=-(-whole // self.shards.local) if self.secondary else 0,
             held=kept,
-            unsharded=unsharded,
+            unsharded=max(unsharded, memory.stepping),
             exchange=memory.exchange,
             accumulated=accumulated_nbytes(plan, self.accumulation, footprint=footprint)
             + self._arriving_nbytes(part),

@@ -135,6 +135,89 @@ def test_callback_may_make_a_call_and_wait_for_it(comm: MPI.Intracomm) -> None:
         parallel_assert(comm, right and behind.tolist() == [comm.size] * 5)
 
 
+def one_after_another(
+    comm: MPI.Intracomm, program: Callable[[list[Any]], list[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """What ``program`` gives for two sums under way: under way still on rank 0, over already elsewhere."""
+    with bridge(comm):
+        if comm.rank:
+            comm.recv(source=0)
+        given = [torch.full((3,), 1.0 + comm.rank), torch.full((3,), 10.0 + comm.rank)]
+        works: list[Any] = [dist.all_reduce(each, async_op=True) for each in given]
+        if comm.rank:
+            for work in works:
+                work.wait()
+        found = program(works)
+        return found
+
+
+def let_go(comm: MPI.Intracomm) -> None:
+    """The other ranks begin."""
+    for rank in range(1, comm.size) if comm.rank == 0 else ():
+        comm.send(None, dest=rank)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("way", ["work", "future", "late callback"])
+def test_callback_may_wait_for_a_call_that_is_queued_behind_its_own(
+    comm: MPI.Intracomm, way: str
+) -> None:
+    def program(works: list[Any]) -> list[torch.Tensor]:
+        def other(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            if way == "future":
+                second: torch.Tensor = works[1].get_future().wait()[0]
+            else:
+                works[1].wait()
+                second = works[1].result()[0]
+            return future.value()[0] + second
+
+        if way == "late callback":
+            future = works[0].get_future()
+            works.append(dist.all_reduce(torch.ones(3), async_op=True))
+            works[1] = works[2]
+            found = future.then(other)
+        else:
+            found = works[0].get_future().then(other)
+        let_go(comm)
+        return [found.wait()]
+
+    (found,) = one_after_another(comm, program)
+    ranks = sum(range(comm.size))
+    second = comm.size if way == "late callback" else 10 * comm.size + ranks
+    parallel_assert(comm, found.tolist() == [comm.size + ranks + second] * 3, f"{found}")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_calls_that_callbacks_start_are_in_one_order_on_ranks_where_they_run_at_other_times(
+    comm: MPI.Intracomm, order: tuple[int, int]
+) -> None:
+    """Of one shape: in another order sums of different things would be added, without an error."""
+
+    def program(works: list[Any]) -> list[torch.Tensor]:
+        def again(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            tensor = future.value()[0] * (1 + comm.rank)
+            found: torch.Tensor = dist.all_reduce(tensor, async_op=True).get_future().wait()[0]
+            dist.all_reduce(found)
+            return found
+
+        futures = {number: works[number].get_future().then(again) for number in order}
+        last = torch.full((3,), 100.0)
+        work = dist.all_reduce(last, async_op=True)
+        let_go(comm)
+        work.wait()
+        return [futures[0].wait(), futures[1].wait(), last]
+
+    found = one_after_another(comm, program)
+    ranks, factor = sum(range(comm.size)), sum(range(1, comm.size + 1)) * comm.size
+    expected = [(comm.size + ranks) * factor, (10 * comm.size + ranks) * factor, 100 * comm.size]
+    parallel_assert(
+        comm, [each.tolist() for each in found] == [[e] * 3 for e in expected], f"{found}"
+    )
+
+
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 def test_calls_that_cannot_be_are_refused_where_they_are_made(comm: MPI.Intracomm) -> None:

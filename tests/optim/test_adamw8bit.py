@@ -14,6 +14,7 @@ import hpczero
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.optim import AdamW8bit
 from hpczero.optim.blocks import Signed, Unsigned
+from hpczero.plan.states import STATE_BYTES
 from hpczero.zero.update.coded import CodedState
 from tests.checkpoint.programs import first_ranks, state_digests
 from tests.helpers.parallel import parallel_assert
@@ -181,7 +182,7 @@ def test_stages_and_transports_have_the_same_bits_and_what_the_plan_foretells(
         ours.train()
         found.append(hpczero.full_state_dict(ours.model))
         sharding = hpczero.sharding(ours.model)
-        expected = sharding.plan.memory(optimizer_bytes=17 / 8).optimizer
+        expected = sharding.plan.memory(optimizer_bytes=STATE_BYTES["adamw8bit"]).optimizer
         held = sharding.optimizer_nbytes()
         parallel_assert(comm, held == expected, f"stage {stage} holds {held}, expected {expected}")
         ours.close()
