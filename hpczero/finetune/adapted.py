@@ -134,11 +134,13 @@ def _of_peft(model: Any) -> Adapted:
             )
         )
     found = Adapted(model.get_base_model(), tuple(products), adapter)
-    names: dict[int, list[str]] = {}
+    all_names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        all_names.setdefault(id(parameter), []).append(name)
     for product in products:
-        tied = [n for n in names[id(model.get_parameter(product.weight))] if n != product.weight]
+        tied = [
+            n for n in all_names[id(model.get_parameter(product.weight))] if n != product.weight
+        ]
         if tied:
             raise ConfigError(
                 f"{product.weight!r} is that of {tied[0]!r} too, into which the product would be merged as well; write "

@@ -33,7 +33,11 @@ def test_state_that_the_plan_command_says_is_what_training_holds_to_the_byte(
 ) -> None:
     """At every stage, of the model that the options describe; its units do not divide."""
     options = Options(
-        ranks=comm.size, memory="1GB", precision="fp32", optimizer=name, **cast("Any", OPTIONS)
+        ranks=comm.size,
+        memory="1GB",
+        precision="fp32",
+        optimizer=cast("Any", name),
+        **cast("Any", OPTIONS),
     )
     report = as_json(build_report(options))
     rows = cast("list[dict[str, Any]]", report["stages"])
@@ -105,7 +109,7 @@ def trained(
     import hpczero
     from hpczero.models.gpt import GPT
 
-    model = GPT(GPTConfig(heads=2, vocab_size=61, context=8, **SIZES))
+    model = GPT(GPTConfig(heads=2, vocab_size=61, context=8, **cast("Any", SIZES)))
     optimizer = kind(model.parameters(), lr=1e-3, **options)  # type: ignore[call-arg]
     hpczero.zeroify(model, optimizer, stage=stage, topology=topology, transport="flat")
     for _ in range(steps):

@@ -13,7 +13,7 @@ directions. Every operation but the direction is element by element, so the bits
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,7 @@ class TorchsMuon:
         """See ``Directions``."""
         given = group["lr"]
         given = given.squeeze() if isinstance(given, Tensor) else given  # of one element
-        lr = _muon._adjust_lr(given, group["adjust_lr_fn"], torch.Size(shape))
+        lr = _muon._adjust_lr(cast("float", given), group["adjust_lr_fn"], torch.Size(shape))
         values.mul_(1 - given * group["weight_decay"])
         values.add_(direction, alpha=-lr)
 
