@@ -204,7 +204,7 @@ def _learnt(
                 "signs). The vocabulary is learned from pieces of it, as of all such words in whatever file; it is "
                 "tokenized whole",
                 current.source,
-                f"{TEXT_LEN + LONG_WORD:,}",
+                f"{LONG_WORD:,}",
             )
         told = True
 

@@ -120,8 +120,8 @@ class BPETokenizer:
     ) -> BPETokenizer:
         """Learn merges from UTF-8 texts; a small corpus may yield fewer ids than asked for.
 
-        Words of some thousand characters are learned from in pieces (dividing.py: [Note: Long words]). ``on_long_word``
-        is called for each, before the next text is asked for.
+        Words of more than 256 characters are learned from in pieces (dividing.py: [Note: Long words]). ``on_long_word``
+        is called at each, before the next text is asked for.
 
         Threads of the library ask for the texts. After the last text the library is silent until it is done.
 

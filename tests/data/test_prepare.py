@@ -158,7 +158,7 @@ def test_long_words_are_told_once_with_their_file(
     make(tmp_path / "texts", tmp_path / "t.h5", tokenizer="bpe", vocab_size=300)
     told = [record.getMessage() for record in caplog.records if "has a word" in record.getMessage()]
     assert len(told) == 1
-    assert f"{tmp_path}/texts/long.txt: has a word of more than 5,096 characters" in told[0]
+    assert f"{tmp_path}/texts/long.txt: has a word of more than 256 characters" in told[0]
 
 
 def test_each_of_many_files_is_a_sign_of_life(

@@ -13,11 +13,22 @@ from hpczero.errors import ConfigError
 
 if TYPE_CHECKING:
     from hpczero.hf.trainer.arguments import HpczeroTrainingArguments
+    from hpczero.hf.trainer.seq2seq import HpczeroSeq2SeqTrainer, HpczeroSeq2SeqTrainingArguments
     from hpczero.hf.trainer.trainer import HpczeroTrainer
 
-_HOME = {"HpczeroTrainer": "trainer", "HpczeroTrainingArguments": "arguments"}
+_HOME = {
+    "HpczeroSeq2SeqTrainer": "seq2seq",
+    "HpczeroSeq2SeqTrainingArguments": "seq2seq",
+    "HpczeroTrainer": "trainer",
+    "HpczeroTrainingArguments": "arguments",
+}
 
-__all__ = ["HpczeroTrainer", "HpczeroTrainingArguments"]
+__all__ = [
+    "HpczeroSeq2SeqTrainer",
+    "HpczeroSeq2SeqTrainingArguments",
+    "HpczeroTrainer",
+    "HpczeroTrainingArguments",
+]
 
 
 def __getattr__(name: str) -> Any:
