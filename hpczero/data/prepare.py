@@ -30,7 +30,6 @@ from hpczero.data.targets import check_target
 from hpczero.data.team.base import Alone, Team
 from hpczero.data.token_writer import TRAIN, VALIDATION, Ids, TokenWriter, create
 from hpczero.data.tokenize import (
-    TEXT_LEN,
     BPETokenizer,
     ByteTokenizer,
     NotUTF8,

@@ -95,7 +95,10 @@ def test_learning_from_long_words_takes_no_longer_than_from_so_many_short_ones(l
 
 
 def test_text_of_ordinary_words_is_not_looked_at_word_by_word() -> None:
-    text = "def divided(text: str, length: int) -> Iterator[str]:\n    start = 0\n中文没有空格，" * 1000
+    text = (
+        "def divided(text: str, length: int) -> Iterator[str]:\n    start = 0\n中文没有空格，"
+        * 1000
+    )
     looks: list[str] = []
 
     def looked(part: str) -> list[tuple[str, tuple[int, int]]]:

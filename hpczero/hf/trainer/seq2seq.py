@@ -10,7 +10,6 @@ sharded model is collective. The parameters are therefore whole on every rank wh
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,9 +39,7 @@ class HpczeroSeq2SeqTrainer(HpczeroTrainer, _Trainer):  # type: ignore[misc]
     the dtype that the model computes in.
     """
 
-    def __init__(
-        self, model: Any = None, args: Any = None, *positional: Any, **named: Any
-    ) -> None:
+    def __init__(self, model: Any = None, args: Any = None, *positional: Any, **named: Any) -> None:
         """As ``HpczeroTrainer``. Collective over the world.
 
         Args:
