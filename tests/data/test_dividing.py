@@ -22,6 +22,11 @@ def words(text: str) -> list[str]:
     return [word for word, _ in PRE.pre_tokenize_str(text)]
 
 
+def pieces(text: str) -> list[str]:
+    """The words as they are in the text, where a character is one."""
+    return [text[begin:end] for _, (begin, end) in PRE.pre_tokenize_str(text)]
+
+
 def characters(of: str) -> list[str]:
     every = map(chr, [*range(0xD800), *range(0xE000, 0x110000)])
     return [one for one in every if re.match(f"[{of}]", one)]
@@ -61,9 +66,9 @@ def test_what_is_learned_from_has_the_words_of_the_text_but_for_long_ones(
         patch.setattr(dividing, "LONG_WORD", long_word)
         parts = list(learnable(text, text_len, PRE.pre_tokenize_str, lambda: told.append(None)))
     assert "".join(parts) == text
-    whole = words(text)
+    whole = pieces(text)
     assert bool(told) == any(len(word) > long_word for word in whole)
-    learned = [word for part in parts for word in words(part)]
+    learned = [word for part in parts for word in pieces(part)]
     assert all(len(word) <= long_word for word in learned)
     kept = [word for word in whole if len(word) <= long_word]
     assert not Counter(kept) - Counter(learned)

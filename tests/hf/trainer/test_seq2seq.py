@@ -18,21 +18,19 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.mpi,
-    pytest.mark.ranks(1, 2, 3),
+    pytest.mark.ranks(2, 3),
     pytest.mark.limit(300),
     pytest.mark.filterwarnings("ignore", "error:::hpczero"),
 ]
 EVERY = os.environ.get("HPCZERO_TEST_ALL") == "1"
 VOCABULARY, GLOBAL_BATCH = 40, 6
-CASES = [("t5", 3, "window"), ("bart", 3, "flat")] + (
-    [(k, s, t) for k in ("t5", "bart") for s in (0, 1, 2, 3) for t in ("window", "flat")]
-    if EVERY
-    else [("t5", 2, "flat")]
-)
+CASES = [("t5", 3, "window")]
+if EVERY:
+    CASES = [(k, s, t) for k in ("t5", "bart") for s in (0, 2, 3) for t in ("window", "flat")]
 
 
 def model_of(kind: str) -> Any:
-    """An encoder with a decoder that ends its texts at different lengths; the same weights in every call."""
+    """An encoder with a decoder; the same weights in every call."""
     import transformers
 
     torch.manual_seed(0)
@@ -53,6 +51,9 @@ def model_of(kind: str) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0)
+    # These models take num_items_in_batch and do not use it: transformers then multiplies their loss by the ranks.
+    model.accepts_loss_kwargs = False
+    model.generation_config.eos_token_id = [1, *range(25, VOCABULARY)]  # texts end early and late
     return model
 
 
@@ -77,8 +78,8 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     }
 
 
-TRAINED = samples((5,) * 24)
-HELD_OUT = samples((3, 9, 4, 12, 2, 7, 11))  # no multiple of 2 or 3
+TRAINED = samples((5,) * 6)
+HELD_OUT = samples((3, 9, 4, 2, 7))  # no multiple of 2 or 3
 
 
 def options(folder: Path, size: int, **changes: Any) -> dict[str, Any]:
@@ -86,15 +87,16 @@ def options(folder: Path, size: int, **changes: Any) -> dict[str, Any]:
         "output_dir": str(folder),
         "per_device_train_batch_size": GLOBAL_BATCH // size,
         "per_device_eval_batch_size": 1,
-        "max_steps": 2,
-        "learning_rate": 2e-3,
+        "max_steps": 1,
+        "learning_rate": 1e-2,
+        "optim": "sgd",
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],
         "use_cpu": True,
         "disable_tqdm": True,
         "predict_with_generate": True,
-        "generation_max_length": 14,
+        "generation_max_length": 9,
         "eval_strategy": "steps",
         "eval_steps": 1,
         "include_for_metrics": ["inputs", "loss"],
@@ -115,16 +117,14 @@ class Metrics:
 
 def evaluated(trainer: Any, metrics: Metrics) -> dict[str, Any]:
     """Everything that a script asks of a trainer, trained meanwhile."""
-    before = trainer.predict(HELD_OUT).predictions
     trainer.train()
     said = trainer.evaluate()
     seen = metrics.seen
-    beams = trainer.predict(HELD_OUT, num_beams=2, max_length=11)
+    beams = trainer.predict(HELD_OUT, num_beams=2, max_length=7)
     trainer.args.prediction_loss_only = True
     loss = trainer.evaluate()["eval_loss"]
     numbers = [each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each]
     return {
-        "before": before,
         "predictions": seen.predictions,
         "labels": seen.label_ids,
         "inputs": seen.inputs,
