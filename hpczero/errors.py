@@ -17,6 +17,7 @@ import traceback
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -318,6 +319,10 @@ def run(main: Callable[[], int | None]) -> None:
 
     The rule of ``python -m mpi4py``: an uncaught error must not leave peers waiting in a collective for ever.
     """
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # as stderr: paths and texts may be any bytes
     try:
         code = main() or 0
         sys.stdout.flush()

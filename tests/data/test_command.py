@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -30,6 +31,27 @@ def test_prepare_then_show_say_what_the_file_holds(tmp_path: Path) -> None:
         assert f"{len(file.train):,} tokens" in shown.stdout
         assert file.validation.text_nbytes == pytest.approx(0.25 * 200 * 22, abs=22)
     assert "  | def f():" in shown.stdout
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
+def test_names_and_texts_that_the_terminal_cannot_show_are_shown_in_escapes(
+    tmp_path: Path, encoding: str
+) -> None:
+    (tmp_path / "book.txt").write_text("naïve ☃\n" * 200)
+    out = os.fsdecode(bytes(tmp_path) + b"/t\xff.h5")
+    command = [
+        sys.executable,
+        "-m",
+        "hpczero.data",
+        "prepare",
+        f"{tmp_path}/book.txt",
+        "--out",
+        out,
+    ]
+    done = run_command(command, 60, {"PYTHONIOENCODING": encoding}, fresh=True)
+    assert done.returncode == 0, done.stderr
+    assert r"t\udcff.h5: ByteTokenizer" in done.stdout
+    assert ("naïve ☃" if encoding.startswith("utf") else r"na\xefve \u2603") in done.stdout
 
 
 @pytest.mark.parametrize(
