@@ -314,8 +314,11 @@ def test_adapters_of_peft_train_and_are_saved_alone(comm: MPI.Intracomm, folder:
 
 
 @pytest.mark.ranks(2)
-def test_best_adapter_of_peft_is_loaded_at_the_end(comm: MPI.Intracomm, folder: Path) -> None:
-    """With ``save_only_model`` its folder has the adapter alone, under peft's names."""
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_best_adapter_of_peft_is_loaded_at_the_end(
+    comm: MPI.Intracomm, folder: Path, wrapped: bool
+) -> None:
+    """With ``save_only_model`` its folder has the adapter alone, as that of plain transformers has."""
     import peft
 
     from tests.hf.trainer.runs import done_with, llama, plain, train, trainer_over_mpi
@@ -323,6 +326,9 @@ def test_best_adapter_of_peft_is_loaded_at_the_end(comm: MPI.Intracomm, folder: 
     def adapted() -> Any:
         model = llama()
         torch.manual_seed(9)
+        if not wrapped:
+            model.add_adapter(peft.LoraConfig(r=3, target_modules=["q_proj"]))
+            return model
         config = peft.LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["lm_head"])
         return peft.get_peft_model(model, config)
 
@@ -345,6 +351,9 @@ def test_best_adapter_of_peft_is_loaded_at_the_end(comm: MPI.Intracomm, folder: 
     far = furthest(found.weights, expected.weights)
     parallel_assert(comm, far < 1e-5, f"{far}")
     done_with(trainer)
+    folders = [folder / "mpi" / f"checkpoint-{best}", folder / "plain" / f"checkpoint-{best}"]
+    there = [{each.name for each in one.glob("*model*")} for one in folders]
+    parallel_assert(comm, there[0] == there[1], str(there))
 
 
 @pytest.mark.ranks(2)
