@@ -52,7 +52,8 @@ def save_pretrained(
         shard_mib: most MiB of one file; a larger tensor has a file of its own.
 
     Raises:
-        ConfigError: the model is none of transformers or has adapters, something is at ``folder``, or an option is unknown.
+        ConfigError: the model is none of transformers or has adapters, something is at ``folder``, or an option is
+            unknown.
         CheckpointMismatch: a value is beyond ``dtype``.
         CheckpointError: it cannot be written. All on every rank.
     """

@@ -47,7 +47,8 @@ def test_first_values_do_not_depend_on_torchs_defaults() -> None:
             first.fill_range("0.lora.A", (3, 5), 5 * row, whole[row])  # type: ignore[attr-defined]
     finally:
         torch.set_default_dtype(torch.float32)
-    assert torch.equal(found, expected) and torch.equal(whole, expected)
+    assert torch.equal(found, expected)
+    assert torch.equal(whole, expected)
 
 
 class Zeros:

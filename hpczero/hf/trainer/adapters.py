@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import hpczero
-from hpczero.hf.peft_names import is_peft
 from hpczero.job.exchange import Exchange
 
 WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of the model that peft wraps
 
 
 def load_adapter(folder: Path, model: Any, exchange: Exchange) -> None:
@@ -22,17 +20,13 @@ def load_adapter(folder: Path, model: Any, exchange: Exchange) -> None:
 
     Args:
         folder: of ``save_pretrained``.
-        model: of peft, or of transformers with an adapter by ``add_adapter``; zeroified.
+        model: of peft, zeroified.
         exchange: of the ranks.
     """
-    topology, wrapped = exchange.topology, is_peft(model)
-    name = model.active_adapter if wrapped else model.active_adapters()[0]
+    topology, name = exchange.topology, model.active_adapter
     with hpczero.gathered(model, modifier_rank=0), topology.agreed("load the adapter"):
         if topology.is_root:
             peft: Any = importlib.import_module("peft")
             files: Any = importlib.import_module("safetensors.torch")
-            place = folder if name == "default" or not wrapped else folder / name
-            found = files.load_file(place / WEIGHTS)
-            if not wrapped:
-                found = {key.removeprefix(PREFIX): value for key, value in found.items()}
-            peft.set_peft_model_state_dict(model, found, name)
+            place = folder if name == "default" else folder / name
+            peft.set_peft_model_state_dict(model, files.load_file(place / WEIGHTS), name)

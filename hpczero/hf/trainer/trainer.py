@@ -27,7 +27,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 import hpczero
 from hpczero.errors import ConfigError, CorruptCheckpoint, DataError
-from hpczero.hf.peft_names import saved_by_peft, saves_adapters
+from hpczero.hf.peft_names import is_peft, saved_by_peft, saves_adapters
 from hpczero.hf.trainer.accelerator import MpiAccelerator, is_sharded
 from hpczero.hf.trainer.adapters import load_adapter
 from hpczero.hf.trainer.arguments import HpczeroTrainingArguments
@@ -376,7 +376,7 @@ class HpczeroTrainer(_Trainer):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         """The weights of the best checkpoint, and the optimizer's state with them."""
         best = Path(self.state.best_model_checkpoint)
-        if self.args.save_only_model and saves_adapters(self.model):
+        if self.args.save_only_model and is_peft(self.model):
             load_adapter(best, self.model, self._exchange)
         elif self.args.save_only_model:
             hpczero.checkpoint.import_weights(best, self.model)
