@@ -13,6 +13,7 @@ from torch import nn
 
 from hpczero.errors import ConfigError
 from hpczero.finetune.lowrank import CHILD, LowRank
+from hpczero.hf.peft_names import is_peft
 
 PEFT_PREFIX = "base_model.model."
 _LAYERS = "peft.tuners.lora.layer"
@@ -88,11 +89,6 @@ class Adapted:
 
     def _is_product(self, name: str) -> bool:
         return any(name in (each.a, each.b) for each in self.products)
-
-
-def is_peft(model: nn.Module) -> bool:
-    """Whether it is a model that peft wraps."""
-    return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
 
 
 def _of_peft(model: Any) -> Adapted:

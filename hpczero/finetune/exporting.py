@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from hpczero.errors import CheckpointNotWritten, ConfigError
 from hpczero.files.hidden import Hidden, is_free
-from hpczero.finetune.adapted import PEFT_PREFIX, Adapted, Product, is_peft
+from hpczero.finetune.adapted import PEFT_PREFIX, Adapted, Product
 from hpczero.finetune.lowrank import CHILD, LowRank, merged
-from hpczero.hf.peft_names import saved_by_peft
+from hpczero.hf.peft_names import is_peft, saved_by_peft
 from hpczero.zero.full_state import StateByUnit
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.whole_model import is_whole

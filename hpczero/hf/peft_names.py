@@ -1,6 +1,7 @@
-"""Models of peft as they are saved: by names alone, since no parameter has its value where it is saved.
+"""Models of peft, and how they are saved: by names alone, since no parameter has its value where it is saved.
 
-Owns: what peft asks of modules then. Must not know: how values are gathered, files. peft itself is never imported.
+Owns: which models these are, and what peft asks of modules at a save. Must not know: how values are gathered, files.
+peft itself is never imported.
 """
 
 from __future__ import annotations
@@ -11,6 +12,26 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from hpczero.zero.units.module_buffers import persistent_buffers
+
+_OF_ADAPTERS = ("peft.", "hpczero.finetune.")  # where their modules are defined
+
+
+def is_peft(model: nn.Module) -> bool:
+    """Whether it is a model that peft wraps."""
+    return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
+
+
+def saves_adapters(model: nn.Module) -> bool:
+    """Whether ``save_pretrained`` of the model writes its adapter alone: one of peft, or one given by add_adapter."""
+    return is_peft(model) or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def first_adapter(model: nn.Module) -> str | None:
+    """The first module that belongs to an adapter, of peft's or of ``hpczero.finetune``, inside of the model."""
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith(_OF_ADAPTERS):
+            return name
+    return None
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from hpczero.checkpoint.foreign.weight_files import cast
 from hpczero.errors import ConfigError
 from hpczero.hf.folder_writer import FolderWriter
 from hpczero.hf.library import model_kind
+from hpczero.hf.peft_names import first_adapter
 from hpczero.hf.way_back import Outcome, meta, way_back
 from hpczero.memory.buffers import DTYPES
 from hpczero.zero.full_state import StateByUnit
@@ -51,7 +52,8 @@ def save_pretrained(
         shard_mib: most MiB of one file; a larger tensor has a file of its own.
 
     Raises:
-        ConfigError: the model is none of transformers, something is at ``folder``, or an option is unknown.
+        ConfigError: the model is none of transformers or has adapters, something is at ``folder``, or an option is
+            unknown.
         CheckpointMismatch: a value is beyond ``dtype``.
         CheckpointError: it cannot be written. All on every rank.
     """
@@ -61,6 +63,13 @@ def save_pretrained(
             raise ConfigError(
                 f"save_pretrained: got {type(model).__name__}, expected a model of transformers; for others "
                 "hpczero.full_state_dict, or hpczero.checkpoint and its export"
+            )
+        adapter = first_adapter(model)
+        if adapter is not None:
+            raise ConfigError(
+                f"save_pretrained: {adapter!r} belongs to an adapter, and from_pretrained would load the model without "
+                "it; write the merged weights by hpczero.finetune.save_merged, or the adapter alone by "
+                "hpczero.finetune.save_adapter (of peft: of a model that peft.get_peft_model made)"
             )
         if dtype not in NAMES:
             raise ConfigError(f"dtype: got {dtype!r}, expected one of {', '.join(NAMES)}")

@@ -36,6 +36,31 @@ def test_a_layer_computes_its_own_output_and_the_scaled_product() -> None:
     torch.testing.assert_close(model.get_submodule("0")(input=x), expected)
 
 
+def test_first_values_do_not_depend_on_torchs_defaults() -> None:
+    expected = finetune.lora(nn.Sequential(nn.Linear(5, 7)), rank=3).get_parameter("0.lora.A")
+    model, whole = nn.Sequential(nn.Linear(5, 7)), torch.zeros(3, 5)
+    first = finetune.first_values(Zeros())
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        found = finetune.lora(model, rank=3).get_parameter("0.lora.A")
+        for row in range(3):
+            first.fill_range("0.lora.A", (3, 5), 5 * row, whole[row])  # type: ignore[attr-defined]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
+    assert torch.equal(whole, expected)
+
+
+class Zeros:
+    """First values that are given by ranges."""
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> None:
+        tensor.zero_()
+
+    def fill_range(self, name: str, shape: Any, start: int, values: torch.Tensor) -> None:
+        values.zero_()
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_copy_of_a_model_keeps_its_products(copied: Any) -> None:
     model = adapted_gpt()

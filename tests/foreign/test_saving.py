@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import hpczero
+from hpczero import finetune
 from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from hpczero.errors import CheckpointError, CheckpointMismatch, ConfigError
 from tests.compat.architectures import ARCHITECTURES
@@ -163,6 +165,25 @@ def test_a_failed_save_leaves_nothing(
         lambda: hpczero.hf.save_pretrained(model, folder / "b"),
     )
     hpczero.release(model)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("kind", ["ours", "peft"])
+def test_models_with_adapters_are_refused_and_what_writes_them_is_named(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, kind: str
+) -> None:
+    """``from_pretrained`` would load the base without its product, and of peft's with a layer drawn anew."""
+    import peft
+
+    model = llama.made()
+    if kind == "ours":
+        finetune.lora(model, rank=2, targets=["q_proj"])
+    else:
+        model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with zeroified(model, adamw(model), topology=topology):
+        save = partial(hpczero.hf.save_pretrained, model, folder / "b")
+        raises_on_all(comm, ConfigError, "finetune.save_merged", save)
+        parallel_assert(comm, not (folder / "b").exists())
 
 
 def test_values_beyond_the_dtype_are_refused(

@@ -15,11 +15,6 @@ from hpczero.job.exchange import Exchange
 WEIGHTS = "adapter_model.safetensors"
 
 
-def is_peft(model: Any) -> bool:
-    """Whether it is a model that peft wraps."""
-    return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
-
-
 def load_adapter(folder: Path, model: Any, exchange: Exchange) -> None:
     """Read the values of the active adapter on rank 0. Collective over the world: the model is whole meanwhile.
 

@@ -27,9 +27,9 @@ from transformers.trainer_utils import rotate_checkpoints
 
 import hpczero
 from hpczero.errors import ConfigError, CorruptCheckpoint, DataError
-from hpczero.hf.peft_names import saved_by_peft
+from hpczero.hf.peft_names import is_peft, saved_by_peft, saves_adapters
 from hpczero.hf.trainer.accelerator import MpiAccelerator, is_sharded
-from hpczero.hf.trainer.adapters import is_peft, load_adapter
+from hpczero.hf.trainer.adapters import load_adapter
 from hpczero.hf.trainer.arguments import HpczeroTrainingArguments
 from hpczero.hf.trainer.weights import bring_in, put_in_place
 
@@ -314,14 +314,16 @@ class HpczeroTrainer(_Trainer):  # type: ignore[misc]
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write whole weights, configuration and tokenizer, for ``from_pretrained``.
 
-        Of a model of transformers rank 0 holds one unit at a time (``hpczero.hf.save_pretrained``), of others all.
+        Of a model of transformers rank 0 holds one unit at a time (``hpczero.hf.save_pretrained``), of others all. Of a
+        model with adapters of peft the adapter is written alone.
 
         Args:
             output_dir: None: that of the trainer.
             _internal_call: transformers' own.
         """
         place = Path(output_dir or self.args.output_dir)
-        if isinstance(self.model, PreTrainedModel) and is_sharded(self.model):
+        streamed = isinstance(self.model, PreTrainedModel) and not saves_adapters(self.model)
+        if streamed and is_sharded(self.model):
             hidden = place / HIDDEN
             self._exchange.on_root(lambda: shutil.rmtree(hidden, ignore_errors=True), "make room")
             hpczero.hf.save_pretrained(self.model, hidden, tokenizer=self._tokenizer())

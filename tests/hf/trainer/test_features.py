@@ -284,7 +284,10 @@ def test_reset_state_of_accelerate_is_named(comm: MPI.Intracomm, folder: Path) -
 
 
 @pytest.mark.ranks(2)
-def test_adapters_of_peft_train_and_are_saved_alone(comm: MPI.Intracomm, folder: Path) -> None:
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_adapters_of_peft_train_and_are_saved_alone(
+    comm: MPI.Intracomm, folder: Path, wrapped: bool
+) -> None:
     import peft
 
     from tests.hf.trainer.runs import done_with, llama, plain, train, trainer_over_mpi
@@ -292,6 +295,9 @@ def test_adapters_of_peft_train_and_are_saved_alone(comm: MPI.Intracomm, folder:
     def adapted() -> Any:
         model = llama()
         torch.manual_seed(9)
+        if not wrapped:
+            model.add_adapter(peft.LoraConfig(r=3, target_modules=["q_proj"]))
+            return model
         config = peft.LoraConfig(
             r=3,
             target_modules=["q_proj", "v_proj"],
@@ -307,8 +313,12 @@ def test_adapters_of_peft_train_and_are_saved_alone(comm: MPI.Intracomm, folder:
     parallel_assert(comm, not found.differs(expected), found.differs(expected))
     trainer.save_model()
     done_with(trainer)
-    again = peft.PeftModel.from_pretrained(llama(), folder / "mpi").state_dict()
-    parallel_assert(comm, furthest(again, found.weights) == 0.0)
+    again = llama()
+    if wrapped:
+        again = peft.PeftModel.from_pretrained(again, folder / "mpi")
+    else:
+        again.load_adapter(str(folder / "mpi"))
+    parallel_assert(comm, furthest(again.state_dict(), found.weights) == 0.0)
     left = {each.name for each in (folder / "mpi").iterdir()}
     parallel_assert(comm, "adapter_model.safetensors" in left and "model.safetensors" not in left)
 
