@@ -124,8 +124,9 @@ class Unfreezing:
             )
 
     @property
-    def _away(self) -> bool:
-        return any(unit.away is not None for unit in self._sharding.units)
+    def _delayed(self) -> bool:
+        store = self._sharding.away.store
+        return store is not None and store.delayed
 
     def _changes(self) -> list[str]:
         units = [unit for unit in self._sharding.units if not unit.spec.trainable]
@@ -259,10 +260,10 @@ class Unfreezing:
                 raise StepError(
                     f"{name} has {len(optimizer.param_groups)} groups, and had {count}; keep all groups"
                 )
-            if len(optimizer.param_groups) > count and self._away:
+            if len(optimizer.param_groups) > count and self._delayed:
                 raise StepError(
-                    f"group {count} of {name} was added after zeroify, with offload, whose files and buffers are laid "
-                    "out then; make all groups before zeroify"
+                    f"group {count} of {name} was added after zeroify, with a delayed update (offload), which is one "
+                    "step late and would not be for it; make all groups before zeroify, or take delayed=False"
                 )
             for number, group in enumerate(optimizer.param_groups[count:], count):
                 foreign = sum(id(p) not in self._names for p in group["params"])
@@ -283,9 +284,10 @@ class Unfreezing:
                 f"{title}and rests as {unit.spec.codec.name}: its values are codes, which no step of an optimizer "
                 "changes; leave it frozen, or zeroify the model without quantize"
             )
-        if self._away:
+        if self._delayed:
             raise StepError(
-                f"{title}with offload, whose files and buffers are laid out then; unfreeze before zeroify"
+                f"{title}with a delayed update (offload), which is one step late and would not be for it; unfreeze "
+                "before zeroify, or take delayed=False"
             )
         if sharding.averages:
             raise StepError(

@@ -128,7 +128,10 @@ def _part(model: nn.Module) -> None:
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "codes": ("rests as int8: its values are codes", {"quantize": "int8"}),
-    "offload": ("with offload", {"offload": hpczero.Offload("host")}),
+    "delayed": (
+        "with a delayed update",
+        {"offload": hpczero.Offload("host", "host", step="host", delayed=True)},
+    ),
 }
 
 

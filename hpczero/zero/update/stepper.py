@@ -114,15 +114,21 @@ class Stepper:
         )
 
     def follow(self, units: Sequence[Unit], groups: range) -> None:
-        """``units`` are the trainable ones from now on, all in memory, and ``groups`` the numbers of its groups."""
+        """``units`` are the trainable ones from now on, new ones in memory; ``groups``: numbers of its groups."""
         self._place(units, groups)
         if isinstance(self.parted, WholeUpdate):
             self.parted = self._whole_update(groups)
         elif isinstance(self.parted, CodedUpdate):
             self.parted.follow(self.slots)
-        elif isinstance(self.parted, PartedUpdate):
-            self.parted.follow([*self.slots])
+        elif here := [unit for unit in self.slots if unit.away is None]:
+            self._follow_here(here)
         guard_shards(self.shards)
+
+    def _follow_here(self, here: Sequence[Unit]) -> None:
+        if isinstance(self.parted, PartedUpdate | TwinUpdate):
+            self.parted.follow(here)
+        elif isinstance(self.parted, StreamedUpdate):
+            self.parted = TwinUpdate(PartedUpdate(here, self.optimizer), self.parted)
 
     def adopt(self) -> None:
         """State was loaded, or put into ``optimizer.state``."""

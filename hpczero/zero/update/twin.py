@@ -7,7 +7,10 @@ Source: DeepSpeed's Twin-Flow, 2023.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hpczero.errors import StepError
+from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.parts import PartedUpdate
 from hpczero.zero.update.streamed import StreamedUpdate
 
@@ -18,6 +21,10 @@ class TwinUpdate:
     def __init__(self, here: PartedUpdate, away: StreamedUpdate) -> None:
         """``here`` and ``away``: of the same optimizer, over different units."""
         self._here, self._away = here, away
+
+    def follow(self, units: Sequence[Unit]) -> None:
+        """``units`` are the trainable ones that are here from now on."""
+        self._here.follow(units)
 
     @property
     def taken(self) -> bool:
