@@ -30,7 +30,7 @@ def first_adapter(model: nn.Module) -> str | None:
     """The first module that belongs to an adapter, of peft's or of ``hpczero.finetune``, inside of the model."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith(_OF_ADAPTERS):
-            return name
+            return str(name)
     return None
 
 

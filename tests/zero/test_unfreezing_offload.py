@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
-SMALL = {"window": 2**14, "buffers": 4}
+SMALL: dict[str, Any] = {"window": 2**14, "buffers": 4}
 WAYS: dict[str, dict[str, Any]] = {
     "states": {"optimizer": "host"},
     "gradients too": {"optimizer": "host", "gradients": "host"},
@@ -64,7 +64,7 @@ def step(program: Program, number: int, rank: int) -> None:
 
 
 def offload(way: str, folder: Path) -> Offload:
-    on_disk = {"folder": folder} if way == "disk" else {}
+    on_disk: dict[str, Any] = {"folder": folder} if way == "disk" else {}
     return Offload(**WAYS[way], **SMALL, **on_disk)
 
 
@@ -116,7 +116,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_after_the_change(
 def test_a_step_whose_gradients_are_clipped_has_the_norm_of_a_run_without_a_tier(
     comm: MPI.Intracomm, topology: Topology, precision: str, tmp_path: Path
 ) -> None:
-    norms = []
+    norms: list[Any] = []
     for way in ("", "gradients too"):
         program = Program()
         options: dict[str, Any] = {"stage": 3, "precision": precision}

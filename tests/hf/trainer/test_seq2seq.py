@@ -36,14 +36,20 @@ def model_of(kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "t5":
         sizes: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2}
+        start: dict[str, Any] = {"decoder_start_token_id": 0}
         config: Any = transformers.T5Config(
-            vocab_size=VOCABULARY, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0, **sizes
+            vocab_size=VOCABULARY, num_heads=2, dropout_rate=0.0, **start, **sizes
         )
         model: Any = transformers.T5ForConditionalGeneration(config)
     else:
         sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32}
         sizes |= {"decoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-        ids = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "decoder_start_token_id": 1}
+        ids: dict[str, Any] = {
+            "pad_token_id": 0,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+            "decoder_start_token_id": 1,
+        }
         config = transformers.BartConfig(
             vocab_size=VOCABULARY, dropout=0.0, forced_eos_token_id=None, **sizes, **ids
         )
@@ -148,8 +154,8 @@ def plain(kind: str, folder: Path) -> dict[str, Any]:
             model_of(kind),
             args,
             data_collator=collate,
-            train_dataset=TRAINED,  # type: ignore[arg-type]
-            eval_dataset=HELD_OUT,  # type: ignore[arg-type]
+            train_dataset=TRAINED,
+            eval_dataset=HELD_OUT,
             compute_metrics=metrics,  # type: ignore[arg-type]
         )
         return evaluated(trainer, metrics)
