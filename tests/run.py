@@ -30,7 +30,7 @@ RANKS = "1 2 3 4 5"
 MPI_FILES = "mpi-files"  # which have tests for which numbers of ranks, as the first phase has found
 QUIET_S = 3600.0  # longer than any test may take on a machine as slow as is waited for: nothing goes on any more
 MAX_LAUNCHES = 6  # of one phase: a machine on which everything hangs must not take all day
-LANES = 4  # of the tests of one process, which mostly wait for jobs of theirs
+LANES = 4  # of the tests of one process, which mostly wait for jobs of theirs; no more than there are files
 EXIT_HANG, EXIT_QUIET = 86, 124
 WHY = {EXIT_HANG: "it hung", EXIT_QUIET: "no test began or ended for long"}
 EXIT_TERMINATED = 128 + signal.SIGTERM
@@ -39,9 +39,10 @@ PYTEST_ENDED_WELL = (0, 5)  # all passed; nothing to run
 
 @dataclass(frozen=True)
 class Phase:
-    """The tests of one process (``ranks`` 0) or of some number of ranks."""
+    """The tests of one process (``ranks`` 0), in so many lanes at most, or of some number of ranks."""
 
     ranks: int
+    most: int = LANES
 
     def __str__(self) -> str:
         return {0: "one process", 1: "1 rank"}.get(self.ranks, f"{self.ranks} ranks")
@@ -49,12 +50,12 @@ class Phase:
     @property
     def lanes(self) -> bool:
         """Whether its tests are divided among several pytests that run side by side."""
-        return self.ranks == 0 and LANES > 1
+        return self.ranks == 0 and self.most > 1
 
     @property
     def names(self) -> list[str]:
         """Of its lanes; the first speaks as it goes."""
-        return [str(number) for number in range(1, LANES + 1)] if self.lanes else ["1"]
+        return [str(number) for number in range(1, self.most + 1)] if self.lanes else ["1"]
 
     def command(self, arguments: list[str], expression: str) -> list[str]:
         """The command line; ``expression`` is what the user said with ``-m``."""
@@ -130,12 +131,13 @@ class Tally:
 
 
 def costliest(records: list[Record], many: int = 20) -> list[str]:
-    """A line for each of the files whose tests took longest: seconds, those spent in jobs, jobs."""
+    """A line for each of the files whose tests cost most: processor time, seconds, those spent in jobs, jobs."""
     files: dict[str, list[Record]] = {}
     for record in records:
         files.setdefault(record.test.partition("::")[0], []).append(record)
     sums = [
         (
+            sum(r.cpu_seconds for r in of),
             sum(r.seconds for r in of),
             sum(r.job_seconds for r in of),
             sum(r.jobs for r in of),
@@ -144,12 +146,13 @@ def costliest(records: list[Record], many: int = 20) -> list[str]:
         for name, of in files.items()
     ]
     lines = [
-        f"  {seconds:7.1f} s, {waited:6.1f} s in {jobs:3} job(s): {name}"
-        for seconds, waited, jobs, name in sorted(sums, reverse=True)[:many]
+        f"  {cpu:7.1f} s of processor, {seconds:6.1f} s, {waited:6.1f} s in {jobs:3} job(s): {name}"
+        for cpu, seconds, waited, jobs, name in sorted(sums, reverse=True)[:many]
     ]
     whole = (
-        f"costliest of {len(files)} files, {sum(s[0] for s in sums):.0f} s in all, "
-        f"{sum(s[1] for s in sums):.0f} s of them in {sum(s[2] for s in sums)} job(s):"
+        f"costliest of {len(files)} files, {sum(s[0] for s in sums):.0f} s of processor (of rank 0) "
+        f"and {sum(s[1] for s in sums):.0f} s in all, {sum(s[2] for s in sums):.0f} s of them in "
+        f"{sum(s[3] for s in sums)} job(s):"
     )
     return [whole, *lines]
 
@@ -272,6 +275,15 @@ def run_phase(phase: Phase, arguments: list[str], expression: str, folder: Path)
     return whole
 
 
+def lanes_for(arguments: list[str]) -> int:
+    """How many lanes have something to do: a lane claims whole files."""
+    paths = {Path(argument.partition("::")[0]) for argument in arguments}
+    given = [path for path in paths if path.exists()]
+    if any(path.is_dir() for path in given):
+        return LANES
+    return min(LANES, sum(path.suffix == ".py" for path in given))  # setup.cfg is none
+
+
 def narrowed(arguments: list[str], phase: Phase, folder: Path) -> list[str]:
     """``arguments`` with only those files in place of folders that have tests for ``phase``, if that is known.
 
@@ -304,7 +316,7 @@ def main() -> int:
     sizes = [int(word) for word in (os.environ.get("HPCZERO_TEST_RANKS") or RANKS).split()]
     phases = [Phase(ranks) for ranks in sizes if ranks > 0]
     if not options.only_mpi:
-        phases.insert(0, Phase(0))
+        phases.insert(0, Phase(0, lanes_for(arguments)))
 
     if phases:  # a part of each test's cases runs in each
         arguments.append(f"--sizes={' '.join(str(phase.ranks) for phase in phases if phase.ranks)}")

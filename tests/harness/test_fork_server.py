@@ -52,6 +52,17 @@ def test_it_is_the_server_that_runs_plain_jobs() -> None:
     assert (forked.stdout, anew.stdout) == ("forked\n", "anew\n")
 
 
+@pytest.mark.skipif(server.off, reason="there is no server")
+def test_processor_time_of_jobs_that_have_ended_is_the_servers() -> None:
+    burn = "import os, time\nwhile time.process_time() < 0.3: pass\n"
+    burn += "if os.fork(): os.wait()\nelse:\n while time.process_time() < 0.3: pass"
+    run_command([sys.executable, "-c", "pass"], 60)
+    before = server.cpu_seconds()
+    done = run_command([sys.executable, "-c", burn], 60)
+    assert done.returncode == 0, done
+    assert 0.5 < server.cpu_seconds() - before < 30
+
+
 @pytest.mark.parametrize(
     "program",
     [

@@ -81,6 +81,7 @@ LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_NOFILE, reso
 POPEN = subprocess.Popen  # a test may put Forked in its place
 LIBC = ctypes.CDLL(None)
 KEPT = ("sys", "builtins", "__main__")  # Python itself ends with these
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 LIMITS_AT_START = [resource.getrlimit(limit) for limit in LIMITS]
 
 
@@ -105,6 +106,13 @@ class ForkServer:
         if not plain or not _fits(environment, limits, _environment()):
             return command
         return (*command[:after], *self._shim(), *command[after:])
+
+    def cpu_seconds(self) -> float:
+        """Processor time of the server and of the jobs that have ended, with what those waited for."""
+        if self._server is None:
+            return 0.0
+        fields = Path(f"/proc/{self._server.pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:15])) / TICKS_PER_S
 
     def write_python(self, path: Path) -> None:
         """Make ``path`` a program that is ``python``, and starts by way of the server where it is called plainly."""

@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import json
 import os
+import resource
 import sys
 import time
 import traceback
@@ -164,6 +165,7 @@ class Ranks:
         off = forkserver.off
         forkserver.off = off or item.get_closest_marker("fresh") is not None
         start, jobs, job_seconds = time.monotonic(), waited.jobs, waited.seconds
+        cpu_seconds = _cpu_seconds()
         self.watchdog.start(item.nodeid, limit.args[0] if limit else self.limit_s)
         try:
             return (yield)
@@ -177,6 +179,7 @@ class Ranks:
                     seconds=time.monotonic() - start,
                     jobs=waited.jobs - jobs,
                     job_seconds=waited.seconds - job_seconds,
+                    cpu_seconds=_cpu_seconds() - cpu_seconds,
                 )
                 cost.append_to(self.records)
 
@@ -240,6 +243,12 @@ class Ranks:
         self.watchdog.close()
         if self.comm is not None:
             self.comm.Free()
+
+
+def _cpu_seconds() -> float:
+    """Processor time so far of this process and of all whose end it, or the fork server, has seen."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used) + forkserver.cpu_seconds()
 
 
 def _wants(item: pytest.Item, size: int) -> bool:

@@ -23,6 +23,7 @@ class Record:
         seconds: that it took, set-up of what it shares with later tests included.
         jobs: commands that it started and waited for.
         job_seconds: that it waited for them.
+        cpu_seconds: of this process, of those that it has waited for, and of the fork server's jobs.
     """
 
     test: str
@@ -31,6 +32,7 @@ class Record:
     seconds: float = 0.0
     jobs: int = 0
     job_seconds: float = 0.0
+    cpu_seconds: float = 0.0
 
     def append_to(self, path: Path) -> None:
         """Add this line to ``path``; it is on disk when the call returns."""
