@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.helpers.mpirun import ROOT, Finished, run_command, run_ranks
 from tests.helpers.transcripts import commands_of
 
 EXAMPLES = ROOT / "examples"
+EVERY = os.environ.get("HPCZERO_TEST_ALL") == "1"
 LIMIT_S = 90.0  # they take a few seconds on an idle machine
 # Of the list, run here with the same words.
 COMMANDS = {
@@ -65,11 +67,12 @@ def test_own_loop_learns() -> None:
 @pytest.mark.limit(2 * LIMIT_S)
 @pytest.mark.slow
 def test_a_model_of_ones_own_learns_alike_in_any_layout() -> None:
-    alone, over_tensor, over_both = (
-        losses(run_example(ranks, "split_your_own.py")) for ranks in (1, 2, 4)
+    alone, *divided = (
+        losses(run_example(ranks, "split_your_own.py"))
+        for ranks in ((1, 2, 4) if EVERY else (1, 4))
     )
     assert alone[1] < 0.4 * alone[0]
-    for found in (over_tensor, over_both):  # one data parallel rank each: the same batches
+    for found in divided:  # one data parallel rank each: the same batches
         assert found == pytest.approx(alone, abs=2e-3)
 
 

@@ -43,6 +43,7 @@ def test_a_workspace_without_one_order_is_refused() -> None:
     assert variables == {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}
 
 
+@pytest.mark.usefixtures("forks")
 def test_an_operation_without_an_order_is_an_error_afterwards() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False
@@ -53,6 +54,7 @@ def test_an_operation_without_an_order_is_an_error_afterwards() -> None:
 
 
 @pytest.mark.limit(180)
+@pytest.mark.usefixtures("forks")
 def test_the_training_command_refuses_and_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

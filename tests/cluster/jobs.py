@@ -13,9 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
+
+if TYPE_CHECKING:
+    from hpczero import Topology
 
 WORLD = MPI.COMM_WORLD
 
@@ -120,37 +123,45 @@ def collectives(node_of_rank: str = "") -> None:
     topology.free()
 
 
-def crossing(name: str, numel: str, times: str) -> None:
-    """Gathers and reductions of ``numel`` fp32 elements over a transport: bytes by its accounts, and a digest."""
+def crossing(names: str, numel: str, times: str) -> None:
+    """Gathers and reductions of ``numel`` fp32 elements by transports: bytes of their accounts, a digest of each."""
     import torch
 
     from hpczero import Topology
-    from hpczero.comm import choose
-    from hpczero.memory.buffers import Use
 
     torch.set_num_threads(1)
     topology = Topology.of_world()
+    found = [_crossed(topology, name, int(numel), int(times)) for name in names.split(",")]
+    sent = sum(nbytes for nbytes, _ in found)
+    report({"node": topology.node_index, "sent": sent, "digests": [digest for _, digest in found]})
+    topology.free()
+
+
+def _crossed(topology: Topology, name: str, numel: int, times: int) -> tuple[int, str]:
+    """Bytes that one transport says this rank has sent, and the digest. Collective over ``topology``."""
+    import torch
+
+    from hpczero.comm import choose
+    from hpczero.memory.buffers import Use
+
     transport = choose(topology, name, algorithms="default")
-    whole = transport.allocate(
-        int(numel), torch.float32, category="test", use=Use.GATHER, keep=True
-    )
-    gradient = transport.allocate(int(numel), torch.float32, category="test", use=Use.REDUCE)
+    whole = transport.allocate(numel, torch.float32, category="test", use=Use.GATHER, keep=True)
+    gradient = transport.allocate(numel, torch.float32, category="test", use=Use.REDUCE)
     transport.settle()
     gradient.take()
     generator = torch.Generator().manual_seed(topology.rank)
-    gradient.tensor.copy_(torch.randn(int(numel), generator=generator))
-    shard = int(numel) // topology.size
+    gradient.tensor.copy_(torch.randn(numel, generator=generator))
+    shard = numel // topology.size
     mine, summed = whole.tensor[topology.shard_index * shard :][:shard], torch.empty(shard)
-    for _ in range(int(times)):
+    for _ in range(times):
         transport.reduce_scatter(gradient.tensor, summed, scale=0.5, name="u").wait()
         mine.copy_(summed)
         transport.all_gather(whole.tensor, name="u").wait()
     digest = hashlib.sha256(whole.tensor.numpy().tobytes()).hexdigest()
     sent = sum(transport.stats.sent_nbytes.values())
     WORLD.Barrier()
-    report({"node": topology.node_index, "sent": sent, "digest": digest})
     transport.close()
-    topology.free()
+    return sent, digest
 
 
 def train() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.helpers.pairwise import Case, chequered, pairwise, spread
+from tests.helpers.pairwise import Case, chequered, dealt, pairwise, spread
 
 STANDARD = [1, 2, 3, 4, 5]
 
@@ -93,3 +93,12 @@ def test_two_turns_have_every_pair_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert chequered(stages, ["auto"], 0) == [(stage, "auto") for stage in stages]
     monkeypatch.setenv("HPCZERO_TEST_ALL", "1")
     assert chequered(stages, names, 1) == list(product(stages, names))
+
+
+def test_hands_have_every_case_once_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HPCZERO_TEST_ALL", raising=False)
+    hands = [dealt(range(10), 3, hand) for hand in range(3)]
+    assert sorted(case for hand in hands for case in hand) == [*range(10)]
+    assert {len(hand) for hand in hands} == {3, 4}
+    monkeypatch.setenv("HPCZERO_TEST_ALL", "1")
+    assert dealt(range(10), 3, 1) == [*range(10)]

@@ -84,6 +84,12 @@ def chequered(first: Sequence[A], second: Sequence[B], turn: int) -> list[tuple[
     return [p for at, p in enumerate(every) if (at // wide + at % wide + turn) % 2 == 0]
 
 
+def dealt(cases: Sequence[A], hands: int, hand: int) -> list[A]:
+    """Of ``cases``, dealt in turn to ``hands``, those of one; with HPCZERO_TEST_ALL=1 all."""
+    every = os.environ.get("HPCZERO_TEST_ALL") == "1"
+    return [*cases] if every else [*cases[hand % hands :: hands]]
+
+
 def _axes(cases: Sequence[Case]) -> list[tuple[int, ...]]:
     """Of each parameter its value in every case; those that change together are one, by numbers."""
     names = dict.fromkeys(name for case in cases for name in case)

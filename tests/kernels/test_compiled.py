@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from hpczero.kernels.device_sum import NAMES
 from hpczero.kernels.source import MOST_BLOCKS, MOST_BLOCKS_OF_ROWS, tree_sum_source
 from scaling.gpu.nvrtc import CompileError, Nvrtc, find_nvrtc
+from tests.helpers.pairwise import dealt
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90")
 MOST_REGISTERS = 64  # of a thread: four blocks of 256 then fit an SM
@@ -24,26 +26,39 @@ def nvrtc() -> Nvrtc:
     return found
 
 
+Variant = tuple[int, list[Sequence[int]], str, bool, bool]
+"""Number of blocks, groups of them, dtype on a node, aligned, several rows."""
+
+
+def variants() -> list[Variant]:
+    """Every kind of sum that the device is asked for."""
+    found: list[Variant] = []
+    for count in COUNTS:
+        for groups in ([range(count)], [[block] for block in range(count)]):
+            for node_dtype in NAMES.values() if len(groups) > 1 else ("fp32",):
+                for aligned, rows in product((True, False), (True, False)):
+                    if not rows or count <= MOST_BLOCKS_OF_ROWS:
+                        found.append((count, [*groups], node_dtype, aligned, rows))
+    return found
+
+
 @pytest.mark.limit(180)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", sorted(NAMES.values()))
 def test_every_sum_compiles_within_a_second_into_registers_alone(
     nvrtc: Nvrtc, architecture: str, dtype: str
 ) -> None:
-    for count in COUNTS:
-        for groups in ([range(count)], [[block] for block in range(count)]):
-            for node_dtype in NAMES.values() if len(groups) > 1 else ("fp32",):
-                for aligned, rows in product((True, False), (True, False)):
-                    if rows and count > MOST_BLOCKS_OF_ROWS:
-                        continue
-                    source = tree_sum_source(
-                        groups, dtype, node_dtype, aligned=aligned, cuda=True, several_rows=rows
-                    )
-                    found = nvrtc.compile(source, architecture)
-                    which = (count, len(groups), node_dtype, aligned, rows)
-                    assert 0 < found.registers <= MOST_REGISTERS, (which, found)
-                    assert found.local_nbytes == 0, (which, found)
-                    assert found.seconds < 1.0, (which, found)
+    """By default each for one architecture, all of them in turn; a thousand take minutes."""
+    mine = dealt(variants(), len(ARCHITECTURES), ARCHITECTURES.index(architecture))
+    for count, groups, node_dtype, aligned, rows in mine:
+        source = tree_sum_source(
+            groups, dtype, node_dtype, aligned=aligned, cuda=True, several_rows=rows
+        )
+        found = nvrtc.compile(source, architecture)
+        which = (count, len(groups), node_dtype, aligned, rows)
+        assert 0 < found.registers <= MOST_REGISTERS, (which, found)
+        assert found.local_nbytes == 0, (which, found)
+        assert found.seconds < 1.0, (which, found)
 
 
 SPILLS = """

@@ -6,14 +6,20 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from hpczero.options.config import RunConfig
 from hpczero.options.reading import load_toml
-from tests.helpers.mpirun import run_alone, run_ranks
-from tests.helpers.runs import losses, options, train
+from tests.helpers.mpirun import Finished, run_alone, run_ranks, run_typed
+from tests.helpers.runs import losses, options
+from tests.helpers.short_probe import SHORT_PROBE
 
 PLAN = ["-m", "hpczero.plan", "--auto", "--layers", "2", "--hidden", "64", "--vocab", "256"]
 PLAN += ["--sequence", "32", "--global-batch", "4"]
+
+
+def train(folder: Path, ranks: int = 2, **changes: Any) -> Finished:
+    return run_typed(ranks, ["-c", SHORT_PROBE, *options(folder, **changes)], timeout=90)
 
 
 def test_a_run_trains_as_it_chose_and_a_resumed_one_keeps_the_choice(tmp_path: Path) -> None:
@@ -51,7 +57,9 @@ def test_what_is_given_is_not_chosen(tmp_path: Path) -> None:
 
 
 def test_plan_auto_probes_with_all_ranks_and_says_how_to_pin_it(tmp_path: Path) -> None:
-    done = run_ranks(2, [*PLAN, "--folder", str(tmp_path), "--json"], timeout=120)
+    done = run_ranks(
+        2, ["-c", SHORT_PROBE, *PLAN, "--folder", str(tmp_path), "--json"], timeout=120
+    )
     assert done.returncode == 0, done
     found = json.loads(done.stdout)
     assert found["troubles"] == []
@@ -65,7 +73,7 @@ def test_plan_auto_probes_with_all_ranks_and_says_how_to_pin_it(tmp_path: Path) 
 
 
 def test_plan_auto_says_why_a_folder_is_no_use_and_goes_on(tmp_path: Path) -> None:
-    done = run_alone([*PLAN, "--folder", str(tmp_path / "none")], timeout=120)
+    done = run_alone(["-c", SHORT_PROBE, *PLAN, "--folder", str(tmp_path / "none")], timeout=120)
     assert done.returncode == 0, done
     assert "no tier on disk: rank 0" in done.stdout
     assert "chosen of" in done.stdout

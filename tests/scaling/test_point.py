@@ -14,6 +14,7 @@ from hpczero.errors import ConfigError
 from scaling.evidence.record import UNKNOWN, read_rows
 from scaling.sweep.study import Grid
 from tests.helpers.mpirun import ROOT, Finished, run_command, run_ranks
+from tests.helpers.short_probe import SHORT_PROBE
 
 POINT = Grid("weak", False, ["tiny"], [3], [1], [2]).points(steps=2, warm_up=1)[0]
 
@@ -48,7 +49,8 @@ def one(path: Path) -> dict[str, Any]:
 
 
 def measured(path: Path, *, env: dict[str, str] | None = None, **changes: Any) -> dict[str, Any]:
-    done = run_ranks(changes.get("ranks", 1), order(path, **changes), 120, env)
+    words = ["-c", SHORT_PROBE, *order(path, **changes)]
+    done = run_ranks(changes.get("ranks", 1), words, 120, env)
     assert done.returncode == 0, done
     return one(path)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,12 +16,19 @@ from scaling.sweep.__main__ import collect
 from scaling.sweep.folder import StudyFolder
 from scaling.sweep.study import Grid
 from tests.helpers.mpirun import Finished, run_command
+from tests.helpers.short_probe import write_launcher
 
 POINTS = Grid("strong", False, ["tiny"], [0, 3], [1, 2], [4]).points(steps=3, warm_up=1)
 
 
-def sweep(*arguments: str, timeout: float = 180) -> Finished:
-    return run_command([sys.executable, "-m", "scaling.sweep", *arguments], timeout)
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables with which points have a short probe."""
+    return write_launcher(tmp_path_factory.mktemp("quick") / "launch")
+
+
+def sweep(*arguments: str, timeout: float = 180, env: Mapping[str, str] | None = None) -> Finished:
+    return run_command([sys.executable, "-m", "scaling.sweep", *arguments], timeout, env)
 
 
 def planned(
@@ -51,11 +58,13 @@ def planned(
 
 @pytest.mark.slow
 @pytest.mark.limit(300)
-def test_a_study_is_measured_reported_and_not_measured_twice(tmp_path: Path) -> None:
+def test_a_study_is_measured_reported_and_not_measured_twice(
+    tmp_path: Path, quick: dict[str, str]
+) -> None:
     folder, page = tmp_path / "study", tmp_path / "page.html"
     command = ["strong", "--models", "tiny", "--ranks", "1", "2", "--batches", "4", "--steps", "6"]
     command += ["--warm_up", "1", "--checkpoint_every", "3", "--folder", str(folder)]
-    first = sweep(*command)
+    first = sweep(*command, env=quick)
     assert first.returncode == 0, first
     rows = read_rows(folder / "sweep-strong.jsonl")
     points = [row for row in rows if row["kind"] == "point"]
@@ -75,7 +84,7 @@ def test_a_study_is_measured_reported_and_not_measured_twice(tmp_path: Path) -> 
         assert 0.5 < max(row["ledger_nbytes"]) / row["planned"]["total"] < 1.1
     alone, together = (row["losses"] for row in points)
     assert alone == pytest.approx(together, abs=1e-5)  # the same samples, whatever the ranks
-    again = sweep(*command, "--any_commit")
+    again = sweep(*command, "--any_commit", env=quick)
     assert "2 points, 2 done already" in again.stderr
     report = [sys.executable, "-m", "scaling.report", str(folder / "sweep-strong.jsonl")]
     shown = run_command([*report, "--page", str(page)], 60)
@@ -90,9 +99,12 @@ def test_a_study_is_measured_reported_and_not_measured_twice(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.limit(200)
-def test_nodes_that_are_one_machine_are_called_emulated(tmp_path: Path) -> None:
+def test_nodes_that_are_one_machine_are_called_emulated(
+    tmp_path: Path, quick: dict[str, str]
+) -> None:
     command = ["weak", "--models", "tiny", "--ranks", "2", "--ranks_per_node", "1", "--batches"]
-    done = sweep(*command, "2", "--steps", "2", "--warm_up", "1", "--folder", str(tmp_path))
+    command += ["2", "--steps", "2", "--warm_up", "1", "--folder", str(tmp_path)]
+    done = sweep(*command, env=quick)
     assert done.returncode == 0, done
     row = read_rows(tmp_path / "sweep-weak.jsonl")[1]
     assert (row["placement"], row["emulated"]) == ("2x1", True)
@@ -211,12 +223,16 @@ def test_points_of_another_machine_do_not_count_even_if_any_commit_does(tmp_path
 def test_what_no_commit_names_is_measured_again(tmp_path: Path) -> None:
     command = ["weak", "--models", "tiny", "--ranks", "1", "--steps", "2", "--warm_up", "1"]
     command = [sys.executable, "-m", "scaling.sweep", *command, "--folder", str(tmp_path)]
-    nowhere = {"GIT_DIR": str(tmp_path / "nowhere")}  # as outside of a checkout
-    for _ in range(2):
-        done = run_command(command, 90, env=nowhere)
-        assert done.returncode == 0, done
-        assert "1 points, 0 done already, commit unknown" in done.stderr
+    launcher = tmp_path / "launch"
+    variables = {**write_launcher(launcher), "GIT_DIR": str(tmp_path / "nowhere")}  # no checkout
+    done = run_command(command, 90, env=variables)
+    assert done.returncode == 0, done
     assert read_rows(tmp_path / "sweep-weak.jsonl")[1]["commit"] == "unknown"
+    launcher.write_text("#!/bin/sh\nexit 1\n")  # it is asked for the point: that is enough
+    again = run_command(command, 60, env=variables)
+    for each in (done, again):
+        assert "1 points, 0 done already, commit unknown" in each.stderr, each
+    assert "failed: tiny, stage 3, 1 rank(s)" in again.stderr, again
 
 
 def test_a_study_of_emulated_nodes_may_vary_them_at_the_same_ranks(tmp_path: Path) -> None:
@@ -231,12 +247,15 @@ def test_a_study_of_emulated_nodes_may_vary_them_at_the_same_ranks(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.limit(300)
-def test_layouts_train_the_same_and_each_is_held_against_the_first(tmp_path: Path) -> None:
+def test_layouts_train_the_same_and_each_is_held_against_the_first(
+    tmp_path: Path, quick: dict[str, str]
+) -> None:
     words = ["--ranks", "2", "--models", "tiny", "--batches", "8", "--steps", "2", "--warm_up", "1"]
     done = sweep(
         *("layouts", *words, "--layouts", "tensor=2", "pipeline=2"),
         *("--folder", str(tmp_path)),
         timeout=280,
+        env=quick,
     )
     assert done.returncode == 0, done
     rows = read_rows(tmp_path / "sweep-layouts.jsonl")
