@@ -41,6 +41,7 @@ class HpcZeroError(Exception):
 
     exit_code = EXIT_FAILURE
     agreed = False  # True once every rank raises it together: then each exits by itself and no job is aborted
+    raised_by = 0  # ranks of a topology that raise it together; 0 where that is not known
 
 
 class ConfigError(HpcZeroError, ValueError):

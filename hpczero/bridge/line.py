@@ -303,6 +303,7 @@ class Line:
                 error = failure
                 if not (isinstance(failure, HpcZeroError) and failure.agreed):
                     self._broken = failure
+                    self._watchdog.cut_off.hold(failure)
         if from_queue:
             with self._count:
                 self._waiting -= 1

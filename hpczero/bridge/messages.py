@@ -172,14 +172,15 @@ class Messages:
         """Start to send ``tensor``, of any dtype and strides, to ``rank``. Not collective."""
         what = self._words("send", tensor, rank, tag)
         source = as_bytes(flat(tensor))
-        requests = [
-            self._comm.Isend([piece.numpy(), MPI.BYTE], rank, tag) for piece in _pieces(source)
-        ]
 
         def end(_: list[MPI.Status]) -> None:
             _keep = source  # until MPI has read it
 
-        return self._started(Message(what, requests, [tensor], self._watchdog, end))
+        with self._watchdog.cut_off.holding():
+            requests = [
+                self._comm.Isend([piece.numpy(), MPI.BYTE], rank, tag) for piece in _pieces(source)
+            ]
+            return self._started(Message(what, requests, [tensor], self._watchdog, end))
 
     def receive(self, tensor: Tensor, rank: int | None, tag: int) -> Message:
         """Start to receive into ``tensor``, of any dtype and strides. Not collective.
@@ -198,7 +199,6 @@ class Messages:
             raise CommError(
                 f"{what}: {MESSAGE_NBYTES:,} bytes at most can be received from any rank; name the sender"
             )
-        requests = [self._comm.Irecv([piece.numpy(), MPI.BYTE], source, tag) for piece in pieces]
 
         def end(statuses: list[MPI.Status]) -> None:
             for piece, status in zip(pieces, statuses, strict=True):
@@ -210,7 +210,11 @@ class Messages:
                     )
             target.done()
 
-        return self._started(Message(what, requests, [tensor], self._watchdog, end))
+        with self._watchdog.cut_off.holding():
+            requests = [
+                self._comm.Irecv([piece.numpy(), MPI.BYTE], source, tag) for piece in pieces
+            ]
+            return self._started(Message(what, requests, [tensor], self._watchdog, end))
 
     def drain(self, limit_s: float) -> bool:
         """Whether all messages have ended within ``limit_s`` seconds. Not collective."""

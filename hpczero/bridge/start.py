@@ -82,7 +82,7 @@ class OwnedProcessGroup(MPIProcessGroup):
         chosen = whole.Incl(list(ranks))
         # Not torch's name of the group: that may differ between ranks.
         tag = zlib.crc32(repr(list(ranks)).encode()) % TAGS
-        with self.topology.watchdog.watch(f"new_group of ranks {list(ranks)}"):
+        with self.topology.watchdog.collective(f"new_group of ranks {list(ranks)}"):
             made = comm.Create_group(chosen, tag)
         chosen.Free()
         whole.Free()
@@ -122,7 +122,7 @@ class OwnedProcessGroup(MPIProcessGroup):
 
     def free(self) -> None:
         """Give communicators and memory back. Collective over the group."""
-        with self.topology.watchdog.watch("destroy_process_group"):
+        with self.topology.watchdog.collective("destroy_process_group"):
             self.exchange.close()
         if self.given.store is not None:
             self.given.store.close()

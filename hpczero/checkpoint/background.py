@@ -53,7 +53,10 @@ class Background:
 
         def run() -> None:
             try:
-                self._path = work(own)
+                with (
+                    own.watchdog.cut_off.apart()
+                ):  # who goes on from a checkpoint may need this one
+                    self._path = work(own)
             except BaseException as error:
                 self._error = error
             with self._guard:

@@ -63,7 +63,9 @@ class Base:
                 for elements, values in _chunks(piece):
                     first = elements - row.offset
                     sums[place[row.name]] += _sum(values.to(_DTYPES[seen]), first)
-        with topology.watchdog.watch("checkpoint: which base the trained parameters belong to"):
+        with topology.watchdog.collective(
+            "checkpoint: which base the trained parameters belong to"
+        ):
             topology.world.comm.Allreduce(MPI.IN_PLACE, sums, op=MPI.SUM)
         names = [row.name for row in frozen]
         return cls(held, {n: f"{s:016x}" for n, s in zip(names, sums.tolist(), strict=True)})

@@ -8,7 +8,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -176,7 +175,10 @@ class Checkpoints:
         With ``background`` it returns the folder of all checkpoints, once the shards are copied. An earlier save that
         is still being written is waited for, and its error raised.
         """
-        topology = self._sharding.topology
+        with (topology := self._sharding.topology).watchdog.operation("a save of a checkpoint"):
+            return self._save(topology, step, extra)
+
+    def _save(self, topology: Topology, step: int, extra: Mapping[str, Any] | None) -> Path:
         self.wait()
         self._sharding.unfreezing.settle()
         self._take()
@@ -351,12 +353,7 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or getattr(error, "agreed", False):
             self.close()
             return

@@ -47,7 +47,7 @@ class Exchange:
         self._mine = mine if isinstance(mine, EvenRuns) else EvenRuns.of(mine)
         table = np.ascontiguousarray(self._mine.table)
         counts = np.empty(comm.size, dtype=np.int64)
-        with watchdog.watch("checkpoint: who holds what"):
+        with watchdog.collective("checkpoint: who holds what"):
             comm.Allgather(np.array([table.size], dtype=np.int64), counts)
             everybody = np.empty(int(counts.sum()), dtype=np.int64)
             comm.Allgatherv(table.reshape(-1), [everybody, counts])
@@ -141,7 +141,7 @@ class Exchange:
             to, source = (comm.rank + distance) % size, (comm.rank - distance) % size
             send = part(to)
             received = torch.empty(counts[source], dtype=send.dtype)
-            with self._watchdog.watch("checkpoint: exchange between shards and slabs"):
+            with self._watchdog.collective("checkpoint: exchange between shards and slabs"):
                 comm.Sendrecv(
                     _bytes(send),
                     to if len(send) else MPI.PROC_NULL,

@@ -105,6 +105,11 @@ def load_newest(path: Path, sharding: Sharding, *, own: bool = False) -> Loaded 
         CorruptCheckpoint: there are checkpoints, and none is sound; or ``path`` itself is one that is not.
         CheckpointMismatch: it does not belong to this model, or a later version wrote it.
     """
+    with sharding.topology.watchdog.operation("a load of a checkpoint"):
+        return _newest(path, sharding, own=own)
+
+
+def _newest(path: Path, sharding: Sharding, *, own: bool) -> Loaded | None:
     topology = sharding.topology
     candidates, is_one = find(path, topology, own=own)
     failed: list[str] = []

@@ -114,7 +114,7 @@ class SlabReader:
             for place, (plan, windows) in enumerate(pieces):
                 name = plan.dataset.name
                 with (
-                    topology.watchdog.watch(f"checkpoint: reading {name}"),
+                    topology.watchdog.collective(f"checkpoint: reading {name}"),
                     topology.agreed(f"read {name}"),
                 ):
                     data = ahead.take()
@@ -136,7 +136,7 @@ class SlabReader:
             if topology.is_root:
                 data = np.empty(dataset.nbytes, dtype=np.uint8)
                 self.fill(descriptor, dataset, range(dataset.numel), data)
-        with topology.watchdog.watch(f"checkpoint: handing {dataset.name} out"):
+        with topology.watchdog.collective(f"checkpoint: handing {dataset.name} out"):
             return torch.from_numpy(topology.world.comm.bcast(data))
 
     def fill(self, descriptor: int, dataset: Dataset, window: range, into: Bytes) -> None:

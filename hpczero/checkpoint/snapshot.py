@@ -127,10 +127,10 @@ def take(
         kinds = inventory.state_kinds()
         _check_names(buffers, inventory.table, kinds)
         text = _extra_fields(extra)
-    with topology.watchdog.watch("checkpoint: what the optimizers of all ranks keep"):
+    with topology.watchdog.collective("checkpoint: what the optimizers of all ranks keep"):
         found = topology.world.comm.allgather(kinds)
     kinds = _merge_kinds(found)
-    with topology.watchdog.watch("checkpoint: numbers of the optimizer, random streams"):
+    with topology.watchdog.collective("checkpoint: numbers of the optimizer, random streams"):
         scalars = topology.world.comm.gather(inventory.scalars(kinds))
         rng = topology.world.comm.gather(streams.capture())
 

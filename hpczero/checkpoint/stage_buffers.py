@@ -51,7 +51,7 @@ def buffers_of(sharding: Sharding) -> list[Kept]:
     own = _own(sharding, topology.pipeline.rank)
     if topology.pipeline.size == 1:
         return own
-    with topology.watchdog.watch("checkpoint: buffers of all stages"):
+    with topology.watchdog.collective("checkpoint: buffers of all stages"):
         stages = topology.pipeline.comm.allgather(own)
     with topology.agreed("put the buffers of all stages together"):
         part = part_of(sharding.model)

@@ -57,7 +57,9 @@ def share_of(sharding: Sharding) -> Share:
     with topology.agreed("look at this rank's part of the model"):
         placements = _placements(sharding, part)
         own = _rows(sharding, placements)
-    with topology.watchdog.watch("checkpoint: parts of tensor ranks, parameters of all stages"):
+    with topology.watchdog.collective(
+        "checkpoint: parts of tensor ranks, parameters of all stages"
+    ):
         beside = topology.tensor.comm.allgather(list(placements.values()))
         stages = topology.pipeline.comm.allgather(own)
     with topology.agreed("compare the parts of tensor ranks"):
@@ -88,7 +90,7 @@ def check_cover(topology: Topology, table: Table, held: Mapping[str, int]) -> No
         return
     rows = table.owners
     counts = np.array([held.get(row.name, 0) for row in rows], dtype=np.int64)
-    with topology.watchdog.watch("checkpoint: elements that ranks hold"):
+    with topology.watchdog.collective("checkpoint: elements that ranks hold"):
         topology.world.comm.Allreduce(MPI.IN_PLACE, counts, op=MPI.SUM)
     for row, count in zip(rows, counts.tolist(), strict=True):
         if count != row.numel:

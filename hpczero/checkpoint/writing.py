@@ -153,7 +153,10 @@ def _write_parts(
         # Two stages: a rank that cannot open it must not leave the others waiting in MPI-IO.
         with _stage(topology, "open the file"):
             writer = kind(path)
-        with topology.watchdog.watch("checkpoint: opening the file"), _stage(topology, "join in"):
+        with (
+            topology.watchdog.collective("checkpoint: opening the file"),
+            _stage(topology, "join in"),
+        ):
             writer.join(topology.world.comm)
         for part in parts:
             dataset = part.dataset
@@ -170,7 +173,7 @@ def _write_parts(
                 del values
                 data = slabs if dataset.dtype != "|u1" else slabs.astype(np.uint8, copy=False)
                 with (
-                    topology.watchdog.watch(f"checkpoint: writing {dataset.name}"),
+                    topology.watchdog.collective(f"checkpoint: writing {dataset.name}"),
                     _stage(topology, f"write {dataset.name}"),
                 ):
                     for start in range(0, len(data), dataset.slab_numel):
@@ -179,7 +182,10 @@ def _write_parts(
             del held  # with windows of a tier
             mine.append(digests)
             at(f"wrote {dataset.name}")
-        with topology.watchdog.watch("checkpoint: closing the file"), _stage(topology, "close it"):
+        with (
+            topology.watchdog.collective("checkpoint: closing the file"),
+            _stage(topology, "close it"),
+        ):
             writer.close()
         at("closed")
     except BaseException:
@@ -187,7 +193,7 @@ def _write_parts(
             with contextlib.suppress(OSError):
                 writer.abandon()
         raise
-    with topology.watchdog.watch("checkpoint: collecting digests"):
+    with topology.watchdog.collective("checkpoint: collecting digests"):
         everybody = topology.world.comm.gather(mine)
     if everybody is None:
         return [part.dataset for part in parts]

@@ -346,7 +346,7 @@ class Collectives(ABC):
         """
         nbytes = sent if key is None else key
         if self._order is not None:
-            with self._watchdog.watch(f"order check before {operation} of {name!r}"):
+            with self._watchdog.collective(f"order check before {operation} of {name!r}"):
                 self._order.check(self.step, operation, name, nbytes)
         record = f"{operation} {name} {nbytes}"
         # Rolling: equal on every rank as long as every rank made the same calls. Compared once a step.
@@ -367,10 +367,14 @@ class _Issue:
 
     def __enter__(self) -> None:
         self._watch.__enter__()
-        if not self._owner._depth:
-            self._span = self._owner.exposed.begin()
-        self._owner._depth += 1
-        self._start = time.perf_counter()
+        try:
+            self._start = time.perf_counter()
+            if not self._owner._depth:
+                self._span = self._owner.exposed.begin()
+            self._owner._depth += 1
+        except BaseException as cut:  # a signal handler's: ``__exit__`` is not called
+            self._watch.__exit__(type(cut), cut, cut.__traceback__)
+            raise
 
     def __exit__(
         self,
@@ -378,11 +382,16 @@ class _Issue:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._owner._depth -= 1
-        if not self._owner._depth:  # one call may have to finish an earlier one
-            self._owner.stats.seconds += time.perf_counter() - self._start
-            self._owner.exposed.end(self._span)
-        self._watch.__exit__(kind, error, trace)
+        try:
+            self._owner._depth -= 1
+            if not self._owner._depth:  # one call may have to finish an earlier one
+                self._owner.stats.seconds += time.perf_counter() - self._start
+                self._owner.exposed.end(self._span)
+        except BaseException as cut:  # a signal handler's
+            kind, error, trace = type(cut), cut, cut.__traceback__
+            raise
+        finally:
+            self._watch.__exit__(kind, error, trace)
 
 
 def shard_group(ranks: Topology | Group) -> Group:

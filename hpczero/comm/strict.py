@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hpczero.errors import CommError
-from hpczero.job.agreed import is_job
+from hpczero.job.told import told_all
 
 RECORD_NBYTES = 192
 
@@ -48,7 +48,7 @@ class OrderCheck:
             f"{f' and {len(odd) - 8} more' if len(odd) > 8 else ''}. Every rank must run the same "
             "modules in the same order; look for a branch on rank or data before this call"
         )
-        error.agreed = is_job(self._comm)
+        told_all(error, self._comm)
         raise error
 
     def free(self) -> None:

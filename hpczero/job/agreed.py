@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 from hpczero import errors
 from hpczero.errors import HpcZeroError
+from hpczero.job.told import told_all
 from hpczero.job.watchdog import Watchdog
 
 
@@ -38,10 +39,16 @@ def agreed(comm: MPI.Intracomm, watchdog: Watchdog, what: str) -> Iterator[None]
         yield
     except Exception as caught:  # raised again below, on every rank
         error = caught
-    failed = np.array([error is not None], dtype=np.int64)
+    except GeneratorExit:
+        raise
+    except BaseException as left:  # this rank does not come to the agreement
+        if comm.size > 1:
+            watchdog.cut_off.note(f"the agreement of all ranks after {what!r}", left)
+        raise
     is_foreign = not isinstance(error, HpcZeroError)
     mine = None if error is None else (is_foreign, _told_as(error), errors.words_of(error))
-    with watchdog.watch(f"the agreement of all ranks after {what!r}"):
+    with watchdog.collective(f"the agreement of all ranks after {what!r}"):
+        failed = np.array([error is not None], dtype=np.int64)
         comm.Allreduce(MPI.IN_PLACE, failed, op=MPI.MAX)
         if not failed[0]:
             return
@@ -55,17 +62,12 @@ def agreed(comm: MPI.Intracomm, watchdog: Watchdog, what: str) -> Iterator[None]
         kind = HpcZeroError
         text = f"{name}: {text}"
     if error is not None and is_foreign:
-        error.agreed = is_job(comm)  # type: ignore[attr-defined]  # tells errors.run that the peers know
+        told_all(error, comm)
         raise error
     where = "" if len(ranks) == comm.size else f"on rank(s) {spans(ranks)}, could not {what}: "
     told = kind(f"{where}{text}")
-    told.agreed = is_job(comm)
+    told_all(told, comm)
     raise told from error
-
-
-def is_job(comm: MPI.Intracomm) -> bool:
-    """Whether these are all ranks that were started: an error that all of them raise needs to be told to nobody."""
-    return bool(comm.size == MPI.COMM_WORLD.size)
 
 
 def spans(ranks: Sequence[int]) -> str:

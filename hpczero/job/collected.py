@@ -15,6 +15,7 @@ from mpi4py import MPI
 from hpczero.errors import CommError
 from hpczero.job.group import Group
 from hpczero.job.parcels import CHUNK_NBYTES, hand_out
+from hpczero.job.told import told_all
 
 Array = npt.NDArray[Any]
 
@@ -32,18 +33,18 @@ def same_call(group: Group, what: str, detail: Any = None) -> list[Any]:
     """
     if group.size == 1:
         return [detail]
-    with group.watchdog.watch(what):
+    with group.watchdog.collective(what):
         found = group.comm.allgather((what, detail))
-    calls = [call for call, _ in found]
-    if len(set(calls)) > 1:
-        odd = next(rank for rank, call in enumerate(calls) if call != calls[0])
-        error = CommError(
-            f"rank {odd} is about to {calls[odd]}, and rank 0 to {calls[0]}: ranks must take the same steps; check "
-            "what differs between them (lengths of data, conditions on the rank, callbacks that stop)"
-        )
-        error.agreed = group.is_job
-        raise error
-    return [each for _, each in found]
+        calls = [call for call, _ in found]
+        if len(set(calls)) > 1:
+            odd = next(rank for rank, call in enumerate(calls) if call != calls[0])
+            error = CommError(
+                f"rank {odd} is about to {calls[odd]}, and rank 0 to {calls[0]}: ranks must take the same steps; check "
+                "what differs between them (lengths of data, conditions on the rank, callbacks that stop)"
+            )
+            told_all(error, group.comm)
+            raise error
+        return [each for _, each in found]
 
 
 def objects(group: Group, mine: Any, what: str) -> list[Any]:
@@ -74,6 +75,11 @@ def arrays(group: Group, mine: Array, what: str) -> list[Array]:
     Raises:
         CommError: as ``same_call``.
     """
+    with group.watchdog.operation(what):
+        return _arrays(group, mine, what)
+
+
+def _arrays(group: Group, mine: Array, what: str) -> list[Array]:
     forms = same_call(group, what, (mine.shape, mine.dtype.str))
     counts = [
         int(np.prod(shape, dtype=np.int64)) * np.dtype(kind).itemsize for shape, kind in forms
@@ -83,7 +89,7 @@ def arrays(group: Group, mine: Array, what: str) -> list[Array]:
     own = slice(int(starts[group.rank]), int(starts[group.rank + 1]))
     found[own] = mine.reshape(-1).view(np.uint8)
     if found.nbytes <= CHUNK_NBYTES:
-        with group.watchdog.watch(what):
+        with group.watchdog.collective(what):
             places = [int(start) for start in starts[:-1]]
             group.comm.Allgatherv(MPI.IN_PLACE, [found, counts, places, MPI.BYTE])
     else:

@@ -13,6 +13,7 @@ call of this rank is an error, and memory that was under way stays for as long a
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,20 +35,31 @@ class CutOff:
 
     Attributes:
         rank: of the job, for messages.
-        alone: the job is this process; nobody waits for the rest of a call, and any call may follow.
+        ranks: that make these calls together. Where it is one, nobody waits for the rest of a call, and any call may
+            follow.
     """
 
-    def __init__(self, rank: int, *, alone: bool = False) -> None:
+    def __init__(self, rank: int, ranks: int) -> None:
         """Not collective."""
-        self.rank = rank
-        self.alone = alone
+        self.rank, self.ranks = rank, ranks
         self._what: str | None = None
         self._why = ""
         self._holds = False
+        self._apart: set[int] = set()
 
     def happened(self) -> bool:
         """Whether a call was cut off, so that nothing may be given back."""
         return self._holds
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """This thread's calls go over communicators of their own: what is cut off elsewhere is nothing to them."""
+        thread = threading.get_ident()
+        self._apart.add(thread)
+        try:
+            yield
+        finally:
+            self._apart.discard(thread)
 
     def note(self, what: str, error: BaseException) -> None:
         """``error`` leaves the call ``what``. An error that all ranks raise together cuts off nothing."""
@@ -60,13 +72,24 @@ class CutOff:
 
         Calls go on: who waits for what the communication thread has failed in hears of that each time.
         """
-        if self.alone or getattr(error, "agreed", False):
+        if self.ranks == 1 or getattr(error, "agreed", False):
+            return
+        if getattr(error, "raised_by", 0) >= self.ranks:  # also of a part of the job
             return
         self._holds = True
         seen: BaseException | None = error
         while seen is not None:
             _keep_locals(seen.__traceback__)
             seen = seen.__cause__ or seen.__context__
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """MPI is told of memory: an exception that leaves the block keeps it for good, and calls go on."""
+        try:
+            yield
+        except BaseException as error:
+            self.hold(error)
+            raise
 
     @contextmanager
     def around(self, what: str) -> Iterator[None]:
@@ -88,7 +111,7 @@ class CutOff:
         Raises:
             CommError: it was, on this rank.
         """
-        if self._what is not None:
+        if self._what is not None and threading.get_ident() not in self._apart:
             raise CommError(
                 f"rank {self.rank}: {what} cannot begin, because {self._why} cut off {self._what} on this rank; others "
                 "may wait for the rest of that; end the program and go on from a checkpoint"

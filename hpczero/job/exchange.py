@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hpczero.errors import CommError
 from hpczero.job import collected
+from hpczero.job.told import told_all
 from hpczero.job.topology import Topology
 
 
@@ -34,6 +35,10 @@ class Exchange:
         Raises:
             CommError: on every rank; a rank is in another call, or brings another dtype or number of dimensions.
         """
+        with self.topology.watchdog.operation(what):
+            return self._tensors(mine, what)
+
+    def _tensors(self, mine: Tensor, what: str) -> list[Tensor]:
         data = mine.detach().cpu().contiguous()
         form = (str(data.dtype), tuple(data.shape))
         forms = collected.same_call(self.topology.world, what, form)
@@ -55,7 +60,7 @@ class Exchange:
 
     def _refuse(self, text: str) -> NoReturn:
         error = CommError(text)
-        error.agreed = self.topology.world.is_job
+        told_all(error, self.topology.world.comm)
         raise error
 
     def joined(self, mine: Tensor, what: str) -> Tensor:
@@ -94,15 +99,16 @@ class Exchange:
         """
         if not -mine.dim() <= dim < mine.dim():
             return mine
-        length = max(collected.objects(self.topology.world, mine.shape[dim], what))
-        more = length - mine.shape[dim]
-        if more == 0:
-            return mine
-        shape = list(mine.shape)
-        shape[dim] = length
-        longer = mine.new_full(shape, value)
-        longer.narrow(dim, more if first else 0, mine.shape[dim]).copy_(mine)
-        return longer
+        with self.topology.watchdog.operation(what):
+            length = max(collected.objects(self.topology.world, mine.shape[dim], what))
+            more = length - mine.shape[dim]
+            if more == 0:
+                return mine
+            shape = list(mine.shape)
+            shape[dim] = length
+            longer = mine.new_full(shape, value)
+            longer.narrow(dim, more if first else 0, mine.shape[dim]).copy_(mine)
+            return longer
 
     def objects(self, mine: Any, what: str) -> list[Any]:
         """``mine`` of every rank in rank order; it can be pickled."""
@@ -110,7 +116,8 @@ class Exchange:
 
     def of_rank(self, mine: Any, rank: int, what: str) -> Any:
         """``mine`` of that rank; it can be pickled."""
-        return self.objects(mine if self.topology.rank == rank else None, what)[rank]
+        with self.topology.watchdog.operation(what):
+            return self.objects(mine if self.topology.rank == rank else None, what)[rank]
 
     def of_root(self, mine: Any, what: str) -> Any:
         """``mine`` of rank 0; it can be pickled."""
@@ -118,14 +125,16 @@ class Exchange:
 
     def any_of(self, flags: dict[str, bool], what: str) -> dict[str, bool]:
         """Each flag, True if it is on any rank."""
-        found = self.objects(flags, what)
-        return {name: any(each[name] for each in found) for name in flags}
+        with self.topology.watchdog.operation(what):
+            found = self.objects(flags, what)
+            return {name: any(each[name] for each in found) for name in flags}
 
     def mean(self, mine: Tensor, what: str) -> Tensor:
         """The mean of one number of each rank, rounded once."""
-        collected.same_call(self.topology.world, what)
-        total = self.topology.world.total(float(mine))
-        return torch.full_like(mine, total / self.topology.size)
+        with self.topology.watchdog.operation(what):
+            collected.same_call(self.topology.world, what)
+            total = self.topology.world.total(float(mine))
+            return torch.full_like(mine, total / self.topology.size)
 
     def on_root(self, act: Callable[[], object], what: str) -> None:
         """Run ``act`` on rank 0; if it fails there, all ranks raise."""

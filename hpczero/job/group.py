@@ -19,8 +19,9 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from hpczero.errors import CommError
-from hpczero.job.agreed import agreed, is_job, spans
+from hpczero.job.agreed import agreed, spans
 from hpczero.job.exact_sum import digits_of, values_of
+from hpczero.job.told import is_job
 from hpczero.job.watchdog import Watchdog
 
 Nodes = tuple[tuple[int, ...], ...]
@@ -168,6 +169,7 @@ class Group:
         )
 
     # --- small agreements; all are collective over the group
+    # Results are made inside: whoever tries again what a signal has kept from them would meet the others' next call.
 
     def agreed(self, what: str) -> AbstractContextManager[None]:
         """Run rank-local work inside; if any rank raises, all ranks raise.
@@ -180,9 +182,9 @@ class Group:
         """``value`` of every rank in rank order, on every rank, as fp64. Collective over the group."""
         mine = np.array([value], dtype=np.float64)
         found = np.empty(self.size, dtype=np.float64)
-        with self.watchdog.watch("Topology.gather"):
+        with self.watchdog.collective("Topology.gather"):
             self.comm.Allgather(mine, found)
-        return [float(v) for v in found]
+            return [float(v) for v in found]
 
     def share(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """``values`` of every rank in rank order, on every rank, as (size, len(values)). Collective over the group.
@@ -194,7 +196,7 @@ class Group:
             return values[None]
         found = np.empty((self.size, len(values)), dtype=np.float64)
         what = f"an exchange of {len(values)} number(s) over {self.size} ranks"
-        with self.watchdog.watch(what):
+        with self.watchdog.collective(what):
             try:
                 self.comm.Allgather(np.ascontiguousarray(values), found)
             except MPI.Exception as error:
@@ -203,7 +205,7 @@ class Group:
                     "it is in another call; make the same calls on all ranks (clip_grad_norm_, optimizer.step, "
                     "full_state_dict, ...). HPCZERO_STRICT=1 may show which rank departs where"
                 ) from error
-        return found
+            return found
 
     def total(self, value: float) -> float:
         """Sum of every rank's ``value``, rounded once: ``math.fsum`` of ``gather``, on every rank. Collective.
@@ -214,21 +216,21 @@ class Group:
             return math.fsum([value])
         mine = digits_of([value])
         found = np.empty_like(mine)
-        with self.watchdog.watch("Topology.total"):
+        with self.watchdog.collective("Topology.total"):
             self.comm.Allreduce(mine, found, op=MPI.SUM)
-        return values_of(found)[0]
+            return values_of(found)[0]
 
     def largest(self, value: int) -> int:
         """The largest of every rank's ``value``, on every rank. Collective over the group."""
         mine = np.array([value], dtype=np.int64)
         found = np.empty_like(mine)
-        with self.watchdog.watch("Topology.largest"):
+        with self.watchdog.collective("Topology.largest"):
             self.comm.Allreduce(mine, found, op=MPI.MAX)
-        return int(found[0])
+            return int(found[0])
 
     def gather_text(self, text: str) -> list[str]:
         """``text`` of every rank in rank order, on every rank. Collective over the group."""
-        with self.watchdog.watch("Topology.gather_text"):
+        with self.watchdog.collective("Topology.gather_text"):
             return [str(found) for found in self.comm.allgather(text)]
 
     def hosts(self) -> list[str]:
@@ -237,18 +239,18 @@ class Group:
 
     def broadcast_text(self, text: str, root: int = 0) -> str:
         """``text`` of rank ``root`` on every rank. Collective over the group."""
-        with self.watchdog.watch("Topology.broadcast_text"):
+        with self.watchdog.collective("Topology.broadcast_text"):
             found = self.comm.bcast(text if self.rank == root else None, root=root)
-        return str(found)
+            return str(found)
 
     def barrier(self) -> None:
         """Wait for every rank. Collective over the group."""
-        with self.watchdog.watch("Topology.barrier"):
+        with self.watchdog.collective("Topology.barrier"):
             self.comm.Barrier()
 
     def describe(self) -> str:
         """Node map in a few lines, for a run header; rank 0 alone has the names of hosts. Collective over the group."""
-        with self.watchdog.watch("Topology.describe"):
+        with self.watchdog.collective("Topology.describe"):
             hosts = self.comm.gather((self.node_index, socket.gethostname()), root=0)
         shape = (
             f"{self.num_nodes} node(s) x {len(self.nodes[0])} rank(s)"

@@ -29,7 +29,7 @@ def hand_out(group: Group, array: Array, root: int = 0) -> None:
     """
     if group.size == 1:
         return
-    with group.watchdog.watch("handing values out"):
+    with group.watchdog.collective("handing values out"):
         for part in _chunks(array):
             group.comm.Bcast([part, MPI.BYTE], root=root)
 
@@ -45,7 +45,7 @@ def bring(group: Group, array: Array, source: int, root: int = 0) -> None:
     """
     if source == root:
         return
-    with group.watchdog.watch(f"values of rank {source} for rank {root}"):
+    with group.watchdog.collective(f"values of rank {source} for rank {root}"):
         for part in _chunks(array):
             if group.rank == source:
                 group.comm.Send([part, MPI.BYTE], dest=root)

@@ -24,6 +24,7 @@ import numpy as np
 
 from hpczero.errors import StoppedEarly
 from hpczero.job.long_work import LOOK_S, LongWork, Moment, Progress
+from hpczero.job.told import told_all
 from hpczero.job.topology import Topology
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def done_by_root(
         StoppedEarly: some rank was asked to stop; on every rank.
         HpcZeroError: ``work`` raised; as ``Topology.agreed`` says, on every rank.
     """
-    with topology.watchdog.watch(f"waiting for all ranks to {what}"):
+    with topology.watchdog.collective(f"waiting for all ranks to {what}"):
         cores = topology.world.node.allgather(os.sched_getaffinity(0))
     task = LongWork(work, frozenset().union(*cores)) if topology.is_root else None
     limit_s = topology.watchdog.timeout_s
@@ -69,7 +70,7 @@ def done_by_root(
 
     try:
         while not (has_finished or stops):
-            with topology.watchdog.watch(f"waiting for rank 0 to {what}"):
+            with topology.watchdog.collective(f"waiting for rank 0 to {what}"):
                 if task is not None:
                     has_finished = _finished(task, period_s, show, stops_here)
                 has_finished, stops = _anywhere(topology, has_finished, stops_here())
@@ -83,7 +84,7 @@ def done_by_root(
         if task is not None:
             task.end()
         error = StoppedEarly(f"asked to stop before there was anything to save; did not {what}")
-        error.agreed = topology.world.is_job
+        told_all(error, topology.world.comm)
         raise error
     text = ""
     with topology.agreed(what):

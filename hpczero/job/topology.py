@@ -16,10 +16,11 @@ from mpi4py import MPI
 
 from hpczero import errors
 from hpczero.errors import TopologyError
-from hpczero.job.agreed import is_job, spans
+from hpczero.job.agreed import spans
 from hpczero.job.group import Group, named
 from hpczero.job.mesh import DATA, DATA_SEQUENCE, DEGREES, MODEL, SHARD, Mesh
 from hpczero.job.roll_call import RollCall
+from hpczero.job.told import is_job
 from hpczero.job.watchdog import Watchdog
 from hpczero.options.environment import Environment, misspelt
 
@@ -95,7 +96,7 @@ class Topology:
         watchdog = Watchdog(
             comm.rank,
             Environment.read().timeout_s if timeout_s is None else timeout_s,
-            alone=comm.size == 1,
+            ranks=comm.size,
         )
         try:
             with watchdog.watch("Topology.create"):
@@ -175,7 +176,7 @@ class Topology:
         if self.watchdog.cut_off.happened():  # MPI may still use the communicators
             self.watchdog.stop()
             return
-        with self.watchdog.watch("Topology.free"):
+        with self.watchdog.collective("Topology.free"):
             for group in self.groups:
                 group.free()
         self.watchdog.stop()

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import itertools
 import math
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hpczero.errors import EXIT_HANG, abort_job
 from hpczero.job.cut_off import CutOff
@@ -39,15 +40,24 @@ class Watchdog:
     Attributes:
         timeout_s: seconds one call may take before the job is ended with exit 86; 0 waits for ever.
         cut_off: whether a call was cut off; then none begins any more.
+        forwards: of models that were begun; a rank that begins one anew is seen by that.
     """
 
-    def __init__(self, rank: int, timeout_s: float, *, alone: bool = False) -> None:
+    def __init__(self, rank: int, timeout_s: float, *, ranks: int = 2) -> None:
+        """Not collective.
+
+        Args:
+            rank: of the job, for messages.
+            timeout_s: as the attribute.
+            ranks: that make these calls together.
+        """
         self.rank = rank
-        self.cut_off = CutOff(rank, alone=alone)
+        self.cut_off = CutOff(rank, ranks)
         self.timeout_s = timeout_s
+        self.forwards = 0
         # Calls of two threads may be open at a time; the one that began last is the one that holds things up.
         self._calls: dict[int, tuple[str, float]] = {}
-        self._numbers = itertools.count()
+        self._begun = 0
         self._last = ("nothing yet", time.monotonic())
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -74,6 +84,22 @@ class Watchdog:
         """As ``watch``, around messages that peers wait for: an exception that leaves the block cuts the call off."""
         return _Watch(self, what, cuts_off=True)
 
+    @contextmanager
+    def operation(self, what: str) -> Iterator[None]:
+        """Context around several calls: an exception that leaves the block after the first cuts ``what`` off.
+
+        Raises:
+            CommError: on entry; something was cut off before.
+        """
+        self.cut_off.check(what)
+        before = self._begun
+        try:
+            yield
+        except BaseException as error:
+            if self._begun != before:
+                self.cut_off.note(what, error)
+            raise
+
     def stop(self) -> None:
         """End the thread and wait for it, so that it does not ask for the interpreter at exit."""
         self._stop.set()
@@ -82,17 +108,18 @@ class Watchdog:
             self._thread = None
             atexit.unregister(self.stop)
 
-    def _begin(self, what: str) -> int:
-        number = next(self._numbers)
-        self._calls[number] = (what, time.monotonic())
+    def _begin(self, call: int, what: str) -> None:
+        self._begun += 1
+        self._calls[call] = (what, time.monotonic())
         if self._thread is None and self.timeout_s > 0 and not self._stop.is_set():
             self._thread = threading.Thread(target=self._look, name="hpczero-watchdog", daemon=True)
             self._thread.start()
             atexit.register(self.stop)
-        return number
 
-    def _end(self, number: int) -> None:
-        self._last = (self._calls.pop(number)[0], time.monotonic())
+    def _end(self, call: int) -> None:
+        found = self._calls.pop(call, None)
+        if found is not None:
+            self._last = (found[0], time.monotonic())
 
     def _latest(self) -> tuple[str, float] | None:
         """The open call that began last, and when it began."""
@@ -174,17 +201,38 @@ class Watchdog:
 
 
 class _Watch:
+    _open = False
+
     def __init__(self, watchdog: Watchdog, what: str, *, cuts_off: bool = False) -> None:
         self._watchdog = watchdog
         self._what = what
         self._cuts_off = cuts_off
-        self._number = -1
 
     def __enter__(self) -> None:
         self._watchdog.cut_off.check(self._what)
-        self._number = self._watchdog._begin(self._what)
+        try:
+            self._watchdog._begin(id(self), self._what)
+            self._open = True
+        except BaseException:  # a signal handler's; the call has not begun
+            self._watchdog._end(id(self))
+            raise
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._cuts_off:
-            self._watchdog.cut_off.note(self._what, error)
-        self._watchdog._end(self._number)
+        try:
+            if error is not None and self._cuts_off:
+                self._watchdog.cut_off.note(self._what, error)
+            self._watchdog._end(id(self))
+        except BaseException as cut:  # a signal handler's: nobody gets what the call has brought
+            if self._cuts_off:
+                self._watchdog.cut_off.note(self._what, cut)
+            self._watchdog._end(id(self))
+            raise
+        finally:
+            self._open = False
+
+    def __del__(self) -> None:
+        # A signal handler has raised as ``__exit__`` was about to run.
+        if self._open:
+            self._watchdog._end(id(self))
+            if self._cuts_off:
+                self._watchdog.cut_off.note(self._what, InterruptedError("a signal as it ended"))

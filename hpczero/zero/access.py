@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hpczero.errors import ConfigError, StepError, TierError
 from hpczero.job.parcels import hand_out
+from hpczero.job.told import told_all
 from hpczero.zero.calls.backward import next_node_number
 from hpczero.zero.modifiers import check_copies, root_of
 from hpczero.zero.sharding import Sharding
@@ -51,19 +52,20 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
         raise ConfigError(
             f"modifier_rank: got {modifier_rank!r}, expected a rank of 0 to {state.topology.size - 1}"
         )
-    state.step.finish_updates()
-    doubtful = any(unit.whole.doubtful for unit in units)
-    # By a call that this block stands in, a forward hook's say; the same on all ranks.
-    in_use = {u for u in units if u.whole.state in (UnitState.GATHERING, UnitState.WHOLE)}
-    with torch.inference_mode(False):  # what parameters become views of lasts
-        with state.topology.agreed("make the parameters whole"):
+    with state.topology.watchdog.operation("the beginning of gathered"):
+        state.step.finish_updates()
+        doubtful = any(unit.whole.doubtful for unit in units)
+        # By a call that this block stands in, a forward hook's say; the same on all ranks.
+        in_use = {u for u in units if u.whole.state in (UnitState.GATHERING, UnitState.WHOLE)}
+        with torch.inference_mode(False):  # what parameters become views of lasts
+            with state.topology.agreed("make the parameters whole"):
+                for unit in units:
+                    unit.optimized.check_seen()
+                    if modifier_rank is None:
+                        unit.whole.check_certain()
             for unit in units:
-                unit.optimized.check_seen()
-                if modifier_rank is None:
-                    unit.whole.check_certain()
-        for unit in units:
-            unit.whole.doubtful = ""
-        _hold(units)
+                unit.whole.doubtful = ""
+            _hold(units)
     first_node, ended, fine = next_node_number(), False, False
     try:
         yield
@@ -72,15 +74,16 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
         mine = np.array(
             [changed, *schedule.residence.kept.graphs_since(first_node)], dtype=np.uint8
         )
-        found = state.collectives.agree(mine, name="gathered")
-        if modifier_rank is not None:
-            _keep_changes(state, modifier_rank)
-            schedule.parameters_changed()
-        elif found[0]:
-            _refuse_changes(state)
-        schedule.residence.kept.for_graphs(found[1:])
-        if state.precision.loss_scale is not None and schedule.is_in_graph_since(first_node):
-            state.advice.about_weights()
+        with state.topology.watchdog.operation("the end of gathered"):
+            found = state.collectives.agree(mine, name="gathered")
+            if modifier_rank is not None:
+                _keep_changes(state, modifier_rank)
+                schedule.parameters_changed()
+            elif found[0]:
+                _refuse_changes(state)
+            schedule.residence.kept.for_graphs(found[1:])
+            if state.precision.loss_scale is not None and schedule.is_in_graph_since(first_node):
+                state.advice.about_weights()
         fine = True
     finally:
         # A refusal at the end is known to all ranks; of an exception inside only this rank knows.
@@ -159,7 +162,7 @@ def _refuse_changes(state: Sharding) -> NoReturn:
         "parameters were changed inside gathered(model) without a modifier_rank, so ranks may now "
         "differ; use gathered(model, modifier_rank=0) and change them on that rank"
     )
-    error.agreed = state.topology.data_sequence.is_job
+    told_all(error, state.topology.data_sequence.comm)
     raise error
 
 

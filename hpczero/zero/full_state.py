@@ -39,6 +39,11 @@ def full_state_dict(model: nn.Module) -> dict[str, Any] | None:
             differ at stage 0.
         PlanError: on every rank, of a part of a model: a module adds to its ``state_dict()``, or renames there.
     """
+    with sharding(model).topology.watchdog.operation("full_state_dict"):
+        return _full_state(model)
+
+
+def _full_state(model: nn.Module) -> dict[str, Any] | None:
     state = _checked(model)
     if not is_whole(state):
         return _put_together(WholeModel(state), {} if state.topology.is_root else None)

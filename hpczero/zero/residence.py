@@ -147,6 +147,11 @@ class Residence:
         self.kept.clear()
         self._reshard()
 
+    def leave_pass(self) -> None:
+        """Forget a forward that was left: its ranks may have come to different units between the same collectives."""
+        self.kept.calls_are_through()
+        self._reshard()
+
     def _reshard(self) -> None:
         for unit in self._units:
             unit.reshard(retain=unit in self.kept)

@@ -29,6 +29,7 @@ from hpczero.zero.calls.backward import (
     current_task,
     next_node_number,
 )
+from hpczero.zero.calls.left import LeftForward
 from hpczero.zero.calls.surroundings import refuse_mutation
 from hpczero.zero.calls.tensors import Attributes, TooMany
 from hpczero.zero.calls.untraced import unseen
@@ -53,6 +54,7 @@ class Schedule:
         gradient_factor: Callable[[], float],
         unfrozen: Unfrozen,
         sharded: bool,
+        left: LeftForward,
         ahead: bool = False,
         read_ahead: int = 0,
     ) -> None:
@@ -64,6 +66,7 @@ class Schedule:
             gradient_factor: multiplies the sum over ranks at each reduction.
             unfrozen: told of the end of each backward that brings gradients.
             sharded: whether parameters are given back between uses.
+            left: told of each forward.
             ahead: whether to start to unshard the next unit while one is used.
             read_ahead: number of units whose values are read, from where they rest, before they are used.
         """
@@ -82,6 +85,7 @@ class Schedule:
         )
         self._units = list(units)
         self._sharded = sharded
+        self._left = left
         self._around: dict[nn.Module, tuple[Callable[..., None], Callable[..., None]]] = {}
         self._running: dict[nn.Module, list[Call]] = {}
         self._uncalled: dict[Unit, set[nn.Module]] = {}
@@ -106,6 +110,14 @@ class Schedule:
         self._running.clear()
         self._uncalled.clear()
         self.residence.reset()
+
+    def _begin_forward(self) -> None:
+        """Forget one that an exception has left. Graphs of others stay; units are gathered anew, on all ranks."""
+        if self._left.is_lost():
+            self._running.clear()
+            self._uncalled.clear()
+        if self._left.begin() and not self.in_call:
+            self.residence.leave_pass()
 
     def parameters_changed(self) -> None:
         """Note that a program had access to the parameters themselves."""
@@ -185,6 +197,9 @@ class Schedule:
             if self._sharded:
                 refuse_mutation(module)
             if is_root:
+                self._left.number()
+                if self._sharded:
+                    self._begin_forward()
                 self.residence.begin_pass("forward")
             self.residence.make_whole(units)
             if self._sharded and torch.is_grad_enabled():
@@ -230,6 +245,8 @@ class Schedule:
                     self.residence.give_back(unit)
                 self._uncalled.clear()
                 self.residence.end_pass()
+                if self._sharded:
+                    self._left.end()
             if self._sharded and not self.in_call:
                 self.residence.calls_are_through()
 

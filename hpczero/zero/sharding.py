@@ -25,6 +25,7 @@ from hpczero.plan.precision import LossScaler
 from hpczero.zero.attachment import Attachment
 from hpczero.zero.calls.advice import Advice
 from hpczero.zero.calls.casting import Casting
+from hpczero.zero.calls.left import LeftForward
 from hpczero.zero.calls.seal import Seal
 from hpczero.zero.calls.surroundings import Surroundings
 from hpczero.zero.schedule import Schedule
@@ -214,6 +215,7 @@ class Sharding:
             gradient_factor=self._gradient_factor,
             unfrozen=self.unfreezing,
             sharded=self.plan.stage.shards_parameters,
+            left=LeftForward(self.collectives),
             ahead=self.plan.stage.shards_parameters and self.collectives.footprint.overlap,
             read_ahead=self.away.read_ahead,
         )

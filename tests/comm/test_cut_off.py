@@ -181,7 +181,7 @@ def test_errors_that_all_ranks_raise_cut_off_nothing() -> None:
 
 
 def test_the_first_call_that_was_cut_off_is_the_one_that_is_named() -> None:
-    cut_off = CutOff(3)
+    cut_off = CutOff(3, 4)
     cut_off.check("a barrier")
     for number in (1, 2):
         cut_off.note(f"gather {number}", TimeoutError("late"))
@@ -190,3 +190,187 @@ def test_the_first_call_that_was_cut_off_is_the_one_that_is_named() -> None:
         CommError, match=r"rank 3: a barrier cannot .* TimeoutError \(late\) cut off gather 1 on"
     ):
         cut_off.check("a barrier")
+
+
+def test_what_all_ranks_of_a_topology_raise_cuts_off_nothing_where_others_of_the_job_do_not() -> (
+    None
+):
+    for ranks, cuts in ((2, False), (3, True)):
+        watchdog = Watchdog(0, 0.0, ranks=ranks)
+        error = CommError("no memory to share")
+        error.raised_by = 2
+        with pytest.raises(CommError, match="no memory"), watchdog.collective("a gather"):
+            raise error
+        assert watchdog.cut_off.happened() == cuts
+
+
+def test_an_operation_is_cut_off_after_its_first_call_and_not_before() -> None:
+    watchdog = Watchdog(0, 0.0)
+    with pytest.raises(ValueError, match="arguments"), watchdog.operation("a save"):
+        raise ValueError("arguments")
+    with watchdog.operation("a save"), watchdog.collective("a gather"):
+        pass
+
+    def save() -> None:
+        with watchdog.operation("a save"):
+            with watchdog.collective("a gather"):
+                pass
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save()
+    with pytest.raises(CommError, match=r"a barrier .* KeyboardInterrupt \(\) cut off a save"):
+        watchdog.cut_off.check("a barrier")
+
+
+@pytest.mark.parametrize("look", [1, 2], ids=["begins", "ends"])
+def test_a_signal_as_a_call_begins_or_ends_leaves_no_call_that_looks_open(
+    look: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watchdog = Watchdog(0, 0.0)
+    looks = 0
+
+    def monotonic() -> float:
+        nonlocal looks
+        looks += 1
+        if looks == look:
+            raise KeyboardInterrupt
+        return 0.0
+
+    monkeypatch.setattr("hpczero.job.watchdog.time.monotonic", monotonic)
+    with pytest.raises(KeyboardInterrupt), watchdog.collective("a gather"):
+        pass
+    assert watchdog._latest() is None
+    assert watchdog.cut_off.happened() == (look == 2), (
+        "what it brought is lost, or nothing was sent"
+    )
+
+
+# Rank 1 waits in a call when the handler raises: the call is complete, and nobody has its result.
+SIGNAL = """
+import signal, time
+from mpi4py import MPI
+import numpy as np
+import hpczero
+from hpczero.job.exchange import Exchange
+
+class TimeUp(Exception):
+    pass
+
+def handler(number, frame):
+    raise TimeUp("10 minutes left")
+
+signal.signal(signal.SIGALRM, handler)
+topology = hpczero.Topology.create(MPI.COMM_WORLD)
+exchange, rank = Exchange(topology), topology.rank
+calls = {
+    "gather": lambda i: topology.gather(100.0 * rank + i) == [i, 100.0 + i],
+    "largest": lambda i: topology.world.largest(i) == i,
+    "total": lambda i: topology.world.total(float(i)) == 2.0 * i,
+    "text": lambda i: topology.world.gather_text(str(i)) == [str(i)] * 2,
+    "objects": lambda i: exchange.objects(i, "metrics") == [i, i],
+}
+step = 0
+while step < 4:
+    if step == 1 and rank == 0:
+        time.sleep(0.5)
+    if step == 1 and rank == 1:
+        signal.setitimer(signal.ITIMER_REAL, 0.25)
+    try:
+        assert calls["NAME"](step), ("of another step", step)
+    except TimeUp:
+        print("again", flush=True)
+        continue
+    step += 1
+"""
+
+
+@pytest.mark.parametrize("name", ["gather", "largest", "total", "text", "objects"])
+def test_a_call_whose_result_a_signal_has_kept_back_is_not_made_twice(name: str) -> None:
+    job = run_ranks(2, ["-c", SIGNAL.replace("NAME", name)], timeout=60)
+    assert "again" in job.stdout, job
+    assert job.returncode == 1, job
+    assert "of another step" not in job.stderr, job
+    assert "TimeUp (10 minutes left) cut off" in job.stderr, job
+
+
+def test_who_leaves_agreed_work_by_ctrl_c_makes_no_call_after_it() -> None:
+    program = """
+    from mpi4py import MPI
+    import hpczero
+    topology = hpczero.Topology.create(MPI.COMM_WORLD)
+    for number in range(2):
+        try:
+            with topology.agreed("read the data"):
+                if topology.rank == 1 and number == 0:
+                    raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            print("caught", flush=True)
+    """
+    job = run_ranks(2, ["-c", textwrap.dedent(program)], timeout=60)
+    assert "caught" in job.stdout, job
+    assert job.returncode == 1, job
+    assert "KeyboardInterrupt () cut off the agreement of all ranks after 'read the data'" in (
+        job.stderr
+    ), job
+
+
+def test_a_save_that_one_rank_has_left_is_its_last() -> None:
+    program = """
+    import tempfile, torch
+    from mpi4py import MPI
+    import hpczero
+    from hpczero.checkpoint import Checkpoints
+    model = torch.nn.Linear(3, 3)
+    hpczero.zeroify(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=1)
+    topology = hpczero.sharding(model).topology
+    folder = topology.broadcast_text(tempfile.mkdtemp())
+    def at(name):
+        if topology.rank == 1 and name.startswith("wrote"):
+            raise TimeoutError("10 minutes left")
+    try:
+        with Checkpoints(folder, model, at=at) as checkpoints:
+            checkpoints.save(0)
+    except TimeoutError:
+        print("caught", flush=True)
+    hpczero.checkpoint.save(folder, model, step=0)
+    """
+    job = run_ranks(2, ["-c", textwrap.dedent(program)], timeout=60)
+    assert "caught" in job.stdout, job
+    assert job.returncode == 1, job
+    assert "TimeoutError (10 minutes left) cut off a save of a checkpoint" in job.stderr, job
+
+
+def test_a_save_in_the_background_ends_well_after_another_call_was_cut_off() -> None:
+    program = """
+    import tempfile, time, torch
+    from pathlib import Path
+    from mpi4py import MPI
+    import hpczero
+    from hpczero.checkpoint import Checkpoints
+    model = torch.nn.Linear(3, 3)
+    hpczero.zeroify(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=1)
+    topology = hpczero.sharding(model).topology
+    folder = Path(topology.broadcast_text(tempfile.mkdtemp()))
+    cut = []
+    def at(name):
+        while not cut:
+            time.sleep(0.01)
+    checkpoints = Checkpoints(folder, model, background=True, at=at)
+    checkpoints.save(7)
+    try:
+        with topology.watchdog.collective("a gather"):
+            if topology.rank == 1:
+                raise TimeoutError("10 minutes left")
+    except TimeoutError:
+        pass
+    cut.append(True)
+    while checkpoints.busy and not checkpoints._background.done:
+        time.sleep(0.01)
+    MPI.COMM_WORLD.Barrier()
+    if topology.rank == 0:
+        print(sorted(each.name for each in folder.glob("step-*")), flush=True)
+    raise RuntimeError("the end")
+    """
+    job = run_ranks(2, ["-c", textwrap.dedent(program)], timeout=60)
+    assert "step-" in job.stdout, job

@@ -185,6 +185,20 @@ def test_results_stay_as_they_are_in_later_calls(comm: MPI.Intracomm, sums: Sums
 
 
 @pytest.mark.ranks(2, 3)
+def test_a_rank_that_has_begun_its_forward_anew_is_in_another_call(
+    comm: MPI.Intracomm, sums: Sums, topology: Topology
+) -> None:
+    # What an exception on this rank alone leads to, where the program catches it and calls the model again.
+    for _ in range(3):
+        sums.all_reduce(torch.ones(3))
+    topology.watchdog.forwards += comm.rank == 1
+    message = raises_on_all(
+        comm, CommError, "different calls", lambda: sums.all_reduce(torch.ones(3))
+    )
+    parallel_assert(comm, "call 1 since a forward began" in message, message)
+
+
+@pytest.mark.ranks(2, 3)
 def test_ranks_in_different_calls_are_told_which_and_go_on(comm: MPI.Intracomm, sums: Sums) -> None:
     own = torch.ones(2 + comm.rank % 2, 3)
     message = raises_on_all(comm, CommError, "different calls", lambda: sums.all_reduce(own))

@@ -70,7 +70,7 @@ def tune(
     if found is not None:
         return found
     began = time.perf_counter()
-    with group.watchdog.watch("measuring the algorithms between nodes"):
+    with group.watchdog.collective("measuring the algorithms between nodes"):
         sample = Sample.create(group, reach)
         gathers = _measure(group, _gather_trials(sample), budget_s=BUDGET_S / 2)
         spent = max(group.gather(time.perf_counter() - began))
@@ -92,7 +92,7 @@ def cache_file(group: Group, reach: Reach | None = None) -> Path:
     """
     nodes = group.num_nodes
     fitting = [kind.name for kind in (*GATHERS, *EXCHANGES) if kind.fits(nodes)]
-    with group.watchdog.watch("naming the nodes"):
+    with group.watchdog.collective("naming the nodes"):
         kinds = group.comm.allgather(re.sub(r"\d+", "#", MPI.Get_processor_name()))
     where = (reach or HostReach()).name
     size = (bucket(nodes), fitting, group.local_size)
@@ -116,7 +116,7 @@ def _remembered(group: Group, path: Path) -> Selection | None:
             pass  # the first job on such nodes
         except (OSError, ValueError) as error:
             logger.warning("%s is not used, and measured anew: %s", path, error)
-    with group.watchdog.watch("reading the remembered algorithms"):
+    with group.watchdog.collective("reading the remembered algorithms"):
         agreed: Selection | None = group.comm.bcast(found, root=0)
     return agreed
 

@@ -56,6 +56,7 @@ class Sums:
         self._make = make
         self._paths: dict[torch.device, Path] = {}
         self._compared: tuple[str, int] | None = None
+        self._forward, self._place = 0, 0  # see _next_place
 
     def open(self, device: torch.device) -> None:
         """Make the path for tensors on ``device`` now rather than with the first of them. Collective over the group.
@@ -64,14 +65,14 @@ class Sums:
             CommError: it cannot be made; on every rank.
         """
         if self.size > 1 and device not in self._paths:
-            with self.group.watchdog.watch("Sums.open"):
+            with self.group.watchdog.collective("Sums.open"):
                 self._paths[device] = self._make(self.group, device)
 
     def close(self) -> None:
         """Give back what the paths hold. Collective over the group; a later call makes them anew."""
         if self.group.watchdog.cut_off.happened():
             return
-        with self.group.watchdog.watch("Sums.close"):
+        with self.group.watchdog.collective("Sums.close"):
             for path in self._paths.values():
                 path.close()
         self._paths.clear()
@@ -244,18 +245,26 @@ class Sums:
         self.open(tensor.device)
         shape = tuple(tensor.shape if shape is None else shape)
         compared, self._compared = self._compared, None
+        place = self._next_place()
 
         def say() -> str:
             beside = f" with {compared[0]} of checksum {compared[1]:08x}" if compared else ""
-            return f"{verb}{dims or ''} of {tuple(tensor.shape)} {tensor.dtype}{beside}"
+            where = f", call {place} since a forward began"
+            return f"{verb}{dims or ''} of {tuple(tensor.shape)} {tensor.dtype}{beside}{where}"
 
         path = self._paths[tensor.device]
         start = time.perf_counter()
         with torch.no_grad(), self.group.watchdog.collective(f"{verb} of activations {shape}"):
-            yield path, kind_of(verb, dims, shape, tensor.dtype, compared), say
+            yield path, kind_of(verb, dims, shape, tensor.dtype, compared, place), say
             path.done()
-        self.stats.calls[verb] += 1
-        self.stats.seconds += time.perf_counter() - start
+            self.stats.calls[verb] += 1
+            self.stats.seconds += time.perf_counter() - start
+
+    def _next_place(self) -> int:
+        """Number of the call since a forward began. A rank that begins it anew, after an exception, has another one."""
+        forward = self.group.watchdog.forwards
+        self._forward, self._place = forward, self._place + 1 if forward == self._forward else 1
+        return self._place
 
     def _count(self, verb: str, tensor: Tensor, *, to: int) -> None:
         self.stats.sent_nbytes[verb] += to * tensor.numel() * tensor.element_size()

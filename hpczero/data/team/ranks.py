@@ -68,7 +68,7 @@ class Ranks:
         from hpczero.job.root_work import wait_asleep
 
         found = np.empty((self.size, len(mine)), dtype=np.int64)
-        with self._topology.watchdog.watch("a meeting of the ranks that prepare tokens"):
+        with self._topology.watchdog.collective("a meeting of the ranks that prepare tokens"):
             wait_asleep(self._topology.world.comm.Iallgather(mine, found))
         if self.rank == 0:
             self._show(self.progress.now())
@@ -77,7 +77,7 @@ class Ranks:
     def all_gather_lists(self, mine: Sequence[T]) -> list[list[T]]:
         """The list of every rank, in rank order."""
         self.all_gather(np.zeros(1, dtype=np.int64))  # asleep until all are there
-        with self._topology.watchdog.watch("an exchange of the ranks that prepare tokens"):
+        with self._topology.watchdog.collective("an exchange of the ranks that prepare tokens"):
             return self._topology.world.comm.allgather(list(mine))
 
     def gather(self, mine: ByteArray, nbytes: Sequence[int]) -> list[ByteArray]:
@@ -86,7 +86,7 @@ class Ranks:
 
         found = np.empty(sum(nbytes) if self.rank == 0 else 0, dtype=np.uint8)
         into = (found, list(nbytes)) if self.rank == 0 else None
-        with self._topology.watchdog.watch("the gather of tokens on rank 0"):
+        with self._topology.watchdog.collective("the gather of tokens on rank 0"):
             wait_asleep(self._topology.world.comm.Igatherv(mine, into))
         return np.split(found, np.cumsum(nbytes)[:-1]) if self.rank == 0 else []
 

@@ -169,8 +169,8 @@ class WholeParameters:
         self.check_certain()
         if self.state not in (UnitState.SHARDED, UnitState.RETAINED):
             return
-        self.state = UnitState.GATHERING
         if self._gathered and self.lasts:
+            self.state = UnitState.GATHERING
             return
         self._buffer.take()
         if self._marks is None:
@@ -180,9 +180,10 @@ class WholeParameters:
         try:
             self._work = self._comm.all_gather(self.flat, name=self.spec.name, again=True)
         except BaseException as error:  # whatever a signal handler of the program's own raises
-            self.doubt(f"{type(error).__name__} cut off the gather of unit {self.spec.name!r}")
+            if self._comm.group.size > 1:  # else nothing was sent
+                self.doubt(f"{type(error).__name__} cut off the gather of unit {self.spec.name!r}")
             raise
-        self._gathered = True
+        self._gathered, self.state = True, UnitState.GATHERING  # not before: memory may run out
 
     def wait_for_unshard(self, *, given_up: bool = False) -> None:
         """Return when the parameters are whole.
