@@ -63,13 +63,14 @@ def test_only_what_trains_has_masters_gradients_and_moments(
         units = sharding.units
         elements = sum(u.owned_numel for u in units if u.spec.trainable)
         parallel_assert(comm, comm.allreduce(elements) == trained < total / 4)
+        most = max(comm.allgather(sharding.optimizer_nbytes()))
         shards = sum(u.spec.layout.shard_numel for u in units if u.spec.trainable)
-        parallel_assert(comm, sharding.optimizer_nbytes() <= 8 * shards)
+        parallel_assert(comm, most <= 8 * shards)
         held = {u.rest.tensor.dtype for u in units if not u.spec.trainable}
         expected = torch.float32 if precision == "fp32" else torch.bfloat16
         parallel_assert(comm, held == {expected}, f"frozen shards are {held}")
         plan = sharding.plan.memory(footprint=sharding.collectives.footprint)
-        parallel_assert(comm, plan.optimizer == 8 * shards, f"{plan}")
+        parallel_assert(comm, plan.optimizer == most, f"{most} held, {plan}")
 
 
 def unfreeze(model: nn.Module, optimizer: Any) -> None:
