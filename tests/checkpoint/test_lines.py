@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,33 +17,52 @@ from hpczero.checkpoint.disk.format import MANIFEST_FILE
 from hpczero.errors import CheckpointNotWritten, ConfigError, CorruptCheckpoint
 from hpczero.files.regular import read_bytes
 from tests.checkpoint.folders import OLD, commit, kept, latest_is_there, old_line, there
-from tests.helpers.mpirun import ROOT, run_command
+from tests.helpers.mpirun import run_command
 
-# Ends before the n-th call that changes the disk.
+# One process after the other, each in a folder of its own, ends before its n-th call that changes the disk, for n from
+# 0 on until one comes to its end. Forked, so that Python starts once for all of them; each exit code is a line.
 DIES = """
-import os, signal, sys
+import os, signal, sys, traceback
 from pathlib import Path
 from hpczero.checkpoint.disk.folder import Folder
-from tests.checkpoint.folders import commit
-path, how, left = Path(sys.argv[1]), sys.argv[2], [int(sys.argv[3])]
-def counted(call):
+from tests.checkpoint.folders import commit, old_line
+
+def counted(call, left):
     def run(*args, **named):
         if not left[0]:
             os.kill(os.getpid(), signal.SIGKILL)
         left[0] -= 1
         return call(*args, **named)
     return run
-for name in ("rename", "replace", "unlink", "mkdir", "rmdir"):
-    setattr(Path, name, counted(getattr(Path, name)))
-os.fsync = counted(os.fsync)
-folder = Folder(path)
-newer = folder.candidates()[:2]
-if how == "at once":
-    folder.set_aside(newer)
-elif how == "earlier step":
-    commit(folder, 12, "new", *newer)
-else:
-    commit(folder, 20, "new", *newer)
+
+def change(folder, how, number):
+    left = [number]
+    for name in ("rename", "replace", "unlink", "mkdir", "rmdir"):
+        setattr(Path, name, counted(getattr(Path, name), left))
+    os.fsync = counted(os.fsync, left)
+    newer = folder.candidates()[:2]
+    if how == "at once":
+        folder.set_aside(newer)
+    elif how == "earlier step":
+        commit(folder, 12, "new", *newer)
+    else:
+        commit(folder, 20, "new", *newer)
+
+for number in range(100):
+    path = Path(sys.argv[1], str(number))
+    old_line(path)
+    process = os.fork()
+    if not process:
+        try:
+            change(Folder(path), sys.argv[2], number)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    print(code, flush=True)
+    if code == 0:
+        break
 """
 
 
@@ -57,13 +75,13 @@ def test_kill_at_any_moment_of_setting_aside_leaves_one_of_two_lines(
     new_step = {"earlier step": {12: "new"}, "same step": {20: "new"}}.get(how, {})
     second = {**new_step, 10: "old", 5: "old"}
     decided: list[bool] = []
-    for number in range(100):
+    job = run_command([sys.executable, "-c", DIES, tmp_path, how], timeout=200)
+    assert job.returncode == 0, job
+    codes = [int(line) for line in job.stdout.splitlines()]
+    assert codes[-1] == 0, "it never came to its end"
+    assert set(codes[:-1]) == {-signal.SIGKILL}, job
+    for number, code in enumerate(codes):
         path = tmp_path / str(number)
-        old_line(path)
-        words = [sys.executable, "-c", DIES, str(path), how, str(number)]
-        env = {**os.environ, "PYTHONPATH": os.fspath(ROOT)}
-        job = subprocess.run(words, env=env, timeout=60, check=False)
-        assert job.returncode in (0, -signal.SIGKILL)
         assert latest_is_there(path), number
         line = there(path)
         assert line in (first, second), (number, line)
@@ -74,12 +92,9 @@ def test_kill_at_any_moment_of_setting_aside_leaves_one_of_two_lines(
         assert sorted([*kept(path).values(), *line.values()]).count("old") == len(OLD), number
         assert (path / LATEST).read_text() == f"{Folder(path).candidates()[0].name}\n"
         assert not [p for p in path.iterdir() if p.name.startswith((".tmp", ".setting"))]
-        moved_now = job.returncode != 0 and line == second and "set aside in" in caplog.text
+        moved_now = code != 0 and line == second and "set aside in" in caplog.text
         decided.append(line == second)
-        if job.returncode == 0:
-            break
-        assert line == first or moved_now or not caplog.text
-    assert job.returncode == 0, "it never came to its end"
+        assert not code or line == first or moved_now or not caplog.text
     assert decided[0] is False
     assert decided[-1] is True
     assert decided == sorted(decided), "once decided, it stays so"
