@@ -19,6 +19,8 @@ from hpczero.job.told import told_all
 
 Array = npt.NDArray[Any]
 
+SAME_TAG = 30_001
+
 
 def same_call(group: Group, what: str, detail: Any = None) -> list[Any]:
     """``detail`` of every rank in rank order, once all ranks are in the call ``what``. Collective over the group.
@@ -99,3 +101,24 @@ def _arrays(group: Group, mine: Array, what: str) -> list[Array]:
         found[int(starts[rank]) : int(starts[rank + 1])].view(np.dtype(kind)).reshape(shape)
         for rank, (shape, kind) in enumerate(forms)
     ]
+
+
+def is_same_number(group: Group, mine: int) -> bool:
+    """Whether all ranks have the same number of 64 bits. Collective over the group.
+
+    By messages of a tag of its own: no collective that another rank may still be in can be taken for it.
+    """
+    comm = group.comm
+    number = np.array([mine], dtype=np.int64)
+    if comm.rank:
+        comm.Send(number, 0, SAME_TAG)
+        comm.Recv(number, 0, SAME_TAG)
+        return bool(number[0])
+    same = True
+    for rank in range(1, comm.size):
+        comm.Recv(number, rank, SAME_TAG)
+        same = same and int(number[0]) == mine
+    number[0] = same
+    for rank in range(1, comm.size):
+        comm.Send(number, rank, SAME_TAG)
+    return same

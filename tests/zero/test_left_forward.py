@@ -119,7 +119,8 @@ def test_memory_that_runs_out_for_whole_parameters_leaves_the_unit_as_it_was(
     plain, model = nn.Linear(64, 64), nn.Linear(64, 64)
     model.load_state_dict(plain.state_dict())
     hpczero.zeroify(model, None, topology=hpczero.Topology.alone(), transport="flat")
-    take, failed = Buffer.take, []
+    failed: list[Buffer] = []
+    take = Buffer.take
 
     def once(buffer: Buffer) -> None:
         if not failed:

@@ -16,15 +16,12 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-import numpy as np
-from mpi4py import MPI
-
 from hpczero.comm.collectives import Collectives
 from hpczero.errors import CommError
+from hpczero.job.collected import is_same_number
 from hpczero.job.told import told_all
 
 NEAR = 8  # frames between a hook and torch's call of it
-TAG = 30_001  # messages, which nothing that the others may be in can be taken for
 
 
 class LeftForward:
@@ -87,7 +84,7 @@ class LeftForward:
             return  # nobody else is there; or a call of this rank has failed, and what needs it will say so
         what = f"the meeting of all ranks after {self._why} left a forward"
         with group.watchdog.collective(what):
-            same = _all_equal(group.comm, self._comm.fingerprint)
+            same = is_same_number(group, self._comm.fingerprint)
         if not same:
             error = CommError(
                 f"rank {self._comm.rank}: {self._why} left a forward, and ranks have left theirs between different "
@@ -113,20 +110,3 @@ def _is_on_stack(frame: FrameType) -> bool:
     while seen is not None and seen is not frame:
         seen = seen.f_back
     return seen is frame
-
-
-def _all_equal(comm: MPI.Intracomm, mine: int) -> bool:
-    """Whether all ranks have the same number. Collective over ``comm``, by messages."""
-    number = np.array([mine], dtype=np.int64)
-    if comm.rank:
-        comm.Send(number, 0, TAG)
-        comm.Recv(number, 0, TAG)
-        return bool(number[0])
-    same = True
-    for rank in range(1, comm.size):
-        comm.Recv(number, rank, TAG)
-        same = same and int(number[0]) == mine
-    number[0] = same
-    for rank in range(1, comm.size):
-        comm.Send(number, rank, TAG)
-    return same
