@@ -35,7 +35,8 @@ class _Averaged:
     def applied(self) -> AbstractContextManager[nn.Module]:
         """Context: the model has the averages, for evaluation, ``full_state_dict`` or an export. Collective over world.
 
-        Frozen parameters and buffers stay the model's own. Steps, updates and checkpoints are refused inside.
+        Frozen parameters and buffers are the model's own; what the block does to buffers ends with it. Steps, updates
+        and checkpoints are refused inside.
 
         Raises:
             StepError: on every rank: there was no update yet, it is applied already, or a forward or backward runs.

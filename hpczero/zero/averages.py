@@ -95,7 +95,7 @@ class Average:
     def applied_to_model(self) -> Iterator[nn.Module]:
         """Context: the model has the averages, for evaluation or an export. Collective over world, at both ends.
 
-        Steps, updates and checkpoints are refused inside.
+        Steps, updates and checkpoints are refused inside. What the block does to buffers (``update_bn``) ends with it.
 
         Raises:
             StepError: on every rank: there is no average yet, it is applied already, or a forward or backward runs.
@@ -112,6 +112,7 @@ class Average:
                 )
             sharding.attachment.check()
             sharding.check_values()
+        buffers = [(buffer, buffer.clone()) for buffer in sharding.model.buffers()]
         self._exchange()
         self._publish()
         self.applied = True
@@ -119,6 +120,7 @@ class Average:
             yield sharding.model
         except BaseException:
             # Other ranks may not have left: nothing collective here.
+            _restore(buffers)
             self._exchange()
             self.applied = False
             for unit in self._buffers:
@@ -126,6 +128,7 @@ class Average:
             raise
         with sharding.topology.agreed(f"take the average {self.name!r} out of the model"):
             sharding.check_values()
+        _restore(buffers)
         self._exchange()
         self._publish()
         self.applied = False
@@ -177,6 +180,13 @@ class Average:
 
     def _publish(self) -> None:
         publish(self._sharding)
+
+
+@torch.no_grad()
+def _restore(buffers: list[tuple[Tensor, Tensor]]) -> None:
+    """Give buffers of training their values back: statistics of averaged weights are not those of training."""
+    for buffer, before in buffers:
+        buffer.copy_(before)
 
 
 def publish(sharding: Sharding) -> None:
