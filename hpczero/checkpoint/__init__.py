@@ -6,15 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpczero.checkpoint.checkpoints import Checkpoints, load, save
+    from hpczero.checkpoint.checkpoints import Checkpoints, save
     from hpczero.checkpoint.foreign.importing import import_weights
+    from hpczero.checkpoint.loading import load
     from hpczero.checkpoint.reading import Loaded
 
 _HOME = {
     "Checkpoints": "checkpoints",
     "Loaded": "reading",
     "import_weights": "foreign.importing",
-    "load": "checkpoints",
+    "load": "loading",
     "save": "checkpoints",
 }
 

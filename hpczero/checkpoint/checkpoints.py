@@ -1,18 +1,16 @@
-"""The public calls: save, load, and the checkpoints of one run with saves in the background.
+"""save: the public call, and the checkpoints of one run with saves in the background.
 
 Owns: who holds the lock, and which save is in progress. Must not know: files, datasets.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from hpczero.checkpoint.background import Background, wait_for_left
 from hpczero.checkpoint.disk.folder import Folder
@@ -20,19 +18,16 @@ from hpczero.checkpoint.disk.format import SLAB_NBYTES, step_folder
 from hpczero.checkpoint.disk.lines import strangers
 from hpczero.checkpoint.disk.lock import Lock
 from hpczero.checkpoint.inventory import Inventory, TrainedInventory
-from hpczero.checkpoint.places import GIVE, given_path
-from hpczero.checkpoint.reading import Loaded, load_newest
+from hpczero.checkpoint.loading import Given, given_sharding, load_newest_at
+from hpczero.checkpoint.places import given_path
+from hpczero.checkpoint.reading import Loaded
 from hpczero.checkpoint.replacing import check_replaced
 from hpczero.checkpoint.snapshot import Snapshot, take
 from hpczero.checkpoint.writing import Milestone, write
 from hpczero.comm.background import can_run_in_background
-from hpczero.errors import CheckpointNotWritten, ConfigError, StepError
+from hpczero.errors import CheckpointNotWritten, ConfigError
 from hpczero.files.regular import shown
 from hpczero.job.topology import Topology
-from hpczero.zero.sharding import Sharding
-from hpczero.zero.zeroify import sharding as sharding_of
-
-Given = Optimizer | Sequence[Optimizer] | None
 
 
 def save(
@@ -81,37 +76,6 @@ def save(
         return checkpoints.save(step, extra)
 
 
-def load(directory: str | Path, model: nn.Module, optimizer: Given = None) -> Loaded:
-    """Make ``model`` and its optimizer what they were at a save. Collective over the topology's world.
-
-    The number of ranks, the stage, the units and the precision may be others than at the save. Parameters, state and
-    options of the optimizer, buffers, random streams and loss scale are restored. A scheduler is not; restore it from
-    ``extra``.
-
-    Args:
-        directory: a checkpoint, or the folder of checkpoints or of a run, of which the newest sound one is loaded.
-        model: zeroified, of the same parameters.
-        optimizer: the one it was zeroified with, or a tuple or list of them; None takes those too.
-
-    Returns:
-        What the checkpoint holds beside the model, ``extra`` among it.
-
-    Raises:
-        ConfigError: there is no checkpoint.
-        StepError: inside ``gathered``, whose end would write the old values over the loaded ones.
-        CorruptCheckpoint: none is sound; the message says what is wrong with the newest.
-        CheckpointMismatch: it is of another model or optimizer, or of a later version; the message lists the
-            differences.
-    """
-    state = _sharding(model, optimizer)
-    found = _load(given_path(directory), state)
-    if found is None:
-        error = ConfigError(f"{directory}: no checkpoint there; {GIVE}")
-        error.agreed = True
-        raise error
-    return found
-
-
 class Checkpoints:
     """The checkpoints of one run. Use it as a context manager. Methods are collective over the topology's world."""
 
@@ -156,7 +120,7 @@ class Checkpoints:
                 f"keep: got {shown(keep)}, expected a whole number, at least 1, or None"
             )
         self._folder = Folder(given_path(directory))
-        self._sharding = _sharding(model, optimizer)
+        self._sharding = given_sharding(model, optimizer)
         self._keep = keep
         self._writer = writer
         self._slab_nbytes = slab_nbytes
@@ -286,7 +250,7 @@ class Checkpoints:
         """
         self.wait()
         place = self._folder.path if path is None else given_path(path)
-        return _load(place, self._sharding, own=path is None)
+        return load_newest_at(place, self._sharding, own=path is None)
 
     def set_others_aside(
         self,
@@ -367,34 +331,3 @@ class Checkpoints:
         if self._locked:
             self._let_go()
         self._locked = False
-
-
-def _sharding(model: nn.Module, optimizer: Given) -> Sharding:
-    state = sharding_of(model)
-    if optimizer is None:
-        return state
-    given = optimizer if isinstance(optimizer, (tuple, list)) else (optimizer,)
-    own = list(state.optimizers)
-    if len(given) == len(own) and all(map(operator.is_, given, own)):
-        return state
-    if len(own) < 2:
-        raise ConfigError(
-            "the optimizer is not the one this model was zeroified with; give that one, or leave it out"
-        )
-    raise ConfigError(
-        f"got {len(given)} optimizer(s), which are not the {len(own)} that this model was zeroified with "
-        f"({', '.join(state.optimizers.classes)}, in this order); give those, or leave them out"
-    )
-
-
-def _load(path: Path, sharding: Sharding, *, own: bool = False) -> Loaded | None:
-    """``load_newest``, refused where loaded values would not stay."""
-    with sharding.topology.agreed("begin a load"):
-        if any(unit.whole.holds for unit in sharding.units):
-            raise StepError(
-                f"rank {sharding.topology.rank}: a load inside `with hpczero.gathered(model):` would be overwritten at "
-                "its end by the values gathered before; load outside of the block"
-            )
-    sharding.unfreezing.settle()
-    wait_for_left()  # it may be what is asked for
-    return load_newest(path, sharding, own=own)

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from hpczero.checkpoint.disk.format import MASTER, STATE, Table
 from hpczero.checkpoint.even_runs import EvenRuns
-from hpczero.checkpoint.inventory import Inventory, check_range
+from hpczero.checkpoint.inventory import Inventory
+from hpczero.checkpoint.range_check import check_range
 from hpczero.checkpoint.slab_reader import SlabReader, Wanted
 from hpczero.checkpoint.state_kinds import Scalar
 from hpczero.errors import CheckpointMismatch

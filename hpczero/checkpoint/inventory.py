@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpczero.checkpoint.disk.format import Row, Table
+from hpczero.checkpoint.disk.format import Row
 from hpczero.checkpoint.even_runs import EvenRuns
 from hpczero.checkpoint.held import Held, HeldPieces, Piece, StateHome, ValuesHome, with_padding
 from hpczero.checkpoint.kept_averages import COUNT, average_at, averages_of, set_counts
 from hpczero.checkpoint.pieces import piece_of
+from hpczero.checkpoint.range_check import check_range
 from hpczero.checkpoint.state_kinds import Scalar, kind_of, scalar_of
 from hpczero.checkpoint.whole_table import Share, check_cover, share_of
-from hpczero.errors import CheckpointError, CheckpointMismatch
+from hpczero.errors import CheckpointError
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.away_states import state_of, with_names
@@ -369,32 +370,3 @@ class TrainedInventory(Inventory):
     """That of a checkpoint of the trainable parameters alone."""
 
     only_trained = True
-
-
-def check_range(
-    part: Tensor,
-    dtype: torch.dtype,
-    table: Table,
-    start: int,
-    path: Path,
-    *,
-    stop: int | None = None,
-) -> None:
-    """Refuse a part of one parameter with finite values beyond ``dtype``.
-
-    Args:
-        part: the values.
-        dtype: that must hold them.
-        table: of the parameter.
-        start: the first of them in ``table``.
-        path: of the weights, for the message.
-        stop: after the last; None: they are neighbours.
-
-    Raises:
-        CheckpointMismatch: names the parameter.
-    """
-    if bool((part.isfinite() & part.to(dtype).isinf()).any()):
-        (name,) = table.overlapping(start, start + len(part) if stop is None else stop)
-        raise CheckpointMismatch(
-            f"{path}: {name} holds {part.abs().max().item():.6g}, which {dtype} cannot; take bf16 or fp32"
-        )

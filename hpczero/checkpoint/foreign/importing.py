@@ -20,7 +20,8 @@ from hpczero.checkpoint.disk.format import NAMED, Table
 from hpczero.checkpoint.even_runs import EvenRuns
 from hpczero.checkpoint.foreign import ties
 from hpczero.checkpoint.foreign.weight_files import Held, WeightFiles, cast
-from hpczero.checkpoint.inventory import Inventory, check_range
+from hpczero.checkpoint.inventory import Inventory
+from hpczero.checkpoint.range_check import check_range
 from hpczero.checkpoint.stage_buffers import Kept, buffers_of
 from hpczero.errors import CheckpointMismatch
 from hpczero.zero.sharding import Sharding

@@ -11,7 +11,6 @@ Source: Narayanan et al., Megatron-LM, arXiv 2104.04473, sec. 2.2 (issue 19).
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +23,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from hpczero.comm.stage_messages import Message, StageMessages
 from hpczero.errors import ConfigError, PlanError, StepError
 from hpczero.parallel.pipeline.actions import Action, forwards_of, schedule_of
+from hpczero.parallel.pipeline.given import Given
+from hpczero.parallel.pipeline.passing import Arrived, to_send
 from hpczero.parallel.pipeline.simulate import Simulation, simulate
 from hpczero.parallel.pipeline.stages import stage_of
 from hpczero.parallel.pipeline.ties import Ties
@@ -37,43 +38,8 @@ REDUCE = ("once", "each")
 class _Kept(NamedTuple):
     """Of one forward, until its backward: what came in, and where the gradient of what went out enters the graph."""
 
-    x: _Arrived | None
+    x: Arrived | None
     out: GradientEdge | None
-
-
-class _Arrived:
-    """An activation of the stage before.
-
-    A leaf that requires a gradient could not be changed in place, as blocks of the whole model may do (``x += ...``).
-    What the stage gets is therefore the output of a node that keeps the gradient.
-
-    Attributes:
-        values: for the stage.
-        gradient: of the loss in it; None before the backward, or where nothing depends on it.
-    """
-
-    def __init__(self, x: Tensor) -> None:
-        self.gradient: Tensor | None = None
-        anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
-        self.values: Tensor = _Arrive.apply(x, anchor, self)  # type: ignore[no-untyped-call]
-
-
-class _Arrive(torch.autograd.Function):
-    """(x, anchor, arrived) -> x, whose gradient is left in ``arrived``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, arrived: _Arrived) -> Tensor:
-        """The memory of ``x``."""
-        ctx.arrived = weakref.ref(arrived)  # which has the output, and so this node
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        """Keep it."""
-        arrived = ctx.arrived()
-        if arrived is not None:
-            arrived.gradient = gradient
-        return None, None, None
 
 
 class Pipeline:
@@ -169,7 +135,7 @@ class Pipeline:
             StepError: as ``step``.
         """
         self._check_training()
-        given = self._given(inputs, targets)
+        given = Given.of(self._stage, self.micro_batches, inputs, targets)
         with self._whole():
             self._run(self._actions, given, "step")
         self._ties.add_gradients(self.messages)
@@ -182,7 +148,7 @@ class Pipeline:
             inputs: as of ``step``, of any number of micro-batches, the same on all stages.
             targets: as of ``step``.
         """
-        given = self._given(inputs, targets, any_number=True)
+        given = Given.of(self._stage, self.micro_batches, inputs, targets, any_number=True)
         self._run_forwards(given, "evaluate")
         return self._mean_loss()()
 
@@ -192,18 +158,21 @@ class Pipeline:
         Args:
             inputs: as of ``evaluate``.
         """
-        self._run_forwards(self._given(inputs, None, any_number=True, targets_too=False), "outputs")
+        given = Given.of(
+            self._stage, self.micro_batches, inputs, None, any_number=True, targets_too=False
+        )
+        self._run_forwards(given, "outputs")
         found, self._results = self._results, []
         return found if self._stage.is_last(len(self._stage.chunks) - 1) else None
 
     # --- parts of a step -----------------------------------------------------------------------------------------
 
-    def _run_forwards(self, given: _Given, purpose: str) -> None:
+    def _run_forwards(self, given: Given, purpose: str) -> None:
         stages, chunks = self._stage.group.size, len(self._stage.chunks)
         with torch.no_grad(), self._whole():
             self._run(forwards_of(stages, given.number, chunks=chunks), given, purpose)
 
-    def _run(self, actions: Sequence[Action], given: _Given, purpose: str) -> None:
+    def _run(self, actions: Sequence[Action], given: Given, purpose: str) -> None:
         settings = (given.number, len(self._stage.chunks), self._schedule, purpose)
         self.messages.begin(zlib.crc32(repr(settings).encode()))
         self._kept.clear()
@@ -239,9 +208,9 @@ class Pipeline:
         last = self._stage.is_last(action.chunk)
         return None if last else Message("B", piece, action.micro_batch)
 
-    def _forward(self, action: Action, x: Tensor | None, given: _Given) -> None:
+    def _forward(self, action: Action, x: Tensor | None, given: Given) -> None:
         chunk, i = action.chunk, action.micro_batch
-        arrived = None if x is None else _Arrived(x)
+        arrived = None if x is None else Arrived(x)
         inputs = given.inputs[i] if arrived is None else (arrived.values,)
         if not self._stage.is_last(chunk):
             y = self._model(*inputs, chunk=chunk)
@@ -253,7 +222,7 @@ class Pipeline:
                 )
             self._keep(action, arrived, y)
             piece = self._stage.piece(chunk)
-            self.messages.send(Message("F", piece + 1, i), _to_send(y))
+            self.messages.send(Message("F", piece + 1, i), to_send(y))
             return
         y = self._model(*inputs, targets=given.targets[i], chunk=chunk)
         if given.wants_loss and (not isinstance(y, Tensor) or y.numel() != 1):
@@ -265,7 +234,7 @@ class Pipeline:
         self._keep(action, arrived, y)
         self._results.append(y.detach() if isinstance(y, Tensor) else y)
 
-    def _keep(self, action: Action, x: _Arrived | None, y: Tensor) -> None:
+    def _keep(self, action: Action, x: Arrived | None, y: Tensor) -> None:
         """Keep what the backward needs: of y its place in the graph, not its memory, which nobody reads any more."""
         if not torch.is_grad_enabled():
             return
@@ -333,62 +302,3 @@ class Pipeline:
                 f"stage {stage}: {len(there)} unit(s), first {there[0]!r}, have gradients already, and those of "
                 "weights on two stages would be added up twice; call optimizer.zero_grad() before pipeline.step"
             )
-
-    def _given(
-        self,
-        inputs: Sequence[Any] | None,
-        targets: Sequence[Any] | None,
-        *,
-        any_number: bool = False,
-        targets_too: bool = True,
-    ) -> _Given:
-        """Inputs and targets by micro-batch."""
-        stage = self._stage
-        needs = {
-            "inputs": stage.is_first(0),
-            "targets": targets_too and stage.is_last(len(stage.chunks) - 1),
-        }
-        given = {"inputs": inputs, "targets": targets}
-        lengths = {name: len(value) for name, value in given.items() if value is not None}
-        number = (
-            next(iter(lengths.values()), self.micro_batches) if any_number else self.micro_batches
-        )
-        for name, needed in needs.items():
-            if needed and given[name] is None:
-                raise ConfigError(
-                    f"stage {stage.group.rank} of {stage.group.size} needs the {name} of the micro-batches, got None; "
-                    "only stages that are not the first need no inputs, and those that are not the last no targets"
-                )
-        if not number or any(length != number for length in lengths.values()):
-            found = ", ".join(f"{length} {name}" for name, length in lengths.items()) or "none"
-            expected = "equally many, at least 1" if any_number else f"{number} of each"
-            raise ConfigError(
-                f"stage {stage.group.rank} of {stage.group.size}: got {found}, expected {expected}: one for each "
-                "micro-batch"
-            )
-        return _Given(
-            number,
-            [_as_tuple(each) for each in inputs] if inputs is not None and needs["inputs"] else [],
-            [_as_tuple(each) for each in targets]
-            if targets is not None and needs["targets"]
-            else [()] * number,
-            targets_too,
-        )
-
-
-class _Given(NamedTuple):
-    number: int  # of micro-batches
-    inputs: list[tuple[Any, ...]]
-    targets: list[tuple[Any, ...]]
-    wants_loss: bool
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
-def _to_send(y: Tensor) -> Tensor:
-    """The values of ``y`` in memory that stays as it is: not that of a parameter, nor of what the model may reuse."""
-    data = y.detach()
-    may_change = y._is_view() or y.grad_fn is None
-    return data.clone(memory_format=torch.contiguous_format) if may_change else data.contiguous()

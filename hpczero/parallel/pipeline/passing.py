@@ -1,0 +1,56 @@
+"""Passing: what goes from stage to stage, as the graph of a stage begins and ends with it.
+
+Owns: where the gradient of what came in is left, and memory that stays as it is until it is sent. Must not know:
+messages, the order of actions.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Arrived:
+    """An activation of the stage before. Nothing here is collective.
+
+    A leaf that requires a gradient could not be changed in place, as blocks of the whole model may do (``x += ...``).
+    What the stage gets is therefore the output of a node that keeps the gradient.
+
+    Attributes:
+        values: for the stage.
+        gradient: of the loss in it; None before the backward, or where nothing depends on it.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        """``x``: of any shape and floating dtype."""
+        self.gradient: Tensor | None = None
+        anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
+        self.values: Tensor = _Arrive.apply(x, anchor, self)  # type: ignore[no-untyped-call]
+
+
+class _Arrive(torch.autograd.Function):
+    """(x, anchor, arrived) -> x, whose gradient is left in ``arrived``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, arrived: Arrived) -> Tensor:
+        """The memory of ``x``."""
+        ctx.arrived = weakref.ref(arrived)  # which has the output, and so this node
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        """Keep it."""
+        arrived = ctx.arrived()
+        if arrived is not None:
+            arrived.gradient = gradient
+        return None, None, None
+
+
+def to_send(y: Tensor) -> Tensor:
+    """The values of ``y`` in memory that stays as it is: not that of a parameter, nor of what the model may reuse."""
+    data = y.detach()
+    may_change = y._is_view() or y.grad_fn is None
+    return data.clone(memory_format=torch.contiguous_format) if may_change else data.contiguous()
