@@ -63,6 +63,26 @@ def test_no_two_buffers_share_a_range_and_no_more_is_held_than_was_needed_at_onc
 
 
 @pytest.mark.ranks(2)
+def test_a_buffer_of_no_elements_takes_no_range_from_another(comm: MPI.Intracomm) -> None:
+    """Both would begin at one place. A range that is lost is replaced by one behind the end of the file (SIGBUS)."""
+    sizes = [PAGE, 0, PAGE, 0, 2 * PAGE]
+    segment = Segment.create(comm, sum(sizes), "a test")
+    slots = Slots(segment)
+    draw = random.Random(1)
+    taken: set[int] = set()
+    ends = [0]
+    for _ in range(300):
+        number = draw.randrange(len(sizes))
+        if number in taken:
+            slots.leave(number)
+            taken.remove(number)
+        else:
+            ends.append(slots.take(number, sizes[number]).begin + sizes[number])
+            taken.add(number)
+    parallel_assert(comm, max(ends) <= sum(sizes), str(max(ends)))
+
+
+@pytest.mark.ranks(2)
 def test_passes_after_the_second_get_no_new_pages_and_one_large_need_is_forgotten(
     comm: MPI.Intracomm,
 ) -> None:

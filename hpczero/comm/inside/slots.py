@@ -93,7 +93,8 @@ class Slots:
         """No rank of the node reads the buffer any more."""
         slot, nbytes = self._taken.pop(number)
         self._used -= nbytes
-        self._kept[slot.begin] = nbytes
+        if nbytes:  # a range of no bytes begins where the next one does, and would take its place in the book
+            self._kept[slot.begin] = nbytes
         if not self._taken:
             self._keep(min(self._most, self._most_before))
             self._most, self._most_before = 0, self._most
