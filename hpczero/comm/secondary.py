@@ -51,6 +51,12 @@ class SecondaryCopy:
         """Unit ``name`` has other values from now on."""
         self._valid.discard(name)
 
+    def drop(self, name: str) -> None:
+        """There is no unit ``name`` any more: give its memory back."""
+        self.forget(name)
+        if name in self._parts:
+            self._parts.pop(name).release()
+
     def spared_nbytes(self, full: Tensor, shard_numel: int) -> int:
         """Bytes that this rank would have sent between nodes for one more gather of ``full``."""
         return (self._nodes - 1) * shard_numel * full.element_size()

@@ -89,10 +89,12 @@ class BackwardSchedule:
         return self._pass is not None
 
     def reset(self) -> None:
-        """Forget an interrupted backward."""
+        """Forget an interrupted backward, with what autograd has left on parameters where no hook came to take it."""
         self._pass = None
         for unit in self.order:
             unit.gradients.finish()
+        for unit in self._units:
+            unit.whole.watch.forget_own_gradients()
 
     def open_call(self, call: Call, number: int) -> None:
         """Unshard the units of ``call``: a node behind its results is about to run."""

@@ -76,6 +76,7 @@ class Unfreezing:
         for unit in sharding.units:
             for slot in unit.spec.layout.slots if unit.spec.trainable else ():
                 self._waiting.pop(slot.name, None)
+        self._cut_off = False
         self._note()
 
     def _note(self) -> None:
@@ -112,11 +113,16 @@ class Unfreezing:
         return sharding.topology.model_parallel.size > 1 or part_of(sharding.model) is not None
 
     def check(self) -> None:
-        """Before a step: refuse what ranks with other parts of the model know nothing of.
+        """Before a step: refuse what ranks with other parts of the model know nothing of, and half of a change.
 
         Raises:
-            StepError: on ranks where something was unfrozen or added.
+            StepError: on ranks where something was unfrozen or added, or an exception has left the change.
         """
+        if self._cut_off:
+            raise StepError(
+                f"rank {self._sharding.topology.rank}: an exception cut off the change of what trains, so some units "
+                "may train in no group of an optimizer; build and zeroify the model anew, and load a checkpoint"
+            )
         if self.pending and self._in_parts:
             raise StepError(
                 f"rank {self._sharding.topology.rank}: there is {self._changes()[0]} in a model of which ranks hold "
@@ -168,7 +174,7 @@ class Unfreezing:
         Nothing where no parameter is frozen, or where ranks hold parts of a model.
         """
         sharding = self._sharding
-        if not (self._counts and self._frozen) or self._in_parts:
+        if not (self._counts and self._frozen) or self._in_parts or self._cut_off:
             return
         change = None
         if self.pending:
@@ -214,6 +220,7 @@ class Unfreezing:
         everybody = topology.world.share(np.array([float(_sum(texts))]))[:, 0]
         differs = unlike(topology.world, texts) if (everybody != everybody[0]).any() else None
         with topology.agreed("compare what trains"):
+            self.check()
             if differs is not None:
                 raise StepError(
                     f"rank {topology.rank}: since the last step there is {differs[0]}, where rank 0 has {differs[1]}; "
@@ -304,7 +311,7 @@ class Unfreezing:
     @torch.inference_mode(False)
     def _apply(self, change: Change) -> None:
         """Everything follows; nothing here can be refused."""
-        sharding = self._sharding
+        sharding, self._cut_off = self._sharding, True
         counts = list(self._counts)
         numbers = self._optimizers.recount()
         first = [self._optimizers.groups_of(index).start for index in range(len(self._optimizers))]
@@ -331,6 +338,7 @@ class Unfreezing:
         self._waiting = change.waiting
         sharding.follow_units()
         self._note()
+        self._cut_off = False
 
 
 def _title(name: str, taken: set[str]) -> str:

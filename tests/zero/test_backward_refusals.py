@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -21,6 +22,7 @@ from tests.helpers.small_models import (
     mlp_input,
     raises_on_all,
     same,
+    sgd,
     values,
     zeroified,
 )
@@ -230,6 +232,39 @@ def test_step_after_an_interrupted_backward_is_refused(
         )
         optimizer.zero_grad()
         parallel_assert(comm, same(values(sharding), before))
+
+
+ZEROED: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
+    "the optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "the model": lambda model, optimizer: model.zero_grad(),
+    "one by one": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
+}
+
+
+@STAGES
+@pytest.mark.parametrize("zero", ZEROED)
+def test_what_autograd_had_just_left_on_a_parameter_is_gone_with_the_other_gradients(
+    comm: MPI.Intracomm, topology: Topology, stage: int, zero: str
+) -> None:
+    model, fails = MLP(), []
+    optimizer = sgd(model)
+
+    def fail(parameter: Tensor) -> None:
+        if fails:
+            raise FloatingPointError(fails.pop())
+
+    model.get_parameter("layers.1.0.weight").register_post_accumulate_grad_hook(fail)
+    with zeroified(model, optimizer, stage=stage, topology=topology):
+        mlp_backward(model, comm.rank)
+        expected = hpczero.full_gradients(model)
+        optimizer.zero_grad()
+        fails.append("before any hook of ours has come")
+        with pytest.raises(FloatingPointError):
+            mlp_backward(model, comm.rank)
+        ZEROED[zero](model, optimizer)
+        mlp_backward(model, comm.rank)
+        found = hpczero.full_gradients(model)
+        parallel_assert(comm, same(list(found.values()), list(expected.values())))
 
 
 class Hidden(MLP):

@@ -12,7 +12,14 @@ import torch
 import hpczero
 from hpczero.errors import ConfigError, PlanError
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import adamw, raises_on_all, tiny_gpt, tiny_tokens
+from tests.helpers.small_models import (
+    MLP,
+    adamw,
+    mlp_backward,
+    raises_on_all,
+    tiny_gpt,
+    tiny_tokens,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -132,6 +139,25 @@ def test_values_that_change_between_two_passes_are_not_the_old_ones(
 
 
 @pytest.mark.ranks(4)
+def test_a_unit_that_is_unfrozen_has_one_copy(comm: MPI.Intracomm) -> None:
+    held = []
+    for late in (True, False):
+        topology = hpczero.Topology.create(comm, pretended(comm))
+        model = MLP()
+        model.layers[1].requires_grad_(not late)
+        optimizer = adamw(model)
+        hpczero.zeroify(model, optimizer, topology=topology, stage=3, secondary=True)
+        for number in range(3):
+            if number == 1:
+                model.layers[1].requires_grad_(True)
+            mlp_backward(model, comm.rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        held.append(hpczero.sharding(model).memory.current["secondary"])
+        closed(topology, model)
+    parallel_assert(comm, held[0] == held[1], f"{held}")
+
+
 def test_beside_replicas(comm: MPI.Intracomm) -> None:
     """Two replicas of shards over two nodes each."""
     found = []

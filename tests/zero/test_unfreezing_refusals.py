@@ -164,6 +164,34 @@ def test_a_part_of_a_unit(comm: MPI.Intracomm, topology: Topology) -> None:
         optimizer.step()
 
 
+@STAGES
+def test_a_change_that_an_exception_has_left_half_done(
+    comm: MPI.Intracomm, topology: Topology, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MLP()
+    layer = model.layers[1].requires_grad_(False)
+    optimizer = adamw(model)  # the layer is in its group: torch trains it once it is unfrozen
+    with zeroified(model, optimizer, stage=stage, topology=topology):
+        layer.requires_grad_(True)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("hpczero.zero.unfreezing.add_to_group", _interrupted)
+            mlp_backward(model, comm.rank)
+        optimizer.zero_grad()
+        mlp_backward(model, comm.rank)
+        said = "an exception cut off the change of what trains"
+        raises_on_all(comm, StepError, said, optimizer.step)
+        raises_on_all(
+            comm,
+            StepError,
+            said,
+            lambda: hpczero.checkpoint.save("never", model, optimizer, step=1),
+        )
+
+
+def _interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_averages_of_the_weights(comm: MPI.Intracomm, topology: Topology) -> None:
     model = MLP()
     model.layers[1].requires_grad_(False)

@@ -319,11 +319,13 @@ def _gradient_property(sight: GradientSight) -> property:
 
     def assign(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
         # In backward autograd's own gradient is there until a hook of ours takes it.
-        if own_gradient(parameter) is not None:
+        own = own_gradient(parameter) is not None
+        if own:
             set_own_gradient(parameter, value)
-        elif torch._C._current_graph_task_id() == -1:
-            sight.assign(value)
-        elif sight.look(parameter) is not value:
+        if torch._C._current_graph_task_id() == -1:
+            if value is None or not own:  # own: left by a backward that did not finish
+                sight.assign(value)
+        elif not own and sight.look(parameter) is not value:
             raise StepError(
                 "parameter.grad was assigned in backward, after this rank's gradient was taken from it. Set the "
                 "post-accumulate hook that does so before zeroify, or use parameter.register_hook"

@@ -95,7 +95,8 @@ class Unit:
         whole, frozen = self.whole, self._frozen
         values = self.rest.tensor if self._stage.shards_optimizer else whole.flat
         self.spec = spec
-        whole.forget_copy()
+        if self._comm.secondary is not None:
+            self._comm.secondary.drop(whole.spec.name)
         whole.spec = spec
         kept = frozen is not None and not precision.has_masters  # becomes the master
         self._allocate_state(precision, reducer, master=values if kept else None)

@@ -7,6 +7,7 @@ whole, masters, MPI.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +16,13 @@ from torch import Tensor, nn
 
 from hpczero.errors import StepError
 from hpczero.plan import UnitSpec
-from hpczero.zero.units.guard import Guard, is_at, own_gradient, set_own_gradient
+from hpczero.zero.units.guard import (
+    Guard,
+    is_at,
+    own_gradient,
+    set_own_gradient,
+    set_own_gradients,
+)
 
 _version = attrgetter("_version")
 _trains = attrgetter("requires_grad")
@@ -88,6 +95,10 @@ class Watch:
                 set_own_gradient(parameter, None)
             elif gradient is not None:
                 gradient.detach().zero_()
+
+    def forget_own_gradients(self) -> None:
+        """What autograd has left on the parameters, in a backward that did not finish, is gone."""
+        set_own_gradients(self._parameters, repeat(None))
 
     def check_guards(self) -> None:
         """Raises StepError if torch has exchanged a parameter's content together with its guard and hooks."""
