@@ -105,7 +105,7 @@ class BackwardSchedule:
             if each not in backward.opened:
                 backward.opened.append(each)
                 if backward.differentiable:  # the graph of this backward will need them too
-                    self._residence.kept.for_backward(each.units)
+                    self._residence.kept.for_backward(each.units, each)
                 self._residence.make_whole(each.units)
 
     def input_node_runs(self, number: int, thread: int) -> None:

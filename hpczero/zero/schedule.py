@@ -229,7 +229,7 @@ class Schedule:
             if torch.is_grad_enabled() and (self._sharded or is_root):
                 results = (output, args, kwargs, attributes.values())
                 if not self._is_watched(call, results) and self._sharded:
-                    self.residence.kept.for_backward(units)
+                    self.residence.kept.for_backward(units, call)
                     if sys.exc_info()[1] is None:  # else it is the call's end that left no results
                         self.residence.kept.tell(units)
             if self._sharded:

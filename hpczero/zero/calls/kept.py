@@ -2,7 +2,8 @@
 
 Owns: the reasons. Must not know: hooks, buffers, when it is time.
 
-    backward  results that no hook sees, a second pass over the graph of a backward: until a backward is through
+    backward  results that no hook sees, a second pass over the graph of a backward: until a backward is through, and
+              no graph is left that another backward may need them for
     graph     a graph made of parameters inside ``gathered``: until the step, or ``gathered`` finds it gone; no hook
               sees its backward come, nor whether it was the last one
     call      a block returned a view of memory that ranks share: until no call runs, or, under grad, as ``backward``
@@ -15,9 +16,10 @@ whether the next use is collective.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from hpczero.zero.calls.backward import Gradients, next_node_number
+from hpczero.zero.calls.backward import Call, Gradients, next_node_number
 from hpczero.zero.units.unit import Unit
 
 logger = logging.getLogger("hpczero.schedule")
@@ -29,7 +31,8 @@ class Kept:
     def __init__(self, gradients: Mapping[Unit, Gradients]) -> None:
         """An empty set. ``gradients`` are those of every trainable unit, where parameters are sharded."""
         self._gradients = gradients
-        self._for_backward: dict[Unit, None] = {}
+        # With the calls that live as long as the graphs that need them; where a unit trains, its graphs are found.
+        self._for_backward: dict[Unit, weakref.WeakSet[Call]] = {}
         self._for_graph: dict[Unit, None] = {}
         self._for_call: dict[Unit, None] = {}
         self._told: set[Unit] = set()
@@ -40,11 +43,14 @@ class Kept:
     @property
     def units(self) -> list[Unit]:
         """All units of the set."""
-        return list(self._for_graph | self._for_backward | self._for_call)
+        return list(dict.fromkeys([*self._for_graph, *self._for_backward, *self._for_call]))
 
-    def for_backward(self, units: Iterable[Unit]) -> None:
-        """Keep units until a backward is over."""
-        self._for_backward.update(dict.fromkeys(units))
+    def for_backward(self, units: Iterable[Unit], call: Call | None = None) -> None:
+        """Keep units until a backward is over, and as long as graphs are left that lead to them: those of ``call``."""
+        for unit in units:
+            calls = self._for_backward.setdefault(unit, weakref.WeakSet())
+            if call is not None:
+                calls.add(call)
 
     def graphs_since(self, number: int) -> list[bool]:
         """Units that graphs newer than node ``number``, or graphs that keep them already, may lead to.
@@ -86,8 +92,14 @@ class Kept:
         return [unit for unit in ended if unit not in self]
 
     def backward_is_through(self) -> None:
-        """Forget the units of ``for_backward``: a backward is over. What another one may need stays."""
-        self._for_backward.clear()
+        """Forget the units of ``for_backward`` that no graph leads to: a backward is over, and others may come.
+
+        Whether it was the one that they were kept for, nobody can tell.
+        """
+        for unit, calls in list(self._for_backward.items()):
+            gradients = self._gradients.get(unit)
+            if not (calls or (gradients is not None and gradients.are_in_a_graph())):
+                self._for_backward.pop(unit)
 
     def clear(self, units: Collection[Unit] | None = None) -> list[Unit]:
         """Empty the set, or take ``units`` out of it; returns what was kept of them."""
