@@ -42,8 +42,8 @@ class Hidden:
             OSError: it is not on the disk, or cannot be renamed.
         """
         if self.path.is_dir():
-            for entry in self.path.iterdir():
-                if entry.is_file():
+            for entry in self.path.rglob("*"):
+                if entry.is_file() or entry.is_dir():
                     sync(entry)
         sync(self.path)  # first: a rename may reach the disk before the content does
         self.path.rename(self._name)

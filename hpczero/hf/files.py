@@ -16,6 +16,8 @@ from hpczero.files.regular import parse_json, read_text, reason
 from hpczero.hf.range_file import Entry, RangeFile
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+HIDDEN = ".weights"  # in a folder into which a new save is brought, until all of it is there
 
 
 class WeightFolder:
@@ -30,7 +32,7 @@ class WeightFolder:
         """Open the files; no values are read.
 
         Raises:
-            ConfigError: there are no safetensors files.
+            ConfigError: there are no safetensors files, or those of an adapter.
             CheckpointError: a file is missing, damaged or torn; two files have one key.
         """
         self.path = path
@@ -85,9 +87,19 @@ class WeightFolder:
 
     def _names(self) -> list[str]:
         self._expected: list[str] = []
+        if (self.path / ADAPTER_CONFIG).exists():
+            raise ConfigError(
+                f"{self.path}: has {ADAPTER_CONFIG}, by which from_pretrained loads the base model that it names and "
+                "puts the adapter on it; load the base, and the adapter by peft, or take that file away"
+            )
         if (self.path / SINGLE).exists():
             return [SINGLE]
         if not (self.path / INDEX).exists():
+            if (self.path / HIDDEN).is_dir():
+                raise CheckpointError(
+                    f"{self.path}: a save into it was cut short; save again, or move all files of "
+                    f"{self.path / HIDDEN} into it"
+                )
             others = sorted(p.name for p in self.path.glob("*.bin"))[:1]
             found = f"; it has {others[0]}, which transformers itself converts: from_pretrained, save_pretrained"
             raise ConfigError(

@@ -193,6 +193,26 @@ def test_damaged_files_are_one_error_on_all_ranks(
     raises_on_all(comm, CheckpointError, expected[damage], lambda: llama.sharded(topology, folder))
 
 
+@pytest.mark.parametrize("found", ["an adapter", "the rest of a save"])
+def test_a_folder_of_which_a_part_alone_would_be_loaded_is_refused(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, found: str
+) -> None:
+    """``from_pretrained`` puts the adapter on its base; a save that was cut short has left no index."""
+    llama.on_disk(comm, folder)
+    if comm.rank == 0 and found == "an adapter":
+        (folder / "adapter_config.json").write_text("{}")
+    elif comm.rank == 0:
+        (folder / "model.safetensors.index.json").unlink()
+        (folder / ".weights").mkdir()
+    comm.Barrier()
+    kind, said = (
+        (ConfigError, r"has adapter_config\.json")
+        if found == "an adapter"
+        else (CheckpointError, r"cut short; save again, or move all files of .*\.weights into it")
+    )
+    raises_on_all(comm, kind, said, lambda: llama.sharded(topology, folder))
+
+
 def test_what_cannot_be_loaded_is_named(
     comm: MPI.Intracomm, topology: Topology, folder: Path
 ) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -22,16 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import CallbackHandler, ExportableState
-from transformers.trainer_utils import rotate_checkpoints
 
 import hpczero
 from hpczero.errors import ConfigError, CorruptCheckpoint, DataError
+from hpczero.hf.files import HIDDEN
 from hpczero.hf.peft_names import is_peft, saved_by_peft, saves_adapters
 from hpczero.hf.trainer.accelerator import MpiAccelerator, is_sharded
 from hpczero.hf.trainer.adapters import load_adapter
 from hpczero.hf.trainer.arguments import HpczeroTrainingArguments
-from hpczero.hf.trainer.weights import bring_in, put_in_place
+from hpczero.hf.trainer.weights import bring_in, make_room, put_in_place, rotate, write_hidden
 
 DECISIONS = (
     "should_training_stop",
@@ -40,8 +40,6 @@ DECISIONS = (
     "should_evaluate",
     "should_log",
 )
-
-HIDDEN = ".weights"  # until all of them are there
 
 logger = logging.getLogger("hpczero.hf")
 
@@ -307,7 +305,7 @@ class HpczeroTrainer(_Trainer):  # type: ignore[misc]
         def commit() -> None:
             (hidden / "trainer_state.json").write_text(text, encoding="utf-8")
             put_in_place(hidden, target)
-            rotate_checkpoints(str(folder), limit, self.state.best_model_checkpoint, use_mtime=True)
+            rotate(folder, limit, self.state.best_model_checkpoint)
 
         self._exchange.on_root(commit, "save the weights")
 
@@ -322,21 +320,26 @@ class HpczeroTrainer(_Trainer):  # type: ignore[misc]
             _internal_call: transformers' own.
         """
         place = Path(output_dir or self.args.output_dir)
+        self._exchange.on_root(lambda: make_room(place), "make room")
         streamed = isinstance(self.model, PreTrainedModel) and not saves_adapters(self.model)
         if streamed and is_sharded(self.model):
-            hidden = place / HIDDEN
-            self._exchange.on_root(lambda: shutil.rmtree(hidden, ignore_errors=True), "make room")
-            hpczero.hf.save_pretrained(self.model, hidden, tokenizer=self._tokenizer())
-            self._exchange.on_root(lambda: bring_in(hidden, place, self.args), "save the model")
+            hpczero.hf.save_pretrained(self.model, place / HIDDEN, tokenizer=self._tokenizer())
         else:
             state = self.accelerator.get_state_dict(self.model)
-            self._exchange.on_root(lambda: self._save_whole(place, state), "save the model")
+            self._exchange.on_root(
+                lambda: write_hidden(place, partial(self._save_whole, state)), "write the model"
+            )
+        self._exchange.on_root(lambda: self._bring_in(place), "save the model")
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _save_whole(self, place: Path, state: Any) -> None:
+    def _save_whole(self, state: Any, place: str) -> None:
         with saved_by_peft(self.model, state) as given:
-            self._save(str(place), state_dict=given)
+            self._save(place, state_dict=given)
+
+    def _bring_in(self, place: Path) -> None:
+        torch.save(self.args, place / HIDDEN / TRAINING_ARGS_NAME)
+        bring_in(place)
 
     def _tokenizer(self) -> Any:
         found = self.processing_class

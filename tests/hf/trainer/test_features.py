@@ -122,25 +122,6 @@ def test_predictions_and_metrics_are_those_of_all_samples(
     parallel_assert(comm, comm.rank > 0 or not problem, problem if comm.rank == 0 else "")
 
 
-def test_final_weights_load_in_transformers(comm: MPI.Intracomm, folder: Path) -> None:
-    """Saved into a folder that holds checkpoints already, twice."""
-    import transformers
-
-    from tests.hf.trainer.runs import done_with, llama, train, trainer_over_mpi
-
-    model = llama(tie_word_embeddings=True)
-    trainer = trainer_over_mpi(folder, GLOBAL_BATCH // comm.size, model, max_steps=2, **SAVING)
-    found = train(trainer, comm)
-    trainer.save_model()
-    trainer.save_model()
-    again = transformers.LlamaForCausalLM.from_pretrained(folder)
-    state = again.state_dict()
-    parallel_assert(comm, furthest(state, found.weights) == 0.0)
-    parallel_assert(comm, again.lm_head.weight is again.model.embed_tokens.weight)
-    parallel_assert(comm, (folder / "training_args.bin").is_file() and steps_in(folder) == [2])
-    done_with(trainer)
-
-
 def test_iterable_data_set_equals_plain_trainer(comm: MPI.Intracomm, folder: Path) -> None:
     from torch.utils.data import IterableDataset
 
