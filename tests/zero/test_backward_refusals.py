@@ -234,10 +234,16 @@ def test_step_after_an_interrupted_backward_is_refused(
         parallel_assert(comm, same(values(sharding), before))
 
 
+def zero_one_by_one(model: nn.Module) -> None:
+    """As a loop of the user's own."""
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
 ZEROED: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
     "the optimizer": lambda model, optimizer: optimizer.zero_grad(),
     "the model": lambda model, optimizer: model.zero_grad(),
-    "one by one": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
+    "one by one": lambda model, optimizer: zero_one_by_one(model),
 }
 
 
@@ -246,7 +252,8 @@ ZEROED: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
 def test_what_autograd_had_just_left_on_a_parameter_is_gone_with_the_other_gradients(
     comm: MPI.Intracomm, topology: Topology, stage: int, zero: str
 ) -> None:
-    model, fails = MLP(), []
+    model = MLP()
+    fails: list[str] = []
     optimizer = sgd(model)
 
     def fail(parameter: Tensor) -> None:

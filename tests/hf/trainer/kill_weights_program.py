@@ -59,9 +59,10 @@ def by_transformers(place: Path) -> str:
     import transformers
 
     try:
-        model, told = transformers.LlamaForCausalLM.from_pretrained(place, output_loading_info=True)
+        found: Any = transformers.LlamaForCausalLM.from_pretrained(place, output_loading_info=True)
     except (OSError, ValueError) as error:
         return "refused" if str(place) in str(error) else f"unnamed:{error}"
+    model, told = found
     if any(told.values()):
         return "MIXED"
     values = {
@@ -84,7 +85,8 @@ def by_peft(place: Path) -> str:
         if "lora_" in name
         for value in each.flatten().tolist()
     }
-    return named({*found, float(model.peft_config["default"].lora_alpha)})
+    config: Any = model.peft_config["default"]
+    return named({*found, float(config.lora_alpha)})
 
 
 def by_hpczero(place: Path) -> str:
