@@ -13,7 +13,7 @@ from torch import nn
 
 from hpczero.errors import ConfigError
 from hpczero.finetune.lowrank import CHILD, LowRank
-from hpczero.hf.peft_names import is_peft
+from hpczero.finetune.peft_names import is_peft
 
 PEFT_PREFIX = "base_model.model."
 _LAYERS = "peft.tuners.lora.layer"

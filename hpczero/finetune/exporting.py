@@ -20,12 +20,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from hpczero.checkpoint.foreign.weight_files import cast
 from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from hpczero.errors import CheckpointNotWritten, ConfigError
 from hpczero.files.hidden import Hidden, is_free
 from hpczero.finetune.adapted import PEFT_PREFIX, Adapted, Product
 from hpczero.finetune.lowrank import CHILD, LowRank, merged
-from hpczero.hf.peft_names import is_peft, saved_by_peft
+from hpczero.finetune.peft_names import is_peft, saved_by_peft
 from hpczero.zero.full_state import StateByUnit
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.whole_model import is_whole
@@ -92,8 +93,8 @@ def save_merged(model: nn.Module, folder: str | Path, *, dtype: str = "fp32") ->
         ``folder``.
 
     Raises:
-        ConfigError: on every rank: the folder is there, no such dtype, products of a kind that cannot be merged so, or
-            a value that ``dtype`` cannot hold.
+        ConfigError: on every rank: the folder is there, no such dtype, or products of a kind that cannot be merged so.
+        CheckpointMismatch: on every rank: ``dtype`` cannot hold a value.
         CheckpointError: on every rank: it cannot be written.
     """
     state, folder = _checked(model), Path(folder)
@@ -161,7 +162,7 @@ class _Merging:
                 self._parts[name] = value.clone()  # the unit's buffer would stay with it
             elif id(stand) in self._out:
                 found = self._out[id(stand)]
-                self._writer.put([(found, _cast(self._merged(name, value), found.dtype, name))])
+                self._writer.put([(found, cast(self._merged(name, value), found.dtype, name))])
 
     def _merged(self, name: str, value: Tensor) -> Tensor:
         product: Product | None = self._products.get(name)
@@ -173,15 +174,6 @@ class _Merging:
     def commit(self) -> None:
         """All are there."""
         self._writer.commit()
-
-
-def _cast(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    found = value.to(dtype)
-    if bool((found.isinf() & value.isfinite()).any()):
-        raise ConfigError(
-            f"{name}: holds values as large as {value.abs().max().item():.4g}, which {dtype} cannot; write bf16 or fp32"
-        )
-    return found
 
 
 # --- our own products in peft's format -------------------------------------------------------------------------------

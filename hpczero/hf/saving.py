@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from hpczero.checkpoint.foreign.weight_files import cast
 from hpczero.errors import ConfigError
+from hpczero.finetune.peft_names import first_adapter
 from hpczero.hf.folder_writer import FolderWriter
 from hpczero.hf.library import model_kind
-from hpczero.hf.peft_names import first_adapter
 from hpczero.hf.way_back import Outcome, meta, way_back
 from hpczero.memory.buffers import DTYPES
 from hpczero.zero.full_state import StateByUnit

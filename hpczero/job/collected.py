@@ -106,19 +106,19 @@ def _arrays(group: Group, mine: Array, what: str) -> list[Array]:
 def is_same_number(group: Group, mine: int) -> bool:
     """Whether all ranks have the same number of 64 bits. Collective over the group.
 
-    By messages of a tag of its own: no collective that another rank may still be in can be taken for it.
+    By messages of a tag of its own: no collective that another rank may still be in can be taken for it. Before round k
+    a rank knows the least and the largest number of 2**k ranks, from its own on downwards. It sends them 2**k ranks on.
+    A number may count twice, which changes neither. A pair of ranks has one round, so a second call cannot be taken for
+    the first.
+
+    Source: Bruck et al., Efficient algorithms for all-to-all communications, IEEE TPDS 8(11), 1997.
     """
     comm = group.comm
-    number = np.array([mine], dtype=np.int64)
-    if comm.rank:
-        comm.Send(number, 0, SAME_TAG)
-        comm.Recv(number, 0, SAME_TAG)
-        return bool(number[0])
-    same = True
-    for rank in range(1, comm.size):
-        comm.Recv(number, rank, SAME_TAG)
-        same = same and int(number[0]) == mine
-    number[0] = same
-    for rank in range(1, comm.size):
-        comm.Send(number, rank, SAME_TAG)
-    return same
+    known, theirs = np.array([mine, mine], dtype=np.int64), np.empty(2, dtype=np.int64)
+    distance = 1
+    while distance < comm.size:
+        onward, before = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
+        comm.Sendrecv(known, onward, SAME_TAG, recvbuf=theirs, source=before, recvtag=SAME_TAG)
+        known[0], known[1] = min(known[0], theirs[0]), max(known[1], theirs[1])
+        distance *= 2
+    return bool(known[0] == known[1])

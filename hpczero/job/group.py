@@ -21,6 +21,7 @@ from mpi4py import MPI
 from hpczero.errors import CommError
 from hpczero.job.agreed import agreed, spans
 from hpczero.job.exact_sum import digits_of, values_of
+from hpczero.job.forwards import Forwards
 from hpczero.job.told import is_job
 from hpczero.job.watchdog import Watchdog
 
@@ -39,6 +40,7 @@ class Group:
         nodes: ranks of every node, nodes in order of their first rank.
         faked: whether ``nodes`` was given rather than found.
         watchdog: ends the job when a call over these ranks does not return. All groups of a topology share it.
+        forwards: that this rank has begun. All groups of a topology share it.
     """
 
     comm: MPI.Intracomm
@@ -48,10 +50,18 @@ class Group:
     nodes: Nodes
     faked: bool
     watchdog: Watchdog
+    forwards: Forwards
 
     @classmethod
     def create(
-        cls, comm: MPI.Intracomm, nodes: Nodes, name: str, watchdog: Watchdog, *, faked: bool
+        cls,
+        comm: MPI.Intracomm,
+        nodes: Nodes,
+        name: str,
+        watchdog: Watchdog,
+        *,
+        forwards: Forwards,
+        faked: bool,
     ) -> Group:
         """Split ``comm``, which belongs to the group from now on. Collective over ``comm``; ``free`` undoes it.
 
@@ -60,6 +70,7 @@ class Group:
             nodes: ranks of ``comm`` on each node.
             name: of the group; debuggers and traces show it.
             watchdog: borrowed.
+            forwards: borrowed.
             faked: whether ``nodes`` was given.
         """
         node_index = next(g for g, ranks in enumerate(nodes) if comm.rank in ranks)
@@ -74,6 +85,7 @@ class Group:
             nodes=nodes,
             faked=faked,
             watchdog=watchdog,
+            forwards=forwards,
         )
 
     def part(self, ranks: Sequence[int], name: str) -> Group:
@@ -88,12 +100,14 @@ class Group:
         """
         if len(ranks) == 1:
             own = named(MPI.COMM_SELF.Dup(), name)
-            return Group(own, own, own, own, ((0,),), self.faked, self.watchdog)
+            return Group(own, own, own, own, ((0,),), self.faked, self.watchdog, self.forwards)
         comm = self.comm.Split(ranks[0], self.rank)
         here = [tuple(ranks.index(rank) for rank in node if rank in ranks) for node in self.nodes]
         nodes = tuple(sorted((node for node in here if node), key=lambda node: node[0]))
         assert isinstance(comm, MPI.Intracomm), "split from an intracommunicator"
-        return Group.create(comm, nodes, name, self.watchdog, faked=self.faked)
+        return Group.create(
+            comm, nodes, name, self.watchdog, forwards=self.forwards, faked=self.faked
+        )
 
     def beside(self) -> Group:
         """This group with a communicator of its own, for another thread. Collective. Free its ``comm`` alone."""

@@ -17,6 +17,7 @@ from mpi4py import MPI
 from hpczero import errors
 from hpczero.errors import TopologyError
 from hpczero.job.agreed import spans
+from hpczero.job.forwards import Forwards
 from hpczero.job.group import Group, named
 from hpczero.job.mesh import DATA, DATA_SEQUENCE, DEGREES, MODEL, SHARD, Mesh
 from hpczero.job.roll_call import RollCall
@@ -114,7 +115,9 @@ class Topology:
         node_map = _find_nodes(whole, nodes)
         if whole.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             watchdog.attend(RollCall(named(whole.Dup(), "roll call")))
-        world = Group.create(whole, node_map, "world", watchdog, faked=nodes is not None)
+        world = Group.create(
+            whole, node_map, "world", watchdog, forwards=Forwards(), faked=nodes is not None
+        )
         groups = {tuple(range(world.size)): world}
 
         def group(name: str, *degrees: str) -> Group:

@@ -40,7 +40,6 @@ class Watchdog:
     Attributes:
         timeout_s: seconds one call may take before the job is ended with exit 86; 0 waits for ever.
         cut_off: whether a call was cut off; then none begins any more.
-        forwards: of models that were begun; a rank that begins one anew is seen by that.
     """
 
     def __init__(self, rank: int, timeout_s: float, *, ranks: int = 2) -> None:
@@ -54,7 +53,6 @@ class Watchdog:
         self.rank = rank
         self.cut_off = CutOff(rank, ranks)
         self.timeout_s = timeout_s
-        self.forwards = 0
         # Calls of two threads may be open at a time; the one that began last is the one that holds things up.
         self._calls: dict[int, tuple[str, float]] = {}
         self._begun = 0

@@ -32,6 +32,7 @@ from hpczero.comm.between import rails
 from hpczero.comm.between.rails import Rails
 from hpczero.comm.devices.access import DirectReach
 from hpczero.comm.inside.level import NodeLevel, Parts
+from hpczero.job.forwards import Forwards
 from hpczero.job.group import Group
 from hpczero.job.watchdog import Watchdog
 from hpczero.memory.buffers import DTYPES, Use
@@ -238,6 +239,7 @@ def group_of(ranks: int, local: int, watchdog: Watchdog) -> Group:
         nodes=tuple(tuple(range(g * local, (g + 1) * local)) for g in range(nodes)),
         faked=True,
         watchdog=watchdog,
+        forwards=Forwards(),
     )
 
 

@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from hpczero.errors import ConfigError, HpcZeroError, run
+from hpczero.errors import ConfigError, run
 from hpczero.options.reading import parse_command_line
 from scaling.evidence.record import Row, circumstances
-from scaling.layouts.cases import Case, cases_of, on_links
+from scaling.evidence.same_losses import LOSS_TOLERANCE, check_same_losses
+from scaling.layouts.cases import Case, cases_on, on_links
 from scaling.layouts.sizes import Sizes
 
 if TYPE_CHECKING:
     from hpczero.job.topology import Topology
     from scaling.layouts.training import Training
 
-LOSS_TOLERANCE = 1e-4  # order of fp32 sums; a wrong gradient moves the loss by more in a few steps
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
@@ -131,28 +131,13 @@ def measure(topology: Topology, options: Options) -> Iterator[Row]:
 
 
 def _cases(topology: Topology, options: Options) -> list[Case]:
-    nodes = topology.world.nodes
-    if not topology.is_rectangular or [r for node in nodes for r in node] != [
-        *range(topology.size)
-    ]:
-        raise ConfigError(
-            f"ranks lie as {nodes}; expected as many on every node, one node after the other (mpirun --map-by core)"
-        )
     if options.rate_mbit and not SENT.exists():
         raise ConfigError(
             f"--rate_mbit: got {options.rate_mbit:g}, but {SENT} is missing, where bytes are counted; expected a job "
             "on hosts with that interface, or leave it out"
         )
-    found = cases_of(options.work, topology.num_nodes, len(nodes[0]))
-    if any(not -1 <= number < len(found) for number in options.only):
-        raise ConfigError(
-            f"--only: got {options.only}, expected numbers from 0 to {len(found) - 1}: "
-            f"{', '.join(case.name for case in found)}"
-        )
-    chosen = [found[number] for number in options.only if number >= 0] if options.only else found
-    for case in chosen:
-        _ = case.spread  # refuses what cannot be cut, before anything is built
-    return chosen
+    only = [number for number in options.only if number != -1] if options.only else None
+    return cases_on(topology.world.nodes, options.work, only)
 
 
 def _layouts(topology: Topology, cases: Sequence[Case], options: Options) -> Iterator[Row]:
@@ -274,12 +259,7 @@ def _check(losses: dict[str, list[float]]) -> None:
     """Every layout must have the same losses; all ranks see the same numbers, so all raise."""
     reference = next(iter(losses))
     for name, values in losses.items():
-        for step, (mine, other) in enumerate(zip(values, losses[reference], strict=False)):
-            if not abs(mine - other) <= LOSS_TOLERANCE:
-                raise HpcZeroError(
-                    f"{name}: loss {mine:.6f} at step {step}, {reference} has {other:.6f}, expected the same within "
-                    f"{LOSS_TOLERANCE:g}: they do not train the same, so their times cannot be compared"
-                )
+        check_same_losses(name, values, reference, losses[reference])
 
 
 if __name__ == "__main__":

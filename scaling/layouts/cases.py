@@ -1,12 +1,12 @@
 """Which layouts are trained, and what the plan and the prediction say of each.
 
-Owns: the layouts for nodes of equal size, and their names. Must not know: how a layout is trained, torch, MPI, the
-report.
+Owns: the layouts for nodes of equal size, their names, and which ranks and numbers are refused. Must not know: how a
+layout is trained, torch, MPI, the report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -145,6 +145,38 @@ def cases_of(work: Work, nodes: int, local: int) -> list[Case]:
     if nodes > 1 and local > 1:
         both = LayoutOptions(pipeline=nodes, tensor=local)
         found.append(case(f"pipeline {nodes} x tensor {local}, stage 1", both, 1))
+    return found
+
+
+def cases_on(
+    nodes: Sequence[Sequence[int]], work: Work, only: Sequence[int] | None = None
+) -> list[Case]:
+    """Layouts for ranks that lie so, each known to be one that the model and the batch can be cut by.
+
+    Args:
+        nodes: ranks of each node.
+        work: what is trained.
+        only: numbers of those that are wanted, in that order; None: all.
+
+    Raises:
+        ConfigError: nodes of different sizes, or ranks that do not lie node after node; a layout that there is not, or
+            that cannot be cut so.
+    """
+    placed = [rank for ranks in nodes for rank in ranks]
+    if len({len(ranks) for ranks in nodes}) > 1 or placed != [*range(len(placed))]:
+        raise ConfigError(
+            f"ranks lie as {nodes}; expected as many on every node, one node after the other (mpirun --map-by core)"
+        )
+    found = cases_of(work, len(nodes), len(nodes[0]))
+    if only is not None:
+        if any(not 0 <= number < len(found) for number in only):
+            raise ConfigError(
+                f"--only: got {[*only]}, expected numbers from 0 to {len(found) - 1}: "
+                f"{', '.join(case.name for case in found)}"
+            )
+        found = [found[number] for number in only]
+    for case in found:
+        _ = case.spread  # refuses what cannot be cut, before anything is built
     return found
 
 

@@ -22,7 +22,7 @@ from typing import Literal
 
 import tyro
 
-from hpczero.errors import ConfigError, HpcZeroError, run
+from hpczero.errors import ConfigError, run
 from hpczero.options.reading import parse_command_line
 from hpczero.options.values import Transport
 from scaling.contenders import BEFORE, ENTRIES, FLOOR, Entry, find_entry, from_tree
@@ -31,13 +31,11 @@ from scaling.contenders.workload import WORKLOADS, Workload
 from scaling.evidence.cpu import machine_seconds, process_seconds
 from scaling.evidence.memory import available_nbytes
 from scaling.evidence.record import HOME, Recorder, Row, circumstances, machine_name
+from scaling.evidence.same_losses import check_same_losses
 from scaling.peers.groups import make_groups
 from scaling.peers.report import draw, text
 
 ANCHORS = (FLOOR, "hpczero-3", "ddp", "fsdp2")
-LOSS_TOLERANCE = (
-    1e-4  # order of fp32 sums; a wrong gradient moves the loss by 1e-2 within a few steps
-)
 DRAWN_TOLERANCE = 1e-1  # of another checkout, which may draw other first values; of the first step
 MEMORY_STEPS = 4
 MEMORY_RUNS = (
@@ -281,21 +279,10 @@ def check_losses(losses: dict[str, list[float]]) -> None:
     for name, values in losses.items():
         comparable = 1 if name == FLOOR else len(values)
         if name.startswith(BEFORE) and theirs is not None:
-            _check_equal(name, values, theirs, losses[theirs], LOSS_TOLERANCE)
-            _check_equal(name, values[:1], reference, losses[reference], DRAWN_TOLERANCE)
+            check_same_losses(name, values, theirs, losses[theirs])
+            check_same_losses(name, values[:1], reference, losses[reference], DRAWN_TOLERANCE)
         else:
-            _check_equal(name, values[:comparable], reference, losses[reference], LOSS_TOLERANCE)
-
-
-def _check_equal(
-    name: str, values: list[float], reference: str, theirs: list[float], tolerance: float
-) -> None:
-    for step, (mine, expected) in enumerate(zip(values, theirs, strict=False)):
-        if not abs(mine - expected) <= tolerance:
-            raise HpcZeroError(
-                f"{name}: loss {mine:.6f} at step {step}, {reference} has {expected:.6f}, expected the same "
-                f"within {tolerance:g}: they do not train the same, so their times cannot be compared"
-            )
+            check_same_losses(name, values[:comparable], reference, losses[reference])
 
 
 def say(line: str) -> None:

@@ -37,7 +37,7 @@ from scaling.evidence.record import (
     where_and_when,
 )
 from scaling.evidence.table import table
-from scaling.layouts.cases import Case, cases_of
+from scaling.layouts.cases import Case, cases_on
 from scaling.layouts.sizes import Sizes
 
 if TYPE_CHECKING:
@@ -172,28 +172,12 @@ def compare(topology: Topology, options: Options) -> Iterator[Row]:
 
 
 def _cases(topology: Topology, options: Options) -> list[Case]:
-    nodes = topology.world.nodes
-    if not topology.is_rectangular or [r for node in nodes for r in node] != [
-        *range(topology.size)
-    ]:
-        raise ConfigError(
-            f"ranks lie as {nodes}; expected as many on every node, one node after the other (mpirun --map-by core)"
-        )
     if topology.num_nodes < 2:
         raise ConfigError(
             f"ranks lie on {topology.num_nodes} node; expected several: links between nodes are what is compared "
             "(python -m tests.cluster emulates them)"
         )
-    found = cases_of(options.work, topology.num_nodes, len(nodes[0]))
-    if any(not 0 <= number < len(found) for number in options.only):
-        raise ConfigError(
-            f"--only: got {options.only}, expected numbers from 0 to {len(found) - 1}: "
-            f"{', '.join(case.name for case in found)}"
-        )
-    chosen = [found[number] for number in options.only] if options.only else found
-    for case in chosen:
-        _ = case.spread  # refuses what cannot be cut, before anything is built
-    return chosen
+    return cases_on(topology.world.nodes, options.work, options.only or None)
 
 
 def earlier(path: Path) -> dict[str, list[float]]:

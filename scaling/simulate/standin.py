@@ -15,6 +15,7 @@ import numpy as np
 from mpi4py import MPI
 from typing_extensions import override
 
+from hpczero.job.forwards import Forwards
 from hpczero.job.group import Group
 from hpczero.job.mesh import DATA, DATA_SEQUENCE, DEGREES, MODEL, SHARD
 from hpczero.job.topology import Topology
@@ -163,6 +164,7 @@ def group_of(
         nodes=nodes,
         faked=True,
         watchdog=watchdog,
+        forwards=Forwards(),  # of its own: none is begun anew in a simulated job
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hpczero
 from hpczero import finetune
-from hpczero.errors import ConfigError
+from hpczero.errors import CheckpointMismatch, ConfigError
 from tests.compat.architectures import ARCHITECTURES, VOCABULARY
 from tests.finetune.models import adapted_gpt, optimizer_of, rounded
 from tests.helpers.parallel import parallel_assert
@@ -284,11 +284,14 @@ def test_dtype_names_and_kinds_that_cannot_be_are_refused_on_every_rank(
 ) -> None:
     model = adapted_gpt()
     model.get_parameter("blocks.0.mlp_norm.bias").requires_grad_(True)
+    model.get_parameter("blocks.0.mlp_norm.weight").data[1] = 7e4
     with zeroified(model, optimizer_of(model), topology=topology):
         save = partial(finetune.save_merged, model, folder / "merged")
         raises_on_all(comm, ConfigError, "dtype: got 'int8'", partial(save, dtype="int8"))
         alone = partial(finetune.save_adapter, model, folder / "adapter")
         raises_on_all(comm, ConfigError, "'blocks.0.mlp_norm' trains in part", alone)
+        large = r"'?blocks.0.mlp_norm.weight'? holds 70000, which torch.float16 cannot; take a dtype of a wider range"
+        raises_on_all(comm, CheckpointMismatch, large, partial(save, dtype="fp16"))
         save(dtype="bf16")
         parallel_assert(comm, sorted(p.name for p in folder.iterdir()) == ["merged"])
     plain = nn.Linear(3, 3)

@@ -13,7 +13,7 @@ from hpczero.models.config import GPTConfig, parameter_count
 from hpczero.predict.machine import load_machine
 from scaling.evidence.record import Row
 from scaling.evidence.spread import Spread
-from scaling.layouts.cases import Case, Work, cases_of, on_links
+from scaling.layouts.cases import Case, Work, cases_of, cases_on, on_links
 from scaling.layouts.idle import Order, orders_of
 from scaling.layouts.report import agreement, draw, text
 from tests.helpers.mpirun import run_ranks
@@ -158,6 +158,33 @@ def test_a_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:
     cases: list[Case] = cases_of(work, 4, 2)
     with pytest.raises(ConfigError, match=r"--global_batch: got 24.*expected a multiple of 16"):
         _ = next(case for case in cases if case.name == "pipeline 4, stage 1").spread
+
+
+@pytest.mark.parametrize(
+    ("nodes", "only", "says"),
+    [
+        ([(0, 1), (2,)], None, "ranks lie as .*expected as many on every node"),
+        ([(0, 2), (1, 3)], None, "ranks lie as .*one node after the other"),
+        (
+            [(0,), (1,)],
+            [0, 2],
+            r"--only: got \[0, 2\], expected numbers from 0 to 1: shards over all",
+        ),
+    ],
+    ids=["uneven", "dealt out", "no such layout"],
+)
+def test_nodes_and_numbers_without_layouts_are_refused(
+    nodes: list[tuple[int, ...]], only: list[int] | None, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        cases_on(nodes, WORK, only)
+
+
+def test_layouts_are_chosen_by_number_in_the_order_given() -> None:
+    every, nodes = cases_of(WORK, 2, 2), [(0, 1), (2, 3)]
+    assert cases_on(nodes, WORK) == every
+    assert cases_on(nodes, WORK, [3, 0]) == [every[3], every[0]]
+    assert cases_on(nodes, WORK, []) == []
 
 
 def test_a_link_is_shared_by_the_ranks_of_its_node() -> None:

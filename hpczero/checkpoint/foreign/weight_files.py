@@ -115,8 +115,9 @@ def cast(values: Tensor, dtype: torch.dtype, label: str) -> Tensor:
     for part, made in zip(_parts(values), _parts(found), strict=True):
         wrong = made.isinf() & part.isfinite() if plain else made.to(part.dtype) != part
         if bool(wrong.any()):
+            remedy = "take a dtype of a wider range" if plain else f"keep it {values.dtype}"
             raise CheckpointMismatch(
-                f"{label} holds {part[wrong].flatten()[0].item():.6g}, which {dtype} cannot"
+                f"{label} holds {part[wrong].flatten()[0].item():.6g}, which {dtype} cannot; {remedy}"
             )
     return found
 

@@ -262,7 +262,7 @@ class Sums:
 
     def _next_place(self) -> int:
         """Number of the call since a forward began. A rank that begins it anew, after an exception, has another one."""
-        forward = self.group.watchdog.forwards
+        forward = self.group.forwards.begun
         self._forward, self._place = forward, self._place + 1 if forward == self._forward else 1
         return self._place
 

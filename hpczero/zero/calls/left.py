@@ -38,7 +38,7 @@ class LeftForward:
 
     def number(self) -> None:
         """Count one that begins, for who exchanges activations in it. Not collective."""
-        self._comm.group.watchdog.forwards += 1
+        self._comm.group.forwards.begin()
 
     def is_lost(self) -> bool:
         """Whether the forward that was begun last was left without ``end``. Not collective.

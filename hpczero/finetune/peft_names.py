@@ -11,9 +11,8 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from hpczero.finetune.lowrank import LowRank
 from hpczero.zero.units.module_buffers import persistent_buffers
-
-_OF_ADAPTERS = ("peft.", "hpczero.finetune.")  # where their modules are defined
 
 
 def is_peft(model: nn.Module) -> bool:
@@ -29,7 +28,7 @@ def saves_adapters(model: nn.Module) -> bool:
 def first_adapter(model: nn.Module) -> str | None:
     """The first module that belongs to an adapter, of peft's or of ``hpczero.finetune``, inside of the model."""
     for name, module in model.named_modules():
-        if type(module).__module__.startswith(_OF_ADAPTERS):
+        if isinstance(module, LowRank) or type(module).__module__.startswith("peft."):
             return str(name)
     return None
 
