@@ -1,11 +1,7 @@
-"""WholeParameters: a unit's parameters as the model sees them.
+"""WholeParameters: whether a unit's parameters are whole, and the flat buffer that they are views of.
 
-Owns: the flat buffer they are views of, whether they are whole, and what a user may do to them. Must not know: masters,
+Owns: the buffer's life, what fills it, who holds it. Must not know: the parameter objects (``views``), masters,
 gradients, optimizers, hooks, MPI (`comm`).
-
-[Note: Shared memory]
-On some transports the ranks of a node see one copy of the buffer. Nobody may then write it but its owner, slice by
-slice. While a user may write (``hpczero.gathered``), parameters are therefore views of a copy of this rank's own.
 
 [Note: Kept views]
 ``parameter.detach()``, ``.numpy()`` and ``module.state_dict()`` are views of the buffer, and nothing tells us of them.
@@ -25,13 +21,12 @@ from torch import Tensor, nn
 
 from hpczero.comm import Collectives, Work
 from hpczero.errors import StepError
-from hpczero.kernels.bits import sum_of_bits
 from hpczero.memory.buffers import DTYPES, Use
 from hpczero.plan import Stage, UnitSpec
 from hpczero.plan.precision import Precision
 from hpczero.zero.units.late import LateUpdate
 from hpczero.zero.units.marks import Marks
-from hpczero.zero.units.watch import Watch
+from hpczero.zero.units.views import ParameterViews
 
 CUT_OFF = (
     "the last `with hpczero.gathered(model)` block was left by an exception, or refused, after parameters had been "
@@ -97,7 +92,8 @@ class WholeParameters:
         self.shared = self._buffer.shared
         self.lasts = not in_flight
         self._buffer.release()
-        self.watch = Watch(spec, self.parameters, rank=comm.rank)
+        self._views = ParameterViews(spec, self.parameters, rank=comm.rank)
+        self.watch = self._views.watch
         replaced = stage.shards_optimizer and not stage.shards_parameters and not self.shared
         # In fp32 the masters are a part of the buffer, and the next update would change what is on its way.
         allowed = comm.footprint.overlap and replaced and precision.has_masters
@@ -107,10 +103,8 @@ class WholeParameters:
         self._work: Work | None = None
         self._gathered = False  # every rank's newest slice is in the buffer
         self.holds = 0
-        self._own: Tensor | None = None  # see [Note: Shared memory]
         self._lent = False  # see [Note: Kept views]
         self.doubtful = ""
-        self._bits = torch.zeros((), dtype=torch.int64)  # of the values at the first hold
 
     @property
     def flat(self) -> Tensor:
@@ -120,7 +114,7 @@ class WholeParameters:
     @property
     def flat_of_user(self) -> Tensor:
         """What the parameters are views of now."""
-        return self.flat if self._own is None else self._own
+        return self._views.now_of(self.flat)
 
     def load(self, values: Tensor | None) -> None:
         """Make the parameters views of the buffer.
@@ -136,27 +130,13 @@ class WholeParameters:
                     self.flat[self.mine].copy_(values[self.mine])
                 else:
                     self.flat.copy_(values)
-        views = self._views(self.flat)
-        for guard, parameter, view in zip(self.watch.guards, self.parameters, views, strict=True):
-            if parameter.device.type == "meta":
-                # A meta parameter cannot take CPU data; swap the tensors' contents, the object stays.
-                empty = torch.empty(0, device=self._comm.device)
-                real = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                # Keeps a version counter of its own: see device.[Note: Refilling freed parameters].
-                real.data = view
-                guard.fill(real)
-            else:
-                parameter.data = view
-            parameter.grad = None
+        self._views.make(self.flat)
         self.note_versions()
         if self._sharded:
             self.reshard()
         elif self.shared and values is not None:
             self.update(lambda mine: None)  # it is there
             self.wait_for_update()
-
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        return [flat[slot.offset : slot.stop].view(slot.shape) for slot in self.spec.layout.slots]
 
     # --- verbs ---------------------------------------------------------------------------------------------------
 
@@ -224,7 +204,7 @@ class WholeParameters:
             return
         if not self.shared and (self._lent or self._buffer.pinned):
             self._buffer.renew()
-            self._point_at(self.flat)
+            self._views.point_at(self.flat)
         self._lent = False
         for guard in self.watch.guards:
             guard.close()
@@ -275,20 +255,17 @@ class WholeParameters:
     def hold(self) -> None:
         """Keep the parameters whole, whatever runs, until as many calls of ``let_go``; the user may write to them."""
         self.holds += 1
-        if self.shared and self._own is None:
-            self._own = self.flat.clone()
-            self._point_at(self._own)
+        if self.shared:
+            self._views.copy(self.flat)
         if self.holds == 1:
-            self._bits = sum_of_bits(self.flat_of_user)
+            self._views.note_bits(self.flat)
 
     def let_go(self, *, retain: bool = False, in_use: bool = False) -> None:
         """End one ``hold``; after the last one see ``reshard``, unless a call that goes on has them ``in_use``."""
         self.holds -= 1
         if self.holds:
             return
-        if self._own is not None:
-            self._own = None
-            self._point_at(self.flat)
+        if self._views.end_copy(self.flat):
             self.watch.note_versions()
         elif self._sharded:
             self.lend()
@@ -308,19 +285,15 @@ class WholeParameters:
         """The model is released: what is whole becomes memory of this rank's own."""
         self.wait_for_unshard()
         if self.shared and self.state in (UnitState.WHOLE, UnitState.RETAINED):
-            self._point_at(self.flat.clone())
+            self._views.point_at(self.flat.clone())
         for guard in self.watch.guards:
             guard.leave()
-
-    def _point_at(self, flat: Tensor) -> None:
-        for parameter, view in zip(self.parameters, self._views(flat), strict=True):
-            parameter.data = view
 
     def doubt(self, why: str = CUT_OFF) -> None:
         """What was changed is lost or not; see ``doubtful``. Afterwards values can be set as ever."""
         self.doubtful = why
         if not (self._sharded or self.holds) and self.watch.moved(self.flat):
-            self._point_at(self.flat)
+            self._views.point_at(self.flat)
 
     def check_certain(self) -> None:
         """Raises StepError where the parameters are ``doubtful``."""
@@ -337,19 +310,14 @@ class WholeParameters:
 
     def was_modified(self) -> bool:
         """Whether a parameter was changed since the first ``hold``, in place (by NumPy, too) or by other memory."""
-        if self.moved() or self.watch.changed_in_place:
-            return True
-        return bool(sum_of_bits(self.flat_of_user) != self._bits)
+        return self._views.was_modified(self.flat)
 
     def moved(self) -> list[str]:
         """Names of parameters that lie elsewhere than the unit has put them, or in another order of elements."""
-        return self.watch.moved(self.flat_of_user)
+        return self._views.moved(self.flat)
 
     def take_over(self) -> bool:
-        """Values that the user put into other memory, by ``parameter.data = ...``, go where the unit looks for them.
-
-        The memory of before may still be somebody's: of a backup, or of another parameter that was exchanged for this
-        one. It is left to them.
+        """Values that the user put into other memory go where the unit looks for them: ``ParameterViews.take_over``.
 
         Returns:
             Whether the buffer has other memory now.
@@ -357,27 +325,11 @@ class WholeParameters:
         Raises:
             StepError: values have another shape or dtype; says which parameter.
         """
-        places = list(zip(self.parameters, self.spec.layout.slots, strict=True))
-        flat = self.flat_of_user
-        for parameter, slot in places:
-            if parameter.shape != slot.shape or parameter.dtype != flat.dtype:
-                raise StepError(
-                    f"parameter {slot.name!r} was given {parameter.dtype} {tuple(parameter.shape)} inside gathered, "
-                    f"expected {flat.dtype} {slot.shape}; build the model as it shall be before zeroify"
-                )
-        if not self.moved():
-            return False
-        values = [parameter.detach().clone() for parameter in self.parameters]
-        if self._own is not None:
-            self._own = torch.zeros_like(self._own)
-        else:
-            self._buffer.renew()
-            self.flat.zero_()
-        self._point_at(self.flat_of_user)
-        with torch.no_grad():
-            for parameter, value in zip(self.parameters, values, strict=True):
-                parameter.copy_(value)
-        return self._own is None
+        return self._views.take_over(self.flat, self._renewed)
+
+    def _renewed(self) -> Tensor:
+        self._buffer.renew()
+        return self.flat.zero_()
 
     def check_untouched(self) -> None:
         """Raise if a parameter was changed or moved behind the unit's back, or is about to be.
