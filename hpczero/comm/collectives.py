@@ -1,7 +1,7 @@
 """The contract of a transport.
 
-Owns: what a collective promises, its accounts (calls, bytes, seconds), the fingerprint of the call sequence, and the
-strict order check. Must not know: units, stages, optimizers.
+Owns: what a collective promises, and what it refuses. Must not know: units, stages, optimizers; how calls are counted,
+timed and compared (``calls``).
 
 Every rank makes the same calls in the same order. Buffers are flat and contiguous. The caller does not read an output,
 and does not write or free an input, before ``Work.wait`` returns. A REDUCE buffer of the transport is an exception: it
@@ -10,12 +10,8 @@ may be released at once and taken again later, because the transport knows who s
 
 from __future__ import annotations
 
-import time
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +19,11 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpczero.accelerator import Span
 from hpczero.comm.accounts import CommStats
 from hpczero.comm.algorithms.blocks import Blocks
+from hpczero.comm.calls import Calls
 from hpczero.comm.devices.access import HostReach, Reach
-from hpczero.comm.devices.exposed import Exposed
 from hpczero.comm.secondary import SecondaryCopy
-from hpczero.comm.strict import OrderCheck
 from hpczero.comm.work import Work
 from hpczero.errors import CommError
 from hpczero.job.exact_sum import digits_of, values_of
@@ -45,8 +39,8 @@ MOVABLE = (torch.float32, torch.bfloat16, torch.float16)
 class Collectives(ABC):
     """One way to move flat buffers over ``group.ordered``, and where their memory comes from.
 
-    Subclasses implement the underscored verbs. Checks, order and accounts are here. ``everybody`` are the ranks whose
-    gradients are summed, which is ``group`` but for replicas (see Hybrid).
+    Subclasses implement the underscored verbs. Checks are here, order and accounts in ``calls``. ``everybody`` are the
+    ranks whose gradients are summed, which is ``group`` but for replicas (see Hybrid).
     """
 
     def __init__(
@@ -77,12 +71,7 @@ class Collectives(ABC):
         self.node_dtype = node_dtype
         self.secondary: SecondaryCopy | None = None
         self.memory = memory or Memory()
-        self.stats = CommStats()
-        self.exposed = Exposed(self.reach.accelerator)
-        self.fingerprint = 0
-        self.step = 0
-        self._depth = 0
-        self._order = OrderCheck(self.everybody.comm) if strict else None
+        self.calls = Calls(self.everybody, self.reach.accelerator, strict=strict)
         self._watchdog = group.watchdog
         self.memory.stays = self._watchdog.cut_off.happened
 
@@ -113,6 +102,11 @@ class Collectives(ABC):
         return Buffer(
             numel, dtype, memory=self.memory, category=category, keep=keep, device=self.device
         )
+
+    @property
+    def stats(self) -> CommStats:
+        """Accounts of what this rank has called."""
+        return self.calls.stats
 
     @property
     def device(self) -> torch.device:
@@ -154,7 +148,7 @@ class Collectives(ABC):
         operation = "all_gather"
         if copy is not None and copy.has(name):
             operation, sent = "regather", sent - copy.spared_nbytes(full, shard)
-        with self._issue(operation, name, sent, key=full.numel() * full.element_size()):
+        with self.calls.issue(operation, name, sent, key=full.numel() * full.element_size()):
             if not full.numel():
                 return Work(name)
             if copy is not None:
@@ -191,7 +185,7 @@ class Collectives(ABC):
                 f"expected {shard} contiguous float32"
             )
         sent = self._sent_nbytes(full, shard, Use.REDUCE)
-        with self._issue("reduce_scatter", name, sent, key=full.numel() * full.element_size()):
+        with self.calls.issue("reduce_scatter", name, sent, key=full.numel() * full.element_size()):
             in_place = self.alone and full.data_ptr() == out.data_ptr()
             if in_place and scale != 1.0:
                 out.mul_(scale)
@@ -206,12 +200,12 @@ class Collectives(ABC):
         """
         nbytes = full.numel() * full.element_size()
         sent = nbytes if self.everybody.rank == root else 0
-        with self._issue("broadcast", name, sent, key=nbytes):
+        with self.calls.issue("broadcast", name, sent, key=nbytes):
             return self._broadcast(full, root, name) if full.numel() else Work(name)
 
     def agree(self, flags: npt.NDArray[np.uint8], *, name: str) -> npt.NDArray[np.uint8]:
         """Bitwise OR of ``flags`` over all ranks. Blocking. Collective over ``everybody``."""
-        with self._issue("agree", name, len(flags)):
+        with self.calls.issue("agree", name, len(flags)):
             found = np.empty_like(flags)
             self.everybody.comm.Allreduce(np.ascontiguousarray(flags), found, op=MPI.BOR)
             return found
@@ -230,7 +224,7 @@ class Collectives(ABC):
         """
         ranks = self.everybody if replicas else self.group
         sent = values.nbytes * (ranks.size - 1)
-        with self._issue("share", name, sent, key=values.nbytes):
+        with self.calls.issue("share", name, sent, key=values.nbytes):
             found = np.empty((ranks.size, len(values)), dtype=np.float64)
             ranks.comm.Allgather(np.ascontiguousarray(values), found)
             return found
@@ -241,14 +235,14 @@ class Collectives(ABC):
         Blocking. Collective over ``group``. No rank makes a list of all ranks' numbers.
         """
         mine = digits_of([value])
-        with self._issue("total", name, mine.nbytes):
+        with self.calls.issue("total", name, mine.nbytes):
             found = np.empty_like(mine)
             self.group.comm.Allreduce(mine, found, op=MPI.SUM)
             return values_of(found)[0]
 
     def barrier(self, *, name: str = "barrier") -> None:
         """Wait for every rank. Collective over ``everybody``."""
-        with self._issue("barrier", name, 0):
+        with self.calls.issue("barrier", name, 0):
             self.everybody.comm.Barrier()
 
     @property
@@ -263,41 +257,18 @@ class Collectives(ABC):
 
     def close(self) -> None:
         """Free communicators and datatypes; nothing where a call was cut off: MPI may use them. Collective."""
-        if self._order is not None and not self._watchdog.cut_off.happened():
-            self._order.free()
+        self.calls.close()
 
     def _sent_nbytes(self, full: Tensor, shard_numel: int, use: Use) -> int:
         """Bytes that leave this rank, by the algorithm's own arithmetic."""
         return (full.numel() - shard_numel) * full.element_size()
-
-    def _later(self, operation: str, name: str, finish: Callable[[], None]) -> Work:
-        """Work that ``finish`` does when somebody waits for it."""
-
-        def watched() -> None:
-            with self._timed(f"the rest of {operation} of {name!r} (step {self.step})"):
-                finish()
-
-        return Work(name, watched)
 
     def waiting(self) -> AbstractContextManager[object]:
         """Context around a wait for other ranks that is no call of its own.
 
         It counts as time in calls. Not collective.
         """
-        return self._timed(None)
-
-    def _timed(self, what: str | None) -> AbstractContextManager[object]:
-        """Context around a call, or around a wait for one where ``what`` is None; its seconds are counted."""
-        return _Issue(self, what)
-
-    def _elsewhere(self, name: str, wait: Callable[[], None]) -> Work:
-        """Work that another thread does, watched by the watchdog. Waiting for it counts as time in calls."""
-
-        def timed() -> None:
-            with self.waiting():
-                wait()
-
-        return Work(name, timed, elsewhere=True)
+        return self.calls.timed(None)
 
     def _all_gather_again(
         self, full: Tensor, shard_numel: int, name: str, copy: SecondaryCopy
@@ -336,62 +307,6 @@ class Collectives(ABC):
                 f"(contiguous: {full.is_contiguous()}), expected flat contiguous "
                 f"{', '.join(str(d) for d in MOVABLE)}"
             )
-
-    def _issue(
-        self, operation: str, name: str, sent: int, key: int | None = None
-    ) -> AbstractContextManager[object]:
-        """Agree (strict), remember and count one call that sends ``sent`` bytes.
-
-        ``key`` is the call's size, equal on all ranks; None where all send the same.
-        """
-        nbytes = sent if key is None else key
-        if self._order is not None:
-            with self._watchdog.collective(f"order check before {operation} of {name!r}"):
-                self._order.check(self.step, operation, name, nbytes)
-        record = f"{operation} {name} {nbytes}"
-        # Rolling: equal on every rank as long as every rank made the same calls. Compared once a step.
-        self.fingerprint = zlib.crc32(record.encode(), self.fingerprint)
-        self.stats.calls[operation] += 1
-        self.stats.sent_nbytes[operation] += sent
-        return self._timed(f"{operation} of {name!r} ({nbytes:,} bytes, step {self.step})")
-
-
-class _Issue:
-    """Times one call, or the wait for it, for the accounts. The watchdog looks at it unless ``what`` is None."""
-
-    def __init__(self, owner: Collectives, what: str | None) -> None:
-        self._owner = owner
-        self._watch = nullcontext() if what is None else owner._watchdog.collective(what)
-        self._start = 0.0
-        self._span: Span | None = None
-
-    def __enter__(self) -> None:
-        self._watch.__enter__()
-        try:
-            self._start = time.perf_counter()
-            if not self._owner._depth:
-                self._span = self._owner.exposed.begin()
-            self._owner._depth += 1
-        except BaseException as cut:  # a signal handler's: ``__exit__`` is not called
-            self._watch.__exit__(type(cut), cut, cut.__traceback__)
-            raise
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self._owner._depth -= 1
-            if not self._owner._depth:  # one call may have to finish an earlier one
-                self._owner.stats.seconds += time.perf_counter() - self._start
-                self._owner.exposed.end(self._span)
-        except BaseException as cut:  # a signal handler's
-            kind, error, trace = type(cut), cut, cut.__traceback__
-            raise
-        finally:
-            self._watch.__exit__(kind, error, trace)
 
 
 def shard_group(ranks: Topology | Group) -> Group:

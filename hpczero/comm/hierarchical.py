@@ -289,11 +289,13 @@ class Hierarchical(Collectives):
                 if rest is not None:
                     rest()
 
-            wait = self._background.start(f"all_gather of {name!r} (step {self.step})", gather)
-            return self._elsewhere(name, wait)
+            wait = self._background.start(
+                f"all_gather of {name!r} (step {self.calls.step})", gather
+            )
+            return self.calls.elsewhere(name, wait)
         bring()
         rest = self._node.spread(full)
-        return Work(name) if rest is None else self._later("all_gather", name, rest)
+        return Work(name) if rest is None else self.calls.later("all_gather", name, rest)
 
     def _reduce_scatter(
         self, full: Tensor, out: Tensor, shard_numel: int, scale: float, accumulate: bool, name: str
@@ -309,13 +311,15 @@ class Hierarchical(Collectives):
                     self._rails.reduce(parts, out, dtype, scale, accumulate, spans=views)
 
         if self._background is not None:
-            wait = self._background.start(f"reduce_scatter of {name!r} (step {self.step})", finish)
-            finish_lent = self._lending.lend(full, self._elsewhere(name, wait).wait)
+            wait = self._background.start(
+                f"reduce_scatter of {name!r} (step {self.calls.step})", finish
+            )
+            finish_lent = self._lending.lend(full, self.calls.elsewhere(name, wait).wait)
             return Work(name, finish_lent, elsewhere=True)
         if self._nodes > 1 or not self._node.shares(full, Use.REDUCE):
             finish()
             return Work(name)
-        work = self._later("reduce_scatter", name, finish)
+        work = self.calls.later("reduce_scatter", name, finish)
         self._put_off.append(work)
         while len(self._put_off) > PUT_OFF:
             self._put_off.popleft().wait()

@@ -81,8 +81,9 @@ class Hybrid(Collectives):
         )
         self._inside, self._outside = inside, outside
         self.secondary = inside.secondary
-        # One account: what the inner transport does later counts here.
-        inside.stats, inside.exposed = self.stats, self.exposed
+        inside.calls = (
+            self.calls
+        )  # one account and one clock: a call of its within one of ours counts once
         replicas = topology.replicate
         self._replicas, self._place = replicas.size, replicas.index
         self._background = (
@@ -142,21 +143,18 @@ class Hybrid(Collectives):
 
     @override
     def _all_gather(self, full: Tensor, shard_numel: int, name: str) -> Work:
-        self._inside.step = self.step
         return self._inside._all_gather(full, shard_numel, name)
 
     @override
     def _all_gather_again(
         self, full: Tensor, shard_numel: int, name: str, copy: SecondaryCopy
     ) -> Work:
-        self._inside.step = self.step
         return self._inside._all_gather_again(full, shard_numel, name, copy)
 
     @override
     def _reduce_scatter(
         self, full: Tensor, out: Tensor, shard_numel: int, scale: float, accumulate: bool, name: str
     ) -> Work:
-        self._inside.step = self.step
         partial = torch.empty_like(out) if accumulate else out
         inside = self._inside._reduce_scatter(full, partial, shard_numel, 1.0, False, name)
 
@@ -169,8 +167,7 @@ class Hybrid(Collectives):
         ):  # the sums inside end in their order; the one before had a unit's time for it
             self._go_outside(self._begun.popleft())
         self._begun.append(going)
-        self.stats.calls["replicas"] += 1
-        self.stats.sent_nbytes["replicas"] += self._between_nbytes(shard_numel)
+        self.calls.count("replicas", self._between_nbytes(shard_numel))
         return Work(name, lambda: self._finish(going))
 
     def _finish(self, going: _Sum) -> None:
@@ -182,12 +179,12 @@ class Hybrid(Collectives):
     def _go_outside(self, going: _Sum) -> None:
         """Wait for the sum inside, and begin the one over replicas; all ranks do so in the same order."""
         going.inside.wait()
-        what = f"the sum over replicas of {going.name!r} (step {self.step})"
+        what = f"the sum over replicas of {going.name!r} (step {self.calls.step})"
         if self._background is not None:
             wait = self._background.start(what, going.outside)
-            going.wait = self._elsewhere(going.name, wait).wait
+            going.wait = self.calls.elsewhere(going.name, wait).wait
             return
-        with self._timed(what):
+        with self.calls.timed(what):
             going.outside()
         going.wait = lambda: None
 
@@ -213,11 +210,6 @@ class Hybrid(Collectives):
         """Bytes that leave this rank: a reduce-scatter in the dtype of partial sums, and a gather in fp32."""
         other = (self._replicas - 1) * self._share_numel(shard_numel)
         return other * (self.node_dtype.itemsize + torch.float32.itemsize)
-
-    @override
-    def _timed(self, what: str | None):  # type: ignore[no-untyped-def]  # as of the base class
-        # One clock for both: a call of the inner transport within one of ours counts once.
-        return self._inside._timed(what)
 
     @override
     def close(self) -> None:

@@ -7,7 +7,6 @@ Counts go first, so that a rank which brings another length than its peer expect
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,12 +36,10 @@ def trade(
     group = collectives.group
     packed = [_packed(tensors) for tensors in outgoing]
     sent = sum(each.nbytes for place, each in enumerate(packed) if place != group.index)
-    collectives.stats.calls["trade"] += 1
-    collectives.stats.sent_nbytes["trade"] += sent
-    # As of any call; lengths are left out, since each rank sends as much as it has.
-    collectives.fingerprint = zlib.crc32(f"trade {name}".encode(), collectives.fingerprint)
-    what = f"trade of {name!r} (step {collectives.step})"
-    with group.watchdog.collective(what), collectives.waiting():
+    calls = collectives.calls
+    calls.note(f"trade {name}")  # without lengths: each rank sends as much as it has
+    calls.count("trade", sent)
+    with calls.timed(f"trade of {name!r} (step {calls.step})"):
         return [_unpacked(each) for each in _traded(group.ordered, packed)]
 
 

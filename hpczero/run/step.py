@@ -153,4 +153,4 @@ class TrainingStep:
         return shards + self._passes.waited_s
 
     def _exposed_s(self) -> float:
-        return self._collectives.exposed.seconds() or 0.0
+        return self._collectives.calls.exposed.seconds() or 0.0

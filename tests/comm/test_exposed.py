@@ -90,7 +90,7 @@ def test_a_call_and_the_wait_for_it_count_once_each(
     for number in range(5):
         transport.all_gather(full, name=f"u{number}").wait()
         transport.barrier()
-    told, accounts = transport.exposed.seconds(), transport.stats.seconds
+    told, accounts = transport.calls.exposed.seconds(), transport.stats.seconds
     transport.close()
     assert told is not None
     parallel_assert(comm, abs(told - accounts) <= 0.2 * accounts + 1e-3, f"{told} of {accounts}")

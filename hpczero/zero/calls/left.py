@@ -47,7 +47,7 @@ class LeftForward:
         """
         if not self._runs or self._frame is None or _is_on_stack(self._frame):
             return False
-        self._runs, self._was_left = False, self._comm.fingerprint != self._begun_at
+        self._runs, self._was_left = False, self._comm.calls.fingerprint != self._begun_at
         return True
 
     def begin(self) -> bool:
@@ -65,7 +65,7 @@ class LeftForward:
         if not self._runs:  # else it is the model that calls itself
             self._frame = _frame_of_call()
         self._runs = True
-        self._begun_at = self._comm.fingerprint
+        self._begun_at = self._comm.calls.fingerprint
         self._handled = sys.exc_info()[1]  # the program's: it calls the model while it handles it
         self._why = "an exception"
         return left
@@ -74,7 +74,7 @@ class LeftForward:
         """It has ended, or an exception is leaving it. Not collective."""
         error, handled = sys.exc_info()[1], self._handled
         if error is not None and error is not handled and not getattr(error, "agreed", False):
-            self._was_left = self._comm.fingerprint != self._begun_at
+            self._was_left = self._comm.calls.fingerprint != self._begun_at
             self._why = type(error).__name__
         self._runs, self._handled, self._frame = False, None, None
 
@@ -84,7 +84,7 @@ class LeftForward:
             return  # nobody else is there; or a call of this rank has failed, and what needs it will say so
         what = f"the meeting of all ranks after {self._why} left a forward"
         with group.watchdog.collective(what):
-            same = is_same_number(group, self._comm.fingerprint)
+            same = is_same_number(group, self._comm.calls.fingerprint)
         if not same:
             error = CommError(
                 f"rank {self._comm.rank}: {self._why} left a forward, and ranks have left theirs between different "

@@ -92,7 +92,7 @@ class Agreement:
             StepError, CommError: on every rank.
         """
         words = [
-            self._comm.fingerprint,
+            self._comm.calls.fingerprint,
             zlib.crc32("\n".join(options).encode()),
             self.replicas.word(),
             *self._advice.words(),
@@ -155,7 +155,7 @@ class Agreement:
 
     def _sequence_error(self) -> CommError:
         error = CommError(
-            f"step {self._comm.step}: ranks have made different sequences of collectives, so their buffers may "
+            f"step {self._comm.calls.step}: ranks have made different sequences of collectives, so their buffers may "
             "be mixed up; nothing was updated. Run once with HPCZERO_STRICT=1 to see which rank departs where"
         )
         error.agreed = self._comm.everybody.is_job
@@ -168,7 +168,7 @@ class Agreement:
         ranks = [int(rank) for rank in np.flatnonzero(counts)]
         here = f"; in this rank's shards: {', '.join(bad[:4])}" if bad else ""
         error = StepError(
-            f"step {self._comm.step}: the mean gradient has NaN or infinity (shards of rank(s) "
+            f"step {self._comm.calls.step}: the mean gradient has NaN or infinity (shards of rank(s) "
             f"{ranks}{here}), and {reason}. Nothing was updated. Lower the learning rate, check the data, "
             "or use bf16 instead of fp16"
         )

@@ -54,7 +54,7 @@ class Replicas:
                 first = int(of_units.any(axis=1).argmax())
                 what = "parameters" if of_units[first, 0] else "gradients"
                 raise StepError(
-                    f"rank {self._comm.rank}, step {self._comm.step}: the {what} of unit "
+                    f"rank {self._comm.rank}, step {self._comm.calls.step}: the {what} of unit "
                     f"{self._units[first].spec.name!r} that the optimizer holds are not those of rank 0, and at stage "
                     "0 every rank updates all of them by itself (random numbers with a seed of each rank's own, in "
                     "the optimizer or in what is done to optimizer.param_groups?). Use stage=1, which costs nothing "

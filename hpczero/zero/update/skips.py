@@ -62,7 +62,7 @@ class Skips:
         if self._speaks:
             logger.warning(
                 "step %d skipped: a gradient is not finite (loss scale %g, %d skipped so far)",
-                self._comm.step,
+                self._comm.calls.step,
                 self._scaler.scale,
                 self.counts.skipped,
             )
@@ -75,7 +75,7 @@ class Skips:
             logger.warning(
                 "step %d of %s skipped: its gradients hold what was not finite when another optimizer stepped (%d "
                 "skipped so far); zero_grad of it after that step would have begun anew",
-                self._comm.step,
+                self._comm.calls.step,
                 name,
                 self.counts.skipped,
             )
@@ -93,5 +93,5 @@ class Skips:
             logger.warning(
                 "step %d: no parameter has a gradient, so the optimizer changes nothing, as in plain torch; was "
                 "backward called since zero_grad, on a loss that this very model made?",
-                self._comm.step,
+                self._comm.calls.step,
             )

@@ -355,7 +355,7 @@ class Step:
             self.skips.end_step(overflow=now.overflow)
             self.rounds.told = True
         if self.rounds.end_step(stepper.index):
-            self._comm.step += 1
+            self._comm.calls.step += 1
 
     def _refresh(self, stepper: Stepper, ended: Collection[Unit]) -> None:
         """The model gets the values of its optimizer; ``ended`` were kept whole for a backward."""
