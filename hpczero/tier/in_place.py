@@ -18,6 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -126,8 +127,10 @@ class InPlaceTier(HostTier):
     @override
     def _reserve(self, record: Record) -> Place:
         nbytes = sum(padded(part, PAGE) for part in record.parts.values())
-        if self._end + nbytes > self._capacity:
-            self._end = self._capacity  # where the next slab begins
+        begin, _ = self._room.find(nbytes, self._end)
+        if begin + nbytes > self._capacity:
+            # A page that no slab has lies between two of them: no free stretch goes from one to the next.
+            self._end = self._capacity + PAGE
         return super()._reserve(record)
 
     @override
@@ -160,6 +163,8 @@ class InPlaceTier(HostTier):
 
     def _at(self, offset: int, nbytes: int) -> Tensor:
         """(nbytes,) uint8 of one record; a record lies in one slab."""
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)  # it may lie where no slab begins
         slab = bisect_right(self._begins, offset) - 1
         begin = offset - self._begins[slab]
         return self._slabs[slab][begin : begin + nbytes]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpczero.errors import TierError
-from hpczero.tier import InPlaceTier, Record
+from hpczero.tier import InPlaceTier, Place, Record
 from hpczero.tier import in_place as module
 from tests.helpers import late
 from tests.helpers.late import LateAccelerator
@@ -139,3 +139,43 @@ def test_records_lie_in_one_piece_in_few_slabs(monkeypatch: pytest.MonkeyPatch) 
             tier.evict(parts, ())
         needed = sum(place.end - place.begin for place in places)
         assert needed <= tier._capacity <= 1.3 * needed + 2**20
+
+
+def test_room_that_was_given_back_at_the_end_of_a_slab_holds_no_record_across_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = 4096
+    monkeypatch.setattr(module, "SLAB_NBYTES", 2**16 - page)
+    with InPlaceTier(blocks=2, block_nbytes=100_000) as tier:
+
+        def reserve(name: str, pages: int) -> Place:
+            place = tier.reserve(Record(name, {PART: page * pages}))
+            put(tier, place, {PART: content(page * pages, pages)})
+            return place
+
+        def holds(place: Place) -> bool:
+            wanted = content(place.end - place.begin, (place.end - place.begin) // page)
+            parts = tier.open(place, [PART]).wait()
+            found = torch.equal(parts[PART], wanted)
+            tier.evict(parts, ())
+            return found and torch.equal(get(tier, place, PART)[PART], wanted)
+
+        kept, last = reserve("kept", 1), reserve("last", 14)  # up to the end of a slab
+        tier.release(last)
+        long = reserve("long", 15)
+        assert holds(kept)
+        assert holds(long)
+        last = reserve("last", 14)  # again
+        beside = reserve("beside", 1)
+        tier.release(last)
+        tier.release(long)
+        places = [reserve(str(pages), pages) for pages in (20, 13, 3)]
+        assert all(map(holds, [kept, beside, *places]))
+
+
+def test_a_record_of_nothing_is_opened(tier: InPlaceTier) -> None:
+    place = tier.reserve(Record("r", {PART: 0}))
+    parts = tier.open(place, (), fresh=[PART]).wait()
+    assert parts[PART].numel() == 0
+    tier.evict(parts, [PART])
+    assert get(tier, place, PART)[PART].numel() == 0
