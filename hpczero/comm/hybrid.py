@@ -32,22 +32,23 @@ from hpczero.memory.buffers import Buffer, Scratch, Use
 from hpczero.plan.footprint import Footprint
 
 
-@dataclass
+@dataclass(eq=False)
 class _Sum:
     """A gradient on its way: summed inside first, then outside.
 
     Attributes:
-        inside: this rank's shard of the group's sum, into ``partial``.
-        partial: (shard_numel,) fp32.
+        name: of the unit.
+        inside: this rank's shard of the group's sum.
         outside: what is left to do.
+        begin: waits for the sum inside and begins the one outside; what has failed is an error at every wait.
         wait: waits for the outside, once it has begun.
     """
 
-    inside: Work
-    partial: Tensor
-    outside: Callable[[], None]
     name: str
-    wait: Callable[[], None] | None = None
+    inside: Work
+    outside: Callable[[], None]
+    begin: Work
+    wait: Callable[[], None] = lambda: None
 
 
 class Hybrid(Collectives):
@@ -161,19 +162,17 @@ class Hybrid(Collectives):
         def outside() -> None:
             self._sum_replicas(partial, out, scale, accumulate, name)
 
-        going = _Sum(inside, partial, outside, name)
-        while (
-            self._begun
-        ):  # the sums inside end in their order; the one before had a unit's time for it
-            self._go_outside(self._begun.popleft())
+        going = _Sum(name, inside, outside, Work(name, lambda: self._go_outside(going)))
+        while self._begun:  # the sums inside end in their order; it had a unit's time for it
+            self._begun.popleft().begin.wait()
         self._begun.append(going)
         self.calls.count("replicas", self._between_nbytes(shard_numel))
         return Work(name, lambda: self._finish(going))
 
     def _finish(self, going: _Sum) -> None:
-        while self._begun and going.wait is None:
-            self._go_outside(self._begun.popleft())
-        assert going.wait is not None, "begun with the ones before it"
+        while going in self._begun:
+            self._begun.popleft().begin.wait()
+        going.begin.wait()
         going.wait()
 
     def _go_outside(self, going: _Sum) -> None:
@@ -186,7 +185,6 @@ class Hybrid(Collectives):
             return
         with self.calls.timed(what):
             going.outside()
-        going.wait = lambda: None
 
     def _sum_replicas(
         self, partial: Tensor, out: Tensor, scale: float, accumulate: bool, name: str
@@ -216,7 +214,7 @@ class Hybrid(Collectives):
         if self._watchdog.cut_off.happened():
             return
         while self._begun:
-            self._go_outside(self._begun.popleft())
+            self._begun.popleft().begin.wait()
         if self._background is not None:
             self._background.close()
         self._wire.release()

@@ -12,8 +12,9 @@ from torch import Tensor
 
 import hpczero
 from hpczero.accelerator import HostAccelerator
-from hpczero.comm import Hierarchical
+from hpczero.comm import Hierarchical, choose
 from hpczero.comm.background import Background
+from hpczero.comm.hybrid import Hybrid
 from hpczero.comm.lending import LentBuffer
 from hpczero.comm.work import Work
 from hpczero.errors import CommError
@@ -127,6 +128,34 @@ def test_a_sum_that_failed_while_another_was_waited_for_is_an_error_of_its_own(
             first.wait()
     parallel_assert(comm, True)
     transport.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_a_sum_over_replicas_that_could_not_begin_is_an_error_of_its_own(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topology = hpczero.Topology.create(comm, mesh=hpczero.Mesh(replicate=comm.size))
+    transport = choose(topology, "flat", overlap=False)
+    assert isinstance(transport, Hybrid)
+
+    def cut_off() -> None:
+        raise TimeUp
+
+    def inside(full: Tensor, out: Tensor, *rest: object) -> Work:
+        return Work("a", cut_off)
+
+    monkeypatch.setattr(transport._inside, "_reduce_scatter", inside)
+    outs = [torch.zeros(4), torch.zeros(4)]
+    first = transport.reduce_scatter(torch.ones(4), outs[0], scale=1.0, name="a")
+    with pytest.raises(TimeUp):  # "a" goes to the other replicas now
+        transport.reduce_scatter(torch.ones(4), outs[1], scale=1.0, name="b")
+    for _ in range(2):
+        with pytest.raises(CommError, match="'a' never arrived"):
+            first.wait()
+    parallel_assert(comm, True)
+    transport.close()
+    topology.free()
 
 
 @pytest.mark.mpi
