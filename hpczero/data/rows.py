@@ -351,6 +351,5 @@ def _library(name: str) -> ModuleType:
         if error.name != name:
             raise
         raise ConfigError(
-            f"{name} is not installed, and rows of data sets are read with it; pip install 'hpczero[datasets]', or "
-            "pip install 'datasets>=5'"
+            f"{name} is not installed, and rows of data sets are read with it; type: pip install 'datasets>=5'"
         ) from error

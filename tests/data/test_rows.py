@@ -343,7 +343,7 @@ def without_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_datasets")
 def test_missing_library_is_named_with_the_line_that_installs_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"pip install 'hpczero\[datasets\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'datasets>=5'"):
         corpus_of([tmp_path / "x.parquet"], "text")
 
 
