@@ -135,3 +135,29 @@ def test_memory_that_runs_out_for_whole_parameters_leaves_the_unit_as_it_was(
     assert failed
     assert torch.equal(model(x), plain(x))
     hpczero.release(model)
+
+
+@pytest.mark.parametrize("failing", [0, 1], ids=["codes", "values"])
+def test_memory_that_runs_out_for_a_unit_of_codes_leaves_it_as_it_was(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(64, 64).requires_grad_(False)
+    hpczero.zeroify(
+        model, None, topology=hpczero.Topology.alone(), transport="flat", quantize="int8"
+    )
+    x = torch.ones(2, 64)
+    before, takes, take = model(x), [0], Buffer.take
+
+    def once(buffer: Buffer) -> None:
+        takes[0] += 1
+        if takes[0] == 1 + failing:
+            raise MemoryError
+        take(buffer)
+
+    monkeypatch.setattr(Buffer, "take", once)
+    with pytest.raises(MemoryError):
+        model(x)
+    for _ in range(2):
+        assert torch.equal(model(x), before)
+    hpczero.release(model)

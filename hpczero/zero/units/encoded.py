@@ -78,9 +78,9 @@ class EncodedParameters(WholeParameters):
         self.check_certain()
         if self.state not in (UnitState.SHARDED, UnitState.RETAINED):
             return
-        self.state = UnitState.GATHERING
         if not (self._gathered and self._wire_lasts):
             self._send()
+        self.state = UnitState.GATHERING  # not before: memory may run out
 
     def _send(self) -> None:
         """Start to bring all ranks' codes together. Collective."""
@@ -89,8 +89,7 @@ class EncodedParameters(WholeParameters):
         if not same_place(self.encoded, own):
             with torch.no_grad():
                 own.copy_(self.encoded)
-        self._work = self._comm.all_gather(self._wire.tensor, name=self.spec.name)
-        self._gathered = True
+        self._start_gather(self._wire.tensor)
 
     @override
     def wait_for_unshard(self, *, given_up: bool = False) -> None:

@@ -157,13 +157,18 @@ class WholeParameters:
             read(self.flat[self.mine])
         else:
             self._marks.read(read, self.flat[self.mine])
+        self._start_gather(self.flat, again=True)
+        self.state = UnitState.GATHERING  # not before: memory may run out
+
+    def _start_gather(self, flat: Tensor, *, again: bool = False) -> None:
+        """Start to bring all ranks' slices of ``flat`` together. Collective."""
         try:
-            self._work = self._comm.all_gather(self.flat, name=self.spec.name, again=True)
+            self._work = self._comm.all_gather(flat, name=self.spec.name, again=again)
         except BaseException as error:  # whatever a signal handler of the program's own raises
             if self._comm.group.size > 1:  # else nothing was sent
                 self.doubt(f"{type(error).__name__} cut off the gather of unit {self.spec.name!r}")
             raise
-        self._gathered, self.state = True, UnitState.GATHERING  # not before: memory may run out
+        self._gathered = True
 
     def wait_for_unshard(self, *, given_up: bool = False) -> None:
         """Return when the parameters are whole.
