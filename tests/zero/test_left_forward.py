@@ -142,9 +142,14 @@ def test_memory_that_runs_out_for_a_unit_of_codes_leaves_it_as_it_was(
     failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(1)
-    model = nn.Linear(64, 64).requires_grad_(False)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh()).requires_grad_(False)
     hpczero.zeroify(
-        model, None, topology=hpczero.Topology.alone(), transport="flat", quantize="int8"
+        model,
+        None,
+        topology=hpczero.Topology.alone(),
+        transport="flat",
+        quantize="int8",
+        rule=lambda model: [("0",)],
     )
     x = torch.ones(2, 64)
     before, takes, take = model(x), [0], Buffer.take
