@@ -138,7 +138,6 @@ def test_values_that_change_between_two_passes_are_not_the_old_ones(
     parallel_assert(comm, same(*found))
 
 
-@pytest.mark.ranks(4)
 def test_a_unit_that_is_unfrozen_has_one_copy(comm: MPI.Intracomm) -> None:
     held = []
     for late in (True, False):
@@ -158,6 +157,7 @@ def test_a_unit_that_is_unfrozen_has_one_copy(comm: MPI.Intracomm) -> None:
     parallel_assert(comm, held[0] == held[1], f"{held}")
 
 
+@pytest.mark.ranks(4)
 def test_beside_replicas(comm: MPI.Intracomm) -> None:
     """Two replicas of shards over two nodes each."""
     found = []
