@@ -12,6 +12,7 @@ import hpczero
 from hpczero.errors import StepError
 from hpczero.models import GPT, GPTConfig
 from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import MLP, adamw, mlp_input, zeroified
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -147,3 +148,31 @@ def test_a_zeroified_model_is_not_traced(topology: Topology, stage: int, transpo
     with pytest.raises(StepError, match=r"was called by torch\.jit\.trace"):
         torch.jit.trace(model, (torch.zeros(2, 5, dtype=torch.long),))
     hpczero.release(model)
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_compiled_while_gradients_are_there_trains_as_in_plain_torch(
+    comm: MPI.Intracomm, topology: Topology, stage: int
+) -> None:
+    """A loop that zeroes gradients when it begins, and evaluates between: under no_grad all is compiled anew."""
+
+    def train(model: torch.nn.Module, optimizer: Any, ranks: range, share: float) -> list[float]:
+        called, found = torch.compile(model, backend="eager"), []
+        for _ in range(2):
+            optimizer.zero_grad()
+            for rank in ranks:
+                (called(mlp_input(rank)).square().mean() * share).backward()
+            optimizer.step()
+            with torch.no_grad():
+                found.append(float(called(mlp_input(9)).sum()))
+        torch._dynamo.reset()
+        return found
+
+    plain, model = MLP(), MLP()
+    expected = train(plain, adamw(plain), range(comm.size), 1 / comm.size)
+    optimizer = adamw(model)
+    with zeroified(model, optimizer, stage=stage, topology=topology):
+        found = train(model, optimizer, range(comm.rank, comm.rank + 1), 1.0)
+    parallel_assert(comm, found == pytest.approx(expected, rel=1e-5), f"{found}, {expected}")
