@@ -13,13 +13,15 @@ call of this rank is an error, and memory that was under way stays for as long a
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from hpczero.errors import CommError
+from hpczero.errors import EXIT_FAILURE, CommError, abort_job
 
 # Of all cut-off calls of this process; see [Note: Why nothing goes on].
 _UNDER_WAY: list[object] = []
@@ -66,6 +68,8 @@ class CutOff:
         self.hold(error)
         if self._holds and self._what is None:
             self._what, self._why = what, f"{type(error).__name__} ({error})"
+            if isinstance(error, SystemExit):
+                _end_job_at_exit(self.rank, what, error)
 
     def hold(self, error: BaseException) -> None:
         """Keep all that the functions hold which ``error`` has left: requests, buffers, the transport.
@@ -116,6 +120,19 @@ class CutOff:
                 f"rank {self.rank}: {what} cannot begin, because {self._why} cut off {self._what} on this rank; others "
                 "may wait for the rest of that; end the program and go on from a checkpoint"
             )
+
+
+def _end_job_at_exit(rank: int, what: str, error: SystemExit) -> None:
+    """A rank that exits is told of to nobody by itself, and the others wait for the rest of ``what``."""
+    code = error.code if isinstance(error.code, int) and error.code else EXIT_FAILURE
+
+    def end() -> None:
+        sys.stderr.write(
+            f"[rank {rank}] sys.exit({error.code!r}) cut off {what}, for the rest of which others wait: the job ends\n"
+        )
+        abort_job(code)
+
+    atexit.register(end)  # the last one is called first: what is freed at exit may wait for others
 
 
 def _keep_locals(trace: TracebackType | None) -> None:

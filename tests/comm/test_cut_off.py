@@ -294,6 +294,16 @@ def test_a_call_whose_result_a_signal_has_kept_back_is_not_made_twice(name: str)
     assert "TimeUp (10 minutes left) cut off" in job.stderr, job
 
 
+def test_a_signal_handler_that_exits_within_a_call_ends_the_job() -> None:
+    """The others would wait for the rest of the call until the time limit, half an hour."""
+    program = SIGNAL.replace("NAME", "gather").replace(
+        'raise TimeUp("10 minutes left")', "raise SystemExit(75)"
+    )
+    job = run_ranks(2, ["-c", program], timeout=60)
+    assert job.returncode == 75, job
+    assert "[rank 1] sys.exit(75) cut off Topology.gather" in job.stderr, job
+
+
 def test_who_leaves_agreed_work_by_ctrl_c_makes_no_call_after_it() -> None:
     program = """
     from mpi4py import MPI

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-PAUSE_S = 0.02
+PAUSE_S = 0.005
 STEPS = 6
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
