@@ -160,8 +160,9 @@ def test_release_leaves_every_optimizer_to_plain_torch(
         parallel_assert(comm, "zero_grad" not in vars(optimizer))
 
 
+@pytest.mark.parametrize("to_none", [True, False])
 def test_an_interrupted_backward_needs_the_gradients_of_all_to_go(
-    comm: MPI.Intracomm, topology: Topology
+    comm: MPI.Intracomm, topology: Topology, to_none: bool
 ) -> None:
     model = MLP()
     first, second = by_shape(model)
@@ -171,9 +172,9 @@ def test_an_interrupted_backward_needs_the_gradients_of_all_to_go(
         with pytest.raises(ZeroDivisionError):
             mlp_backward(model, comm.rank)
         hook.remove()
-        first.zero_grad()
+        first.zero_grad(set_to_none=to_none)
         raises_on_all(comm, StepError, "the last backward did not finish", first.step)
-        second.zero_grad()
+        second.zero_grad(set_to_none=to_none)
         mlp_backward(model, comm.rank)
         first.step()
         second.step()

@@ -32,6 +32,7 @@ class GradientHistory:
         self._scalings: list[str] = []
         self._changes = 0  # of all changes of single gradients, in their order
         self.incomplete = False
+        self._zeroed: set[int] = set()  # optimizers, since a backward was cut off
 
     def follow(self, units: Sequence[Unit]) -> None:
         """``units`` are the trainable ones from now on."""
@@ -47,6 +48,13 @@ class GradientHistory:
     def interruption(self) -> None:
         """A backward did not finish; until all its gradients are gone there is no step."""
         self.incomplete = True
+        self._zeroed.clear()
+
+    def zeroed(self, index: int, optimizers: int) -> None:
+        """The gradients of optimizer ``index`` of so many are gone, or zero."""
+        self._zeroed.add(index)
+        if len(self._zeroed) == optimizers:
+            self.incomplete = False
 
     def drop(self) -> None:
         """A gradient is gone."""

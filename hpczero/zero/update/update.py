@@ -168,6 +168,7 @@ class Step:
         self._guard()
         stepper.drop_gradients(set_to_none=set_to_none)
         self.rounds.gradients_go(stepper.index)
+        self.history.zeroed(stepper.index, len(self.steppers))
         left = any(unit.gradients.present for unit in self._units)
         if left:
             self.history.change(stepper.name, "zero_grad of one optimizer")
