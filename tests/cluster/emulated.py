@@ -43,8 +43,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from tests.helpers.forkserver import BASE
+from tests.helpers.forkserver import server as forkserver
 from tests.helpers.mpirun import ROOT, Finished, run_command
-from tests.helpers.processes import end_family, family
+from tests.helpers.processes import end_family, family, launch_environment
 
 Placement = Literal["block", "cyclic"]
 """``block`` fills one host after the other; ``cyclic`` deals ranks to the hosts in turn."""
@@ -228,7 +230,9 @@ class EmulatedCluster:
         Whatever way the job ended, none of its processes is left. Arguments as in ``node_map`` and
         ``tests.helpers.mpirun.run_ranks``.
         """
-        launch = self.launch(arguments, ranks_per_host=ranks_per_host, placement=placement, cwd=cwd)
+        launch = self.launch(
+            arguments, ranks_per_host=ranks_per_host, placement=placement, cwd=cwd, forked=True
+        )
         try:
             return run_command(launch.command, timeout, {**launch.environment, **(env or {})}, cwd)
         finally:
@@ -241,16 +245,20 @@ class EmulatedCluster:
         ranks_per_host: int | Sequence[int],
         placement: Placement,
         cwd: Path,
+        forked: bool = False,
     ) -> Launch:
         """Place the ranks of the next job; what is returned starts it, from the machine, with Python on each rank.
 
-        For callers that want the output as it comes: ``run`` is simpler. ``end_jobs`` goes after it.
+        For callers that want the output as it comes: ``run`` is simpler. ``end_jobs`` goes after it. ``forked``: Python
+        from the fork server of the tests.
         """
         nodes = node_map(self.hosts, ranks_per_host, placement)
         self._inside("run", "ranks").write_text("".join(f"host{node}\n" for node in nodes))
-        python = [os.fspath(ROOT / "install" / "launch.sh"), str(len(nodes)), sys.executable]
-        command = shlex.join([*python, *(os.fspath(argument) for argument in arguments)])
-        return Launch(self.on_host(nodes[0], f"exec {command}", cwd), OPEN_MPI)
+        python = (os.fspath(ROOT / "install" / "launch.sh"), str(len(nodes)), sys.executable)
+        command = (*python, *(os.fspath(argument) for argument in arguments))
+        if forked:
+            command = forkserver.forked(command, launch_environment(**BASE))
+        return Launch(self.on_host(nodes[0], f"exec {shlex.join(command)}", cwd), OPEN_MPI)
 
     def on_host(self, host: int, line: str, cwd: Path = ROOT) -> tuple[str, ...]:
         """Command line that runs the shell ``line`` in ``cwd`` on ``host``, from the machine."""

@@ -224,7 +224,7 @@ def test_nothing_is_left_when_its_owner_is_killed(possible: None) -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=ROOT,
-        env=launch_environment(PYTHONPATH=os.fspath(ROOT)),
+        env=launch_environment(PYTHONPATH=os.fspath(ROOT), HPCZERO_TEST_FORK="0"),
         start_new_session=True,
     )
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +25,7 @@ import os, signal, sys
 print(os.getcwd(), sys.argv, __name__, os.environ.get("OF_THE_JOB"), sorted(os.sched_getaffinity(0)))
 print(sys.path[0], [p for p in os.environ["PYTHONPATH"].split(":") if p not in sys.path])
 print(oct(os.umask(0)), signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGPIPE), os.environ.get("HOME"))
-print(sorted({"hpczero", "mpi4py", "h5py", "tests", "pytest"} & set(sys.modules)), file=sys.stderr)
+print(sorted({"mpi4py", "h5py", "tests", "pytest"} & set(sys.modules)), file=sys.stderr)
 """
 
 
@@ -164,6 +166,13 @@ def test_ranks_of_a_job_are_processes_of_mpi_with_numbers_of_their_own() -> None
     assert sorted(done.stdout.split("\n")) == ["", "0 3", "1 3", "2 3"]
 
 
+def test_rank_that_raises_ends_the_others_by_mpi4py() -> None:
+    program = "from mpi4py import MPI; 1 / MPI.COMM_WORLD.rank; MPI.COMM_WORLD.Barrier()"
+    done = run_ranks(2, ["-m", "mpi4py", "-c", program], 60)
+    assert done.returncode not in (0, None), done
+    assert "ZeroDivisionError" in done.stderr, done
+
+
 def test_what_a_job_starts_with_its_own_interpreter_comes_from_the_server_too() -> None:
     starts = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {FORKED!r}], env=None))"
     forked, anew = both("-c", starts)
@@ -187,12 +196,101 @@ def test_a_program_that_stands_for_python(tmp_path: Path) -> None:
     assert run_command([python, "-S", "-c", FORKED], 60).stdout == "anew\n"
 
 
-def test_job_in_another_network_starts_anew() -> None:
-    """A process that the server forked would be in the server's network."""
-    program = "import os; print(os.readlink('/proc/self/ns/net'))"
-    inside = f"import subprocess, sys; subprocess.run(['unshare', '-n', sys.executable, '-c', {program!r}], check=True)"
-    if subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode:
-        pytest.skip("this machine lets nobody make a network of its own")
+WHERE = """
+import json, os, sys
+print(json.dumps([
+    "tyro" in sys.modules, os.getpid(), os.path.realpath("/proc/self").rpartition("/")[2],
+    {name: os.readlink(f"/proc/self/ns/{name}") for name in os.listdir("/proc/self/ns")},
+]))
+"""
+
+
+def unshared(*flags: str, code: str = "0") -> tuple[int, list[Any]]:
+    """The exit code of a job in namespaces of its own, and what it says of itself."""
+    program = f"{WHERE}import signal; sys.stdout.flush(); {code}"
+    inside = "import subprocess, sys; sys.exit(abs(subprocess.run("  # of a signal its number
+    inside += f"['unshare', *{flags!r}, sys.executable, '-c', {program!r}]).returncode))"
+    if subprocess.run(["unshare", *flags, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody make such namespaces")
     done = run_command([sys.executable, "-c", inside], timeout=60)
-    assert done.returncode == 0, done
-    assert done.stdout.strip() != os.readlink("/proc/self/ns/net"), done
+    assert done.stdout, done
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.skipif(server.off, reason="there is no server")
+def test_job_is_in_the_namespaces_of_its_shim() -> None:
+    kinds = ("net", "uts", "ipc", "mnt", "pid")
+    flags = ("--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc")
+    code, (forked, pid, own, found) = unshared(*flags)
+    assert (code, forked) == (0, True)
+    assert pid == int(own) < 10
+    others = {kind for kind, link in found.items() if link != os.readlink(f"/proc/self/ns/{kind}")}
+    assert others == {*kinds, "pid_for_children"}
+
+
+@pytest.mark.skipif(server.off, reason="there is no server")
+@pytest.mark.parametrize("code", ["sys.exit(9)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_job_among_other_numbers_of_processes_ends_as_it_would(code: str) -> None:
+    for flags in (("--net",), ("--net", "--pid", "--fork", "--mount-proc")):
+        ended, (forked, *_) = unshared(*flags, code=code)
+        assert forked
+        assert ended in ((9,) if "exit" in code else (9, 137)), flags
+
+
+def test_job_in_a_namespace_that_none_can_go_into_starts_anew() -> None:
+    code, (forked, *_) = unshared("--user", "--map-root-user")
+    assert (code, forked) == (0, False)
+
+
+def test_job_of_another_checkout_has_its_own_package(tmp_path: Path) -> None:
+    (tmp_path / "hpczero").mkdir()
+    (tmp_path / "hpczero" / "__init__.py").write_text("__version__ = 'another'\n")
+    (tmp_path / "tells.py").write_text("import hpczero; print(hpczero.__version__)\n")
+    tells = (tmp_path / "tells.py").read_text()
+    for args, how in (
+        (("-c", tells), {"env": {"PYTHONPATH": os.fspath(tmp_path)}, "cwd": Path("/")}),
+        (("-c", tells), {"cwd": tmp_path}),
+        (("-m", "tells"), {"cwd": tmp_path}),
+        ((tmp_path / "tells.py",), {}),
+    ):
+        assert {done.stdout for done in both(*args, **how)} == {"another\n"}, args
+
+
+def test_a_command_of_ours_runs_once_and_without_a_word() -> None:
+    for name in ("train", "plan.auto", "plan"):
+        forked, anew = both("-W", "error", "-m", f"hpczero.{name}", "--help")
+        assert (forked.returncode, forked.stdout) == (0, anew.stdout), forked
+        forked = both("-m", f"hpczero.{name}", "--help")[0]
+        assert (forked.returncode, forked.stdout, forked.stderr) == (0, anew.stdout, "")
+
+
+@pytest.mark.skipif(server.off, reason="there is no server")
+def test_jobs_have_what_training_needs_without_mpi() -> None:
+    program = """
+import sys
+before = {name for name in sys.modules if name.startswith("hpczero.")}
+assert "mpi4py" not in sys.modules and "h5py" not in sys.modules
+import hpczero.run.loop
+later = {name for name in sys.modules if name.startswith("hpczero.")} - before
+print(len(before), len(later), *sorted({"hpczero.plan.plan", "hpczero.options.reading"} - before))
+"""
+    done = run_command([sys.executable, "-c", program], 60)
+    many, later, *missing = done.stdout.split()
+    assert not missing, done
+    assert int(many) > int(later), done
+
+
+def test_streams_without_buffers_and_stacks_of_crashes_are_as_told() -> None:
+    program = """
+import faulthandler, os, sys
+print(faulthandler.is_enabled(), sys.stdout.encoding, sys.stdout.errors, sys.stderr.errors, sys.stdout.newlines)
+print(sys.stdout.name, sys.stderr.name, sys.stdout is sys.__stdout__)
+sys.stdout.write("é, no line")
+sys.stderr.write("nor here")
+os._exit(3)
+"""
+    told = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    forked, anew = both("-c", program, env=told)
+    assert (forked.returncode, forked.stdout, forked.stderr) == (3, anew.stdout, anew.stderr)
+    assert forked.stdout.endswith("no line")
+    assert run_command([sys.executable, "-c", FORKED], 60, env=told).stdout == "forked\n"

@@ -1,9 +1,11 @@
 """Jobs of the tests from a process that has imported torch already: most of a short job is that import.
 
-Owns: the server, which forks for each job, and which jobs may be forked. Must not know: pytest, MPI, what jobs do.
+Owns: the server, which forks for each job, and which jobs may be forked. Must not know: pytest, MPI, what jobs do, how
+a process becomes one (``forked.py``).
 
 A job is a process of its own as it would be without: with its arguments, environment, folder, files, cores and signals,
-its own ``__main__``, and neither hpczero nor mpi4py nor h5py imported. A launcher knows the shim (``shim.py``), which
+its own ``__main__``, in the namespaces that it was started in, and neither mpi4py nor h5py imported. Of hpczero it has
+what needs neither; where that is of another checkout it is forgotten. A launcher knows the shim (``shim.py``), which
 lives as long. At its end a job takes apart what it has made and imported itself, and nothing that it has from the
 server: that took longer than a short job. Jobs that look at imports, memory or threads, or that set what is read when a
 process starts, start anew: see ``forked`` and the marker ``fresh``.
@@ -12,27 +14,26 @@ process starts, start anew: see ``forked`` and the marker ``fresh``.
 from __future__ import annotations
 
 import atexit
-import builtins
 import contextlib
 import ctypes
 import gc
 import marshal
 import os
-import random
 import resource
-import runpy
 import selectors
 import shlex
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
+from tests.helpers.forked import End, become, enter, others
 from tests.helpers.shim import standing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +61,8 @@ IMPORTED = (
     "tyro.constructors._struct_spec_msgspec",
     "tyro.constructors._struct_spec_pydantic",
 )
+# Rooms of hpczero that few jobs use, or that import what takes long.
+FEW = ("bridge", "doctor", "fabric", "finetune", "hf", "preflight")
 # Read by the C library, Python or torch when a process starts.
 FIXED = (
     "PYTHON",
@@ -74,13 +77,16 @@ FIXED = (
     "PYTORCH",
     "CUDA",
 )
+# Not read then, or done by what is forked.
+NOT_FIXED = ("PYTHON", "PYTHONPATH", "CUDA_VISIBLE_DEVICES")
+TOLD = ("PYTHONFAULTHANDLER", "PYTHONUNBUFFERED")
 BASE = {"PYTHONPATH": os.fspath(ROOT), "OMP_NUM_THREADS": "1"}
 LIBRARIES = "LD_LIBRARY_PATH"
 PYTHON = "STANDS_FOR_PYTHON"  # what a job is to take for its interpreter
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)
 POPEN = subprocess.Popen  # a test may put Forked in its place
 LIBC = ctypes.CDLL(None)
-KEPT = ("sys", "builtins", "__main__")  # Python itself ends with these
+WITHOUT = ("mpi4py", "h5py")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 LIMITS_AT_START = [resource.getrlimit(limit) for limit in LIMITS]
 
@@ -158,7 +164,8 @@ def _write_python(path: Path, shim: Sequence[str]) -> None:
 
 def _fits(environment: Mapping[str, str | None], limits: object, base: Mapping[str, str]) -> bool:
     """Whether a process with these is as one that the server, which has those of ``base``, forks."""
-    names = {name for name in {*environment, *base} if name.startswith(FIXED)} - {"PYTHONPATH"}
+    names = {name for name in {*environment, *base} if name.startswith(FIXED)}
+    names -= {*NOT_FIXED, *(name for name in TOLD if not base.get(name))}
     same = all(environment.get(name) == base.get(name) for name in names)
     return same and limits == LIMITS_AT_START
 
@@ -185,13 +192,19 @@ class Forked(subprocess.Popen[Any]):
 def serve(path: str, said: int, python: str) -> None:
     """Fork a process for each connection, until stdin ends. In the processes that are forked this does not return."""
     base = dict(os.environ)  # imports add to it
-    shared: list[ModuleType] = []
-    atexit.register(_spare, shared)  # the first, so the last that a job calls
+    ends: list[End] = []
+    atexit.register(lambda: ends[0]())  # the first, so the last that a job calls
     for name in IMPORTED:
         with contextlib.suppress(ImportError):  # a job that needs it says so better
             __import__(name)
+    _import_own()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]  # jobs have their own
     own = standing()
-    shared += [module for name, module in sys.modules.items() if name not in KEPT]
+    ends.append(End())
+    for made in gc.get_objects():
+        if type(made) is weakref.finalize:  # isinstance would ask each object, and some warn
+            made.atexit = False  # the server's, not a job's
     # C calls these last to first: what the job's own libraries have registered, fflush(NULL), and then no destructors
     # of torch, which are half of a short job's time.
     LIBC.on_exit(LIBC._exit, None)
@@ -221,7 +234,8 @@ def serve(path: str, said: int, python: str) -> None:
                 fits = job is not None and _fits(
                     {**job["env"], LIBRARIES: base.get(LIBRARIES)}, job["limits"], base
                 )
-                if job is None or not fits or job["standing"] != own:
+                away = others(job["namespaces"]) if job is not None else None
+                if job is None or not fits or job["standing"] != own or away is None:
                     if job is not None:
                         _tell(connection, 0)  # the shim starts it anew
                     for file in files:
@@ -232,13 +246,12 @@ def serve(path: str, said: int, python: str) -> None:
                 if not pid:
                     # By their objects: these would close the numbers again at the end, which are others' by then.
                     selector.close()
-                    for mine in (listener, connection, *jobs.values()):
+                    for mine in (listener, *jobs.values()):
                         mine.close()
-                    _become(job, files, job["env"].pop(PYTHON, python))
+                    _begin(job, files, away, connection, job["env"].pop(PYTHON, python))
                 for file in files:
                     os.close(file)
                 jobs[pid] = connection
-                _tell(connection, pid)
                 selector.register(connection, selectors.EVENT_READ, pid)
             elif key.fileobj == woken:
                 while True:
@@ -264,6 +277,36 @@ def serve(path: str, said: int, python: str) -> None:
                 os._exit(0)
 
 
+def _import_own() -> None:
+    """What of hpczero needs neither MPI, which must start in each job, nor HDF5."""
+    for name in WITHOUT:
+        sys.modules[name] = None  # type: ignore[assignment]  # importing it fails, and so does what needs it
+    for path in sorted((ROOT / "hpczero").rglob("*.py")):
+        words = path.relative_to(ROOT).with_suffix("").parts
+        if words[1] not in FEW and words[-1] not in ("__init__", "__main__"):
+            with contextlib.suppress(ImportError):
+                __import__(".".join(words))
+    for name in WITHOUT:
+        del sys.modules[name]
+
+
+def _begin(
+    job: dict[str, Any], files: list[int], away: list[str], connection: socket.socket, python: str
+) -> NoReturn:
+    """Go into the namespaces of the shim, tell it our number there, and become the job."""
+    process, _, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
+    try:
+        enter(away, process)
+    except OSError:
+        _tell(connection, 0)  # the shim starts it anew
+        os._exit(0)
+    _tell(connection, os.getpid())
+    connection.close()
+    become(job, files, python)
+
+
 def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     head, files, _, _ = socket.recv_fds(connection, 8, 3)
     if len(head) < 8 or len(files) < 3:
@@ -280,82 +323,6 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int
 def _tell(connection: socket.socket, number: int) -> None:
     with contextlib.suppress(OSError):
         connection.sendall(number.to_bytes(8, "little"))
-
-
-# --- in a job
-
-
-def _spare(shared: list[ModuleType]) -> None:
-    """Keep modules that the server imported from being taken apart at the end, which copies their every page.
-
-    What the job itself has made and imported is taken apart as ever.
-    """
-    found = {id(module) for module in shared}
-    for name, module in list(sys.modules.items()):
-        if id(module) in found:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
-            del sys.modules[name]
-
-
-def _become(job: dict[str, Any], files: list[int], python: str) -> NoReturn:
-    """Be the process that ``python ARGS`` would have been, from here to its end; what it starts comes here too."""
-    sys.executable = python
-    os.setsid()
-    for number, file in enumerate(files):
-        os.dup2(file, number)
-    os.closerange(3, 1024)
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number in job["ignored"]:
-        signal.signal(number, signal.SIG_IGN)
-    os.chdir(job["cwd"])
-    os.umask(job["umask"])
-    os.sched_setaffinity(0, job["cores"])
-    os.environ.clear()
-    os.environ.update(job["env"])
-    random.seed()
-    if "numpy" in sys.modules:
-        sys.modules[
-            "numpy"
-        ].random.seed()  # as in a process of its own: ranks must not be alike by chance
-    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
-        del sys.modules[name]
-    main = ModuleType("__main__")
-    main.__dict__["__builtins__"] = builtins
-    sys.modules["__main__"] = main
-    kind, *args = job["args"]
-    sys.orig_argv = [sys.executable, *job["args"]]
-    own = {os.fspath(ROOT), "", os.getcwd()}
-    paths = [path for path in job["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:] = paths + [path for path in sys.path if path not in own]
-    try:
-        if kind == "-m":
-            sys.argv = args
-            sys.path.insert(0, job["cwd"])
-            runpy._run_module_as_main(args[0])  # type: ignore[attr-defined]  # what `python -m` itself calls
-        elif kind == "-c":
-            sys.argv = ["-c", *args[1:]]
-            sys.path.insert(0, "")
-            exec(compile(args[0], "<string>", "exec"), main.__dict__)
-        else:
-            sys.argv = [kind, *args]
-            sys.path.insert(0, os.path.dirname(os.path.realpath(kind)))
-            main.__dict__["__file__"] = kind
-            exec(compile(Path(kind).read_bytes(), kind, "exec"), main.__dict__)
-    except SystemExit:
-        raise
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    except BaseException as error:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next
-        error.__traceback__ = trace
-        sys.last_value = error  # as Python does
-        sys.excepthook(type(error), error, trace)
-        sys.exit(1)
-    sys.exit(0)
 
 
 if __name__ == "__main__":

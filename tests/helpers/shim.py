@@ -15,12 +15,16 @@ LIMITS = (RLIMIT_AS, RLIMIT_DATA, RLIMIT_NOFILE, RLIMIT_STACK)
 PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
 
 
+def namespaces() -> dict[str, str]:
+    """Those that a process is in, by kind."""
+    return {name: os.readlink(f"/proc/self/ns/{name}") for name in os.listdir("/proc/self/ns")}
+
+
 def standing() -> list[str]:
-    """What a process has from whoever started it, and a forked one from the server: namespaces, rights, its group."""
-    found = [os.readlink(f"/proc/self/ns/{name}") for name in sorted(os.listdir("/proc/self/ns"))]
+    """What a process has from whoever started it, and a forked one from the server: rights, its group."""
     with open("/proc/self/status") as status:
         rights = ("Uid", "Gid", "Cap", "NoNewPrivs", "Seccomp")
-        found += [line for line in status if line.startswith(rights)]
+        found = [line for line in status if line.startswith(rights)]
     with open("/proc/self/cgroup") as groups:
         return found + list(groups)
 
@@ -44,6 +48,7 @@ def main() -> None:
             "ignored": ignored,
             "limits": [getrlimit(limit) for limit in LIMITS],
             "standing": standing(),
+            "namespaces": namespaces(),
         }
     )
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
@@ -68,6 +73,7 @@ def main() -> None:
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+        os._exit(128 + number)  # the first process of a namespace, which its own signals do not end
     os._exit(os.WEXITSTATUS(status))
 
 

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from scaling.evidence.record import of_kind, read_rows
 from scaling.overhead.report import text
 from tests.helpers.mpirun import ROOT
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_small_run_writes_rows_and_counts_waits(tmp_path: Path) -> None:
     words = ["--layers", "2", "--rounds", "2", "--steps", "2", "--warm_up", "2"]
     done = subprocess.run(
