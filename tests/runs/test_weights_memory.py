@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,9 +34,9 @@ def status(name: str) -> int:
 
 def growth(call: Callable[[], object]) -> int:
     """Most resident bytes of this process during ``call``, above those before it."""
-    ctypes.CDLL(None).malloc_trim(
-        0
-    )  # what earlier tests have left in the heap would hide what is taken
+    # What earlier tests have left, in cycles or in the heap, would hide what is taken: also if it went meanwhile.
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident now
     before = status("VmRSS")
     call()
