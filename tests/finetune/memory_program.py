@@ -1,6 +1,6 @@
 """A Llama of 50 million parameters, its base in 4 bits, trains low-rank products; says what each rank held.
 
-``install/launch.sh 2 python -m tests.finetune.memory_program FOLDER flat``, or ``window``: a line of JSON from each rank.
+``install/launch.sh 2 python -m tests.finetune.memory_program FOLDER flat``, or ``window``: a line of JSON a rank.
 ``resident`` is VmHWM of the steps above VmRSS before the model was made; of memory that ranks share, each counts its
 part. Libraries have run a small model by then. Large blocks should go back to the kernel when they are freed
 (``MALLOC_MMAP_THRESHOLD_=1048576``), else the heap keeps what making the first values took.

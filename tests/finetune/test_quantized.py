@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import hpczero
 from hpczero.errors import ConfigError, PlanError
+from hpczero.memory.buffers import Buffer
 from hpczero.plan import Plan
 from hpczero.plan.codec import Codec
 from hpczero.plan.rules import default_rule
@@ -255,6 +256,43 @@ def test_a_released_model_has_the_decoded_values(comm: MPI.Intracomm, topology: 
     plain = rounded(plain.requires_grad_(False), "nf4")
     parallel_assert(comm, torch.equal(model(tiny_tokens(3)), during))
     parallel_assert(comm, torch.equal(plain(tiny_tokens(3)), during))
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
+def test_memory_that_runs_out_as_codes_are_gathered_leaves_the_unit_as_it_was(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    kind: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = adapted_gpt()
+    take = Buffer.take
+    with zeroified(model, None, transport="flat", topology=topology, quantize="nf4"):
+        expected = hpczero.full_state_dict(model) or {}
+        takes = 0
+        for failing in range(100):
+            count = iter(range(100))
+
+            def once(buffer: Buffer, count: Any = count, failing: int = failing) -> None:
+                if next(count) == failing:
+                    raise kind
+                take(buffer)
+
+            monkeypatch.setattr(Buffer, "take", once)
+            failed = False
+            try:
+                with hpczero.gathered(model):
+                    pass
+            except kind:
+                failed = True
+            if not failed:
+                break
+            takes += 1
+            with hpczero.gathered(model):
+                same = [torch.equal(p, expected[n]) for n, p in model.named_parameters()]
+            parallel_assert(comm, all(same), f"other values after take {failing} has failed")
+        parallel_assert(comm, takes > 4)
 
 
 def test_what_cannot_be_is_refused(comm: MPI.Intracomm, topology: Topology) -> None:
