@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 EVERY = os.environ.get("HPCZERO_TEST_ALL") == "1"
 CODECS = pytest.mark.parametrize("name", ["int8", "nf4"])
-MIB = 2**20
+BESIDE = 12 * 2**20
 # transport, ranks of a node
 LAYOUTS = {
     "flat": ("flat", 8),
@@ -153,7 +153,7 @@ def test_training_between_nodes_equals_one_process_whose_base_was_rounded_alike(
 def test_ranks_of_a_model_of_50_million_parameters_hold_what_is_planned(
     tmp_path: Path, transport: str
 ) -> None:
-    environment = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
+    environment = {"MALLOC_MMAP_THRESHOLD_": "65536"}
     command = ["-m", "tests.finetune.memory_program", tmp_path, transport]
     finished = run_ranks(2, command, 500, env=environment)
     assert finished.returncode == 0, str(finished)
@@ -164,6 +164,8 @@ def test_ranks_of_a_model_of_50_million_parameters_hold_what_is_planned(
         plan, ledger = each["plan"], each["ledger"]
         for category, nbytes in plan.items():
             if category != "total":
-                assert abs(ledger[category] - nbytes) <= 0.03 * nbytes, f"{category}: {each}"
-        assert abs(each["resident"] - plan["total"]) <= 0.03 * plan["total"], f"{each}"
+                assert ledger[category] == nbytes, f"{category}: {each}"
+        # Objects of Python, activations, and holes of the heap are 9 to 10 MB on any transport.
+        beside = each["resident"] - plan["total"]
+        assert -0.03 * plan["total"] <= beside <= 0.03 * plan["total"] + BESIDE, f"{each}"
         assert each["off"] == 0.0, f"{each}"
