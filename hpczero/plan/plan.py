@@ -221,10 +221,9 @@ class Plan:
         )
 
     def _unsharded_nbytes(self, footprint: Footprint, *, local: bool) -> int:
-        """Peak of whole parameters and (``local``) gradients in use: those of the root unit and of the largest module.
+        """Peak of whole parameters and (``local``) gradients in use: those of the root unit and of the largest modules.
 
-        With ``footprint.overlap`` one more counts: one module is unsharded ahead, and one gradient is still being
-        reduced.
+        ``plan.unit_peak`` says what of others is there beside a module that runs.
         """
         live: dict[tuple[str, ...], UnitPeak] = {}
         for unit in self.units:
@@ -234,9 +233,8 @@ class Plan:
             )
             if unit.trainable and local and not footprint.reads_peers:
                 peak.gradients += unit.layout.padded_numel * self.precision.param_itemsize
-        root = live.pop(("",), UnitPeak()).now
-        shared = footprint.copies > 1  # where a peer still uses the one before, its memory stays
-        return root + largest_together(list(live.values()), 1 + footprint.overlap + shared)
+        root = live.pop(("",), UnitPeak()).alone
+        return root + largest_together(list(live.values()), overlap=footprint.overlap)
 
     def exchange_nbytes(self, footprint: Footprint | None = None) -> int:
         """Bytes of the buffers through which gradients come to the ranks that sum them."""

@@ -118,7 +118,7 @@ def _hold(units: Sequence[Unit]) -> None:
     """Make all whole, and keep them so: a forward inside must not give back what was changed. Collective.
 
     Raises:
-        TierError: on every rank; nothing is held then.
+        TierError: on every rank; nothing is whole then. After any exception nothing is held.
     """
     held: list[Unit] = []
     try:
@@ -126,12 +126,15 @@ def _hold(units: Sequence[Unit]) -> None:
             unit.unshard()
         for unit in units:
             unit.whole.wait_for_unshard()
-            unit.whole.hold()
             held.append(unit)
-    except TierError:
+            unit.whole.hold()
+    except BaseException as error:
+        told = isinstance(
+            error, TierError
+        )  # else this rank alone may know: nobody waits for anybody
         for unit in held:
-            unit.whole.let_go()
-        for unit in units:
+            unit.whole.let_go(in_use=not told)
+        for unit in units if told else ():
             unit.reshard()
         raise
 

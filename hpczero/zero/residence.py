@@ -42,7 +42,7 @@ class Residence:
             units: in unit order.
             gradients: gradients of every trainable unit.
             sharded: whether parameters are given back between uses.
-            ahead: whether to start to unshard the next unit while one is used.
+            ahead: whether to start to unshard the next module's units while those of one are used.
             read_ahead: number of units whose values are read, from where they rest, before they are used.
         """
         self._units = list(units)
@@ -73,11 +73,9 @@ class Residence:
         for unit in units:
             unit.whole.wait_for_unshard()
         if self._prefetch is not None:
-            # After the wait, peers are at most one unit behind. So no rank holds more than the plan says.
-            for unit in units:
-                following = self._prefetch.next_after(unit)
-                if following is not None:
-                    following.unshard()
+            # After the wait, peers are at most one module behind. So no rank holds more than the plan says.
+            for following in self._prefetch.next_after(units):
+                following.unshard()
 
     def end_pass(self) -> None:
         """Reshard what was unsharded ahead and then not used."""

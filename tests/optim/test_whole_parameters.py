@@ -56,7 +56,7 @@ def within(rule: str, size: int) -> float:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 2, 3, 4, 5)
 def test_every_stage_gives_torchs_result_and_the_same_bits(
     comm: MPI.Intracomm, topology: hpczero.Topology, rule: str
 ) -> None:
@@ -95,7 +95,7 @@ def test_a_learning_rate_may_be_a_tensor_of_one_element(
     ours.close()
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, 4, 5)
 def test_more_ranks_than_matrices_and_more_rounds_than_one(
     comm: MPI.Intracomm, topology: hpczero.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +129,7 @@ def sent_by_a_step(model: nn.Linear, make: Any, topology: hpczero.Topology) -> i
         return sum(map(int, topology.gather(sent)))
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize(
     ("make", "times"),
     [

@@ -18,20 +18,30 @@ from tests.helpers.small_models import adamw, tiny_gpt, tiny_tokens, zeroified
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-A, B, C, D = (cast(Unit, name) for name in "ABCD")
+A, B, C, D = ((cast(Unit, name),) for name in "ABCD")
+NONE: tuple[Unit, ...] = ()
 
 
-def run_pass(prefetch: Prefetch, *units: Unit) -> list[Unit | None]:
+def run_pass(prefetch: Prefetch, *modules: tuple[Unit, ...]) -> list[tuple[Unit, ...]]:
     prefetch.begin("forward")
-    return [prefetch.next_after(unit) for unit in units]
+    return [prefetch.next_after(units) for units in modules]
 
 
 def test_first_pass_has_no_forecast_and_the_second_has_the_first() -> None:
     prefetch = Prefetch()
-    assert run_pass(prefetch, A, B, C) == [None, None, None]
+    assert run_pass(prefetch, A, B, C) == [NONE, NONE, NONE]
     assert prefetch.end() == []
-    assert run_pass(prefetch, A, B, C) == [B, C, None]
+    assert run_pass(prefetch, A, B, C) == [B, C, NONE]
     assert prefetch.end() == []
+
+
+def test_all_units_of_the_next_module_are_forecast() -> None:
+    prefetch = Prefetch()
+    first, second = (*A, *B), (*C, *D)
+    run_pass(prefetch, first, NONE, second)
+    prefetch.end()
+    assert run_pass(prefetch, first, NONE) == [second, NONE]
+    assert prefetch.end() == [*C, *D]
 
 
 def test_forward_and_backward_have_forecasts_of_their_own() -> None:
@@ -39,7 +49,7 @@ def test_forward_and_backward_have_forecasts_of_their_own() -> None:
     run_pass(prefetch, A, B)
     prefetch.end()
     prefetch.begin("backward")
-    assert prefetch.next_after(B) is None
+    assert prefetch.next_after(B) == NONE
     prefetch.end()
     assert run_pass(prefetch, A) == [B]
 
@@ -48,7 +58,7 @@ def test_unit_used_twice_in_a_row_counts_once_and_one_called_again_later_counts_
     prefetch = Prefetch()
     run_pass(prefetch, A, A, B, A, C)
     prefetch.end()
-    assert run_pass(prefetch, A, A, B, A, C) == [B, None, A, C, None]
+    assert run_pass(prefetch, A, A, B, A, C) == [B, NONE, A, C, NONE]
 
 
 def test_pass_that_departs_has_no_forecast_from_there_on_and_gives_back_what_it_did_not_use() -> (
@@ -57,16 +67,16 @@ def test_pass_that_departs_has_no_forecast_from_there_on_and_gives_back_what_it_
     prefetch = Prefetch()
     run_pass(prefetch, A, B, C, D)
     prefetch.end()
-    assert run_pass(prefetch, A, C, D) == [B, None, None]
-    assert prefetch.end() == [B]
-    assert run_pass(prefetch, A, C, D) == [C, D, None]
+    assert run_pass(prefetch, A, C, D) == [B, NONE, NONE]
+    assert prefetch.end() == [*B]
+    assert run_pass(prefetch, A, C, D) == [C, D, NONE]
 
 
 def test_outside_of_a_pass_there_is_no_forecast() -> None:
     prefetch = Prefetch()
     run_pass(prefetch, A, B)
     prefetch.end()
-    assert prefetch.next_after(A) is None
+    assert prefetch.next_after(A) == NONE
 
 
 def test_pass_that_was_interrupted_is_forgotten() -> None:
