@@ -242,8 +242,9 @@ def _do_as_told(environment: dict[str, str]) -> None:
     if environment.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
     if environment.get("PYTHONUNBUFFERED"):
-        sys.stdout = sys.__stdout__ = _unbuffered(sys.stdout, 1)
-        sys.stderr = sys.__stderr__ = _unbuffered(sys.stderr, 2)
+        python: Any = sys  # whose __stdout__ types take for constant
+        python.stdout = python.__stdout__ = _unbuffered(sys.stdout, 1)
+        python.stderr = python.__stderr__ = _unbuffered(sys.stderr, 2)
 
 
 def _unbuffered(stream: Any, number: int) -> io.TextIOWrapper:
