@@ -24,12 +24,17 @@ from torch import Tensor
 import hpczero
 from hpczero import finetune
 
-LARGE = {"hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 8, "vocab_size": 8192}
-FIRST = {**LARGE, "num_hidden_layers": 1}
+LARGE: dict[str, Any] = {
+    "hidden_size": 640,
+    "intermediate_size": 1728,
+    "num_hidden_layers": 8,
+    "vocab_size": 8192,
+}
+FIRST: dict[str, Any] = {**LARGE, "num_hidden_layers": 1}
 STEPS, LENGTH = 5, 4  # few tokens: activations are a few per cent of what is held
 
 
-def made(sizes: dict[str, int], **where: Any) -> Any:
+def made(sizes: dict[str, Any], **where: Any) -> Any:
     """The model with products; ``device="meta"``: without values."""
     config = transformers.LlamaConfig(
         **sizes, num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=64
@@ -61,7 +66,7 @@ def status(field: str) -> int:
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
 
 
-def sharded(sizes: dict[str, int], topology: hpczero.Topology, transport: str) -> tuple[Any, Any]:
+def sharded(sizes: dict[str, Any], topology: hpczero.Topology, transport: str) -> tuple[Any, Any]:
     """Model and optimizer."""
     model = made(sizes, device="meta")
     optimizer = torch.optim.AdamW(finetune.trained(model), lr=1e-3)

@@ -154,7 +154,7 @@ def test_ranks_of_a_model_of_50_million_parameters_hold_what_is_planned(
     tmp_path: Path, transport: str
 ) -> None:
     environment = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = ["-m", "tests.finetune.memory_program", tmp_path, transport]
+    command = ["-m", "tests.finetune.memory_program", str(tmp_path), transport]
     finished = run_ranks(2, command, 500, env=environment)
     assert finished.returncode == 0, str(finished)
     found = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
@@ -165,7 +165,7 @@ def test_ranks_of_a_model_of_50_million_parameters_hold_what_is_planned(
         for category, nbytes in plan.items():
             if category != "total":
                 assert ledger[category] == nbytes, f"{category}: {each}"
-        # Objects of Python, activations, and holes of the heap are 9 to 10 MB on any transport.
+        # The plan has no activations and nothing of Python; 4.3 to 9.7 MB were seen beside it, not traced to their kinds.
         beside = each["resident"] - plan["total"]
         assert -0.03 * plan["total"] <= beside <= 0.03 * plan["total"] + BESIDE, f"{each}"
         assert each["off"] == 0.0, f"{each}"
