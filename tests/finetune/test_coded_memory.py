@@ -165,7 +165,7 @@ def test_ranks_of_a_model_of_50_million_parameters_hold_what_is_planned(
         for category, nbytes in plan.items():
             if category != "total":
                 assert ledger[category] == nbytes, f"{category}: {each}"
-        # The plan has no activations and nothing of Python; 4.3 to 9.7 MB were seen beside it, not traced to their kinds.
+        # The plan has no activations and nothing of Python; 4.3 to 9.7 MB were seen beside it, and not traced.
         beside = each["resident"] - plan["total"]
         assert -0.03 * plan["total"] <= beside <= 0.03 * plan["total"] + BESIDE, f"{each}"
         assert each["off"] == 0.0, f"{each}"
