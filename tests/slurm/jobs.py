@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.forkserver import server as forkserver
 from tests.helpers.mpirun import ROOT, Finished
 from tests.slurm.cluster import SlurmCluster
 
@@ -101,8 +100,6 @@ class Submitter:
     def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
         self.cluster = cluster
         self.folder = folder
-        self.python = cluster.folder / "python"  # ranks come from the fork server
-        forkserver.write_python(self.python)
 
     def script(self, name: str, *arguments: str, **variables: str) -> Finished:
         """Run a script on the login host as a user does, with these variables; it need not succeed."""
@@ -110,7 +107,7 @@ class Submitter:
 
     def at(self, path: Path, *arguments: str, **variables: str) -> Finished:
         """The same of a script that lies anywhere."""
-        env = {**SIZES, "PYTHON": os.fspath(self.python), **variables}
+        env = {**SIZES, **variables}
         return self.cluster.run([path, *arguments], env=env, cwd=self.folder, check=False)
 
     def train(self, name: str = "train.sh", *, variables: Any = (), **options: object) -> Job:
