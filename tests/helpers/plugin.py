@@ -15,6 +15,7 @@ import resource
 import sys
 import time
 import traceback
+import warnings
 import zlib
 from collections.abc import Generator, Iterable
 from pathlib import Path
@@ -241,6 +242,9 @@ class Ranks:
 
     def pytest_unconfigure(self) -> None:
         self.watchdog.close()
+        if self.size > 1:
+            # What the last collection of garbage finds is no test's. As an error on one rank it would end the others.
+            warnings.filterwarnings("default", category=pytest.PytestUnraisableExceptionWarning)
         if self.comm is not None:
             self.comm.Free()
 
