@@ -303,3 +303,19 @@ def test_launcher_refuses_a_bad_number_of_ranks_with_the_line_to_type() -> None:
     finished = run_command([ROOT / "install" / "launch.sh", "two", "hostname"], timeout=20)
     assert finished.returncode == 78
     assert "type: install/launch.sh 2 hostname" in finished.stderr
+
+
+def test_what_is_found_when_all_tests_have_passed_is_told_and_ends_nothing(tmp_path: Path) -> None:
+    body = """
+        class Cycle:
+            pass
+
+        @pytest.mark.mpi
+        def test_leaves_a_file_open(comm):
+            if comm.rank == 1:
+                cycle = Cycle()
+                cycle.itself, cycle.file = cycle, open(__file__)
+    """
+    finished = run_all(write_tests(tmp_path, body), "2", "--only-mpi")
+    assert finished.returncode == 0, finished
+    assert "unclosed file" in finished.stderr, finished
