@@ -165,7 +165,8 @@ def test_ranks_of_a_model_of_50_million_parameters_hold_what_is_planned(
         for category, nbytes in plan.items():
             if category != "total":
                 assert ledger[category] == nbytes, f"{category}: {each}"
-        # The plan has no activations and nothing of Python; 4.3 to 9.7 MB were seen beside it, and not traced.
+        # The plan has no activations, and nothing of what Python and torch keep for a module: 0.4 MB for a block here,
+        # and 10 MB in all where the model has 880 million parameters, 1.1 % of what is planned.
         beside = each["resident"] - plan["total"]
         assert -0.03 * plan["total"] <= beside <= 0.03 * plan["total"] + BESIDE, f"{each}"
         assert each["off"] == 0.0, f"{each}"
