@@ -63,8 +63,10 @@ IMPORTED = (
 )
 # Rooms of hpczero that few jobs use, or that import what takes long.
 FEW = ("bridge", "doctor", "fabric", "finetune", "hf", "preflight")
-# Read by the C library, Python or torch when a process starts.
+# Read by the C library, Python or torch when a process starts, or of what it has open then: by PMI_FD a rank talks to
+# the launcher of MPICH.
 FIXED = (
+    "PMI_FD",
     "PYTHON",
     "MALLOC",
     "GLIBC",
