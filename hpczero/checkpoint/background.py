@@ -2,10 +2,15 @@
 
 Owns: the thread, its communicator, and what becomes of a save that nobody waits for. Must not know: locks, folders,
 what is written.
+
+[Note: No join]
+An exception of a signal handler in ``Thread.join`` has Python 3.11 take the thread for ended (bpo-45274), also when the
+interpreter ends. Who waits here waits for an event.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections.abc import Callable
@@ -17,7 +22,7 @@ from hpczero.job.topology import Topology
 
 logger = logging.getLogger("hpczero.checkpoint")
 
-_left: list[threading.Thread] = []  # that write what nobody waits for
+_left: list[threading.Event] = []  # the ends of writes that nobody waits for
 
 
 class Background:
@@ -28,10 +33,11 @@ class Background:
         self._topology = topology
         self._own: Topology | None = None
         self._thread: threading.Thread | None = None
+        self._over = threading.Event()  # all that the thread does; see [Note: No join]
         self._path: Path | None = None
         self._error: BaseException | None = None
         self._guard = threading.Lock()
-        self._ended = False
+        self._ended = self._told = False
         self._then: Callable[[], None] | None = None
 
     @property
@@ -42,14 +48,16 @@ class Background:
     @property
     def done(self) -> bool:
         """Whether nothing is left to wait for on this rank."""
-        return self._thread is not None and not self._thread.is_alive()
+        return self.busy and self._over.is_set()
 
     def start(self, work: Callable[[Topology], Path]) -> None:
         """Start a write. Collective over world the first time."""
         if self._own is None:
             self._own = replace(self._topology, world=self._topology.world.beside())
-        own = self._own
-        self._ended, self._then = False, None
+            atexit.register(self._tell_unheard)
+        own, over = self._own, threading.Event()
+        self._over = over
+        self._ended, self._told, self._then = False, False, None
 
         def run() -> None:
             try:
@@ -62,12 +70,19 @@ class Background:
             with self._guard:
                 self._ended = True
                 then = self._then
-            if then is not None:
-                self._end_alone(then)
+            try:
+                if then is not None:
+                    self._end_alone(then)
+            finally:
+                over.set()
 
         # Not a daemon: a program that ends without ``close`` still ends with a whole checkpoint.
         self._thread = threading.Thread(target=run, name="hpczero-checkpoint")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system has no thread to give
+            self._thread = None
+            raise
 
     def leave(self, then: Callable[[], None]) -> None:
         """Go on without a caller who waits; ``then`` is called at the end. Not collective.
@@ -81,11 +96,12 @@ class Background:
         if ended:
             self._end_alone(then)
         else:
-            _left.append(self._thread)
+            _left.append(self._over)
 
     def _end_alone(self, then: Callable[[], None]) -> None:
-        if self._error is not None and self._topology.is_root:
+        if self._error is not None and self._own is not None and self._own.is_root:
             logger.warning("the save in flight when an exception came has failed: %s", self._error)
+        self._told = True
         then()
 
     def finish(self) -> Path | None:
@@ -95,7 +111,7 @@ class Background:
             CheckpointError: what the write raised.
         """
         assert self._thread is not None, "busy"
-        self._thread.join()
+        self._over.wait()
         self._thread = None
         error, self._error = self._error, None
         if error is not None:
@@ -104,9 +120,17 @@ class Background:
             raise error
         return self._path
 
+    def _tell_unheard(self) -> None:
+        """At the program's end: a write has failed, and nobody has waited for it."""
+        if self._error is None or self._told or self._own is None:
+            return
+        if self._own.is_root:
+            logger.warning("the save in flight when the program ended has failed: %s", self._error)
+
     def close(self) -> None:
-        """Wait for the write and free the communicator. Collective over world."""
+        """Free the communicator, once nothing is written. Collective over world."""
         if self._own is not None:
+            atexit.unregister(self._tell_unheard)
             self._own.world.comm.Free()
             self._own = None
 
@@ -114,4 +138,5 @@ class Background:
 def wait_for_left() -> None:
     """Return when all writes that were left are done or have failed. Not collective."""
     while _left:
-        _left.pop().join()
+        _left[-1].wait()
+        _left.pop()

@@ -308,11 +308,22 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            if self._background is not None:
+            if self.busy:  # an exception came while it waited; communicator and lock are in use
+                self._leave()
+            elif self._background is not None:
                 self._background.close()
-            if self._locked:
-                self._let_go()
-            self._locked = False
+            self._give_back()
+
+    def _leave(self) -> None:
+        """Go on, with the lock held until the save in flight has ended. Not collective."""
+        assert self._background is not None, "busy"
+        self._lock.stay()
+        self._background.leave(self._lock.leave)
+
+    def _give_back(self) -> None:
+        if self._locked:
+            self._let_go()
+        self._locked = False
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -322,9 +333,6 @@ class Checkpoints:
             self.close()
             return
         # Peers may not come to a collective any more. If this exception ends the job, the lock ends with it.
-        if self._background is not None and self._background.busy:
-            self._lock.stay()
-            self._background.leave(self._lock.leave)
-        if self._locked:
-            self._let_go()
-        self._locked = False
+        if self.busy:
+            self._leave()
+        self._give_back()

@@ -7,8 +7,9 @@ file]).
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -106,20 +107,35 @@ class PosixWriter(Writer):
     It writes on a thread of its own, one piece at a time, while the caller makes the next piece. File systems let one
     rank at a time write to a file, and the others need not wait for that. The next call raises an error of the write.
     Whole pages go past the kernel's cache if the file system allows it; docs/performance.md has the gain.
+
+    The thread is a plain one: executors take no more work once the program's last line is done, when a save in the
+    background may still be under way.
     """
 
     @override
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR)
         self._direct = open_direct(path)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hpczero-pwrite")
-        self._last: Future[None] | None = None
+        self._thread: threading.Thread | None = None  # of the last piece
+        self._last: Future[None] | None = None  # until somebody has waited for it
 
     @override
     def write(self, dataset: Dataset, start: int, data: Array) -> None:
         self._wait()
         offset = dataset.offset + start * dataset.itemsize
-        self._last = self._thread.submit(self._write, offset, data)
+        self._last = Future()
+        self._thread = threading.Thread(
+            target=self._settle, args=(self._last, offset, data), name="hpczero-pwrite"
+        )
+        self._thread.start()
+
+    def _settle(self, written: Future[None], offset: int, data: Array) -> None:
+        try:
+            self._write(offset, data)
+        except BaseException as error:  # raised by ``_wait``
+            written.set_exception(error)
+        else:
+            written.set_result(None)
 
     def _write(self, offset: int, data: Array) -> None:
         done = 0 if self._direct is None else write_direct(self._direct, offset, data)
@@ -141,7 +157,8 @@ class PosixWriter(Writer):
 
     @override
     def abandon(self) -> None:
-        self._thread.shutdown()
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()
         # Once: the number may be that of another thread's file by now.
         descriptors, self._descriptor, self._direct = [self._descriptor, self._direct], -1, None
         for descriptor in descriptors:

@@ -1,0 +1,107 @@
+"""Saves in the background that a program leaves behind: at its last line, by an exit, by an exception in ``close``."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from hpczero.checkpoint.verify import Verdict, verify
+from tests.helpers.mpirun import run_ranks
+
+PROGRAM = """
+import signal, sys, threading, time
+from pathlib import Path
+import torch
+import hpczero
+from hpczero.checkpoint import Checkpoints
+
+folder, held = Path(sys.argv[1]), threading.Event()
+model = torch.nn.Linear(300, 300)
+hpczero.zeroify(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=1)
+topology = hpczero.sharding(model).topology
+"""
+
+AFTER_THE_LAST_LINE = """
+def at(name):
+    if name == "created":  # nothing is written before the interpreter begins to end
+        while threading.main_thread().is_alive():
+            time.sleep(0.01)
+        time.sleep(0.3)
+
+checkpoints = Checkpoints(folder, model, background=True, at=at, slab_nbytes=4096)
+"""
+
+FAILS = """
+def at(name):
+    if name == "created":
+        raise OSError(5, "the disk has gone")
+
+checkpoints = Checkpoints(folder, model, background=True, at=at)
+checkpoints.save(7)
+time.sleep(0.5)
+"""
+
+INTERRUPTED = """
+def interrupt(number, frame):
+    raise TimeoutError("10 minutes left")
+
+def at(name):
+    if name == "created":
+        assert held.wait(60)
+
+signal.signal(signal.SIGALRM, interrupt)
+checkpoints = Checkpoints(folder, model, background=True, at=at, slab_nbytes=4096)
+checkpoints.save(3)
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+try:
+    checkpoints.close()
+except TimeoutError:
+    print("cut short", flush=True)
+print("locked", len(list(folder.glob(".lock-*"))), flush=True)
+threading.Timer(0.3, held.set).start()
+print(checkpoints.busy, checkpoints.wait(), flush=True)
+print("locked", len(list(folder.glob(".lock-*"))), flush=True)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("end", ["the last line", "an exit in the block"])
+def test_a_program_that_ends_with_a_save_in_flight_leaves_a_whole_checkpoint(
+    tmp_path: Path, ranks: int, end: str
+) -> None:
+    last = (
+        "checkpoints.save(7)\n"
+        if end == "the last line"
+        else "with checkpoints:\n    checkpoints.save(7)\n    sys.exit()\n"
+    )
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM + AFTER_THE_LAST_LINE) + last)
+    job = run_ranks(ranks, [program, tmp_path / "ckpt"], timeout=60)
+    assert job.returncode == 0, job
+    assert "shutdown" not in job.stderr, job
+    found = verify(tmp_path / "ckpt" / "step-000000007")
+    assert found.verdict is Verdict.SOUND, (found, job)
+
+
+def test_a_program_that_ends_without_hearing_of_a_failed_save_says_so_at_its_end(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM + FAILS)
+    job = run_ranks(2, [program, tmp_path / "ckpt"], timeout=60)
+    assert job.stderr.count("the save in flight when the program ended has failed") == 1, job
+    assert "the disk has gone" in job.stderr, job
+
+
+def test_an_exception_while_close_waits_leaves_the_save_its_communicator_and_its_lock(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM + INTERRUPTED)
+    job = run_ranks(1, [program, tmp_path / "ckpt"], timeout=60)
+    assert job.returncode == 0, job
+    path = tmp_path / "ckpt" / "step-000000003"
+    assert job.stdout.splitlines() == ["cut short", "locked 1", f"True {path}", "locked 0"], job
+    assert verify(path).verdict is Verdict.SOUND, job
