@@ -43,6 +43,19 @@ checkpoints.save(7)
 time.sleep(0.5)
 """
 
+NO_THREAD = """
+start = threading.Thread.start
+
+def only_others(self):
+    if self.name == "hpczero-pwrite":
+        raise RuntimeError("can't start new thread")
+    start(self)
+
+threading.Thread.start = only_others
+with Checkpoints(folder, model, background=True, slab_nbytes=4096) as checkpoints:
+    checkpoints.save(5)
+"""
+
 INTERRUPTED = """
 def interrupt(number, frame):
     raise TimeoutError("10 minutes left")
@@ -105,3 +118,11 @@ def test_an_exception_while_close_waits_leaves_the_save_its_communicator_and_its
     path = tmp_path / "ckpt" / "step-000000003"
     assert job.stdout.splitlines() == ["cut short", "locked 1", f"True {path}", "locked 0"], job
     assert verify(path).verdict is Verdict.SOUND, job
+
+
+def test_a_save_is_written_where_the_system_gives_no_thread_for_its_pieces(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM + NO_THREAD)
+    job = run_ranks(2, [program, tmp_path / "ckpt"], timeout=60)
+    assert job.returncode == 0, job
+    assert verify(tmp_path / "ckpt" / "step-000000005").verdict is Verdict.SOUND, job

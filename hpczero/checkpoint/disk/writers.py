@@ -127,7 +127,13 @@ class PosixWriter(Writer):
         self._thread = threading.Thread(
             target=self._settle, args=(self._last, offset, data), name="hpczero-pwrite"
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except (
+            RuntimeError
+        ):  # the system gives no thread; from Python 3.12 on also after a program's last line
+            self._thread = None
+            self._settle(self._last, offset, data)
 
     def _settle(self, written: Future[None], offset: int, data: Array) -> None:
         try:
