@@ -179,6 +179,7 @@ class Pipeline:
         self._results = []
         casting = sharding(self._model).casting
         assert casting is not None, "zeroify attaches it"
+        last_forward = max(place for place, action in enumerate(actions) if action.kind == "F")
         # What a step left in flight would come as the next one's.
         with (
             self._stage.group.watchdog.cut_off.around(f"a step of the pipeline ({purpose})"),
@@ -195,7 +196,7 @@ class Pipeline:
                 if action.kind == "F":
                     self._forward(action, came, given)
                 else:
-                    self._backward(action, came)
+                    self._backward(action, came, forwards_follow=place < last_forward)
             casting.part = self._stage.part()
             self.messages.finish()
 
@@ -238,7 +239,7 @@ class Pipeline:
         """Keep what the backward needs: of y its place in the graph, not its memory, which nobody reads any more."""
         if not torch.is_grad_enabled():
             return
-        if not y.requires_grad and any(unit.spec.trainable for unit in sharding(self._model).units):
+        if not y.requires_grad and self._stage.trains(action.chunk):
             raise StepError(
                 f"{self._where(action)}: what this stage computed does not depend on any of its trained parameters "
                 "(torch.no_grad, .detach()?), expected a gradient for them; freeze them before zeroify if that is meant"
@@ -246,10 +247,12 @@ class Pipeline:
         edge = get_gradient_edge(y) if y.requires_grad else None
         self._kept[action.chunk, action.micro_batch] = _Kept(x, edge)
 
-    def _backward(self, action: Action, gradient: Tensor | None) -> None:
+    def _backward(self, action: Action, gradient: Tensor | None, *, forwards_follow: bool) -> None:
         x, out = self._kept.pop((action.chunk, action.micro_batch))
         if out is not None:
-            state, reduces = sharding(self._model), self._each or action.reduces
+            # Where the first chunk is frozen, its backwards, which come last, have no graph to reduce in.
+            last = not forwards_follow and all(each.out is None for each in self._kept.values())
+            state, reduces = sharding(self._model), self._each or last
             with counted(state, self.micro_batches, reduces=reduces):
                 torch.autograd.backward(out, gradient)
         if x is None:

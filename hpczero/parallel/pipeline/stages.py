@@ -90,6 +90,19 @@ class Stage:
             return part
         return replace(part, first=self.is_first(chunk), last=self.is_last(chunk))
 
+    def trains(self, chunk: int) -> bool:
+        """Whether a chunk has parameters that get gradients: of its blocks, and of what is before or after them."""
+        names = [f"{self._stages.blocks}.{name}" for name in self.chunks[chunk]]
+        names += self._stages.before if self.is_first(chunk) else ()
+        names += self._stages.after if self.is_last(chunk) else ()
+        paths = tuple(f"{name}." for name in names)
+        trained = (
+            name
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+            if parameter.requires_grad
+        )
+        return any(f"{name}.".startswith(paths) for name in trained)
+
     def __call__(self, *inputs: Any, targets: tuple[Any, ...] = (), chunk: int = 0) -> Any:
         """One chunk's part of the model's forward.
 

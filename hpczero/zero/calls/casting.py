@@ -158,7 +158,9 @@ class Casting:
         self._explain(sys.exc_info()[1])
         cast.check_unchanged()
         values = (*args, *kwargs.values())
-        if self._scales and any(cast.has_changed(v) for v in values if isinstance(v, Tensor)):
+        # What a stage of a pipeline is given by the one before is nobody's afterwards.
+        theirs = values if self._scales and self.part.first else ()
+        if any(cast.has_changed(v) for v in theirs if isinstance(v, Tensor)):
             raise StepError(_IN_PLACE)
 
         def change(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hpczero
-from hpczero import Pipeline, Topology
+from hpczero import LossScale, Pipeline, Precision, Topology
 from hpczero.errors import ConfigError, PlanError, StepError
 from hpczero.models.gpt import checkpointed
 from tests.helpers.parallel import parallel_assert
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 pytestmark = pytest.mark.mpi
+FP16 = Precision(param="fp16", loss_scale=LossScale(initial=8.0))  # no gradient overflows
 
 
 @pytest.mark.ranks(2, 3)
@@ -178,7 +179,10 @@ def test_micro_batches_of_another_step_may_have_another_shape(comm: MPI.Intracom
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_a_block_may_change_what_it_is_given_in_place(comm: MPI.Intracomm, schedule: str) -> None:
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), (FP16, 2e-3)])
+def test_a_block_may_change_what_it_is_given_in_place(
+    comm: MPI.Intracomm, schedule: str, precision: str | Precision, tolerance: float
+) -> None:
     """As in one process, where it is the output of the block before: ``x += ...``, ``nn.ReLU(inplace=True)``."""
 
     def halved(block: nn.Module, x: Tensor) -> Tensor:
@@ -188,13 +192,14 @@ def test_a_block_may_change_what_it_is_given_in_place(comm: MPI.Intracomm, sched
     data = batch(0, 3)
     plain, cut_one = gpt(), gpt()
     plain.call_block = cut_one.call_block = halved
-    staged = Staged(comm, cut_one, pipeline=comm.size, micro_batches=3, schedule=schedule)
+    numbers = {"micro_batches": 3, "schedule": schedule}
+    staged = Staged(comm, cut_one, pipeline=comm.size, precision=precision, **numbers)
     found = staged.gradients(*data)
     staged.release()
-    expected = alone(plain, *data)
+    expected = alone(plain, *data, precision=precision)
     parallel_assert(comm, found.keys() == expected.keys())
     worst = max(float((found[n] - expected[n]).abs().max()) for n in found)
-    parallel_assert(comm, worst < 1e-6, f"{worst}")
+    parallel_assert(comm, worst < tolerance, f"{worst}")
 
 
 @pytest.mark.ranks(2)
