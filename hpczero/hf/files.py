@@ -100,11 +100,13 @@ class WeightFolder:
                     f"{self.path}: a save into it was cut short; save again, or move all files of "
                     f"{self.path / HIDDEN} into it"
                 )
-            others = sorted(p.name for p in self.path.glob("*.bin"))[:1]
-            found = f"; it has {others[0]}, which transformers itself converts: from_pretrained, save_pretrained"
-            raise ConfigError(
-                f"{self.path}: has neither {SINGLE} nor {INDEX}{found if others else ''}"
+            others = sorted(p.name for p in self.path.glob("*.bin"))
+            found = (
+                f"; it has {others[0]}, which transformers itself converts: from_pretrained, save_pretrained"
+                if others
+                else ""
             )
+            raise ConfigError(f"{self.path}: has neither {SINGLE} nor {INDEX}{found}")
         places = self._index().get("weight_map")
         if not isinstance(places, dict) or not places:
             raise CheckpointError(f"{self.path / INDEX}: has no 'weight_map'; fetch it again")

@@ -213,6 +213,23 @@ def test_a_folder_of_which_a_part_alone_would_be_loaded_is_refused(
     raises_on_all(comm, kind, said, lambda: llama.sharded(topology, folder))
 
 
+def test_a_folder_without_weights_is_named(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    llama.on_disk(comm, folder)
+    if comm.rank == 0:
+        for file in folder.glob("model*.safetensors*"):
+            file.unlink()
+    comm.Barrier()
+    neither = r"has neither model\.safetensors nor model\.safetensors\.index\.json"
+    raises_on_all(comm, ConfigError, f"{neither}$", lambda: llama.sharded(topology, folder))
+    if comm.rank == 0:
+        (folder / "pytorch_model.bin").write_bytes(b"")
+    comm.Barrier()
+    others = rf"{neither}; it has pytorch_model\.bin"
+    raises_on_all(comm, ConfigError, others, lambda: llama.sharded(topology, folder))
+
+
 def test_what_cannot_be_loaded_is_named(
     comm: MPI.Intracomm, topology: Topology, folder: Path
 ) -> None:
