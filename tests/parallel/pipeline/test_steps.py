@@ -192,7 +192,7 @@ def test_a_block_may_change_what_it_is_given_in_place(
     data = batch(0, 3)
     plain, cut_one = gpt(), gpt()
     plain.call_block = cut_one.call_block = halved
-    numbers = {"micro_batches": 3, "schedule": schedule}
+    numbers: dict[str, Any] = {"micro_batches": 3, "schedule": schedule}
     staged = Staged(comm, cut_one, pipeline=comm.size, precision=precision, **numbers)
     found = staged.gradients(*data)
     staged.release()
