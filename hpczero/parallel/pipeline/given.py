@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from hpczero.errors import ConfigError
 from hpczero.parallel.pipeline.stages import Stage
 
@@ -49,7 +52,7 @@ class Given(NamedTuple):
             targets_too: whether the last stage needs targets, and computes a loss.
 
         Raises:
-            ConfigError: the stage lacks what it needs, or there are too many or too few.
+            ConfigError: the stage lacks what it needs, or there are too many or too few; a target needs a gradient.
         """
         needs = {
             "inputs": stage.is_first(0),
@@ -71,6 +74,8 @@ class Given(NamedTuple):
                 f"stage {stage.group.rank} of {stage.group.size}: got {found}, expected {expected}: one for each "
                 "micro-batch"
             )
+        if needs["targets"] and torch.is_grad_enabled():
+            _check_without_gradients(targets or ())
         return cls(
             number,
             [_as_tuple(each) for each in inputs] if inputs is not None and needs["inputs"] else [],
@@ -83,3 +88,13 @@ class Given(NamedTuple):
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
+
+
+def _check_without_gradients(targets: Sequence[Any]) -> None:
+    """The gradient of a target would be of a sum over micro-batches, and carry a loss scale."""
+    for number, target in enumerate(targets):
+        if any(isinstance(each, Tensor) and each.requires_grad for each in _as_tuple(target)):
+            raise ConfigError(
+                f"pipeline: the targets of micro-batch {number} need a gradient, expected none; detach them, or make "
+                "what is trained of them a parameter of the model"
+            )

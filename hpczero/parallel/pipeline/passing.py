@@ -49,6 +49,31 @@ class _Arrive(torch.autograd.Function):
         return None, None, None
 
 
+def of_mean(values: tuple[Any, ...], parts: int) -> tuple[Any, ...]:
+    """``values``, of which tensors that need a gradient get that of the mean over ``parts`` micro-batches."""
+    if not torch.is_grad_enabled():
+        return values
+    return tuple(
+        _OfMean.apply(each, parts) if isinstance(each, Tensor) and each.requires_grad else each  # type: ignore[no-untyped-call]
+        for each in values
+    )
+
+
+class _OfMean(torch.autograd.Function):
+    """(x, parts) -> x, whose gradient is divided by ``parts``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: int) -> Tensor:
+        """The memory of ``x``."""
+        ctx.parts = parts
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Of the loss of one micro-batch, to be one of ``parts``."""
+        return gradient / ctx.parts, None
+
+
 def to_send(y: Tensor) -> Tensor:
     """The values of ``y`` in memory that stays as it is: not that of a parameter, nor of what the model may reuse."""
     data = y.detach()

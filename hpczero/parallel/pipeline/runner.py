@@ -24,7 +24,7 @@ from hpczero.comm.stage_messages import Message, StageMessages
 from hpczero.errors import ConfigError, PlanError, StepError
 from hpczero.parallel.pipeline.actions import Action, forwards_of, schedule_of
 from hpczero.parallel.pipeline.given import Given
-from hpczero.parallel.pipeline.passing import Arrived, to_send
+from hpczero.parallel.pipeline.passing import Arrived, of_mean, to_send
 from hpczero.parallel.pipeline.simulate import Simulation, simulate
 from hpczero.parallel.pipeline.stages import stage_of
 from hpczero.parallel.pipeline.ties import Ties
@@ -102,11 +102,11 @@ class Pipeline:
     def step(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None) -> float:
         """Forward and backward of all micro-batches; ``optimizer.step()`` follows.
 
-        Gradients are the mean over micro-batches and data parallel ranks.
+        Gradients are the mean over micro-batches and data parallel ranks, those of inputs over micro-batches.
 
         Args:
             inputs: of each micro-batch, a tensor or a tuple of them; None where this is not the first stage.
-            targets: the same; None where this is not the last stage.
+            targets: the same, without gradients; None where this is not the last stage.
 
         Returns:
             The mean loss over micro-batches of these data parallel ranks' pipeline, on each of its stages.
@@ -212,7 +212,7 @@ class Pipeline:
     def _forward(self, action: Action, x: Tensor | None, given: Given) -> None:
         chunk, i = action.chunk, action.micro_batch
         arrived = None if x is None else Arrived(x)
-        inputs = given.inputs[i] if arrived is None else (arrived.values,)
+        inputs = of_mean(given.inputs[i], given.number) if arrived is None else (arrived.values,)
         if not self._stage.is_last(chunk):
             y = self._model(*inputs, chunk=chunk)
             if not isinstance(y, Tensor) or not y.is_floating_point():
@@ -303,5 +303,6 @@ class Pipeline:
         if there:
             raise StepError(
                 f"stage {stage}: {len(there)} unit(s), first {there[0]!r}, have gradients already, and those of "
-                "weights on two stages would be added up twice; call optimizer.zero_grad() before pipeline.step"
+                "weights on two stages would be added up twice; call optimizer.zero_grad(), which sets them to None, "
+                "before pipeline.step"
             )

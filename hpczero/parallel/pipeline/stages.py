@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hpczero.comm.stage_messages import give_all
-from hpczero.errors import PlanError
+from hpczero.errors import PlanError, StepError
 from hpczero.job.group import Group
 from hpczero.job.topology import Topology
 from hpczero.parallel.pipeline.owners import Owners, persistent_buffers
@@ -103,17 +103,24 @@ class Stage:
         )
         return any(f"{name}.".startswith(paths) for name in trained)
 
-    def __call__(self, *inputs: Any, targets: tuple[Any, ...] = (), chunk: int = 0) -> Any:
+    def __call__(
+        self, *inputs: Any, targets: tuple[Any, ...] = (), chunk: int | None = None
+    ) -> Any:
         """One chunk's part of the model's forward.
 
         Args:
             inputs: of the model, where the chunk is the first; else the x of the piece before.
             targets: of the model, where the chunk is the last.
-            chunk: which.
+            chunk: which; not None if there are other stages.
 
         Returns:
             x for the piece after, or what the model returns.
+
+        Raises:
+            StepError: the model was called by itself.
         """
+        if chunk is None:
+            chunk = self._alone()
         model, stages = self._model, self._stages
         if self.is_first(chunk):
             x = stages.enter(model, *inputs)
@@ -123,6 +130,15 @@ class Stage:
         for name in self.chunks[chunk]:
             x = stages.call(model, container.get_submodule(name), x)
         return stages.leave(model, x, *targets) if self.is_last(chunk) else x
+
+    def _alone(self) -> int:
+        """The chunk of a call that says none: it is for the whole model."""
+        if self.group.size > 1:
+            raise StepError(
+                f"{type(self._model).__name__} was called by itself, and this rank has stage {self.group.rank} of "
+                f"{self.group.size} alone; call evaluate or outputs of hpczero.Pipeline, on every stage"
+            )
+        return 0
 
 
 def cut(

@@ -141,8 +141,8 @@ def test_forwards_of_the_stages_follow_each_other_to_that_of_the_model(
     model = cut(Sandwich(add), stages_of_ranks, SANDWICH)
     x, y = torch.arange(6.0).view(2, 3), torch.ones(2, 3)
     if comm.rank == 0:
-        comm.send(model(x).detach(), 1)
-    loss = model(comm.recv(source=0), targets=(y,)) if comm.rank else Sandwich()(x, y)
+        comm.send(model(x, chunk=0).detach(), 1)
+    loss = model(comm.recv(source=0), targets=(y,), chunk=0) if comm.rank else Sandwich()(x, y)
     parallel_assert(comm, torch.equal(comm.bcast(loss.detach(), root=1), comm.bcast(loss.detach())))
     parallel_assert(
         comm, comm.rank == 0 or torch.equal(model.get_buffer("up.scale"), torch.ones(3))
