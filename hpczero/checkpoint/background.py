@@ -80,9 +80,8 @@ class Background:
         self._thread = threading.Thread(target=run, name="hpczero-checkpoint")
         try:
             self._thread.start()
-        except RuntimeError:  # the system has no thread to give
-            self._thread = None
-            raise
+        except RuntimeError:  # the system has no thread to give; peers are in the write
+            run()
 
     def leave(self, then: Callable[[], None]) -> None:
         """Go on without a caller who waits; ``then`` is called at the end. Not collective.

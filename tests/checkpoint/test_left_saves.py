@@ -47,7 +47,7 @@ NO_THREAD = """
 start = threading.Thread.start
 
 def only_others(self):
-    if self.name == "hpczero-pwrite":
+    if self.name == "hpczero-NAME" and topology.is_root:
         raise RuntimeError("can't start new thread")
     start(self)
 
@@ -120,9 +120,12 @@ def test_an_exception_while_close_waits_leaves_the_save_its_communicator_and_its
     assert verify(path).verdict is Verdict.SOUND, job
 
 
-def test_a_save_is_written_where_the_system_gives_no_thread_for_its_pieces(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["pwrite", "checkpoint"])
+def test_a_save_is_written_where_the_system_gives_one_rank_no_thread_for_it(
+    tmp_path: Path, name: str
+) -> None:
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM + NO_THREAD)
+    program.write_text(PROGRAM + NO_THREAD.replace("NAME", name))
     job = run_ranks(2, [program, tmp_path / "ckpt"], timeout=60)
     assert job.returncode == 0, job
     assert verify(tmp_path / "ckpt" / "step-000000005").verdict is Verdict.SOUND, job
