@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 
 import pytest
 
 from hpczero.checkpoint.verify import Verdict, verify
-from tests.helpers.mpirun import run_ranks
+from tests.helpers.mpirun import Finished, run_ranks
 
 PROGRAM = """
 import signal, sys, threading, time
@@ -40,7 +39,6 @@ def at(name):
 
 checkpoints = Checkpoints(folder, model, background=True, at=at)
 checkpoints.save(7)
-time.sleep(0.5)
 """
 
 NO_THREAD = """
@@ -79,6 +77,13 @@ print("locked", len(list(folder.glob(".lock-*"))), flush=True)
 """
 
 
+def job_of(text: str, folder: Path, ranks: int) -> Finished:
+    """PROGRAM and ``text``, run to their end; checkpoints are in ``folder / "ckpt"``."""
+    program = folder / "program.py"
+    program.write_text(PROGRAM + text)
+    return run_ranks(ranks, [program, folder / "ckpt"], timeout=60)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("end", ["the last line", "an exit in the block"])
 def test_a_program_that_ends_with_a_save_in_flight_leaves_a_whole_checkpoint(
@@ -89,9 +94,7 @@ def test_a_program_that_ends_with_a_save_in_flight_leaves_a_whole_checkpoint(
         if end == "the last line"
         else "with checkpoints:\n    checkpoints.save(7)\n    sys.exit()\n"
     )
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(PROGRAM + AFTER_THE_LAST_LINE) + last)
-    job = run_ranks(ranks, [program, tmp_path / "ckpt"], timeout=60)
+    job = job_of(AFTER_THE_LAST_LINE + last, tmp_path, ranks)
     assert job.returncode == 0, job
     assert "shutdown" not in job.stderr, job
     found = verify(tmp_path / "ckpt" / "step-000000007")
@@ -101,9 +104,7 @@ def test_a_program_that_ends_with_a_save_in_flight_leaves_a_whole_checkpoint(
 def test_a_program_that_ends_without_hearing_of_a_failed_save_says_so_at_its_end(
     tmp_path: Path,
 ) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM + FAILS)
-    job = run_ranks(2, [program, tmp_path / "ckpt"], timeout=60)
+    job = job_of(FAILS, tmp_path, 2)
     assert job.stderr.count("the save in flight when the program ended has failed") == 1, job
     assert "the disk has gone" in job.stderr, job
 
@@ -111,9 +112,7 @@ def test_a_program_that_ends_without_hearing_of_a_failed_save_says_so_at_its_end
 def test_an_exception_while_close_waits_leaves_the_save_its_communicator_and_its_lock(
     tmp_path: Path,
 ) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM + INTERRUPTED)
-    job = run_ranks(1, [program, tmp_path / "ckpt"], timeout=60)
+    job = job_of(INTERRUPTED, tmp_path, 1)
     assert job.returncode == 0, job
     path = tmp_path / "ckpt" / "step-000000003"
     assert job.stdout.splitlines() == ["cut short", "locked 1", f"True {path}", "locked 0"], job
@@ -124,8 +123,6 @@ def test_an_exception_while_close_waits_leaves_the_save_its_communicator_and_its
 def test_a_save_is_written_where_the_system_gives_one_rank_no_thread_for_it(
     tmp_path: Path, name: str
 ) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM + NO_THREAD.replace("NAME", name))
-    job = run_ranks(2, [program, tmp_path / "ckpt"], timeout=60)
+    job = job_of(NO_THREAD.replace("NAME", name), tmp_path, 2)
     assert job.returncode == 0, job
     assert verify(tmp_path / "ckpt" / "step-000000005").verdict is Verdict.SOUND, job

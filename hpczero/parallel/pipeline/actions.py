@@ -34,7 +34,8 @@ class Action(NamedTuple):
         kind: "F" or "B".
         micro_batch: from 0.
         chunk: of this stage's chunks, from 0.
-        reduces: whether gradients are complete after it, and are reduced.
+        reduces: whether gradients are complete after it. They are reduced then, or before, where this and the last ones
+            have no graph, because what they would train is frozen.
     """
 
     kind: Literal["F", "B"]
