@@ -26,6 +26,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "seeded"
 TREE = BUILD / "tree"
