@@ -1,7 +1,7 @@
 # make train   set up and train on the text of the standard library, then write some text: RANKS=2 ARGS="--section.key value"
 # make picture set up, train the same and put its loss plot at docs/loss.png: ARGS as above
-# make test    set up and run every test: ARGS="-k zero" goes to pytest, HPCZERO_TEST_RANKS="2 3" narrows the MPI runs
-# make test-all  the same with every case on every number of ranks, which by default are a part: see CONTRIBUTING.md
+# make test    set up and run the core of the tests: ARGS="-k zero" goes to pytest, HPCZERO_TEST_RANKS="0 2" narrows the ranks
+# make test-all  every test, every case, every number of ranks, in hours; in parts with HPCZERO_TEST_RANKS: see CONTRIBUTING.md
 # make quick   lint and the tests of what has changed, in under two minutes: ARGS="--since COMMIT"
 # make lint    set up, ruff and mypy
 # make examples  set up and train every adapter that comes along to its target, beside plain torch: ARGS="--only gcn"

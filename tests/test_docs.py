@@ -297,8 +297,8 @@ def test_environment_variables_that_are_named_are_those_that_are_read() -> None:
         *(ROOT / "hpczero").rglob("*.py"),
         *(ROOT / "install").iterdir(),
         ROOT / "tests/run.py",
+        ROOT / "tests/helpers/cases.py",
         ROOT / "tests/helpers/forkserver.py",
-        ROOT / "tests/compat/conftest.py",
     ]
     pattern = r"\bHPCZERO_[A-Z0-9_]+\b"
     assert named(pattern, [RUNNING]) == named(pattern, sources)

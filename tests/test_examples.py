@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.cases import EVERYTHING
 from tests.helpers.mpirun import ROOT, Finished, run_command, run_ranks
 from tests.helpers.transcripts import commands_of
 
 EXAMPLES = ROOT / "examples"
-EVERY = os.environ.get("HPCZERO_TEST_ALL") == "1"
 LIMIT_S = 90.0  # they take a few seconds on an idle machine
 # Of the list, run here with the same words.
 COMMANDS = {
@@ -58,7 +57,6 @@ def test_every_example_is_in_the_list_and_is_run_here() -> None:
 
 
 @pytest.mark.limit(LIMIT_S + 30)
-@pytest.mark.slow
 def test_own_loop_learns() -> None:
     first, last = losses(run_example(2, "own_loop.py"))
     assert last < 0.4 * first
@@ -69,7 +67,7 @@ def test_own_loop_learns() -> None:
 def test_a_model_of_ones_own_learns_alike_in_any_layout() -> None:
     alone, *divided = (
         losses(run_example(ranks, "split_your_own.py"))
-        for ranks in ((1, 2, 4) if EVERY else (1, 4))
+        for ranks in ((1, 2, 4) if EVERYTHING else (1, 4))
     )
     assert alone[1] < 0.4 * alone[0]
     for found in divided:  # one data parallel rank each: the same batches
@@ -88,7 +86,6 @@ def test_convnet_learns_and_names_new_images() -> None:
 
 
 @pytest.mark.limit(2 * LIMIT_S + 30)
-@pytest.mark.slow
 def test_training_goes_on_later_with_the_same_weights_on_other_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     began, left = losses(run_example(2, "resume_later.py", "--folder", str(folder)))
@@ -103,7 +100,6 @@ def test_training_goes_on_later_with_the_same_weights_on_other_ranks(tmp_path: P
 
 
 @pytest.mark.limit(2 * LIMIT_S + 30)
-@pytest.mark.slow
 def test_a_model_on_disk_trains_with_the_bits_of_one_in_memory(tmp_path: Path) -> None:
     options = ["--preset", "gpt-micro", "--context", "32", "--window", "1"]
     resident = run_example(2, "larger_than_memory.py", *options, "--resident")

@@ -9,7 +9,6 @@ import pytest
 from tests.surface import FILE, surface
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_nothing_that_users_hold_on_to_is_gone_or_new_by_accident() -> None:
     noted, now = json.loads(FILE.read_text(encoding="utf-8")), surface()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import struct
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +32,12 @@ class Compiled:
     Attributes:
         registers: of a thread; of the largest function.
         local_nbytes: memory of a thread for what found no register.
-        seconds: of a processor, that the compiler took.
+        code_nbytes: of the machine code, as an ELF file.
     """
 
     registers: int
     local_nbytes: int
-    seconds: float
+    code_nbytes: int
 
 
 class Nvrtc:
@@ -69,9 +68,7 @@ class Nvrtc:
         try:
             given = [f"--gpu-architecture={architecture}", *OPTIONS]
             options = (ctypes.c_char_p * len(given))(*(option.encode() for option in given))
-            start = time.process_time()
             refused = self._library.nvrtcCompileProgram(program, len(given), options)
-            seconds = time.process_time() - start
             if refused:
                 log = self._bytes("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
                 raise CompileError(log.strip() or f"NVRTC refuses {architecture}: code {refused}")
@@ -82,7 +79,7 @@ class Nvrtc:
         return Compiled(
             max(value for number, value in found if number == REGISTERS),
             max(value for number, value in found if number == FRAME_SIZE),
-            seconds,
+            len(code),
         )
 
     def _bytes(self, what: str, program: ctypes.c_void_p) -> bytes:

@@ -43,6 +43,7 @@ def test_a_workspace_without_one_order_is_refused() -> None:
     assert variables == {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_an_operation_without_an_order_is_an_error_afterwards() -> None:
     done = subprocess.run(

@@ -42,6 +42,7 @@ def run_program(trouble: str, call: str = "dist.all_reduce(tensor)") -> Any:
     return run_ranks(2, ["-c", code], timeout=60, env={"HPCZERO_TIMEOUT": "2"})
 
 
+@pytest.mark.worth("nothing hangs")
 def test_rank_that_raises_ends_the_job_with_its_own_error() -> None:
     job = run_program("raise ValueError('no such sample')")
     assert job.returncode not in (0, 86), job

@@ -56,12 +56,14 @@ class Options:
         seed: of where and when.
         background: save in the background.
         at_milestones: share of the jobs that are killed at a milestone of a save.
+        milestones: which, in turn.
     """
 
     kills: int = 200
     seed: int = 0
     background: bool = False
     at_milestones: float = 0.6
+    milestones: tuple[str, ...] = MILESTONES
 
 
 def rank_program(
@@ -235,7 +237,7 @@ def soak(options: Options, *, steps_per_kill: int = 30) -> str:
             until = newest + steps_per_kill
             milestone, after = "never", 0.0
             if dice.random() < options.at_milestones:
-                milestone = MILESTONES[number % len(MILESTONES)]
+                milestone = options.milestones[number % len(options.milestones)]
                 at_milestones += 1
             else:
                 after = dice.uniform(0.001, 0.6)

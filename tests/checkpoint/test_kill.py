@@ -7,6 +7,14 @@ import pytest
 from tests.checkpoint.soak import MILESTONES, Options, soak
 
 
+@pytest.mark.worth("no committed checkpoint is lost")
+@pytest.mark.limit(400)
+def test_jobs_killed_at_three_milestones_lose_nothing() -> None:
+    milestones = ("wrote /state/master", "digested", "committed")
+    said = soak(Options(kills=3, seed=3, at_milestones=1.0, milestones=milestones))
+    assert "3 at milestones" in said
+
+
 @pytest.mark.slow
 @pytest.mark.limit(900)
 def test_jobs_killed_at_every_milestone_lose_nothing() -> None:

@@ -143,6 +143,7 @@ def test_stages_that_have_layers_in_turn_write_the_same_file(
     parallel_assert(comm, described(path) == described(origin))
 
 
+@pytest.mark.worth("any layout resumes from any other")
 @pytest.mark.ranks(4)
 def test_every_layout_goes_on_from_every_other(
     comm: MPI.Intracomm, folder: Path, origin: Path

@@ -65,14 +65,15 @@ def at(name):
 signal.signal(signal.SIGALRM, interrupt)
 checkpoints = Checkpoints(folder, model, background=True, at=at, slab_nbytes=4096)
 checkpoints.save(3)
-signal.setitimer(signal.ITIMER_REAL, 0.3)
 try:
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
     checkpoints.close()
 except TimeoutError:
     print("cut short", flush=True)
 print("locked", len(list(folder.glob(".lock-*"))), flush=True)
+busy = checkpoints.busy
 threading.Timer(0.3, held.set).start()
-print(checkpoints.busy, checkpoints.wait(), flush=True)
+print(busy, checkpoints.wait(), flush=True)
 print("locked", len(list(folder.glob(".lock-*"))), flush=True)
 """
 

@@ -16,6 +16,7 @@ from tests.helpers.mpirun import run_ranks
 TIMEOUT_S = 200.0
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 @pytest.mark.parametrize(
     ("mpi_io", "sizes"),
@@ -39,6 +40,7 @@ def test_from_many_ranks_to_few_and_back(tmp_path: Path, mpi_io: str, sizes: lis
         assert all(other == first for other in others), found
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_a_training_passed_on_among_up_to_8_ranks_keeps_every_bit(tmp_path: Path) -> None:
     legs = ["4-3", "8-3", "5-1", "8-2", "3-0", "8-0", "2-2", "1-3"]

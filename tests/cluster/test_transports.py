@@ -23,6 +23,7 @@ def cluster() -> Iterator[EmulatedCluster]:
         yield cluster
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["block", "cyclic"])
 def test_every_transport_and_algorithm_trains_to_the_same_bits_whoever_is_late(
     cluster: EmulatedCluster, placement: Placement, tmp_path: Path
@@ -76,13 +77,14 @@ def test_rank_that_stays_away_is_named_across_nodes(cluster: EmulatedCluster) ->
     assert re.search(missing, done.stderr), done
 
 
-def test_activation_arrives_while_its_sender_computes(cluster: EmulatedCluster) -> None:
-    """Not at the sender's next call of MPI, a second later: 1 MiB takes 8 ms on this link."""
-    done = cluster.run([*JOBS, "stages"], ranks_per_host=1, timeout=60)
+def test_activation_arrives_while_its_sender_computes(
+    cluster: EmulatedCluster, tmp_path: Path
+) -> None:
+    """Not at the sender's next call of MPI: that comes once it has arrived, or too late."""
+    done = cluster.run([*JOBS, "stages", str(tmp_path)], ranks_per_host=1, timeout=60)
     assert done.returncode == 0, done
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found[0] == []
-    assert min(found[1][1:]) < 0.5, found
+    assert found[0][1:] == [True, True], found
 
 
 def test_doctor_shows_what_was_measured_between_nodes(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
 
 from tests.cluster.emulated import EmulatedCluster, why_not
+from tests.helpers.cases import EVERYTHING
 
 JOBS = ["-m", "mpi4py", "-m", "tests.cluster.jobs"]
 NUMEL = 64 * 60 * 256  # divides into 4, 5 and 6 shards
@@ -59,9 +59,8 @@ THREE = ((2, 2, 1), (2, 2, 2))
 TWO = ((3, 1), (2, 2))
 
 
-@pytest.mark.parametrize(
-    ("uneven", "even"), [TWO, THREE] if os.environ.get("HPCZERO_TEST_ALL") == "1" else [THREE]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("uneven", "even"), [TWO, THREE] if EVERYTHING else [THREE])
 def test_links_carry_what_the_plan_says_a_tenth_more_than_between_even_nodes_at_most_with_the_bits_of_flat(
     cluster: EmulatedCluster, uneven: tuple[int, ...], even: tuple[int, ...]
 ) -> None:

@@ -58,6 +58,8 @@ def expected_sum(
 class CollectivesSuite(ConductSuite):
     """Subclass it as ``TestX`` and set ``make`` to what builds the transport; options are those of ``Collectives``."""
 
+    large_numel = 2**20 + 3  # of a shard: more than a transport moves at once
+
     # --- all_gather
 
     def test_all_gather_fills_every_shard_with_its_owners_bits(
@@ -116,7 +118,7 @@ class CollectivesSuite(ConductSuite):
     def test_large_buffers(
         self, comm: MPI.Intracomm, topology: Topology, transport: Collectives
     ) -> None:
-        shard_numel, index = 2**20 + 3, topology.shard_index
+        shard_numel, index = self.large_numel, topology.shard_index
         full = contribution(comm.rank, shard_numel * comm.size, torch.bfloat16)
         out = torch.empty(shard_numel)
         transport.reduce_scatter(full, out, scale=1.0, name="u").wait()

@@ -127,6 +127,7 @@ def test_the_library_says_what_its_own_tool_says(comm: object) -> None:
     assert found.reason
 
 
+@pytest.mark.slow
 @pytest.mark.limit(180)
 def test_a_trial_is_a_job_of_its_own_even_inside_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
@@ -160,6 +161,7 @@ PATH={path} exec {mpirun} -n 2 "$@"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.limit(180)
 def test_where_there_is_srun_alone_it_tries_one_node_and_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -246,13 +246,14 @@ def test_a_signal_as_a_call_begins_or_ends_leaves_no_call_that_looks_open(
     )
 
 
-# Rank 1 waits in a call when the handler raises: the call is complete, and nobody has its result.
+# Rank 1 waits in a call when the signal comes. The handler raises when the call is complete: nobody has its result.
 SIGNAL = """
-import signal, time
+import os, signal, time
 from mpi4py import MPI
 import numpy as np
 import hpczero
 from hpczero.job.exchange import Exchange
+from tests.helpers.pace import pace
 
 class TimeUp(Exception):
     pass
@@ -270,12 +271,16 @@ calls = {
     "text": lambda i: topology.world.gather_text(str(i)) == [str(i)] * 2,
     "objects": lambda i: exchange.objects(i, "metrics") == [i, i],
 }
-step = 0
+pids = MPI.COMM_WORLD.allgather(os.getpid())
+step, has_told = 0, False
 while step < 4:
     if step == 1 and rank == 0:
-        time.sleep(0.5)
-    if step == 1 and rank == 1:
-        signal.setitimer(signal.ITIMER_REAL, 0.25)
+        MPI.COMM_WORLD.recv(source=1)
+        time.sleep(0.25 * pace())  # a line of its program from there to the call
+        os.kill(pids[1], signal.SIGALRM)
+    if step == 1 and rank == 1 and not has_told:
+        has_told = True
+        MPI.COMM_WORLD.send("about to call", dest=0)
     try:
         assert calls["NAME"](step), ("of another step", step)
     except TimeUp:

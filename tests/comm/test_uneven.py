@@ -137,6 +137,8 @@ class TestSharedMemoryInTheBackground(UnevenSuite):
 
 @pytest.mark.ranks(4, 5)
 class TestShortRounds(UnevenSuite):
+    large_numel = 2**12 + 3  # a thousand rounds
+
     @staticmethod
     def make(topology: Topology, **options: Any) -> Uneven:
         # rounds of 24 and 512 bytes, so that the sizes of the suite take several

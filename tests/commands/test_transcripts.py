@@ -7,7 +7,6 @@ page itself states. So a new command on a page is run from its first day.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
@@ -22,6 +21,7 @@ import tyro
 from hpczero.options.reading import parse_command_line
 from tests import test_examples as examples
 from tests.data.test_old_tokens import old_file
+from tests.helpers.cases import EVERYTHING
 from tests.helpers.mpirun import ROOT
 from tests.helpers.short_probe import write_launcher
 from tests.helpers.transcripts import (
@@ -148,7 +148,7 @@ TABLE = {
     "make docs": Verdict(shows="build/docs"),
     'pip install ".[hf]"': Verdict(after="--no-deps --no-build-isolation --quiet --dry-run"),
     "make examples": Verdict(shows="graphsage")
-    if os.environ.get("HPCZERO_TEST_ALL") == "1"
+    if EVERYTHING
     else Verdict(after="-n", shows=r"examples/adapters.py --ranks"),  # --only gcn is typed
     "pip install .": Verdict(after="--no-deps --no-build-isolation --quiet"),
     "mpirun -n 2 .venv/bin/python first.py": Verdict(

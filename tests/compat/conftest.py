@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.compat.construct import Construct
+from tests.helpers.cases import EVERYTHING
 from tests.helpers.parallel import parallel_assert
 
 TRANSPORTS = ("window", "flat", "hierarchical")
@@ -34,15 +34,17 @@ def grounds(session_comm: MPI.Intracomm) -> Iterator[dict[str, Topology]]:
 
 
 def is_tried(construct: Construct, stage: int, transport: str) -> bool:
-    """Stage 3, which has most to go wrong, on two transports, each other stage on one; HPCZERO_TEST_ALL=1: all.
+    """In the core stage 3, which has most to go wrong, and another stage, each on one transport; else all.
 
-    Which goes by the name: each construct is tried on all three, and a run of all constructs has every pair many times.
+    Which goes by the name: a run of all constructs has every pair many times.
     """
-    if len(construct.stages) == 1 or os.environ.get("HPCZERO_TEST_ALL") == "1":
+    if len(construct.stages) == 1 or EVERYTHING:
         return True
-    last = stage == max(construct.stages)
-    turn = zlib.crc32(construct.name.encode()) + (min(construct.stages) if last else stage)
-    return (transport == TRANSPORTS[turn % len(TRANSPORTS)]) is not last
+    *others, last = sorted(construct.stages)
+    turn = zlib.crc32(construct.name.encode())
+    other = others[turn // len(TRANSPORTS) % len(others)]
+    tried = {last: turn, other: turn + 1}
+    return stage in tried and transport == TRANSPORTS[tried[stage] % len(TRANSPORTS)]
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable
 
@@ -11,6 +10,7 @@ from _pytest.mark import ParameterSet
 
 from tests.compat import table
 from tests.compat.construct import Construct
+from tests.helpers.cases import EVERYTHING
 
 pytestmark = [
     pytest.mark.mpi,
@@ -21,7 +21,7 @@ pytestmark = [
 
 def on_other_ranks() -> list[ParameterSet]:
     """One of eight constructs for 1 rank and one for 3, HPCZERO_TEST_ALL=1: of four. By name, so that it stays."""
-    share = 4 if os.environ.get("HPCZERO_TEST_ALL") == "1" else 8
+    share = 4 if EVERYTHING else 8
     found = []
     for each in table.SMALL:
         turn = zlib.crc32(each.name.encode()) % share
@@ -31,6 +31,7 @@ def on_other_ranks() -> list[ParameterSet]:
     return found
 
 
+@pytest.mark.worth("plain torch's habits; the slowest compile")
 @pytest.mark.parametrize(
     "construct",
     [
@@ -44,6 +45,7 @@ def test_equals_plain_torch_or_is_refused_by_name(
     holds(construct)
 
 
+@pytest.mark.worth("plain torch's habits on other ranks")
 @pytest.mark.parametrize("construct", on_other_ranks())
 def test_on_one_and_three_ranks(construct: Construct, holds: Callable[[Construct], None]) -> None:
     holds(construct)

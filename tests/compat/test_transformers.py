@@ -17,6 +17,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.worth("the Trainer trains as plain torch does")
 @pytest.mark.parametrize(
     "construct", [*architectures.CONSTRUCTS, *libraries.CONSTRUCTS], ids=lambda each: each.name
 )

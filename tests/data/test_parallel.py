@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "text"
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("bpe", marks=pytest.mark.slow)])
 def test_file_has_the_same_bytes_on_one_core_and_on_all(folder: Path, tokenizer: str) -> None:
     all_cores = sorted(os.sched_getaffinity(0))
     found = []

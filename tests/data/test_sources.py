@@ -326,6 +326,7 @@ def test_token_files_bring_their_tokenizer_and_must_have_one(tmp_path: Path) -> 
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_killed_run_goes_on_with_the_next_sample_of_the_mixture_on_other_ranks(
     tmp_path: Path,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from tests.equality.reference import (
     train_plain,
     train_sharded,
 )
+from tests.helpers.cases import EVERYTHING
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:
@@ -56,9 +56,8 @@ def equals_one_process(topology: Topology) -> Callable[[Case], None]:
             for stage in case.stages
             for transport in (case.transports if stage == 3 else ("auto",))
         }
-        everything = os.environ.get("HPCZERO_TEST_ALL") == "1"
         # Where shards are of odd sizes; each rank by itself moves its own.
-        for stage, offload in AWAY if everything else AWAY[: topology.size == 3]:
+        for stage, offload in AWAY if EVERYTHING else AWAY[: topology.size == 3]:
             if stage in case.stages and _saves(case, offload):
                 runs[f"stage {stage}, {offload.describe()}"] = train_sharded(
                     case, topology, stage=stage, offload=offload

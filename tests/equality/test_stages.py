@@ -10,8 +10,8 @@ from hpczero import Precision, Topology
 from tests.equality import cases, models
 from tests.equality.cases import gpt_case
 from tests.equality.reference import Record, first_step_apart, train_sharded
+from tests.helpers.cases import chequered
 from tests.helpers.late import LateAccelerator
-from tests.helpers.pairwise import chequered
 from tests.helpers.parallel import parallel_assert
 
 pytestmark = pytest.mark.mpi
@@ -90,12 +90,14 @@ def test_stages_give_the_same_bits_where_nodes_take_turns(interleaved_nodes):
     all_stages(interleaved_nodes, "accumulation", "bf16")
 
 
+@pytest.mark.worth("transports give the same bits")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.ranks(2, 3, 4)
 def test_transports_give_the_same_bits_on_one_node(topology, precision):
     all_stages(topology, "accumulation", precision, ("flat", "hierarchical", "window", "ipc"))
 
 
+@pytest.mark.worth("transports give the same bits")
 @pytest.mark.parametrize(
     "precision", [Precision(), Precision(param="bf16", reduce="bf16")], ids=str
 )
@@ -116,6 +118,7 @@ def test_transports_give_the_same_bits_on_nodes_of_one_rank(comm):
     topology.free()
 
 
+@pytest.mark.worth("devices whose copies are late")
 @pytest.mark.parametrize(("precision", "aware"), [("fp32", "0"), ("bf16", "1")])
 @pytest.mark.ranks(2, 4)
 def test_a_device_whose_copies_are_late_gives_the_same_bits(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 import hpczero
 from hpczero import finetune
 from tests.finetune.models import adapted_gpt, loss_of, optimizer_of, plain_steps, rounded
+from tests.helpers.cases import EVERYTHING
 from tests.helpers.mpirun import run_ranks
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import mlp_input, zeroified
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from hpczero import Sharding
 
-EVERY = os.environ.get("HPCZERO_TEST_ALL") == "1"
 CODECS = pytest.mark.parametrize("name", ["int8", "nf4"])
 BESIDE = 12 * 2**20
 # transport, ranks of a node
@@ -148,7 +147,7 @@ def test_training_between_nodes_equals_one_process_whose_base_was_rounded_alike(
 @pytest.mark.fresh
 @pytest.mark.slow
 @pytest.mark.limit(600)
-@pytest.mark.skipif(not EVERY, reason="a model of 50 million parameters: HPCZERO_TEST_ALL=1")
+@pytest.mark.skipif(not EVERYTHING, reason="a model of 50 million parameters: HPCZERO_TEST_ALL=1")
 @pytest.mark.parametrize("transport", ["flat", "window"])
 def test_ranks_of_a_model_of_50_million_parameters_hold_what_is_planned(
     tmp_path: Path, transport: str

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.foreign import llama
+from tests.helpers.cases import EVERYTHING
 from tests.helpers.mpirun import ROOT, run_ranks
 
 PROGRAM = ROOT / "tests" / "foreign" / "memory_program.py"
@@ -29,7 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama": {**WIDE, "vocab_size": 8001, "num_hidden_layers": 16},
     "Mixtral": {**WIDE, "vocab_size": 401, "num_hidden_layers": 4, "num_local_experts": 8},
 }
-TRIED = MODELS if os.environ.get("HPCZERO_TEST_ALL") == "1" else ["Llama"]
+TRIED = MODELS if EVERYTHING else ["Llama"]
 
 
 def write(name: str, folder: Path) -> int:

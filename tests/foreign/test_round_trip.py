@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ import pytest
 
 from tests.compat.architectures import ARCHITECTURES, Architecture
 from tests.foreign.more_architectures import MORE
+from tests.helpers.cases import EVERYTHING
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore", "error:::hpczero"),
 ]
 
-EVERY = os.environ.get("HPCZERO_TEST_ALL") == "1"
 # Ties, layouts of old files, experts that are stacked, an encoder beside a decoder, running statistics.
 CHOSEN = {
     "qwen2": (3, "flat"),
@@ -38,7 +37,7 @@ CASES = [(stage, transport) for stage in (0, 1, 2, 3) for transport in ("flat", 
 
 @pytest.mark.parametrize(
     "architecture",
-    [each for each in [*ARCHITECTURES, *MORE] if EVERY or each.name in CHOSEN],
+    [each for each in [*ARCHITECTURES, *MORE] if EVERYTHING or each.name in CHOSEN],
     ids=lambda each: each.name,
 )
 def test_trains_from_disk_to_disk(
@@ -47,6 +46,6 @@ def test_trains_from_disk_to_disk(
     from tests.foreign.round_trip import RoundTrip  # hpczero.hf starts torch
 
     trip = RoundTrip(comm, architecture, folder)
-    for stage, transport in CASES if EVERY else [CHOSEN[architecture.name]]:
+    for stage, transport in CASES if EVERYTHING else [CHOSEN[architecture.name]]:
         trip.run(topology, stage=stage, transport=transport)
     parallel_assert(comm, not trip.problems, "\n".join(trip.problems[:8]))

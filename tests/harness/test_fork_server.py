@@ -18,6 +18,8 @@ from tests.helpers.forkserver import server
 from tests.helpers.mpirun import ROOT, Finished, run_command, run_ranks
 from tests.helpers.processes import Process, end_family, launch_environment
 
+pytestmark = pytest.mark.tool
+
 FORKED = "import sys; print('forked' if 'tyro' in sys.modules else 'anew')"
 LOWERS = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))"
 TELLS = """
@@ -108,6 +110,30 @@ def test_what_is_read_at_the_start_of_a_process_makes_it_start_anew() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, limits)
     assert run_command(["nice", sys.executable, "-c", FORKED], 60).stdout == "anew\n"
     assert run_command([sys.executable, "-X", "utf8", "-c", FORKED], 60).stdout == "anew\n"
+
+
+AROUND_AN_OPTIMIZER = f"""
+import os, sys, torch
+os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+from tests.helpers.forkserver import server
+from tests.helpers.mpirun import run_command
+job = [sys.executable, "-c", {FORKED!r}]
+print(run_command(job, 60).stdout, end="")
+torch.optim.AdamW([torch.ones(1, requires_grad=True)])
+assert "TORCHINDUCTOR_CACHE_DIR" in os.environ, "torch sets it no more: the exception for it may go"
+print(run_command(job, 60).stdout, end="")
+before = server.anew()
+run_command(job, 60, env={{"MALLOC_ARENA_MAX": "2"}})
+print(before, server.anew())
+"""
+
+
+@pytest.mark.fresh
+def test_an_optimizer_that_a_test_makes_leaves_its_jobs_forked_and_those_that_are_not_are_counted() -> (
+    None
+):
+    done = run_command([sys.executable, "-c", AROUND_AN_OPTIMIZER], 100)
+    assert done.stdout == "forked\nforked\n0 1\n", done
 
 
 WAITS = """

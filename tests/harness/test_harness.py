@@ -95,9 +95,10 @@ def trouble(tmp_path_factory: pytest.TempPathFactory) -> Finished:
             assert comm.size >= 3
     """
     path = write_tests(tmp_path_factory.mktemp("trouble"), body)
-    return run_all(path, "2", "--only-mpi")
+    return run_all(path, "2")
 
 
+@pytest.mark.worth("the harness: what fails on one rank, hangs or dies has failed")
 def test_run_with_failures_ends_with_the_sum_and_a_bad_code(trouble: Finished) -> None:
     # passed: good, after_the_deadlock, two; failed: bad_on_one, deadlock, dies, skips_on_one;
     # skipped: skips, and three and many, which no phase had ranks for
@@ -137,6 +138,7 @@ def test_skips_are_listed_with_their_reasons(trouble: Finished) -> None:
         assert line in trouble.stdout, trouble
 
 
+@pytest.mark.tool
 def test_hang_in_one_process_ends_with_its_jobs_and_the_rest_still_runs(tmp_path: Path) -> None:
     body = f"""
         import subprocess, sys
@@ -158,6 +160,7 @@ def test_hang_in_one_process_ends_with_its_jobs_and_the_rest_still_runs(tmp_path
     assert Process.read(int((tmp_path / "pid").read_text())) is None, "the test's own job lives on"
 
 
+@pytest.mark.tool
 def test_lanes_run_each_test_once_side_by_side_and_what_is_alone_after_them(tmp_path: Path) -> None:
     body = f"""
         import os, time
@@ -200,6 +203,7 @@ def test_lanes_run_each_test_once_side_by_side_and_what_is_alone_after_them(tmp_
     assert "test_b.py::test_once [one process]: took the job down, exit code 7" in finished.stdout
 
 
+@pytest.mark.tool
 @pytest.mark.parametrize(
     "body", ["", "def test_serial():\n    pass\n"], ids=["empty", "deselected"]
 )
@@ -209,12 +213,14 @@ def test_no_test_run_is_not_a_success(tmp_path: Path, body: str) -> None:
     assert finished.stdout.splitlines()[-1] == "0 passed, 0 failed, 0 skipped", finished
 
 
+@pytest.mark.tool
 def test_file_that_cannot_be_collected_is_a_failure(tmp_path: Path) -> None:
     finished = run_all(write_tests(tmp_path, "import absent_module\n"), "0")
     assert finished.returncode == 1, finished
     assert finished.stdout.splitlines()[-1] == "0 passed, 1 failed, 0 skipped", finished
 
 
+@pytest.mark.tool
 def test_ranks_that_collect_other_tests_end_at_once(tmp_path: Path) -> None:
     body = """
         from mpi4py import MPI
@@ -233,6 +239,7 @@ def test_ranks_that_collect_other_tests_end_at_once(tmp_path: Path) -> None:
     ), finished
 
 
+@pytest.mark.tool
 def test_run_ranks_ends_a_job_at_its_limit_and_shows_the_output(tmp_path: Path) -> None:
     code = """
         import os, pathlib, sys, time
@@ -259,7 +266,7 @@ def test_terminating_the_run_ends_its_jobs(tmp_path: Path) -> None:
             open({str(tmp_path)!r} + f"/{{os.getpid()}}.pid", "w").close()
             time.sleep(60)
     """
-    command = [sys.executable, "tests/run.py", "--only-mpi", *PLUGIN, f"--rootdir={tmp_path}"]
+    command = [sys.executable, "tests/run.py", *PLUGIN, f"--rootdir={tmp_path}"]
     path = write_tests(tmp_path, body)
     run = subprocess.Popen(
         [*command, path],
@@ -280,6 +287,7 @@ def test_terminating_the_run_ends_its_jobs(tmp_path: Path) -> None:
     assert [Process.read(pid) for pid in pids] == [None, None]
 
 
+@pytest.mark.tool
 def test_parallel_assert_fails_on_every_rank_and_names_the_wrong_ones() -> None:
     code = """
         from mpi4py import MPI
@@ -299,12 +307,14 @@ def test_parallel_assert_fails_on_every_rank_and_names_the_wrong_ones() -> None:
     assert finished.stdout.count("failed together") == 3, finished
 
 
+@pytest.mark.tool
 def test_launcher_refuses_a_bad_number_of_ranks_with_the_line_to_type() -> None:
     finished = run_command([ROOT / "install" / "launch.sh", "two", "hostname"], timeout=20)
     assert finished.returncode == 78
     assert "type: install/launch.sh 2 hostname" in finished.stderr
 
 
+@pytest.mark.tool
 def test_what_is_found_when_all_tests_have_passed_is_told_and_ends_nothing(tmp_path: Path) -> None:
     body = """
         class Cycle:
@@ -316,6 +326,6 @@ def test_what_is_found_when_all_tests_have_passed_is_told_and_ends_nothing(tmp_p
                 cycle = Cycle()
                 cycle.itself, cycle.file = cycle, open(__file__)
     """
-    finished = run_all(write_tests(tmp_path, body), "2", "--only-mpi")
+    finished = run_all(write_tests(tmp_path, body), "2")
     assert finished.returncode == 0, finished
     assert "unclosed file" in finished.stderr, finished

@@ -27,6 +27,7 @@ def test_a_limit_is_stretched_once_for_each_pace_that_is_found() -> None:
     assert limit.more_s(4.0) == pytest.approx(10.0)
 
 
+@pytest.mark.tool
 def test_a_job_on_a_slow_machine_gets_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpirun, "pace", lambda: 1.0)
     with pytest.raises(pytest.fail.Exception, match="not done within 1 s"):

@@ -10,6 +10,7 @@ from tests.helpers.mpirun import run_ranks
 from tests.helpers.session_folder import kept_session_folder
 
 
+@pytest.mark.tool
 @pytest.mark.fresh
 def test_no_job_removes_the_folder_and_it_is_gone_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

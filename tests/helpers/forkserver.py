@@ -79,10 +79,11 @@ FIXED = (
     "PYTORCH",
     "CUDA",
 )
-# Not read then, or done by what is forked.
-NOT_FIXED = ("PYTHON", "PYTHONPATH", "CUDA_VISIBLE_DEVICES")
+# Not read then, or done by what is forked. torch sets the last itself, when it makes its first optimizer.
+NOT_FIXED = ("PYTHON", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_CACHE_DIR")
 TOLD = ("PYTHONFAULTHANDLER", "PYTHONUNBUFFERED")
 BASE = {"PYTHONPATH": os.fspath(ROOT), "OMP_NUM_THREADS": "1"}
+REFUSED = "refused"  # a file beside the socket, a byte for each
 LIBRARIES = "LD_LIBRARY_PATH"
 PYTHON = "STANDS_FOR_PYTHON"  # what a job is to take for its interpreter
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)
@@ -101,6 +102,7 @@ class ForkServer:
         self._server: subprocess.Popen[bytes] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._path = ""
+        self._anew = 0
 
     def forked(self, command: tuple[str, ...], environment: Mapping[str, str]) -> tuple[str, ...]:
         """``command`` by way of the server if it starts Python in the plain way, else as it is."""
@@ -112,6 +114,7 @@ class ForkServer:
         plain = command[after] in ("-m", "-c") or command[after].endswith(".py")
         limits = [resource.getrlimit(limit) for limit in LIMITS]
         if not plain or not _fits(environment, limits, _environment()):
+            self._anew += 1
             return command
         return (*command[:after], *self._shim(), *command[after:])
 
@@ -121,6 +124,11 @@ class ForkServer:
             return 0.0
         fields = Path(f"/proc/{self._server.pid}/stat").read_text().rpartition(")")[2].split()
         return sum(map(int, fields[11:15])) / TICKS_PER_S
+
+    def anew(self) -> int:
+        """How many Python jobs could not be forked so far: those refused here and those that the server refused."""
+        refused = Path(self._path).with_name(REFUSED) if self._path else None
+        return self._anew + (refused.stat().st_size if refused and refused.exists() else 0)
 
     def write_python(self, path: Path) -> None:
         """Make ``path`` a program that is ``python``, and starts by way of the server where it is called plainly."""
@@ -240,6 +248,8 @@ def serve(path: str, said: int, python: str) -> None:
                 if job is None or not fits or job["standing"] != own or away is None:
                     if job is not None:
                         _tell(connection, 0)  # the shim starts it anew
+                        with Path(path).with_name(REFUSED).open("a") as refused:
+                            refused.write("x")
                     for file in files:
                         os.close(file)
                     connection.close()

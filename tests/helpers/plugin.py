@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 import pytest_mpi
 
+from tests.helpers.cases import EVERYTHING, LEFT_OUT, MOST_IN_CORE, Case, each_value, spread
 from tests.helpers.forkserver import server as forkserver
 from tests.helpers.mpirun import waited
-from tests.helpers.pairwise import Case, pairwise, spread
-from tests.helpers.records import Outcome, Record, read_records
+from tests.helpers.records import Outcome, Record, of_rank, read_records
 from tests.helpers.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--test-limit", type=float, default=120.0, help="seconds a test may take")
     group.addoption("--records", type=Path, help="file that rank 0 adds a line to per test")
     group.addoption("--mpi-files", type=Path, help="file for which files have MPI tests, by ranks")
+    group.addoption("--core", action="store_true", help=f"leave out tests marked {LEFT_OUT}")
     group.addoption("--sizes", help="numbers of ranks to spread cases over; all run here without")
     group.addoption("--done", type=Path, help="records of tests that are not to run again")
 
@@ -86,13 +87,20 @@ class Ranks:
         self.watchdog = Watchdog(comm, self.stderr)
         self.limit_s: float = config.getoption("--test-limit")
         records: Path | None = config.getoption("--records")
-        self.records = records if comm is None or comm.rank == 0 else None
+        rank = comm.rank if comm else 0
+        self.costs = of_rank(records, rank) if records else None
+        self.records = records if rank == 0 else None
         done: Path | None = config.getoption("--done")
         self.done = {record.test for record in read_records(done)} if done else set()
         given: str | None = config.getoption("--sizes")
         self.sizes = [int(word) for word in given.split()] if given else []
         self.collect_errors: list[str] = []
         self.ended: dict[str, Record] = {}
+
+    def watch(self) -> None:
+        """Start a watchdog of this process's own, which has been forked."""
+        self.watchdog.close()
+        self.watchdog = Watchdog(None, self.stderr)
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Mute pytest-mpi's section at the end: the version text of Open MPI holds a NUL, it makes logs binary."""
@@ -106,24 +114,29 @@ class Ranks:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> Generator[None, object, object]:
-        """Before others choose: note where the MPI tests are. After them: leave out what is not for here."""
+        """Choose cases before others choose tests, and say where MPI tests run, if no phase has before."""
+        marked = [
+            item
+            for item in items
+            if config.getoption("--core") and any(map(item.get_closest_marker, LEFT_OUT))
+        ]
+        sizes = _sizes_by_item([item for item in items if item not in set(marked)], self.sizes)
         noted: Path | None = config.getoption("--mpi-files")
-        if noted:
-            noted.write_text(json.dumps(_mpi_files(items)))
-        result = yield
-        self._choose(config, items)
-        return result
-
-    def _choose(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out what is not for this phase, and what an earlier launch already ran."""
+        first = noted is not None and not noted.exists()
+        if noted and first and self.records:
+            noted.write_text(json.dumps(_mpi_files(sizes)))
         kept: list[pytest.Item] = []
         left_out: list[pytest.Item] = []
-        sizes = _sizes_by_item(items, self.sizes)
         for item in items:
+            mpi = item.get_closest_marker("mpi") is not None
             if item not in sizes:
-                self._record(item, "spared", "HPCZERO_TEST_ALL=1 runs it")
-            elif self.comm is not None and self.size not in sizes[item]:
-                self._record(item, "elsewhere", "needs another number of ranks")
+                if first:
+                    self.record(item, "spared", "make test-all runs it")
+            elif mpi and not sizes[item]:
+                if first:
+                    self.record(item, "elsewhere", "needs another number of ranks")
+            elif self.comm is not None and mpi and self.size not in sizes[item]:
+                pass  # another phase
             elif item.nodeid not in self.done:
                 kept.append(item)
                 continue
@@ -131,6 +144,7 @@ class Ranks:
         if left_out:
             config.hook.pytest_deselected(items=left_out)
             items[:] = kept
+        return (yield)
 
     def pytest_collection_finish(self) -> None:
         """What is imported by now stays: a test that collects garbage need not go through all of torch for it."""
@@ -162,11 +176,11 @@ class Ranks:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         limit = item.get_closest_marker("limit")
-        self._record(item, "started")
+        self.record(item, "started")
         off = forkserver.off
         forkserver.off = off or item.get_closest_marker("fresh") is not None
         start, jobs, job_seconds = time.monotonic(), waited.jobs, waited.seconds
-        cpu_seconds = _cpu_seconds()
+        cpu_seconds, anew = _cpu_seconds(), forkserver.anew()
         self.watchdog.start(item.nodeid, limit.args[0] if limit else self.limit_s)
         try:
             return (yield)
@@ -174,15 +188,16 @@ class Ranks:
             self.watchdog.stop()
             forkserver.off = off
             ended = self.ended.pop(item.nodeid, None)
-            if ended and self.records:
+            if ended and self.costs:
                 cost = dataclasses.replace(
                     ended,
                     seconds=time.monotonic() - start,
                     jobs=waited.jobs - jobs,
+                    anew=forkserver.anew() - anew,
                     job_seconds=waited.seconds - job_seconds,
                     cpu_seconds=_cpu_seconds() - cpu_seconds,
                 )
-                cost.append_to(self.records)
+                cost.append_to(self.costs)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -227,7 +242,8 @@ class Ranks:
             report.longrepr = f"{heading}\nrank {where[0]}:\n{first.text}"
         return Verdict("failed", heading, f"rank {where[0]}:\n{first.text}")
 
-    def _record(self, item: pytest.Item, outcome: Outcome, reason: str = "") -> None:
+    def record(self, item: pytest.Item, outcome: Outcome, reason: str = "") -> None:
+        """Note what became of a test."""
         if self.records:
             Record(item.nodeid, outcome, reason).append_to(self.records)
 
@@ -263,28 +279,35 @@ def _wants(item: pytest.Item, size: int) -> bool:
     return all(size >= mark.kwargs.get("min_size", 1) for mark in item.iter_markers("mpi"))
 
 
-def _sizes_by_item(items: list[pytest.Item], spread_over: list[int]) -> dict[pytest.Item, set[int]]:
+def _sizes_by_item(items: list[pytest.Item], phases: list[int]) -> dict[pytest.Item, set[int]]:
     """The items that run, with the numbers of ranks on which they do; those without MPI on none.
 
     Args:
-        items: all that were collected.
-        spread_over: the numbers that phases of this run have; empty where only this one is started.
+        items: all that may run.
+        phases: the numbers of ranks that this run has; empty where pytest was started by hand, with any number.
     """
-    if os.environ.get("HPCZERO_TEST_ALL") == "1":
-        return {item: _wanted(item, range(1, MOST_RANKS + 1)) for item in items}
+    if EVERYTHING:
+        return {item: _wanted(item, phases or range(1, MOST_RANKS + 1)) for item in items}
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    found = {}
+    found: dict[pytest.Item, set[int]] = {}
     for test, of_test in tests.items():
-        cases = [_case(item) for item in of_test]
-        chosen = pairwise(cases)
-        wanted = [_wanted(of_test[at], spread_over or range(1, MOST_RANKS + 1)) for at in chosen]
-        if spread_over:
-            turn = zlib.crc32(test.encode())
-            wanted = spread([cases[at] for at in chosen], [sorted(w) for w in wanted], turn)
-        found.update({of_test[at]: sizes for at, sizes in zip(chosen, wanted, strict=True)})
+        turn = zlib.crc32(test.encode())
+        chosen = [of_test[at] for at in each_value([_case(item) for item in of_test], turn)]
+        wanted = [_wanted(item, phases or range(1, MOST_RANKS + 1)) for item in chosen]
+        if phases:
+            wanted = spread(
+                [_in_core(item, sizes) for item, sizes in zip(chosen, wanted, strict=True)], turn
+            )
+        found.update(zip(chosen, wanted, strict=True))
     return found
+
+
+def _in_core(item: pytest.Item, sizes: set[int]) -> list[int]:
+    """Of these numbers of ranks those that are worth their time: few, unless the test names more."""
+    named = any(True for _ in item.iter_markers("ranks"))
+    return sorted(size for size in sizes if named or size <= MOST_IN_CORE) or sorted(sizes)
 
 
 def _case(item: pytest.Item) -> Case:
@@ -299,11 +322,10 @@ def _wanted(item: pytest.Item, sizes: Iterable[int]) -> set[int]:
     return {size for size in sizes if _wants(item, size)}
 
 
-def _mpi_files(items: list[pytest.Item]) -> dict[str, list[str]]:
+def _mpi_files(sizes: dict[pytest.Item, set[int]]) -> dict[str, list[str]]:
     """Files with tests for each number of ranks."""
-    marked = [item for item in items if item.get_closest_marker("mpi")]
     return {
-        str(size): sorted({str(item.path) for item in marked if _wants(item, size)})
+        str(size): sorted({str(item.path) for item, of in sizes.items() if size in of})
         for size in range(1, MOST_RANKS + 1)
     }
 

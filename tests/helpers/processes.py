@@ -8,10 +8,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from scaling.evidence.cpu import process_seconds
+
 GRACE_S = 3.0
+LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,20 @@ def family(pid: int) -> list[Process]:
         found |= {process.pid for process in fresh}
         grew = bool(fresh)
     return members
+
+
+def come_to_rest(pids: Collection[int], *, share: float, limit_s: float = 30.0) -> bool:
+    """Whether they come to take less than ``share`` of a core, all together, within the limit.
+
+    What they do before they rest takes longer on a busy machine; one that never rests takes more on any.
+    """
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        before = process_seconds(pids)
+        time.sleep(LOOK_S)
+        if process_seconds(pids) - before < share * LOOK_S:
+            return True
+    return False
 
 
 def end_family(pid: int, *, spare_first: bool = False, grace_s: float = GRACE_S) -> None:

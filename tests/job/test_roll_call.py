@@ -18,6 +18,7 @@ topology.gather(1.0)
 """
 
 
+@pytest.mark.worth("nothing hangs")
 @pytest.mark.parametrize("missing", [0, 3])
 def test_one_rank_speaks_for_all_that_wait(missing: int) -> None:
     job = run_ranks(

@@ -20,8 +20,9 @@ import pytest
 from tests.helpers.forkserver import BASE
 from tests.helpers.forkserver import server as forkserver
 from tests.helpers.mpirun import ROOT, run_ranks
+from tests.helpers.pace import pace
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.processes import end_family, launch_environment
+from tests.helpers.processes import come_to_rest, end_family, launch_environment
 from tests.helpers.small_models import raises_on_all
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
 LIMIT_S = 2.0
 
 
+def second(comm: MPI.Intracomm) -> float:
+    """A limit of a second, stretched as slow as the slowest rank is now: a late rank is no hang."""
+    return max(comm.allgather(pace()))
+
+
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 def test_work_longer_than_the_limit_of_a_collective_is_no_hang_while_it_gets_on(
@@ -40,14 +46,15 @@ def test_work_longer_than_the_limit_of_a_collective_is_no_hang_while_it_gets_on(
     from hpczero import Topology
     from hpczero.job.root_work import done_by_root
 
-    topology = Topology.create(comm, timeout_s=1.0)
+    limit_s = second(comm)
+    topology = Topology.create(comm, timeout_s=limit_s)
     main = threading.get_ident()
     on_main: list[bool] = []
 
     def work(progress: Progress) -> str:
         on_main.append(threading.get_ident() == main)
         for _ in range(8):
-            time.sleep(0.25)
+            time.sleep(limit_s / 4)
             progress.advance()
         return "what it found"
 
@@ -73,6 +80,7 @@ def test_error_of_the_work_is_that_of_all_ranks(comm: MPI.Intracomm) -> None:
     topology.free()
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
 def test_text_that_takes_longer_to_tokenize_than_the_limit_is_trained_on(
@@ -86,8 +94,9 @@ def test_text_that_takes_longer_to_tokenize_than_the_limit_is_trained_on(
     monkeypatch.setattr("hpczero.data.corpus.BLOCK_NBYTES", 4096)
     line = "".join(f"word{n} of the book, " for n in range(200)) + "\n"
     topology = Topology.create(comm, timeout_s=LIMIT_S)
-    longest_s = 0.0
-    for mib in (8, 32, 128):  # a fast machine needs a longer text
+    longest_s, mib = 0.0, 2
+    while longest_s <= LIMIT_S:  # a faster machine needs a longer text
+        mib *= 4
         path = folder / f"text-{mib}"
         if comm.rank == 0:
             path.write_text(line * (mib * 2**20 // len(line)))
@@ -97,9 +106,6 @@ def test_text_that_takes_longer_to_tokenize_than_the_limit_is_trained_on(
         with open_tokens(options, topology) as tokens:
             parallel_assert(comm, len(tokens.train) > 0)
         longest_s = comm.bcast(time.monotonic() - begin)
-        if longest_s > LIMIT_S:
-            break
-    parallel_assert(comm, longest_s > LIMIT_S, f"{longest_s:.1f} s are too few to show anything")
     topology.free()
 
 
@@ -109,23 +115,21 @@ def test_ranks_that_wait_leave_their_cores_to_the_work(comm: MPI.Intracomm) -> N
     from hpczero import Topology
     from hpczero.job.root_work import done_by_root
 
-    topology = Topology.create(comm)
+    topology, pids = Topology.create(comm), comm.allgather(os.getpid())
     before = os.sched_getaffinity(0)
     cores = sorted(before)
     mine = {cores[comm.rank % len(cores)]}
     os.sched_setaffinity(0, mine)
     try:
-        begin, begin_cpu = time.monotonic(), time.process_time()
 
         def work(progress: Progress) -> str:
-            time.sleep(1.0)
-            return json.dumps(sorted(os.sched_getaffinity(0)))
+            rest = come_to_rest(pids, share=0.3)
+            return json.dumps([rest, sorted(os.sched_getaffinity(0))])
 
-        found = json.loads(done_by_root(topology, "find it", work))
-        busy = (time.process_time() - begin_cpu) / (time.monotonic() - begin)
+        rest, found = json.loads(done_by_root(topology, "find it", work))
         parallel_assert(comm, found == cores[: comm.size], f"{found}")
         parallel_assert(comm, os.sched_getaffinity(0) == mine, "as before")
-        parallel_assert(comm, busy < 0.3, f"busy for {busy:.0%} of the time")
+        parallel_assert(comm, rest, "they were busy all the time")
     finally:
         os.sched_setaffinity(0, before)
     topology.free()
@@ -139,12 +143,13 @@ def test_silent_work_that_computes_for_longer_than_the_limit_is_no_hang(
     from hpczero import Topology
     from hpczero.job.root_work import done_by_root
 
-    topology = Topology.create(comm, timeout_s=1.0)
+    limit_s = second(comm)
+    topology = Topology.create(comm, timeout_s=limit_s)
 
     def work(progress: Progress) -> str:
         begin = time.monotonic()
         with progress.silent():
-            while time.monotonic() < begin + 2.0:
+            while time.monotonic() < begin + 2 * limit_s:
                 hashlib.sha256(bytes(2**22)).digest()
         return "what it found"
 

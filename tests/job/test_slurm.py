@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -166,6 +167,12 @@ def test_run_saves_and_asks_to_be_requeued_when_its_time_is_nearly_up(tmp_path: 
     assert len(list((tmp_path / "r" / "checkpoints").glob("step-*"))) == 1
 
 
+def ignores(pid: int, number: int) -> bool:
+    """Whether the process ignores that signal by now."""
+    (mask,) = re.findall(r"^SigIgn:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 def test_warning_that_comes_while_a_rank_starts_is_heard(tmp_path: Path) -> None:
     options = "--run.name r --model.preset gpt-micro --model.context 16 --train.steps 1000000 "
     options += "--evaluation.batches 0 --log.plot false --log.tensorboard false"
@@ -185,7 +192,8 @@ def test_warning_that_comes_while_a_rank_starts_is_heard(tmp_path: Path) -> None
     try:
         deadline = time.monotonic() + 60
         # bash itself ignores it from its first lines on, as srun's own start-up takes longer than that.
-        time.sleep(0.2)
+        while not ignores(process.pid, signal.SIGUSR1) and time.monotonic() < deadline:
+            time.sleep(0.005)
         while process.poll() is None and time.monotonic() < deadline:
             process.send_signal(signal.SIGUSR1)
             time.sleep(0.05)

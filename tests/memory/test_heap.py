@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = """
 import resource, torch, hpczero
@@ -36,6 +38,7 @@ def page_faults_of_a_step(**variables: str) -> int:
     return int(found.stdout.split()[-1])
 
 
+@pytest.mark.slow
 def test_a_step_takes_no_new_pages_unless_the_user_wants_his_heap_as_it_was() -> None:
     kept = page_faults_of_a_step()
     untouched = page_faults_of_a_step(HPCZERO_KEEP_HEAP="0")
@@ -43,6 +46,7 @@ def test_a_step_takes_no_new_pages_unless_the_user_wants_his_heap_as_it_was() ->
     assert untouched > 10 * max(kept, 1), (kept, untouched)
 
 
+@pytest.mark.slow
 def test_settings_of_the_users_own_are_left_alone() -> None:
     # with blocks of 64 KiB and more mapped one by one, every step takes all its pages anew
     step_pages = 2 * 4 * 3000 * 3000 // resource.getpagesize()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 import hpczero
 from hpczero.optim import Muon
+from tests.helpers.cases import EVERYTHING
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import MLP, check_weights, mlp_input, zeroified
 from tests.optim.rules import (
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.mpi
 
-TRIED = RULES if os.environ.get("HPCZERO_TEST_ALL") == "1" else ["muon", "shampoo"]
+TRIED = RULES if EVERYTHING else ["muon", "shampoo"]
 
 WHERE = pytest.mark.parametrize("transport", ["hierarchical", "window"])
 

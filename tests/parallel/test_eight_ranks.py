@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.helpers.mpirun import run_ranks
 
 LIMIT_S = 240.0  # 8 ranks on what cores there are
 
 
+@pytest.mark.slow
 def test_tensor_by_pipeline_by_data_trains_what_one_process_trains() -> None:
     """A quarter of the cases: each stage once, tied and not, with sequence parallelism and without."""
     done = run_ranks(8, ["-m", "tests.parallel.eight_ranks", "0", "5"], timeout=LIMIT_S)

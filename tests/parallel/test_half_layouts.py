@@ -67,6 +67,7 @@ def problems(
     return said
 
 
+@pytest.mark.worth("layouts in bf16")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_layout_in_bf16_makes_the_casts_of_the_reference(comm: MPI.Intracomm, stage: int) -> None:
     said: list[str] = []

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from hpczero.options.parallel import LayoutOptions
+from tests.helpers.cases import EVERYTHING
 from tests.helpers.parallel import parallel_assert
 from tests.parallel.layouts import (
     MICRO_BATCHES,
@@ -50,6 +50,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 }
 
 
+@pytest.mark.worth("every layout trains as one process does")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_layout_trains_what_one_process_trains(
@@ -57,9 +58,8 @@ def test_a_layout_trains_what_one_process_trains(
 ) -> None:
     config = sizes(tie_embeddings=tied, positions="rotary" if stage % 2 else "learned")
     said: list[str] = []
-    everything = os.environ.get("HPCZERO_TEST_ALL") == "1"
     for number, layout in enumerate(LAYOUTS[comm.size]):
-        if not everything and (number + 2 * stage + tied) % 3:
+        if not EVERYTHING and (number + 2 * stage + tied) % 3:
             continue  # every layout at some stages, tied and not
         options = LayoutOptions(**layout)
         with laid_out(comm, options) as topology:

@@ -40,6 +40,7 @@ def spoil(model: Any) -> None:
     shard.grad.mul_(torch.nan)
 
 
+@pytest.mark.worth("steps that are not finite are skipped by all ranks")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_what_is_not_finite_on_one_rank_is_skipped_by_all(comm: MPI.Intracomm, stage: int) -> None:
     for layout in LAYOUTS[comm.size]:

@@ -119,7 +119,10 @@ def compared(
     return said
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
+@pytest.mark.parametrize(
+    "sequence", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "sequence"]
+)
+@pytest.mark.worth("DTensor is the second opinion on tensor parallelism")
 def test_tensor_parallelism_is_that_of_dtensor(
     comm: MPI.Intracomm, process_group: None, sequence: bool
 ) -> None:
@@ -141,6 +144,7 @@ def test_tensor_parallelism_is_that_of_dtensor(
     parallel_assert(comm, not said, "\n".join(said[:8]))
 
 
+@pytest.mark.worth("FSDP2 is the second opinion on replicas")
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("secondary", [False, True], ids=["one shard", "secondary"])
 def test_replicas_of_shards_are_those_of_fsdp2(
@@ -160,6 +164,7 @@ def test_replicas_of_shards_are_those_of_fsdp2(
     parallel_assert(comm, not said, "\n".join(said[:8]))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 def test_a_second_shard_in_each_node_is_that_of_fsdp2(
     comm: MPI.Intracomm, process_group: None

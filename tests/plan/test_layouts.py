@@ -91,6 +91,7 @@ def test_without_degrees_the_answer_is_the_table_of_before() -> None:
     assert "paper's 2+2+12 bytes" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1])
 def test_page_of_layouts_shows_what_the_command_prints(place: int) -> None:
     page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")

@@ -150,19 +150,27 @@ def test_states_follow_the_documented_table(stage: int, coefficients: tuple[int,
 
 
 def peak_nbytes(model: GPT, tokens: torch.Tensor) -> int:
-    """Most bytes allocated at once during forward and backward, gradients of parameters excluded."""
+    """Most bytes allocated at once during forward and backward, gradients of parameters excluded.
+
+    Looked at outside of matrix products, whose scratch no plan counts: on processors that have AVX-512 but no
+    AVX512_BF16, oneDNN's products of bf16 take an fp32 copy of their result (torch 2.13).
+    """
     model(tokens, tokens).backward()  # from here on gradients are allocated
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model(tokens, tokens).backward()
-    held, peak = 0, 0
+    held, peak, product_ends = 0, 0, 0
     # Only the raw events carry frees in time order.
     for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
+        if event.name() in ("aten::mm", "aten::addmm", "aten::bmm"):
+            product_ends = event.start_ns() + event.duration_ns()
+        elif event.name() == "[memory]":
             held += event.nbytes()
-            peak = max(peak, held)
+            if event.start_ns() > product_ends:
+                peak = max(peak, held)
     return peak
 
 
+@pytest.mark.worth("the plan is compared with torch's profiler")
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(

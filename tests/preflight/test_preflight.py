@@ -122,13 +122,12 @@ def test_rank_that_never_comes_to_mpi_does_not_keep_the_others(tmp_path: Path) -
     program = (
         "import runpy, sys, time\n"
         "from hpczero.errors import launcher_rank\n"
-        "if launcher_rank() == 1: time.sleep(60)\n"
+        "if launcher_rank() == 1: time.sleep(600)\n"
         f"sys.argv = ['preflight', '--time_limit', '2', '--directory', {str(tmp_path)!r}]\n"
         "runpy.run_module('hpczero.preflight', run_name='__main__', alter_sys=True)\n"
     )
-    done = run_ranks(2, ["-c", program], timeout=90)
+    done = run_ranks(2, ["-c", program], timeout=60)
     assert done.returncode != 0, done
-    assert done.seconds < 45, done
     # The second one where the MPI library holds Python's lock while it starts.
     assert "did not end within 2 s" in done.stderr or "Timeout (0:00:12)!" in done.stderr, done
 

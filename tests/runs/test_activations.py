@@ -92,6 +92,7 @@ def test_what_saves_nothing_ends_the_job_with_78(
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_stays_where_the_planner_chooses_the_rest(folder: Path) -> None:
     asked = {"activations__checkpointing": "selective", "parallel__auto": "true"}
     _, told = run(folder, "auto", **{**asked, "train__accumulation": 1})

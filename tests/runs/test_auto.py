@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hpczero.options.config import RunConfig
 from hpczero.options.reading import load_toml
 from tests.helpers.mpirun import Finished, run_alone, run_ranks, run_typed
@@ -22,6 +24,7 @@ def train(folder: Path, ranks: int = 2, **changes: Any) -> Finished:
     return run_typed(ranks, ["-c", SHORT_PROBE, *options(folder, **changes)], timeout=90)
 
 
+@pytest.mark.slow
 def test_a_run_trains_as_it_chose_and_a_resumed_one_keeps_the_choice(tmp_path: Path) -> None:
     chose = train(
         tmp_path, parallel__auto="true", offload__folder=tmp_path, train__steps=12, run__name="a"

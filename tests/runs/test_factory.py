@@ -56,6 +56,7 @@ def train(
     )
 
 
+@pytest.mark.slow
 def test_adapter_of_the_page_trains_stops_and_goes_on_on_other_ranks(folder: Path) -> None:
     whole = train(folder, run__name="whole")
     assert whole.returncode == 0, whole
@@ -227,6 +228,7 @@ with open(f"told-{launcher_rank()}", "w") as file:  # lines of two ranks may run
 """
 
 
+@pytest.mark.worth("own models: refused by name on every rank")
 def test_what_a_factory_cannot_do_is_refused_by_name_on_every_rank(folder: Path) -> None:
     common = " ".join(f"--{name} {value}" for name, value in OPTIONS.items())
     lines = {f"{common} {line}": told for line, told in REFUSED.items()}

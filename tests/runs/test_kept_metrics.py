@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from hpczero.options.config import LogOptions, RunConfig, RunOptions
@@ -146,21 +146,40 @@ def test_place_of_a_file_that_is_no_file_now_is_told_of_and_tried_again(
 # --- TensorBoard
 
 
+def fails(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def writers_end() -> None:
+    """Wait for TensorBoard's threads, which write, and end when they cannot; the next call of them tells."""
+    for thread in threading.enumerate():
+        if isinstance(thread, _AsyncWriterThread):
+            thread.join(60)
+
+
+def test_tensorboard_that_cannot_be_written_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = RunFolder(tmp_path)
+    with Records(folder, LogOptions(), num_steps=3) as records:
+        monkeypatch.setattr(RecordWriter, "write", fails)
+        for step in (1, 2, 3):
+            records.write(metrics(step))
+            writers_end()
+    assert len(read_metrics(folder.metrics)) == 3
+    assert caplog.text.count("tensorboard: cannot be written (No space left on device)") == 1
+
+
 def test_disk_that_is_full_from_the_start_is_one_line_of_tensorboard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     tracebacks: list[object] = []
     monkeypatch.setattr(threading, "excepthook", tracebacks.append)
     monkeypatch.setattr(RecordWriter, "write", fails)
     folder = RunFolder(tmp_path)
-    records = Records(folder, LogOptions(), num_steps=3)
-    time.sleep(0.2)  # as long as a header takes: it is written on a thread
-    with records:
+    with Records(folder, LogOptions(), num_steps=3) as records:
+        writers_end()  # at the header
         for step in (1, 2, 3):
-            time.sleep(0.05)
             records.write(metrics(step))
     assert not tracebacks
     assert len(read_metrics(folder.metrics)) == 3

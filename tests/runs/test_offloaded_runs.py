@@ -25,6 +25,7 @@ def run(folder: Path, name: str, **options: object) -> tuple[Finished, list[Step
     return done, read_metrics(folder / name / "metrics.jsonl")
 
 
+@pytest.mark.slow
 def test_fraction_and_side_change_no_loss_and_the_delay_changes_all_but_the_first(
     folder: Path,
 ) -> None:

@@ -125,6 +125,7 @@ def test_text_of_a_stopped_run_is_that_of_its_exported_checkpoint(
     assert told == [f"weights of step {read_manifest(p).step}: {p}" for p in paths]
 
 
+@pytest.mark.slow
 def test_running_run_is_sampled_and_neither_locked_nor_stopped(tmp_path: Path) -> None:
     """It saves at every step and keeps one checkpoint, so most of what is chosen is deleted soon after."""
     process = start(tmp_path, train__steps=100_000, checkpoint__every=1, checkpoint__keep=1)

@@ -89,6 +89,7 @@ print(json.dumps({"told": told, "started": started}))
 """
 
 
+@pytest.mark.worth("mistakes are told before torch is imported, in the same words")
 @pytest.mark.fresh
 def test_every_mistake_is_told_as_it_is_later_without_torch_and_mpi(folder: Path) -> None:
     common = " ".join(options(folder, run__name="new", train__steps=1)[2:])

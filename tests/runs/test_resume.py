@@ -36,6 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     return folder, losses(folder)
 
 
+@pytest.mark.worth("resume with the same bits")
 def test_stopped_run_exits_75_and_goes_on_with_the_same_bits(
     tmp_path: Path, whole: tuple[Path, list[float]]
 ) -> None:

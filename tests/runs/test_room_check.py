@@ -124,6 +124,7 @@ def test_memory_that_runs_out_inside_a_run_says_what_the_plan_needs() -> None:
         topology.free()
 
 
+@pytest.mark.slow
 def test_the_deepest_model_is_refused_after_a_few_plans_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

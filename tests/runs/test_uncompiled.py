@@ -77,6 +77,7 @@ assert torch._dynamo is not standin
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "use",
     [

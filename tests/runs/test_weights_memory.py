@@ -15,6 +15,7 @@ PROGRAM = ROOT / "tests" / "runs" / "weights_memory_program.py"
 FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": os.fspath(ROOT)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (3, 1), (3, 2), (3, 3)])
 def test_no_rank_needs_more_than_some_units_beside_its_shards(
     tmp_path: Path, stage: int, ranks: int

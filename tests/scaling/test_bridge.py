@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from scaling.bridge.report import draw, text
 from scaling.evidence.record import Row
 from tests.helpers.mpirun import run_ranks
@@ -42,6 +44,7 @@ def test_text_compares_within_rounds(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.tool
 def test_both_backends_make_all_calls_on_two_ranks(tmp_path: Path) -> None:
     words = ["-m", "scaling.bridge", "--mib", "1", "--rounds", "1", "--warm_up", "1"]
     done = run_ranks(2, [*words, "--results", str(tmp_path)], timeout=120)

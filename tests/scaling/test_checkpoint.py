@@ -111,6 +111,7 @@ def test_forget_leaves_content_alone(tmp_path: Path) -> None:
     assert path.read_bytes() == b"x" * 10_000
 
 
+@pytest.mark.tool
 def test_every_way_saves_and_loads_in_one_run(tmp_path: Path) -> None:
     options = ["--workload", "tiny", "--rounds", "1", "--warm-up", "0", "--steps", "1"]
     places = ["--results", str(tmp_path / "results"), "--folder", str(tmp_path / "disk")]

@@ -76,6 +76,7 @@ def test_text_says_what_was_measured_and_that_it_is_emulated(tmp_path: Path) -> 
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.tool
 def test_every_algorithm_runs_between_two_nodes_of_two(tmp_path: Path) -> None:
     sizes = ["--sizes", "4096", "--rounds", "1", "--results", str(tmp_path)]
     done = run_ranks(
@@ -96,6 +97,7 @@ def test_every_algorithm_runs_between_two_nodes_of_two(tmp_path: Path) -> None:
     assert file.with_suffix(".png").exists()
 
 
+@pytest.mark.tool
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -36,6 +36,7 @@ def planted(fault: str) -> list[str]:
     return [sys.executable, "-c", f"{first}{fault}\n{last}"]
 
 
+@pytest.mark.tool
 @pytest.mark.limit(180)
 @pytest.mark.parametrize(
     ("check", "ranks", "columns"),
@@ -58,6 +59,7 @@ def test_checks_run_on_the_twin(check: str, ranks: int, columns: set[str]) -> No
     assert all(row.get("bits_equal", True) and row.get("right", True) for row in rows)
 
 
+@pytest.mark.tool
 @pytest.mark.limit(120)
 def test_ranks_are_started_without_options_that_only_open_mpi_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -86,8 +88,8 @@ def test_a_check_that_crashes_or_hangs_costs_its_own_figures_only() -> None:
     rows, problem = job([sys.executable, "-c", crash], "x", 30.0, twin=True)
     assert not rows
     assert problem.startswith("exit code -11")
-    hang = "import sys, time; sys.stderr.write('on the way\\n'); sys.stderr.flush(); time.sleep(60)"
-    rows, problem = job([sys.executable, "-c", hang], "x", 2.0, twin=True)
+    hang = "echo on the way >&2; exec sleep 60"
+    rows, problem = job(["sh", "-c", hang], "x", 2.0, twin=True)
     assert problem == "not done after 2 s\non the way"
 
 
@@ -117,6 +119,7 @@ def test_a_row_that_is_cut_off_is_left_out_and_counted() -> None:
     assert problem == "done; 1 row(s) cut off and left out"
 
 
+@pytest.mark.tool
 @pytest.mark.limit(180)
 @pytest.mark.parametrize(("check", "measured"), [("collectives", 2), ("parity", 10)])
 def test_where_peers_memory_does_not_work_the_other_ways_are_measured(
@@ -134,6 +137,7 @@ def test_where_peers_memory_does_not_work_the_other_ways_are_measured(
     assert f"{check} by ipc on 2 ranks works: no, missed" in shown
 
 
+@pytest.mark.tool
 @pytest.mark.limit(120)
 @pytest.mark.parametrize(("check", "stage", "trains"), [("fits", 3, True), ("fits_not", 0, False)])
 def test_under_a_cap_of_memory_stage_3_trains_what_stage_0_cannot_hold(

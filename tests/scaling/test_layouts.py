@@ -202,6 +202,7 @@ def test_pipelines_that_sleep_are_of_every_schedule() -> None:
     assert found[-1].rows * 4 * 16 == 2**17
 
 
+@pytest.mark.tool
 @pytest.mark.limit(300)
 def test_all_layouts_take_a_step_between_two_nodes_of_two(tmp_path: Path) -> None:
     words = ["--layers", "2", "--hidden", "32", "--vocabulary", "64", "--context", "8"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -14,9 +13,8 @@ from scaling.evidence.record import Row, of_kind, read_rows
 from scaling.parallel.__main__ import Options, apart
 from scaling.parallel.matches import matches_of
 from scaling.parallel.report import draw, text
+from tests.helpers.cases import EVERYTHING
 from tests.helpers.mpirun import run_command
-
-EVERY = os.environ.get("HPCZERO_TEST_ALL") == "1"
 
 
 def rows() -> list[Row]:
@@ -112,11 +110,12 @@ def test_unknown_matches_and_other_losses_are_refused_by_name() -> None:
         apart({"a": [float("nan")], "b": [9.0]}, 1e-5)
 
 
+@pytest.mark.tool
 @pytest.mark.slow
 @pytest.mark.limit(600)
 def test_quick_run_trains_the_same_on_both_sides(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scaling.parallel", "--quick", "--ranks", "4"]
-    names = ["tensor-4-sequence", "pipeline-2", *(["tensor-2"] if EVERY else [])]
+    names = ["tensor-4-sequence", "pipeline-2", *(["tensor-2"] if EVERYTHING else [])]
     done = run_command([*command, "--matches", *names, "--results", str(tmp_path)], timeout=580)
     assert done.returncode == 0, done
     (path,) = tmp_path.glob("*/parallel-tiny-4-fp32.jsonl")

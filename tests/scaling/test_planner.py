@@ -124,6 +124,7 @@ def test_choice_runner_up_and_distinct_kinds_are_trained_and_nothing_far_slower(
     assert max(foretold[key(one)] for one in found) <= 2.5 * choice.best.step_s
 
 
+@pytest.mark.tool
 def test_two_ranks_train_the_choice_and_others(tmp_path: Path) -> None:
     words = ["--folder", str(tmp_path), "--only", "1", "--rounds", "1", "--steps", "1"]
     words += ["--candidates", "2", "--results", str(tmp_path / "results")]

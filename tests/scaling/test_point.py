@@ -55,6 +55,7 @@ def measured(path: Path, *, env: dict[str, str] | None = None, **changes: Any) -
     return one(path)
 
 
+@pytest.mark.tool
 @pytest.mark.slow
 def test_ranks_bound_to_one_core_each_are_not_more_ranks_than_cores(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
@@ -74,6 +75,7 @@ def test_ranks_bound_to_one_core_each_are_not_more_ranks_than_cores(tmp_path: Pa
     assert row["emulated"] is False
 
 
+@pytest.mark.tool
 @pytest.mark.slow
 def test_parts_of_a_step_end_when_the_device_is_through_with_them(tmp_path: Path) -> None:
     program = tmp_path / "twin.py"
@@ -87,6 +89,7 @@ def test_parts_of_a_step_end_when_the_device_is_through_with_them(tmp_path: Path
     assert row["probe"] == []  # the host's kernels say nothing of a device
 
 
+@pytest.mark.tool
 @pytest.mark.slow
 def test_the_row_says_where_it_was_computed_and_what_the_sweep_knew(tmp_path: Path) -> None:
     row = measured(tmp_path / "row", device="cpu")
@@ -95,6 +98,7 @@ def test_the_row_says_where_it_was_computed_and_what_the_sweep_knew(tmp_path: Pa
     assert row["commit"] != "abc"  # of the tree that ran, wherever that can be asked
 
 
+@pytest.mark.tool
 @pytest.mark.slow
 def test_without_git_the_row_has_the_commit_of_whoever_submitted(tmp_path: Path) -> None:
     row = measured(tmp_path / "row", env={"GIT_DIR": str(tmp_path / "nowhere")})
@@ -108,6 +112,7 @@ def refused(path: Path, **changes: Any) -> Finished:
     return done
 
 
+@pytest.mark.tool
 def test_a_device_that_is_not_there_is_refused_and_not_replaced(tmp_path: Path) -> None:
     import torch
 

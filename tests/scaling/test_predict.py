@@ -109,6 +109,7 @@ def test_a_step_of_measured_kernels_scales_with_them() -> None:
     assert all(prediction.hidden_s == 0.0 for prediction in found)
 
 
+@pytest.mark.tool
 @pytest.mark.slow
 def test_this_host_is_measured_and_its_prediction_is_of_the_right_size() -> None:
     from scaling.contenders import find_entry
@@ -129,6 +130,7 @@ def test_this_host_is_measured_and_its_prediction_is_of_the_right_size() -> None
 # --- the command
 
 
+@pytest.mark.tool
 def test_a_forecast_says_what_was_asked() -> None:
     done = predict("--machine", "dgx-h100", "--model", "gpt-8b", "--ranks", "8", "64", "1024")
     assert done.returncode == 0, done
@@ -140,6 +142,7 @@ def test_a_forecast_says_what_was_asked() -> None:
     assert all(float(line[step]) > 0 and 0 < float(line[tflops]) < 989.4 * 0.6 for line in lines)
 
 
+@pytest.mark.tool
 def test_plots_are_drawn_as_asked(tmp_path: Path) -> None:
     for name, arguments in (("a.svg", ["--paper"]), ("b.png", ["--ranks", "8", "64"])):
         done = predict(*arguments, "--plot", str(tmp_path / name))
@@ -147,6 +150,7 @@ def test_plots_are_drawn_as_asked(tmp_path: Path) -> None:
         assert (tmp_path / name).stat().st_size > 5000
 
 
+@pytest.mark.tool
 def test_strong_scaling_keeps_the_global_batch() -> None:
     done = predict("--global_batch", "512", "--ranks", "8", "64", "512", "--json")
     assert done.returncode == 0, done
@@ -160,6 +164,7 @@ def test_strong_scaling_keeps_the_global_batch() -> None:
         )
 
 
+@pytest.mark.tool
 def test_checkpointing_by_force_needs_less_memory() -> None:
     command = ["--machine", "dgx-h100", "--model", "gpt-8b", "--ranks", "64", "--micro_batch", "4"]
     plain, forced = (
@@ -172,12 +177,14 @@ def test_checkpointing_by_force_needs_less_memory() -> None:
     assert line[header.index("GB/rank")] == f"{forced['needed_nbytes'] / 1e9:.1f}"
 
 
+@pytest.mark.tool
 def test_sources_are_shown() -> None:
     done = predict("--machine", "slingshot-a100", "--ranks", "16", "--sources")
     assert "- nic_rate: NERSC" in done.stdout, done
     assert "- matmul_efficiency: assumed" in done.stdout
 
 
+@pytest.mark.tool
 def test_the_papers_curve_stands_beside_the_published_one() -> None:
     done = predict("--paper")
     assert done.returncode == 0, done
@@ -194,6 +201,7 @@ def test_the_papers_curve_stands_beside_the_published_one() -> None:
     assert "Not explained" in done.stdout
 
 
+@pytest.mark.tool
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

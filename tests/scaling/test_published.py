@@ -34,6 +34,7 @@ def test_what_interleaving_brings_is_what_was_published() -> None:
     assert predicted == pytest.approx(more.value / plain.value, rel=0.03)  # 1.28
 
 
+@pytest.mark.tool
 def test_table_says_for_each_run_where_it_is_from() -> None:
     done = run_command([sys.executable, "-m", "scaling.predict", "--published"], 60)
     assert done.returncode == 0, done

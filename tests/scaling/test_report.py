@@ -50,6 +50,7 @@ def shown(
     return run_it
 
 
+@pytest.mark.tool
 def test_rows_without_what_a_report_needs_are_left_out_and_counted(
     shown: Report, tmp_path: Path
 ) -> None:
@@ -67,6 +68,7 @@ def test_rows_without_what_a_report_needs_are_left_out_and_counted(
     assert clean.splitlines()[-4:] == said.splitlines()[-4:]  # the tables are the same
 
 
+@pytest.mark.tool
 def test_a_folder_stands_for_the_results_in_it(shown: Report, tmp_path: Path) -> None:
     study = tmp_path / "study"
     (study / "weak").mkdir(parents=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import pytest
@@ -36,8 +35,8 @@ from scaling.simulate.programs import (
 )
 from scaling.simulate.recorder import NoClock, Recorder
 from scaling.simulate.replay import replay
+from tests.helpers.cases import EVERYTHING
 
-EVERY = os.environ.get("HPCZERO_TEST_ALL") == "1"
 MODEL = GPTConfig(vocab_size=60, context=8, layers=4, hidden=48, heads=6)
 DEEP = dataclasses.replace(MODEL, layers=6)  # more blocks than stages, and no multiple of four
 MACHINE = load_machine("dgx-h100")
@@ -111,7 +110,10 @@ SUBJECTS = {
 # --- sequences
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if "pipeline" in n else []) for n in SUBJECTS],
+)
 def test_sequences_of_all_ranks_fit_together(name: str) -> None:
     programs = programs_of(SUBJECTS[name], every_rank=True)
     check(programs)
@@ -273,7 +275,7 @@ class BlocksAlone:
 
 
 @pytest.mark.parametrize(
-    ("stages", "micro_batches"), [(2, 3), (3, 4), (6, 6)] if EVERY else [(2, 3), (3, 4)]
+    ("stages", "micro_batches"), [(2, 3), (3, 4), (6, 6)] if EVERYTHING else [(2, 3), (3, 4)]
 )
 def test_bubble_of_equal_stages_without_network_is_the_formula(
     stages: int, micro_batches: int

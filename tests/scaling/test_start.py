@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from scaling.evidence.record import Row
 from scaling.start.__main__ import HELP
 from scaling.start.report import OTHER, THIS, text
@@ -43,12 +45,14 @@ def test_text_compares_both_checkouts_within_rounds() -> None:
     ]
 
 
+@pytest.mark.tool
 def test_help_of_every_command_is_measured() -> None:
     assert sorted(HELP) == commands()
     for module in WITH_SUBCOMMANDS:
         assert list(HELP[module]) == ["", *subcommands(module)]
 
 
+@pytest.mark.tool
 def test_a_run_and_its_mistakes_are_timed(tmp_path: Path) -> None:
     words = [
         "--cases",

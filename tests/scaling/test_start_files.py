@@ -78,6 +78,7 @@ def test_report_gives_the_least_and_the_most_of_all_ranks_of_each_checkout() -> 
     assert "2,000" in said[-1]
 
 
+@pytest.mark.tool
 @HAS_STRACE
 @pytest.mark.limit(300)
 def test_a_run_of_two_ranks_is_counted_rank_by_rank(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def planned(
     return study
 
 
+@pytest.mark.tool
 @pytest.mark.slow
 @pytest.mark.limit(300)
 def test_a_study_is_measured_reported_and_not_measured_twice(
@@ -97,6 +98,7 @@ def test_a_study_is_measured_reported_and_not_measured_twice(
     assert page.stat().st_size > 50_000
 
 
+@pytest.mark.tool
 @pytest.mark.slow
 @pytest.mark.limit(200)
 def test_nodes_that_are_one_machine_are_called_emulated(
@@ -147,6 +149,7 @@ def test_rows_of_a_killed_job_leave_the_others(tmp_path: Path) -> None:
     assert parse_rows(path, needs=("x",)) == ([{"kind": "point", "x": 1}], 3)
 
 
+@pytest.mark.tool
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -172,6 +175,7 @@ def test_wrong_use_is_refused_before_anything_runs(
     assert not (tmp_path / "study").exists()
 
 
+@pytest.mark.tool
 @pytest.mark.parametrize("order", ["{}", "[1]", "no json", '{"key": "a", "point": {"model": 1}}'])
 def test_a_point_that_is_none_is_refused_before_mpi_starts(order: str, tmp_path: Path) -> None:
     done = run_command(
@@ -182,6 +186,7 @@ def test_a_point_that_is_none_is_refused_before_mpi_starts(order: str, tmp_path:
     assert not (tmp_path / "row").exists()
 
 
+@pytest.mark.tool
 def test_a_failing_point_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     # a launcher that cannot start anything
     command = [sys.executable, "-m", "scaling.sweep", "weak", "--models", "tiny", "--ranks", "1"]
@@ -218,6 +223,7 @@ def test_points_of_another_machine_do_not_count_even_if_any_commit_does(tmp_path
         assert (row is not None) is counts
 
 
+@pytest.mark.tool
 @pytest.mark.slow
 @pytest.mark.limit(200)
 def test_what_no_commit_names_is_measured_again(tmp_path: Path) -> None:
@@ -235,6 +241,7 @@ def test_what_no_commit_names_is_measured_again(tmp_path: Path) -> None:
     assert "failed: tiny, stage 3, 1 rank(s)" in again.stderr, again
 
 
+@pytest.mark.tool
 def test_a_study_of_emulated_nodes_may_vary_them_at_the_same_ranks(tmp_path: Path) -> None:
     command = ["weak", "--models", "tiny", "--ranks", "4", "--ranks_per_node", "1", "2", "4"]
     failing = {"HPCZERO_LAUNCH": "false"}
@@ -245,6 +252,7 @@ def test_a_study_of_emulated_nodes_may_vary_them_at_the_same_ranks(tmp_path: Pat
         assert f"4 rank(s) on {nodes} node(s)" in done.stderr, done
 
 
+@pytest.mark.tool
 @pytest.mark.slow
 @pytest.mark.limit(300)
 def test_layouts_train_the_same_and_each_is_held_against_the_first(

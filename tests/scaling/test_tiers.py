@@ -64,6 +64,7 @@ def test_text_and_plot_have_every_case(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
+@pytest.mark.tool
 def test_two_ranks_train_from_disk_and_in_memory_with_the_same_losses(tmp_path: Path) -> None:
     words = ["--folder", str(tmp_path), "--workload", "tiny", "--rounds", "1", "--fio_mib", "0"]
     words += ["--window", "1", "--results", str(tmp_path / "results")]
@@ -80,6 +81,7 @@ def test_two_ranks_train_from_disk_and_in_memory_with_the_same_losses(tmp_path: 
     assert "fio" not in done.stdout
 
 
+@pytest.mark.tool
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     done = run_ranks(1, ["-m", "scaling.tiers", "--folder", str(tmp_path / "none")], timeout=60)
     assert done.returncode == 78, done

@@ -52,6 +52,7 @@ def test_text_compares_with_flat_within_rounds(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.tool
 def test_all_transports_take_a_step_between_two_nodes_of_two(tmp_path: Path) -> None:
     done = run_ranks(
         4,

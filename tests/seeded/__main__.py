@@ -234,7 +234,13 @@ def first_failure(tests: list[tuple[float, str, str]]) -> str:
 def run_tests(tests: list[str], phase: str) -> str:
     """Run them in the copy until one fails; which one."""
     ranks = phase.partition(" ")[0].replace("one", "0")
-    command = [ROOT / ".venv/bin/python", "tests/run.py", "-x", f"--test-limit={LIMIT_S}", *tests]
+    command = [
+        str(ROOT / ".venv/bin/python"),
+        "tests/run.py",
+        "-x",
+        f"--test-limit={LIMIT_S}",
+        *tests,
+    ]
     environment = {**os.environ, "HPCZERO_TEST_RANKS": ranks}
     done = subprocess.run(
         command, cwd=TREE, env=environment, capture_output=True, text=True, check=False

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -177,14 +176,16 @@ def test_warning_that_comes_while_the_script_looks_around_does_not_end_the_job(
     machine = tmp_path / "site.sh"
     machine.write_text(
         'if [[ -n "${SLURM_JOB_ID:-}" ]]; then\n'
+        f"    trap 'touch \"{tmp_path}/go\"' USR2\n"
         f'    touch "{tmp_path}/waits"; until [[ -e "{tmp_path}/go" ]]; do sleep 0.1; done\n'
         "fi\n"
     )
     job = submit.train(variables={"MACHINE": str(machine)}, **TINY, train__steps=5)
     job.wait((tmp_path / "waits").exists, "its first lines")
     job.scancel("--signal=USR1", "--batch")
-    time.sleep(1)  # signals are delivered when slurmd comes to it, and nothing says so
-    (tmp_path / "go").touch()
+    # Signals are delivered when slurmd comes to it, and nothing says so: another one comes after it.
+    job.scancel("--signal=USR2", "--batch")
+    job.wait((tmp_path / "go").exists, "its next lines")
     job.wait_for_state("COMPLETED", "FAILED")
     assert job.field("ExitCode") == "0:0", job.log
     assert len(job.metrics) == 5

@@ -175,6 +175,7 @@ def test_wherever_in_a_save_a_tier_fails_it_is_one_error_and_training_goes_on(
     training.close()
 
 
+@pytest.mark.worth("a failing disk is one error on all ranks")
 @pytest.mark.parametrize("lasting", [False, True])
 def test_wherever_in_a_load_a_tier_fails_it_is_one_error_and_the_next_load_goes_on(
     comm: MPI.Intracomm, topology: Topology, folder: Path, lasting: bool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 import hpczero
 from hpczero.errors import StepError
 from hpczero.models import GPT, GPTConfig
+from tests.helpers.cases import EVERYTHING
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import MLP, adamw, mlp_input, zeroified
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from hpczero import Topology
 
-EVERY = os.environ.get("HPCZERO_TEST_ALL") == "1"  # to trace takes ten seconds and more
 SIZES = GPTConfig(vocab_size=101, context=16, layers=2, hidden=24, heads=2)
 
 
@@ -85,6 +84,7 @@ def test_compiled_forwards_train_the_same(comm: MPI.Intracomm, topology: Topolog
     parallel_assert(comm, eager == compiled, f"{eager} {compiled}")
 
 
+@pytest.mark.worth("torch.compile")
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_compiled_model_trains_the_same(
 
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"] if EVERY else ["fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"] if EVERYTHING else ["fp16"])
 def test_a_compiled_model_trains_the_same_in_half_precision(
     comm: MPI.Intracomm, topology: Topology, precision: str
 ) -> None:
@@ -126,9 +126,10 @@ def test_a_compiled_model_trains_the_same_in_half_precision(
     parallel_assert(comm, eager == compiled, f"{eager} {compiled}")
 
 
+@pytest.mark.worth("torch.compile")
 @pytest.mark.mpi
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [0, 2, 3] if EVERY else [3])
+@pytest.mark.parametrize("stage", [0, 2, 3] if EVERYTHING else [3])
 def test_a_compiled_update_trains_the_same(
     comm: MPI.Intracomm, topology: Topology, stage: int
 ) -> None:

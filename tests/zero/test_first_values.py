@@ -170,6 +170,7 @@ def test_bits_are_those_of_the_whole_model_in_every_layout(
             hpczero.release(model)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_bits_of_columns_that_lie_far_apart(comm: MPI.Intracomm) -> None:
     with laid_out(comm, LayoutOptions(tensor=2)) as topology:

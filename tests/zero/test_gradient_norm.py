@@ -52,7 +52,7 @@ def gradients(model: nn.Module) -> npt.NDArray[np.float64]:
     return np.concatenate([gradient.numpy().astype(np.float64) for gradient in found])
 
 
-@pytest.mark.parametrize("numel", [10**5, 10**6, 10**7])
+@pytest.mark.parametrize("numel", [10**5, 10**6, pytest.param(10**7, marks=pytest.mark.slow)])
 def test_clipping_is_by_the_norm_of_fp64_in_every_stage(
     comm: MPI.Intracomm, topology: Topology, numel: int
 ) -> None:

@@ -84,6 +84,7 @@ def test_a_forward_that_all_ranks_leave_at_one_place_costs_nothing(
     assert job.stdout.count("through") == 2, job
 
 
+@pytest.mark.worth("never another model's values")
 @pytest.mark.parametrize(
     ("transport", "kind"),
     list(zip(TRANSPORTS, ["BaseException", "Exception", "Exception"], strict=True)),
@@ -102,6 +103,7 @@ def test_a_forward_that_one_rank_leaves_gives_no_rank_other_values(
     assert "through" not in job.stdout, job
 
 
+@pytest.mark.slow
 def test_forwards_that_ranks_leave_at_different_places_give_no_rank_other_values() -> None:
     job = evaluate([2, 3], TRANSPORTS[2], again=False)
     assert job.returncode in (1, 86), (

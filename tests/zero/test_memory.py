@@ -296,6 +296,7 @@ def test_accumulation_without_sync_gives_its_memory_back(
         parallel_assert(comm, sharding.memory.total == before)
 
 
+@pytest.mark.worth("all memory is given back")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_releasing_and_deleting_the_model_frees_everything(
     comm: MPI.Intracomm, topology: Topology, stage: int

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.cases import EVERYTHING
 from tests.helpers.mpirun import run_alone
 
-EVERY = os.environ.get("HPCZERO_TEST_ALL") == "1"
 PROGRAM = ["-m", "tests.hf.trainer.kill_weights_program"]
 KINDS = {"old", "new", "refused"}
 
@@ -48,7 +47,7 @@ def test_files_of_two_saves_are_never_loaded_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["trainer", "adapter"])
 def test_killed_save_model_leaves_one_save_or_none(tmp_path: Path, what: str) -> None:
     """From the first change of the disk to the last, on one rank."""
-    changes = range(70) if EVERY else (1, 9, 14, 18)
+    changes = range(70) if EVERYTHING else (1, 9, 14, 18)
     (lines,) = told([what, str(tmp_path), *map(str, changes)]).values()
     assert len(lines) == len(changes)
     assert sum(ended == -9 for _, ended, _, _ in lines) >= 3, lines
@@ -56,6 +55,6 @@ def test_killed_save_model_leaves_one_save_or_none(tmp_path: Path, what: str) ->
         assert ended in (-9, 3), (change, ended)
         assert theirs in KINDS, (change, theirs)
         assert ours in {theirs, "-"}, (change, ours)
-    if EVERY:
+    if EVERYTHING:
         assert lines[0][2] == "old"
         assert lines[-1][1:3] == (3, "new"), "a save has more changes than were tried"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,21 +10,21 @@ import pytest
 import torch
 
 from hpczero.errors import ConfigError, HpcZeroError
+from tests.helpers.cases import EVERYTHING
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-EVERY = os.environ.get("HPCZERO_TEST_ALL") == "1"
 pytestmark = [
     pytest.mark.mpi,
-    pytest.mark.ranks(*((1, 2, 3) if EVERY else (2, 3))),
+    pytest.mark.ranks(*((1, 2, 3) if EVERYTHING else (2, 3))),
     pytest.mark.limit(300),
     pytest.mark.filterwarnings("ignore", "error:::hpczero"),
 ]
 VOCABULARY, GLOBAL_BATCH = 40, 6
 CASES = [("t5", 3, "window")]
-if EVERY:
+if EVERYTHING:
     CASES = [(k, s, t) for k in ("t5", "bart") for s in (0, 2, 3) for t in ("window", "flat")]
 
 

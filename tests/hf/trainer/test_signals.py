@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.cases import EVERYTHING
 from tests.helpers.mpirun import ROOT
 from tests.helpers.processes import end_family, launch_environment
 
-EVERY = os.environ.get("HPCZERO_TEST_ALL") == "1"
 CODES = {"raise": 1, "default": 128 + signal.SIGTERM, "flag": 0}
 CASES = [("fabric", "save", "raise", 1)]
-if EVERY:
+if EVERYTHING:
     CASES = [
         (kind, phase, handler, rank)
         for kind in ("fabric", "trainer")
