@@ -259,8 +259,12 @@ class Ranks:
     def pytest_unconfigure(self) -> None:
         self.watchdog.close()
         if self.size > 1:
-            # What the last collection of garbage finds is no test's. As an error on one rank it would end the others.
+            # What is found at the end, in garbage or in threads, is no test's. As an error on one rank it would end
+            # the others.
             warnings.filterwarnings("default", category=pytest.PytestUnraisableExceptionWarning)
+            warnings.filterwarnings(
+                "default", category=pytest.PytestUnhandledThreadExceptionWarning
+            )
         if self.comm is not None:
             self.comm.Free()
 

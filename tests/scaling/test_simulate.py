@@ -122,7 +122,10 @@ def test_sequences_of_all_ranks_fit_together(name: str) -> None:
     assert len(outcome.spent) == len(programs)
 
 
-@pytest.mark.parametrize("name", ["plain", "three nodes", "hybrid", "pipeline and tensor"])
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "three nodes", "hybrid", pytest.param("pipeline and tensor", marks=pytest.mark.slow)],
+)
 def test_one_rank_of_each_kind_stands_for_all(name: str) -> None:
     some, every = (programs_of(SUBJECTS[name], every_rank=each) for each in (False, True))
     for one, other in zip(some, every, strict=True):

@@ -6,7 +6,7 @@
 
 Each works in a copy of the tree, ``build/seeded/tree``. ``map`` puts a probe into the functions, runs the tests once
 and writes ``build/seeded/map.json``. ``run`` puts in one fault at a time, runs the tests that enter its function, the
-cheapest of each file first, until one fails, and writes ``build/seeded/found.jsonl``, from which it goes on where it
+nearest and cheapest first, until one fails, and writes ``build/seeded/found.jsonl``, from which it goes on where it
 was ended.
 """
 
@@ -26,6 +26,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.quick import tests_of
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -34,7 +36,8 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "seeded"
 TREE = BUILD / "tree"
-FIRST = 25  # tests of the first try; the others follow if none of these fails
+NEAR_FILES = 8  # of tests that name the changed module
+FIRST = 30  # tests of a try; the others follow if none of these fails
 LIMIT_S = 30  # of a test: a fault may make it hang
 PROBE = '''"""Notes which test enters a function, in the copy of the tree in which ``tests.seeded`` makes its map."""
 import os
@@ -201,7 +204,7 @@ def run(names: list[str], again: bool) -> int:
         start = time.monotonic()
         try:
             fault.put_into(TREE)
-            by = first_failure(known[fault.name])
+            by = first_failure(fault, known[fault.name])
         finally:
             file.write_text(before)
         line = {"fault": fault.name, "by": by, "tests": len(known[fault.name])}
@@ -211,20 +214,26 @@ def run(names: list[str], again: bool) -> int:
     return show()
 
 
-def first_failure(tests: list[tuple[float, str, str]]) -> str:
-    """The first of these tests that fails, with its phase; empty if none does."""
+def first_failure(fault: Fault, tests: list[tuple[float, str, str]]) -> str:
+    """The first of these tests that fails, with its phase; empty if none does.
+
+    Files that name the changed module come first, and of each file the cheapest tests.
+    """
+    near = tests_of([fault.file])[:NEAR_FILES]
     files: dict[str, int] = defaultdict(int)
     ordered = []
     for seconds, test, phase in sorted(tests):
         file = test.partition("::")[0]
         files[file] += 1
-        ordered.append((files[file], seconds, test, phase))  # the cheapest of each file first
+        ordered.append((file not in near, files[file], seconds, test, phase))
     ordered.sort()
-    for some in (ordered[:FIRST], ordered[FIRST:]):
+    some = [one for one in ordered if not one[0]][:FIRST]
+    others = [one for one in ordered if one not in some]
+    for batch in (some, others[:FIRST], others[FIRST:]):
         by_phase: dict[str, list[str]] = defaultdict(list)
-        for _, _, test, phase in some:
+        for *_, test, phase in batch:
             by_phase[phase].append(test)
-        for phase, of_phase in sorted(by_phase.items(), key=lambda one: len(one[1])):
+        for phase, of_phase in sorted(by_phase.items(), key=lambda one: -len(one[1])):
             failed = run_tests(of_phase, phase)
             if failed:
                 return failed
