@@ -54,6 +54,7 @@ def test_an_operation_without_an_order_is_an_error_afterwards() -> None:
     assert "deterministic" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.limit(180)
 @pytest.mark.usefixtures("forks")
 def test_the_training_command_refuses_and_runs(

@@ -183,6 +183,7 @@ def test_form_that_cannot_be_is_refused(options: dict[str, Any], message: str) -
         Form(**options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["hpczero", "gpt2"])
 def test_memory_is_that_of_one_tensor(tmp_path: Path, layout: Any) -> None:
     """Of more than 200 MiB; a tensor that is turned round is whole in memory, others are not."""

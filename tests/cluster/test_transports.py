@@ -55,6 +55,7 @@ def test_rank_that_runs_another_module_is_named_across_nodes(cluster: EmulatedCl
     assert "rank 1: all_gather of 'layers.1'" in done.stderr, done
 
 
+@pytest.mark.machine
 @pytest.mark.limit(400)
 def test_rank_that_stays_away_is_named_across_nodes(cluster: EmulatedCluster) -> None:
     missing = r"missing: rank 3 is outside of any collective for \d+ s"
@@ -87,6 +88,7 @@ def test_activation_arrives_while_its_sender_computes(
     assert found[0][1:] == [True, True], found
 
 
+@pytest.mark.machine
 def test_doctor_shows_what_was_measured_between_nodes(
     cluster: EmulatedCluster, tmp_path: Path
 ) -> None:

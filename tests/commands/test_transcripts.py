@@ -376,6 +376,7 @@ def test_pages_with_mpirun_name_what_root_and_full_machines_want() -> None:
     assert [page for page in pages if "install/launch.sh" not in (ROOT / page).read_text()] == []
 
 
+@pytest.mark.tool
 def test_nothing_that_is_typed_changes_the_environment(tree: Tree) -> None:
     environment = Path(sys.prefix)
     scripts = sorted(path.name for path in (environment / "bin").iterdir())

@@ -74,6 +74,7 @@ def test_plan_is_spread_over_subjects_and_harms_and_the_same_again() -> None:
         assert len({case.harm for case in mine}) >= len(HARMS) - 2
 
 
+@pytest.mark.tool
 def test_a_reader_that_is_silent_hangs_or_dies_is_counted_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,6 +160,7 @@ def test_impossible_numbers_are_refused(stripes: int) -> None:
         CheckpointOptions(stripes=stripes)
 
 
+@pytest.mark.slow
 @pytest.mark.limit(200)
 def test_run_stripes_its_folder_once_before_its_first_checkpoint_and_only_if_asked(
     lfs: Lfs, tmp_path: Path

@@ -105,6 +105,7 @@ def test_no_processor_can_round_a_knot_the_other_way() -> None:
     assert from_the_middle.min() > 16 * np.spacing(scaled.max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "narrow",
     [{"NPY_DISABLE_CPU_FEATURES": " ".join(__cpu_dispatch__)}, {"ATEN_CPU_CAPABILITY": "default"}],

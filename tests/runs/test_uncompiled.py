@@ -24,6 +24,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("recomputed", ["block", "selective"])
 def test_training_does_not_import_the_compiler(
@@ -93,6 +94,7 @@ def test_compiler_is_itself_from_its_first_use_on(use: str) -> None:
     assert done.returncode == 0, done
 
 
+@pytest.mark.slow
 def test_where_the_compiler_is_in_already_nothing_changes() -> None:
     program = (
         "import torch._dynamo; true = torch._dynamo; from hpczero.run.starting.uncompiled import leave_out_compiler; "

@@ -97,6 +97,7 @@ def test_the_table_of_a_gpu_is_shown_with_all_others(shown: Report, tmp_path: Pa
     assert not list(results.glob("gpu*.png"))
 
 
+@pytest.mark.tool
 def test_files_that_cannot_be_reported_do_not_keep_the_others(
     shown: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

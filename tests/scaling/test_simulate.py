@@ -147,6 +147,7 @@ def test_bytes_and_messages_between_nodes_are_those_of_the_plan(name: str) -> No
     assert outcome.between_nbytes == [planned] * len(programs)
 
 
+@pytest.mark.tool
 @pytest.mark.parametrize("name", ["hybrid", "pipeline"])
 def test_bytes_of_replicas_and_stages_are_those_of_the_plan(name: str) -> None:
     subject = SUBJECTS[name]
@@ -277,6 +278,7 @@ class BlocksAlone:
         return 0.0
 
 
+@pytest.mark.tool
 @pytest.mark.parametrize(
     ("stages", "micro_batches"), [(2, 3), (3, 4), (6, 6)] if EVERYTHING else [(2, 3), (3, 4)]
 )

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "seeded"
 TREE = BUILD / "tree"
 NEAR_FILES = 8  # of tests that name the changed module
-FIRST = 30  # tests of a try; the others follow if none of these fails
+FIRST = 40  # tests of a try; the others follow if none of these fails
 LIMIT_S = 30  # of a test: a fault may make it hang
 PROBE = '''"""Notes which test enters a function, in the copy of the tree in which ``tests.seeded`` makes its map."""
 import os
@@ -217,19 +217,21 @@ def run(names: list[str], again: bool) -> int:
 def first_failure(fault: Fault, tests: list[tuple[float, str, str]]) -> str:
     """The first of these tests that fails, with its phase; empty if none does.
 
-    Files that name the changed module come first, and of each file the cheapest tests.
+    First come tests whose names share most words with the fault and those of files that name the changed module.
     """
-    near = tests_of([fault.file])[:NEAR_FILES]
-    files: dict[str, int] = defaultdict(int)
+    said = f"{fault.name} {fault.file} {fault.function} {fault.effect}".lower()
+    words = set(re.findall(r"[a-z]{4,}", said))
+    files = tests_of([fault.file])[:NEAR_FILES]
+    seen: dict[str, int] = defaultdict(int)
     ordered = []
     for seconds, test, phase in sorted(tests):
         file = test.partition("::")[0]
-        files[file] += 1
-        ordered.append((file not in near, files[file], seconds, test, phase))
-    ordered.sort()
-    some = [one for one in ordered if not one[0]][:FIRST]
-    others = [one for one in ordered if one not in some]
-    for batch in (some, others[:FIRST], others[FIRST:]):
+        function = test.partition("[")[0]
+        seen[function] += 1
+        shared = len(words & set(re.findall(r"[a-z]{4,}", function.lower())))
+        ordered.append((seen[function], -shared - 2 * (file in files), seconds, test, phase))
+    ordered.sort()  # the cheapest case of every function first
+    for batch in (ordered[:FIRST], ordered[FIRST : 4 * FIRST], ordered[4 * FIRST :]):
         by_phase: dict[str, list[str]] = defaultdict(list)
         for *_, test, phase in batch:
             by_phase[phase].append(test)

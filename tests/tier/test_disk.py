@@ -377,6 +377,7 @@ with DiskTier(Path(sys.argv[1]), blocks=3, block_nbytes=2**20) as tier:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fresh
 def test_memory_does_not_grow_with_what_rests(tmp_path: Path) -> None:
     grown = []
