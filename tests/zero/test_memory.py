@@ -380,3 +380,30 @@ def test_no_rank_holds_the_whole_model_when_it_starts_from_meta(
     parallel_assert(comm, peak < at_rest + 3 * unit, said)
     parallel_assert(comm, peak < whole * 0.9, said)
     hpczero.release(model)
+
+
+class TakesOneWay(nn.Module):
+    """Two layers of one unit, of which an evaluation calls the first alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Tensor = self.layers[0](x)
+        second: Tensor = self.layers[1](first) if self.training else first
+        return second
+
+
+def test_a_unit_of_which_a_forward_calls_some_modules_is_given_back(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model = TakesOneWay()
+    rule = lambda model: [("layers.0", "layers.1")]  # noqa: E731
+    with zeroified(model, adamw(model), topology=topology, transport="flat", rule=rule) as sharding:
+        at_rest = sharding.memory.total
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(2, 6))
+        held = sharding.memory.total
+        parallel_assert(comm, held == at_rest, f"{held} bytes are held, {at_rest} were at rest")
