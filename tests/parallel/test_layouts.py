@@ -15,9 +15,11 @@ from tests.parallel.layouts import (
     laid_out,
     problems,
     sizes,
+    text,
     train_alone,
     train_laid_out,
 )
+from tests.parallel.wholes import off
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -71,3 +73,32 @@ def test_a_layout_trains_what_one_process_trains(
                     said.append(f"clip some steps, not all: {expected.norms}")
                 said += [f"{layout}: {each}" for each in problems(found, expected)]
     parallel_assert(comm, not said, "\n".join(said[:8]))
+
+
+@pytest.mark.ranks(2)
+def test_a_second_backward_adds_its_gradients_where_ranks_share_tokens(comm: MPI.Intracomm) -> None:
+    """Gradients of norms and biases are sums over the tensor ranks, of each reduction by itself."""
+    import hpczero
+    from hpczero.models.gpt import GPT
+
+    config, found = sizes(), {}
+
+    def around(model: Any, optimizer: Any, step: int) -> None:
+        tokens = text(0, 1, 0, config.context)
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        found.update(hpczero.full_gradients(model))
+
+    options = LayoutOptions(tensor=2, sequence=True)
+    with laid_out(comm, options) as topology:
+        train_laid_out(config, topology, options, stage=2, steps=1, micro_batches=1, around=around)
+    plain = GPT(config)
+    plain.initialize_all(seed=3)
+    for micro in range(2):
+        tokens = text(0, micro, 0, config.context)
+        plain(tokens[:, :-1], tokens[:, 1:]).backward()
+    wrong = [
+        f"{name} off by {off(found[name], p.grad):.2g}"
+        for name, p in plain.named_parameters()
+        if p.grad is not None and not off(found[name], p.grad) <= 1e-5
+    ]
+    parallel_assert(comm, bool(found) and not wrong, "\n".join(wrong[:8]))
