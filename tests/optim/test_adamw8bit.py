@@ -162,6 +162,24 @@ def test_codes_are_those_of_adamw_written_down_in_fp64(
     assert (np.abs(kept - m[: len(p)]) < 1e-6).mean() > 0.98
 
 
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2)
+def test_maximizing_is_minimizing_with_the_other_sign(
+    comm: MPI.Intracomm, topology: hpczero.Topology
+) -> None:
+    found = []
+    for sign, options in ((-1.0, {}), (1.0, {"maximize": True})):
+        model = Given()
+        optimizer = AdamW8bit(model.parameters(), lr=0.01, **options)
+        with zeroified(model, optimizer, topology=topology, stage=1):
+            for step in range(3):
+                (sign * model(step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(hpczero.full_state_dict(model))
+    parallel_assert(comm, same_bits(found), "maximize is not the other sign")
+
+
 def coded(values: np.ndarray, levels: int, power: int) -> np.ndarray:
     """To codes and back."""
     blocks = values.reshape(-1, BLOCK)

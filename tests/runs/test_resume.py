@@ -56,6 +56,14 @@ def test_stopped_run_exits_75_and_goes_on_with_the_same_bits(
     assert ours.read_bytes() == theirs.read_bytes()
 
 
+def test_a_stop_that_is_heard_in_the_last_step_finds_a_finished_run(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "STOP").touch()
+    job = train(tmp_path, ranks=1, train__steps=1)
+    assert job.returncode == 0, job
+    assert (tmp_path / "r" / "model.safetensors").exists()
+
+
 def test_other_ranks_and_stage_go_on_with_the_next_sample(
     tmp_path: Path, whole: tuple[Path, list[float]]
 ) -> None:

@@ -66,7 +66,7 @@ def test_equals_plain_trainer(
 def test_data_sets_of_datasets_equal_plain_trainer(
     comm: MPI.Intracomm, folder: Path, stage: int
 ) -> None:
-    """With columns that the model does not take, and steps after the last log; plain Trainer has the samples as a list."""
+    """With columns that the model does not take, and steps after the last log; plain Trainer is given lists."""
     import datasets
 
     from tests.hf.trainer.runs import data, done_with, train, trainer_over_mpi
