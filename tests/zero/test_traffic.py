@@ -38,6 +38,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
 
 OPERATIONS = ("all_gather", "reduce_scatter")
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+NARROWED = hpczero.Precision(param="fp32", reduce="bf16")  # gradients wider than what travels
 
 
 class Wire:
@@ -268,10 +269,14 @@ def accounts_equal_plan(comm: MPI.Intracomm, state: Sharding) -> None:
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("transport", ["hierarchical", "window"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "precision",
+    ["fp32", "bf16", pytest.param(NARROWED, marks=pytest.mark.ranks(2))],
+    ids=["fp32", "bf16", "fp32 reduced in bf16"],
+)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_between_two_nodes_the_accounts_are_the_plan(
-    comm: MPI.Intracomm, stage: int, precision: str, transport: str
+    comm: MPI.Intracomm, stage: int, precision: str | hpczero.Precision, transport: str
 ) -> None:
     half = comm.size // 2
     topology = hpczero.Topology.create(comm, [0] * half + [1] * half)
