@@ -61,6 +61,22 @@ def test_work_begins_behind_the_copies_before_it(
         tier.evict(parts, [PART])
 
 
+def test_work_begins_behind_the_reads_before_it(
+    tier: InPlaceTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tier.reserve(Record("r", {PART: 9000}))
+    put(tier, place, {PART: content(9000, 0)})
+    tier.drain()
+    monkeypatch.setattr(late, "LATE_S", 50e-3)
+    fetch = tier.fetch(place, [PART])
+    parts = tier.open(place, [PART]).wait()
+    parts[PART].fill_(3)
+    staged = fetch.wait()
+    assert torch.equal(staged[PART], content(9000, 0)), "overwritten under the copy"
+    tier.evict(staged, ())
+    parts.end()
+
+
 def test_a_copy_waits_until_the_work_has_ended(tier: InPlaceTier) -> None:
     place = tier.reserve(Record("r", {PART: 9000}))
     put(tier, place, {PART: content(9000, 0)})
