@@ -21,6 +21,7 @@ from docs.rooms import HOUSES, HPCZERO, House
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = HPCZERO.package
 MAX_LINES = 400
+MAX_LINES_OF_TESTS = 600
 
 # Who alone may import these, at whatever depth of the code.
 GUARDED = {
@@ -235,11 +236,11 @@ def test_no_file_is_longer_than_can_be_read_at_once(house: House) -> None:
     assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
-def test_no_file_of_tests_is_longer_either() -> None:
+def test_no_file_of_tests_is_longer_than_600_lines() -> None:
     files = sorted((ROOT / "tests").rglob("*.py"))
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
     assert len(lengths) > 100
-    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES_OF_TESTS} == {}
 
 
 def test_nothing_prints() -> None:

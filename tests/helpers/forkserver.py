@@ -28,6 +28,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -103,6 +104,7 @@ class ForkServer:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._path = ""
         self._anew = 0
+        self._starting = threading.Lock()  # a test may start its first jobs from several threads
 
     def forked(self, command: tuple[str, ...], environment: Mapping[str, str]) -> tuple[str, ...]:
         """``command`` by way of the server if it starts Python in the plain way, else as it is."""
@@ -135,7 +137,8 @@ class ForkServer:
         _write_python(path, () if self.off else self._shim())
 
     def _shim(self) -> tuple[str, ...]:
-        return ("-I", "-S", os.fspath(SHIM), self._started())
+        with self._starting:
+            return ("-I", "-S", os.fspath(SHIM), self._started())
 
     def _started(self) -> str:
         if self._server is None:
