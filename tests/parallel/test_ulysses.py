@@ -117,6 +117,14 @@ def test_dropout_differs_between_own_tokens_of_equally_seeded_ranks(comm: MPI.In
 
 
 @pytest.mark.ranks(2)
+def test_own_tokens_are_the_same_where_time_is_another_dimension(comm: MPI.Intracomm) -> None:
+    tokens = batch()[0]
+    with tensor_ranks(comm, sequence=comm.size, shard=1) as topology:
+        transposed = own_tokens(tokens.T, topology, dim=0)
+        parallel_assert(comm, torch.equal(transposed.T, own_tokens(tokens, topology)))
+
+
+@pytest.mark.ranks(2)
 def test_what_does_not_divide_or_fit_is_refused_by_name(comm: MPI.Intracomm) -> None:
     odd = dataclasses.replace(CONFIG, hidden=45, heads=9)
     with tensor_ranks(comm, sequence=comm.size, shard=1) as topology:
