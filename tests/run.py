@@ -32,7 +32,6 @@ from tests.helpers.session_folder import kept_session_folder  # noqa: E402
 QUIET_S = 3600.0  # longer than any test may take on a machine as slow as is waited for: nothing goes on any more
 MAX_LAUNCHES = 6  # of one phase: a machine on which everything hangs must not take all day
 LANES = 6  # of the tests of one process, which mostly wait for jobs of theirs
-MANY_S = 3.0  # of processor: a core test that takes more wants a reason (CONTRIBUTING.md)
 EXIT_TERMINATED = 128 + signal.SIGTERM
 PYTEST_ENDED_WELL = (0, 5)  # all passed; nothing to run
 

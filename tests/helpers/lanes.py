@@ -138,8 +138,8 @@ class Lanes:
             other.close()
         _become_a_lane(session, theirs)
         for test, following in _pairs(_handed(theirs)):
-            item, after = (None if at is None else session.items[at] for at in (test, following))
-            assert item is not None
+            item = session.items[test]
+            after = None if following is None else session.items[following]
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
             theirs.send(("ended", None))
         return True
