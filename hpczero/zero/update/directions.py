@@ -23,6 +23,7 @@ from typing_extensions import override
 from hpczero.errors import StepError
 from hpczero.zero.units.guard import own_gradient
 from hpczero.zero.units.unit import Unit
+from hpczero.zero.update.parts import unhooked, written_in
 from hpczero.zero.update.whole_jobs import Job, States, Whole, state_of
 
 ATTRIBUTE = "hpczero_directions"
@@ -99,16 +100,14 @@ class TorchsMuon:
 def directions_of(optimizer: Optimizer) -> Directions | None:
     """The rule of an optimizer whose step is one; None where its own step has to be called."""
     kind = type(optimizer)
-    method = getattr(kind.step, "__wrapped__", None)
-    # Patched by somebody, a step may be anything: a class's own is wrapped in torch's hooks, once.
-    hooked = getattr(kind.step, "hooked", False) and not getattr(method, "hooked", False)
-    if not hooked or method is None:
+    method = unhooked(kind.step)
+    if method is None:
         return None
     if kind is torch.optim.Muon:
         parts = [method, *(getattr(_muon, name, None) for name in PARTS)]
-        own = all(getattr(part, "__module__", "") == _muon.__name__ for part in parts)
+        own = all(part is not None and written_in(part, _muon.__name__) for part in parts)
         return TorchsMuon() if own else None
-    own = method.__module__ == kind.__module__
+    own = written_in(method, kind.__module__)
     found: Directions | None = vars(kind).get(ATTRIBUTE)  # of that very class, not of its base
     return found if own else None
 

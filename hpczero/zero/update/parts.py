@@ -29,11 +29,30 @@ from hpczero.zero.update.taken_step import TakenStep
 def method_behind(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
     """The step of ``optimizer`` without hooks; None where pieces cannot be put together for it."""
     kind = type(optimizer)
-    method: Any = getattr(kind.step, "__wrapped__", None)
-    # Patched by somebody, it may be anything: torch's own is wrapped in hooks, once.
-    own = method is not None and method.__module__.startswith("torch.optim.")
-    hooked = getattr(kind.step, "hooked", False) and not getattr(method, "hooked", False)
-    return method if kind in ELEMENTWISE and own and hooked else None
+    method = unhooked(kind.step)
+    own = method is not None and written_in(method, "torch.optim.")
+    return method if kind in ELEMENTWISE and own else None
+
+
+def unhooked(step: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The function that torch has wrapped in hooks to make ``step``; None unless it is wrapped in them once."""
+    method: Any = getattr(step, "__wrapped__", None)
+    once = getattr(step, "hooked", False) and not getattr(method, "hooked", False)
+    return method if once else None
+
+
+def written_in(method: Callable[..., Any], module: str) -> bool:
+    """Whether the code of ``method`` is of a module whose name begins so, and all that wraps it is torch's.
+
+    A patch may do anything, and ``functools.wraps`` gives it the names of what it wraps, but not the globals.
+    """
+    layer: Any = method
+    while hasattr(layer, "__wrapped__"):
+        if not getattr(layer, "__globals__", {}).get("__name__", "").startswith("torch."):
+            return False
+        layer = layer.__wrapped__
+    name: str = getattr(layer, "__globals__", {}).get("__name__", "")
+    return name.startswith(module)
 
 
 class PartedUpdate(TakenStep):
