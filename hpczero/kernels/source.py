@@ -3,7 +3,8 @@
 Owns: the text. Must not know: CuPy, torch's tensors, streams.
 
 The order and the rounding places are those of ``tree_sum``. Every addition is written out, because a library's sum
-fixes no order. Additions are intrinsics, because a compiler may fuse plain ones into multiply-adds.
+fixes no order. On a device additions and products are instructions. A compiler may fuse plain ones into multiply-adds,
+and with ``-ftz=true``, which CuPy adds for all kernels, plain ones and intrinsics take subnormal numbers for zero.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _SHARED = """
 INLINE float from_bf16(uint16_t bits) { return from_bits((uint32_t)bits << 16); }
 INLINE uint16_t to_bf16(float value) {
     const uint32_t bits = to_bits(value);
-    if (value != value) return 0x7fc0;
+    if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;  // no number; a comparison of floats may flush them
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 template <typename T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack { T at[N]; };
@@ -43,8 +44,8 @@ template <typename T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N :
 _CUDA = """
 typedef unsigned short uint16_t; typedef unsigned int uint32_t;
 #define INLINE __device__ __forceinline__
-#define ADD(a, b) __fadd_rn(a, b)
-#define MUL(a, b) __fmul_rn(a, b)
+INLINE float ADD(float a, float b) { float c; asm("add.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c; }
+INLINE float MUL(float a, float b) { float c; asm("mul.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c; }
 INLINE float from_bits(uint32_t bits) { return __uint_as_float(bits); }
 INLINE uint32_t to_bits(float value) { return __float_as_uint(value); }
 INLINE float from_fp16(uint16_t bits) {

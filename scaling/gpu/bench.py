@@ -1,12 +1,13 @@
-"""What the checks of ``scaling.gpu.checks`` share: sizes, the device with its ranks, two clocks.
+"""What the checks share: sizes, the device with its ranks, two clocks, a GPT to train.
 
-Owns: how a time is taken, what differs between a device and its twin on the host, whether ranks take turns on a
-device, the cap of memory, how ranks print rows and end. Must not know: what is measured.
+What differs between a device and its twin on the host is here too, whether ranks take turns on a device, the cap of
+memory, and how ranks print rows and end.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import resource
@@ -20,13 +21,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import hpczero
 from hpczero.accelerator import Accelerator
 from hpczero.errors import HpcZeroError, abort_job
+from hpczero.models import GPT
 from hpczero.models.config import GPTConfig, flops_per_token
 from scaling.evidence.record import LEFT, Row
 
@@ -37,6 +40,7 @@ MIB = 2**20
 REPEATS = 7
 CALLS = 20  # of a kernel without a pause: one may be over before the host has read its clock
 MPS_S = 5.0
+TILE_NUMEL = 2**20
 OTHERS_S = 3.0  # for ranks that stop at about the same time, each by itself
 
 
@@ -69,7 +73,8 @@ DEVICE = Sizes(
         ("1.5B", _gpt(48, 1600, 25, 50304, 1024), 8),
     ),
     large=(_gpt(48, 1600, 25, 50304, 1024), 4),
-    capped=(_gpt(48, 1600, 25, 50304, 1024), 1),
+    # 0.77 B: of 1.5 B four ranks' caps are 90 GB together, more than a card of 80 GB has.
+    capped=(_gpt(36, 1280, 20, 50304, 1024), 1),
 )
 TWIN = Sizes(
     kernel_nbytes=MIB,
@@ -176,7 +181,7 @@ class Bench:
     def say(self, row: Row) -> None:
         """Print one row, if this is rank 0; it is out when this returns."""
         if self.topology.is_root:
-            _print(row)
+            print_row(row)
 
     def leave(self) -> NoReturn:
         """End all ranks without MPI's finalize, which may wait for ever under open windows. Collective."""
@@ -188,14 +193,22 @@ class Bench:
 
     def leave_alone(self, row: Row) -> NoReturn:
         """Print one row of this rank and end the job, whatever the others are doing; they may do the same."""
-        _print({"rank": self.topology.rank, **row})
+        print_row({"rank": self.topology.rank, **row})
         time.sleep(OTHERS_S)
-        _print(LEFT)
+        print_row(LEFT)
         abort_job(1)
         os._exit(1)  # one rank alone
 
 
-def _print(row: Row) -> None:
+def forget(bench: Bench) -> None:
+    """Give back what nobody uses any more."""
+    gc.collect()
+    if not bench.accelerator.is_host:
+        torch.cuda.empty_cache()
+
+
+def print_row(row: Row) -> None:
+    """Print one row; it is out when this returns."""
     sys.stdout.write(json.dumps(row) + "\n")
     sys.stdout.flush()
 
@@ -224,6 +237,82 @@ def mps() -> tuple[bool, str]:
         return there, f"{named}, no nvidia-cuda-mps-control to ask, {pipe}"
     answers = done.returncode == 0 and "cannot find" not in (done.stdout + done.stderr).lower()
     return answers, f"{named}, {'a' if answers else 'no'} control daemon answers"
+
+
+def tokens(
+    config: GPTConfig, sequences: int, seed: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, (sequences, context) each, drawn anew for each seed."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(config.vocab_size, (sequences, config.context + 1), generator=generator)
+    return drawn[:, :-1].contiguous().to(device), drawn[:, 1:].contiguous().to(device)
+
+
+class Values:
+    """The same million small random numbers again and again: random enough to compute with, and quick.
+
+    By ranges: drawn as a GPT's, and checked in whole, 1.5 B values take a core 15 seconds, several times in a run.
+    """
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._tile = 0.02 * torch.randn(TILE_NUMEL, generator=generator)
+
+    def __call__(self, name: str, tensor: Tensor) -> None:
+        """Fill a whole parameter."""
+        self.fill_range(name, tuple(tensor.shape), 0, tensor.view(-1))
+
+    def fill_range(self, name: str, shape: tuple[int, ...], start: int, values: Tensor) -> None:
+        """Fill ``values`` with the elements from ``start`` on of one parameter."""
+        done = 0
+        while done < len(values):
+            at = (start + done) % TILE_NUMEL
+            piece = self._tile[at : at + len(values) - done]
+            values[done : done + len(piece)].copy_(piece)
+            done += len(piece)
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """What all ways train with."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, fused=True)
+
+
+def sharded(
+    bench: Bench,
+    config: GPTConfig,
+    initialize: Callable[[str, Tensor], None] | None = None,
+    *,
+    compiled: bool = False,
+    **options: Any,
+) -> tuple[nn.Module, Any]:
+    """A GPT by hpczero, and its optimizer. Collective.
+
+    Args:
+        bench: whose ranks.
+        config: of the network.
+        initialize: first values; None: a GPT's own.
+        compiled: each block by torch's compiler.
+        options: of ``zeroify``.
+    """
+    with torch.device("meta"):
+        model = GPT(config)
+    if compiled:
+        for block in model.blocks:
+            block.compile()
+    optimizer = adamw(model)
+    given = {"topology": bench.topology, **options}
+    own = initialize or model.initial_weights(seed=0)
+    hpczero.zeroify(model, optimizer, device=bench.accelerator, initialize=own, **given)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    """One step; its loss."""
+    loss: Tensor = model(x, y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
 
 
 def tokens_per_s(config: GPTConfig, sequences: int, step_s: float) -> float:

@@ -1,8 +1,7 @@
-"""Checks and measurements on one device that ranks share: ``mpirun -n 2 python -m scaling.gpu.checks NAME JSON``.
+"""Checks on one device that ranks share: ``mpirun -n 2 python -m scaling.gpu.checks JSON``, which ``jobs`` types.
 
-Owns: what each check does in the ranks. Must not know: limits, goals, the order of a run. One JSON line is printed for
-each row, by rank 0 unless a rank has to end alone. ``twin`` runs the same code on the host with small sizes: so it is
-tested where there is no device.
+One JSON line is printed for each row, by rank 0 unless a rank has to end alone. ``twin`` runs the same code on the host
+with small sizes: so it is tested where there is no device. Here are what there is, the kernels, and the collectives.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,8 @@ from hpczero.errors import CommError, run
 from hpczero.kernels.source import tree_sum_source
 from hpczero.kernels.tree_sum import tree_sum
 from scaling.evidence.record import Row
-from scaling.gpu.bench import DEVICE, TWIN, Bench, mps
+from scaling.gpu.bench import DEVICE, TWIN, Bench, forget, mps, print_row
+from scaling.gpu.jobs import BEGINS, kind_of
 from scaling.gpu.nvrtc import CompileError, find_nvrtc
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 COLLECTIVE_CALLS = 5
 TWIN_ARCHITECTURE = "sm_90"
 SUM_NUMEL = 100_003  # of the sums whose bits are compared
+SUBNORMAL = 2.0**-130  # what numbers are multiplied by to be so small; of fp16 the sum alone is
 NOTICE_S = 5.0  # before the end, for a job to say where it is
 OVERTIME_S = 15.0  # after it, for a rank whose launcher has not ended it
 
@@ -124,24 +126,26 @@ def wrong_sums(bench: Bench, dtype: torch.dtype, count: int) -> list[str]:
     few = [torch.randn(SUM_NUMEL + 1, generator=generator).to(dtype) for _ in range(count)]
     before = torch.randn(SUM_NUMEL, generator=generator)
     one, two = [range(count)], [range(count // 2), range(count // 2, count)]
-    cases: dict[str, tuple[int, dict[str, Any]]] = {  # first element, arguments
-        "one group": (0, {"groups": one}),
-        "unaligned": (1, {"groups": one}),
-        "accumulate": (0, {"groups": one, "accumulate": True}),
-        "two groups": (0, {"groups": two, "node_dtype": dtype}),
+    cases: dict[str, tuple[int, float, dict[str, Any]]] = {  # first element, size, arguments
+        "one group": (0, 1.0, {"groups": one}),
+        "unaligned": (1, 1.0, {"groups": one}),
+        "accumulate": (0, 1.0, {"groups": one, "accumulate": True}),
+        "two groups": (0, 1.0, {"groups": two, "node_dtype": dtype}),
+        "subnormal": (0, SUBNORMAL, {"groups": one, "accumulate": True}),
     }
-    there = [block.to(bench.accelerator.device) for block in few]
     lane = bench.accelerator.lane()
     wrong = []
-    for name, (first, given) in cases.items():
-        expected = before.clone()
+    for name, (first, size, given) in cases.items():
+        small = [block * size for block in few]
+        there = [block.to(bench.accelerator.device) for block in small]
+        expected = before * size
         # Copies: the host's sum is not to meet the alignment that the device's is tried with.
-        cut = [block[first : first + SUM_NUMEL].clone() for block in few]
+        cut = [block[first : first + SUM_NUMEL].clone() for block in small]
         tree_sum(cut, expected, scale=0.3, **given)
         blocks = [block[first : first + SUM_NUMEL] for block in there]
         for where in ("default lane", "own lane", "own lane again"):
             out = bench.empty(SUM_NUMEL + first)[first:]
-            out.copy_(before)
+            out.copy_(before * size)
             if where == "default lane":
                 tree_sum(blocks, out, scale=0.3, **given)
             else:
@@ -237,24 +241,53 @@ CHECKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
 
 
 def main() -> int:
-    """Run one check; rank 0 prints its rows. Collective over MPI's world."""
-    name, options = sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
-    if "end" in options:
-        _heed(float(options["end"]))
-    twin = bool(options.get("twin"))
-    if name == "parity":  # before CUDA starts
+    """Run some checks; rank 0 prints their rows. Collective over MPI's world, but for checks without MPI."""
+    given = json.loads(sys.argv[1])
+    checks, twin = given["checks"], bool(given["twin"])
+    from scaling.gpu.contact import contact, smoke
+    from scaling.gpu.speed import speed, trace
+    from scaling.gpu.train import train
+    from scaling.gpu.training import fits, overlap, parity
+
+    alone: dict[str, Callable[..., Iterator[Row]]] = {"contact": contact, "train": train}
+    if all(kind_of(name) in alone for name, _ in checks):
+        for name, end in checks:
+            _heed(float(end))
+            print_row({BEGINS: name})
+            for row in alone[kind_of(name)](*_argument(name), twin=twin):
+                print_row(row)
+        return 0
+    found: dict[str, Callable[..., Iterator[Row]]] = {
+        **CHECKS,
+        "fits": fits,
+        "fits_not": partial(fits, stage=0),
+        "overlap": overlap,
+        "parity": parity,
+        "smoke": smoke,
+        "speed": speed,
+        "trace": trace,
+    }
+    if any(
+        name == "parity" for name, _ in checks
+    ):  # before CUDA starts; for the others it changes nothing
         be_deterministic()
     accelerator = HostAccelerator() if twin else choose_accelerator("cuda")  # before MPI
-    from scaling.gpu.first_contact import FIRST_CONTACT
-    from scaling.gpu.training import TRAINING
-
     bench = Bench(accelerator, TWIN if twin else DEVICE, twin=twin)
-    for row in {**CHECKS, **FIRST_CONTACT, **TRAINING}[name](bench):
-        bench.say(row)
+    for name, end in checks:
+        _heed(float(end))
+        bench.say({BEGINS: name})
+        for row in found[kind_of(name)](bench, *_argument(name)):
+            bench.say(row)
+        forget(bench)
     if bench.left_open:
         bench.leave()
     bench.topology.free()
     return 0
+
+
+def _argument(check: str) -> list[str]:
+    """What follows the colon."""
+    return check.split(":")[1:]
 
 
 def _heed(end: float) -> None:

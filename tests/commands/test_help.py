@@ -30,10 +30,11 @@ HEAVY = {
     "torch",
     "transformers",
 }
-# Started by commands on ranks of their own, not by people: their first argument is JSON.
+# Started by commands, not by people.
 NO_COMMANDS = {
     "hpczero.comm.devices.trial",
     "scaling.gpu.checks",
+    "scaling.gpu.contact",
     "scaling.predict.probe",
     "scaling.contenders.rank",
     "scaling.checkpoint.ways",

@@ -105,7 +105,7 @@ def test_installed_commands_and_measurements_write_where_the_user_is(
     assert "MFU" in typed(sys.executable, "-m", "scaling.predict", "--machine", "dgx-h100")
     measured = ("-m", "scaling.gpu", "--twin", "--checks", "kernels", "--results", "here")
     typed(sys.executable, *measured)
-    assert len(list(tmp_path.glob("here/*/gpu-twin.jsonl"))) == 1
+    assert len(list(tmp_path.glob("here/*/gpu-twin-all.jsonl"))) == 1
     assert sorted(site.rglob("*.jsonl")) == before
 
 

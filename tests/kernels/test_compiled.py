@@ -61,6 +61,7 @@ def test_every_sum_compiles_into_little_code_and_registers_alone(
         assert 0 < found.registers <= MOST_REGISTERS, (which, found)
         assert found.local_nbytes == 0, (which, found)
         assert found.code_nbytes < MOST_CODE_NBYTES, (which, found)
+        assert not found.flushes, which  # the host keeps subnormal numbers
 
 
 SPILLS = """
@@ -74,6 +75,11 @@ extern "C" __global__ void keeps(float* out, int at) {
 
 def test_local_memory_of_a_kernel_that_has_some_is_seen(nvrtc: Nvrtc) -> None:
     assert nvrtc.compile(SPILLS, "sm_80").local_nbytes >= 1200
+
+
+def test_an_addition_that_flushes_is_seen(nvrtc: Nvrtc) -> None:
+    plain = 'extern "C" __global__ void adds(float* out) { out[0] = out[1] + out[2]; }'
+    assert nvrtc.compile(plain, "sm_90").flushes
 
 
 def test_what_does_not_compile_is_told_with_the_compilers_words(nvrtc: Nvrtc) -> None:

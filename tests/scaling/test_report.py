@@ -15,16 +15,11 @@ from scaling.report import __main__ as report
 from tests.helpers.mpirun import ROOT
 from tests.scaling.studies import rows
 
+SPEED: Row = {"kind": "speed", "model": "124M", "compiled": False, "peak_nbytes": 0}
 GPU: list[Row] = [
     {"kind": "run", "machine": "nvidia-h200", "commit": "abc", "date": "today", "twin": False},
-    {
-        "kind": "speed",
-        "model": "124M",
-        "way": "hpczero",
-        "stage": 3,
-        "of_plain": 0.99,
-        "peak_nbytes": 0,
-    },
+    {**SPEED, "way": "plain torch", "tokens_per_s": 100.0},
+    {**SPEED, "way": "hpczero, stage 3", "tokens_per_s": 99.0, "stage": 3},
 ]
 Report = Callable[..., str]
 
