@@ -77,6 +77,8 @@ def speed(bench: Bench, which: str = "") -> Iterator[Row]:
             hpczero.release(model)
         model = step = None  # type: ignore[assignment]
         gc.collect()
+    if torch.distributed.is_initialized():  # by FSDP2: its threads must not outlive Python
+        torch.distributed.destroy_process_group()
 
 
 def _model(bench: Bench, which: str) -> tuple[str, GPTConfig, int]:

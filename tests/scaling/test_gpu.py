@@ -60,7 +60,10 @@ def job(launch: list[str], check: str, limit_s: float, *, twin: bool) -> tuple[l
         ("parity", 2, {"stage", "way", "bits_equal"}),
         ("collectives", 2, {"way", "ms"}),
         ("overlap", 2, {"way", "exposed"}),
-        ("speed:tiny", 1, {"way", "compiled", "tokens_per_s", "peak_nbytes"}),
+        pytest.param(
+            *("speed:tiny", 1, {"way", "compiled", "tokens_per_s", "peak_nbytes"}),
+            marks=pytest.mark.fresh,  # what gloo and the compiler leave ends with Python, not as a forked process does
+        ),
         ("trace:tiny", 1, {"model", "way"}),
         ("train:small", 0, {"model", "run"}),
     ],
@@ -238,7 +241,7 @@ def test_a_sum_that_does_not_compile_is_reported_although_its_bits_are_right() -
 right = gpu_checks.tree_sum_source
 def broken(groups, dtype, *given, **more):
     text = right(groups, dtype, *given, **more)
-    return text.replace("INLINE float ADD", "planted float ADD") if dtype == "bf16" else text
+    return text + "\\n#error planted\\n" if dtype == "bf16" else text
 gpu_checks.tree_sum_source = broken
 """
     rows, problem = job(planted(fault), "kernels", 100.0, twin=True)
@@ -417,7 +420,7 @@ def test_four_caps_of_memory_fit_a_card_of_80_gb() -> None:
 
 @pytest.mark.tool
 @pytest.mark.limit(200)
-@pytest.mark.parametrize(("check", "ranks"), [("overlap", 2), ("fits", 4), ("speed:tiny", 1)])
+@pytest.mark.parametrize(("check", "ranks"), [("overlap", 2), ("fits", 4)])
 def test_no_rank_draws_whole_parameters_of_a_large_model(check: str, ranks: int) -> None:
     """Of 1.5 B they take a core 15 seconds, of which a check has 45."""
     fault = """
@@ -435,7 +438,7 @@ gpu_bench.Values.__call__ = whole
 def test_results_of_a_device_become_the_tables_of_two_pages(tmp_path: Path) -> None:
     for page in PAGES:
         (tmp_path / page).parent.mkdir(exist_ok=True)
-        (tmp_path / page).write_text(f"# Before\n\n{BEGIN}\nold\n{END}\n\nafter\n")
+        (tmp_path / page).write_text(f"# Before\n\n{BEGIN}\nstale\n{END}\n\nafter\n")
     speed = {
         "kind": "speed",
         "model": "124M",
@@ -467,13 +470,17 @@ def test_results_of_a_device_become_the_tables_of_two_pages(tmp_path: Path) -> N
     for text in (status, performance):
         assert text.startswith("# Before\n")
         assert text.endswith(f"{END}\n\nafter\n")
-        assert "old" not in text
+        assert "stale" not in text
         assert "NVIDIA X" in text
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in status.splitlines()]
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in [*status.splitlines(), *performance.splitlines()]
+    ]
     assert ["124M, stage 3: tokens/s at least 0.97 of plain torch", "0.98", "met"] in lines
     assert ["124M, stage 3: tokens/s at least 1.0 of FSDP2", "1.09", "met"] in lines
     assert ["fits on 4 ranks", "not done after 9 s", "failed"] in lines
-    assert "| 980 |" in performance.replace("  ", " ").replace("  ", " ")
+    figures = ["124M", "hpczero, stage 3", "100.0", "980", "300", "0.98", "3.00", "1.00"]
+    assert figures in lines
     (tmp_path / PAGES[0]).write_text("no marks")
     with pytest.raises(ConfigError, match="expected one line <!-- gpu: begin"):
         write_pages(results, tmp_path)
