@@ -164,13 +164,13 @@ class Case:
         """The call; ``spent[0]`` is then CPU seconds of all threads of this rank. Collective over ``group``."""
         import torch.distributed as dist
 
+        # The second names are those before torch 2.13.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         before = time.process_time()
-
         calls: dict[str, Callable[[], object]] = {
-            "all_gather": lambda: dist.all_gather_single(self._out, self._given, group=group),
-            "reduce_scatter": lambda: dist.reduce_scatter_single(
-                self._out, self._given, group=group
-            ),
+            "all_gather": lambda: gather(self._out, self._given, group=group),
+            "reduce_scatter": lambda: scatter(self._out, self._given, group=group),
             "all_reduce": lambda: dist.all_reduce(self._out, group=group),
         }
         calls[self.verb]()

@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.helpers.bridged import bridge, on_both, two_nodes, values
+from tests.helpers.bridged import (
+    all_gather_single,
+    bridge,
+    on_both,
+    reduce_scatter_single,
+    two_nodes,
+    values,
+)
 from tests.helpers.parallel import parallel_assert
 
 if TYPE_CHECKING:
@@ -55,14 +62,14 @@ def all_gather(rank: int, size: int) -> list[Tensor]:
         dist.all_gather(rows, values(rank, ODD, dtype))
         found += rows
     whole = torch.empty(size * LARGE[0], LARGE[1])
-    dist.all_gather_single(whole, values(rank, LARGE))
+    all_gather_single(whole, values(rank, LARGE))
     return [*found, whole]
 
 
 def reduce_scatter(rank: int, size: int) -> list[Tensor]:
     out, single = torch.empty(ODD), torch.empty(LARGE)
     dist.reduce_scatter(out, [values(10 * rank + to, ODD) for to in range(size)])
-    dist.reduce_scatter_single(single, values(rank, (size * LARGE[0], LARGE[1])))
+    reduce_scatter_single(single, values(rank, (size * LARGE[0], LARGE[1])))
     return [out, single]
 
 
@@ -171,7 +178,7 @@ def test_collective_is_that_of_gloo(comm: MPI.Intracomm, program: Program, one_n
 
 
 def gathered_over_its_input(whole: Tensor, size: int) -> Tensor:
-    dist.all_gather_single(whole, whole[: len(whole) // size])
+    all_gather_single(whole, whole[: len(whole) // size])
     return whole
 
 
@@ -182,7 +189,7 @@ def listed_over_its_input(whole: Tensor, size: int) -> Tensor:
 
 def summed_over_its_input(whole: Tensor, size: int) -> Tensor:
     part = whole[: len(whole) // size]
-    dist.reduce_scatter_single(part, whole)
+    reduce_scatter_single(part, whole)
     return part
 
 
@@ -264,7 +271,7 @@ def test_half_precision_is_added_in_fp32_in_rank_order_and_rounded_once(
                 whole = mine.clone()
                 dist.all_reduce(whole)
                 dist.all_reduce(mean, dist.ReduceOp.AVG)
-                dist.reduce_scatter_single(part, mine.repeat(comm.size))
+                reduce_scatter_single(part, mine.repeat(comm.size))
             same = torch.equal(whole, total.to(dtype)) and torch.equal(part, whole)
             parallel_assert(comm, same, f"{numel} x {dtype}")
             parallel_assert(comm, torch.equal(mean, (total / comm.size).to(dtype)), "mean")
@@ -359,9 +366,9 @@ def test_direct_reads_give_the_bits_of_staging(
                 told = values(comm.rank, (2 * numel,), dtype)
                 dist.broadcast(told, comm.size - 1)
                 rows = torch.empty(comm.size * numel, dtype=dtype)
-                dist.all_gather_single(rows, values(comm.rank, (numel,), dtype))
+                all_gather_single(rows, values(comm.rank, (numel,), dtype))
                 part = torch.empty(numel, dtype=dtype)
-                dist.reduce_scatter_single(part, rows)
+                reduce_scatter_single(part, rows)
                 tensors += [whole, mean, told, rows, part]
         found.append(tensors)
     same = [torch.equal(one, other) for one, other in zip(*found, strict=True)]

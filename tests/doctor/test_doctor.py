@@ -12,6 +12,7 @@ from hpczero.doctor import disk, launch, mpi, software, storage
 from hpczero.doctor.environment import TRAPS, check_environment
 from hpczero.doctor.finding import Finding, Status, exit_code, summary
 from hpczero.probe.tiers import Speed
+from tests.helpers.mpirun import ROOT
 
 GIB = 2**30
 
@@ -278,9 +279,23 @@ def test_packages_missing_or_different_on_one_rank_block() -> None:
     assert_problem(found[-1], Status.FAIL, "numpy is 1.0 on rank 3 (node1), 9.9 on rank 0", "one")
 
 
-def test_old_mpi4py_warns() -> None:
-    ranks = four_ranks(versions={**rank_facts(0).versions, "mpi4py": "4.0.2"})
-    assert_problem(software.check_versions(ranks)[-1], Status.WARN, "4.0.2", "--upgrade mpi4py")
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [("mpi4py", "4.0.2"), ("numpy", "1.26.4"), ("torch", "2.7.1+cu126"), ("h5py", "3.10.0")],
+)
+def test_a_package_that_is_too_old_warns(name: str, version: str) -> None:
+    ranks = four_ranks(versions={**rank_facts(0).versions, name: version})
+    found = software.check_versions(ranks)[-1]
+    assert_problem(found, Status.WARN, f"{name} {version} is older than", f"--upgrade {name}")
+
+
+def test_the_oldest_packages_are_those_of_setup_cfg_and_of_the_readme() -> None:
+    for name, oldest in software.OLDEST.items():
+        ranks = four_ranks(versions={**rank_facts(0).versions, name: oldest})
+        assert statuses(software.check_versions(ranks)) == [Status.OK]
+        assert f"    {name} >= {oldest}\n" in (ROOT / "setup.cfg").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(f"{n} {software.OLDEST[n]} or newer" in readme for n in ("torch", "mpi4py"))
 
 
 def test_torch_that_does_not_load_blocks() -> None:

@@ -16,6 +16,10 @@ from tests.helpers.gloo import gloo
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+# Before torch 2.13 the calls with one tensor for all ranks have other names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @contextmanager
 def bridge(

@@ -11,7 +11,7 @@ from torch import nn
 
 from hpczero.optim import Muon
 from hpczero.optim.orthogonal import orthogonalized
-from tests.optim.rules import Zoo, torchs_iteration_in_fp32
+from tests.optim.rules import Zoo, stock_muon, torchs_iteration_in_fp32
 
 SHAPES = [(19, 7), (7, 19), (7, 7), (1, 5), (5, 1)]
 
@@ -36,7 +36,7 @@ def test_every_bit_is_torchs(ns_dtype: str, adjust_lr_fn: str | None, nesterov: 
     ours, theirs = matrices(), matrices()
     options: dict[str, Any] = {"lr": 0.03, "adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov}
     steps(Muon(ours, ns_dtype=ns_dtype, **options), ours)
-    muon = torch.optim.Muon(theirs, **options)
+    muon = stock_muon(theirs, **options)
     if ns_dtype == "float32":
         with torchs_iteration_in_fp32():
             steps(muon, theirs)

@@ -36,6 +36,7 @@ from tests.optim.rules import (
     divided,
     loss_of,
     same_bits,
+    stock_muon,
     tokens,
     trained,
 )
@@ -84,7 +85,7 @@ def test_a_learning_rate_may_be_a_tensor_of_one_element(
         matrices, rest = divided(model)
         rates = [torch.full(shape, rate) for rate in (0.02, 3e-3)]
         return (
-            torch.optim.Muon(matrices, lr=rates[0]),  # type: ignore[arg-type]
+            stock_muon(matrices, lr=rates[0]),
             torch.optim.AdamW(rest, lr=rates[1], eps=1e-4, foreach=False),
         )
 
@@ -134,7 +135,7 @@ def sent_by_a_step(model: nn.Linear, make: Any, topology: hpczero.Topology) -> i
     ("make", "times"),
     [
         # bf16: what is wanted to the owner, its direction back
-        (torch.optim.Muon, 1),
+        (stock_muon, 1),
         (lambda parameters: Muon(parameters, ns_dtype="bfloat16"), 1),
         (Muon, 2),  # in fp32
         # gradient, values and momentum to the owner; values and momentum back
@@ -235,7 +236,7 @@ def test_a_gradient_that_is_none_on_one_rank_alone_is_refused(
     comm: MPI.Intracomm, topology: hpczero.Topology
 ) -> None:
     model = nn.Linear(128, 64, bias=False)
-    optimizer = torch.optim.Muon(model.parameters())
+    optimizer = stock_muon(model.parameters())
     with zeroified(model, optimizer, topology=topology):
         model(torch.ones(2, 128)).sum().backward()
         if comm.rank:
@@ -244,22 +245,24 @@ def test_a_gradient_that_is_none_on_one_rank_alone_is_refused(
 
 
 def test_a_class_of_its_own_and_a_patched_step_are_called_themselves() -> None:
-    class Own(torch.optim.Muon):
-        pass
-
     class Ours(Muon):
         pass
 
     parameters = [nn.Parameter(torch.ones(3, 3))]
-    assert [directions_of(kind(parameters)) is None for kind in (torch.optim.Muon, Muon)] == [
-        False,
-        False,
-    ]
-    assert [directions_of(kind(parameters)) is None for kind in (Own, Ours, Lamb)] == [True] * 3
-    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", orthogonalized):
-        assert directions_of(torch.optim.Muon(parameters)) is None
+    assert directions_of(Muon(parameters)) is not None
+    assert [directions_of(kind(parameters)) is None for kind in (Ours, Lamb)] == [True] * 2
     with mock.patch.object(Muon, "step", Lamb.step):
         assert directions_of(Muon(parameters)) is None
+
+
+def test_a_class_of_torchs_muon_and_a_patched_part_of_it_are_called_themselves() -> None:
+    parameters = [nn.Parameter(torch.ones(3, 3))]
+    stock = stock_muon(parameters)
+    assert directions_of(stock) is not None
+    own = type("Own", (type(stock),), {})
+    assert directions_of(own(parameters)) is None
+    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", orthogonalized):
+        assert directions_of(stock_muon(parameters)) is None
 
 
 @pytest.mark.ranks(2)
@@ -267,7 +270,7 @@ def test_a_parameter_moved_to_another_group_is_refused(
     comm: MPI.Intracomm, topology: hpczero.Topology
 ) -> None:
     model = nn.Linear(128, 64, bias=False)
-    optimizer = torch.optim.Muon(model.parameters())
+    optimizer = stock_muon(model.parameters())
     with zeroified(model, optimizer, topology=topology):
         model(torch.ones(2, 128)).sum().backward()
         first = optimizer.param_groups[0]
@@ -285,7 +288,7 @@ def test_offloaded_state_is_refused_by_name(
     def call() -> None:
         hpczero.zeroify(
             model,
-            torch.optim.Muon(model.parameters()),
+            stock_muon(model.parameters()),
             topology=topology,
             offload=hpczero.Offload("host"),
         )

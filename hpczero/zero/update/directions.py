@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer, _muon
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from hpczero.errors import StepError
@@ -26,6 +26,7 @@ from hpczero.zero.units.unit import Unit
 from hpczero.zero.update.parts import unhooked, written_in
 from hpczero.zero.update.whole_jobs import Job, States, Whole, state_of
 
+_muon: Any = getattr(torch.optim, "_muon", None)  # from torch 2.9
 ATTRIBUTE = "hpczero_directions"
 PARTS = ("muon", "_single_tensor_muon", "_zeropower_via_newtonschulz", "_adjust_lr")  # of torch's
 Group = Mapping[str, Any]
@@ -103,7 +104,7 @@ def directions_of(optimizer: Optimizer) -> Directions | None:
     method = unhooked(kind.step)
     if method is None:
         return None
-    if kind is torch.optim.Muon:
+    if _muon is not None and kind is _muon.Muon:
         parts = [method, *(getattr(_muon, name, None) for name in PARTS)]
         own = all(part is not None and written_in(part, _muon.__name__) for part in parts)
         return TorchsMuon() if own else None

@@ -16,7 +16,10 @@ from hpczero.errors import PlanError
 from hpczero.plan.placement import ModelPart
 
 # Torch's own update rules in which a parameter depends on its own value, gradient and state, on nothing else.
-WHOLE: tuple[type[Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Muon)
+WHOLE: tuple[type[Optimizer], ...] = (
+    torch.optim.Adafactor,
+    *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []),  # from torch 2.9
+)
 ATTRIBUTE = "hpczero_whole_parameters"
 
 
