@@ -61,7 +61,8 @@ class Reduction:
         name = str(getattr(op, "op", op)).rpartition(".")[2]
         if name not in OPERATIONS:
             raise CommError(f"reduce operation {name}, expected one of {', '.join(OPERATIONS)}")
-        return cls(name, op.factor if name == "PREMUL_SUM" else None)
+        # torch 2.11 and older have no op.factor, but keep it for pickle.
+        return cls(name, op.__getstate__()[1] if name == "PREMUL_SUM" else None)
 
     def check(self, dtype: torch.dtype) -> None:
         """Refuse a dtype that the operation is not defined for.
