@@ -137,6 +137,9 @@ class LocalGradient:
             with torch.inference_mode(False):
                 # One call for all: they are made anew each step where the mean is collected in place.
                 self._views = [*torch._C._nn.unflatten_dense_tensors(flat, self._shapes)]
+                for position, slot in enumerate(self._layout.slots):
+                    if not slot.numel:  # torch 2.8 gives them the shape (0,)
+                        self._views[position] = flat[:0].view(slot.shape)
 
     def complete(self) -> Tensor:
         """The whole gradient for the wire: zero where none came in, padding included."""
