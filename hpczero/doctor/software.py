@@ -29,7 +29,7 @@ REQUIRED = (
 OPTIONAL = ("hpczero", "cupy", "cupy-cuda12x", "cupy-cuda13x")
 # The oldest that the tests have run with, as in setup.cfg: docs/install.md says what was seen.
 # mpi4py#609: a DLPack double free with newer array libraries before 4.0.3.
-OLDEST = {"mpi4py": "4.0.3", "numpy": "2.0", "torch": "2.8", "h5py": "3.11"}
+OLDEST = {"mpi4py": "4.0.3", "numpy": "2.0", "torch": "2.8", "h5py": "3.15"}
 
 
 def installed_versions() -> dict[str, str]:

@@ -54,6 +54,10 @@ class Nvrtc:
         Raises:
             OSError: it cannot be loaded.
         """
+        for part in library.parent.glob(
+            "libnvrtc-builtins.so.*"
+        ):  # CUDA 13 opens it by its name alone
+            ctypes.CDLL(str(part))
         self._library = ctypes.CDLL(str(library))
 
     def compile(self, source: str, architecture: str) -> Compiled:

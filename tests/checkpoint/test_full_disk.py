@@ -126,9 +126,11 @@ def large_model(topology: hpczero.Topology) -> nn.Module:
 @pytest.mark.parametrize(
     ("free_nbytes", "reserved", "writer"),
     [
-        (3 * 2**12, True, "mpio"),  # the headers do not fit
+        pytest.param(3 * 2**12, True, "mpio", marks=SERIAL),  # the headers do not fit
         (3 * 2**12, True, "posix"),
-        (2**18, True, "mpio"),  # the data do not, and the file system says so at once
+        pytest.param(
+            2**18, True, "mpio", marks=SERIAL
+        ),  # the data do not, and the file system says so at once
         (2**18, True, "posix"),
         (2**18, False, "posix"),  # it can not, as on NFS: in mid-write
         (2**18, False, "auto"),  # where MPI-IO would hang or crash

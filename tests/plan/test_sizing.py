@@ -156,7 +156,9 @@ def peak_nbytes(model: GPT, tokens: torch.Tensor) -> int:
     AVX512_BF16, oneDNN's products of bf16 take an fp32 copy of their result (torch 2.13).
     """
     model(tokens, tokens).backward()  # from here on gradients are allocated
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         model(tokens, tokens).backward()
     held, peak, product_ends = 0, 0, 0
     # Only the raw events carry frees in time order.

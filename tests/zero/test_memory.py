@@ -334,7 +334,7 @@ def peak_of(call: Callable[[], object]) -> int:
     """Most bytes that torch had allocated at once on the CPU during ``call``, by torch's profiler."""
     gc.collect()
     gc.disable()  # garbage of earlier tests that is freed meanwhile would count as ours
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as run:
         call()
     gc.enable()
     now = peak = 0
