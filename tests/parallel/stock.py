@@ -267,7 +267,8 @@ def train_stock_pipeline(
     for step in range(steps):
         tokens = torch.cat([text(step, micro, 0, config.context) for micro in range(micro_batches)])
         losses: list[Tensor] = []
-        arguments = [tokens[:, :-1]] if model.is_first else []
+        # Contiguous: torch 2.11 looks at strides.
+        arguments = [tokens[:, :-1].contiguous()] if model.is_first else []
         if model.is_last:
             schedule.step(*arguments, target=tokens[:, 1:], losses=losses)
         else:
