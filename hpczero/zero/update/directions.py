@@ -83,9 +83,10 @@ class TorchsMuon:
 
     def direction(self, wanted: Tensor, group: Group, /) -> Tensor:
         """See ``Directions``."""
-        return _muon._zeropower_via_newtonschulz(
+        found: Tensor = _muon._zeropower_via_newtonschulz(
             wanted, group["ns_coefficients"], group["ns_steps"], group["eps"]
         )
+        return found
 
     def apply(
         self, values: Tensor, direction: Tensor, shape: Sequence[int], group: Group, /
