@@ -111,8 +111,12 @@ def test_what_gets_at_its_memory_all_the_same_finds_no_number(
         kept = torch.zeros(gradient.shape)
         kept.data = gradient  # torch asks nobody
         parallel_assert(comm, bool(kept.isnan().all()))
-        capsule = torch.utils.dlpack.to_dlpack(gradient)  # type: ignore[attr-defined]
-        parallel_assert(comm, bool(torch.utils.dlpack.from_dlpack(capsule).isnan().all()))
+        try:
+            capsule = torch.utils.dlpack.to_dlpack(gradient)  # type: ignore[attr-defined]
+        except StepError as refused:  # torch 2.8 asks
+            parallel_assert(comm, "needs its elements" in str(refused))
+        else:
+            parallel_assert(comm, bool(torch.utils.dlpack.from_dlpack(capsule).isnan().all()))
 
 
 @WARNS
