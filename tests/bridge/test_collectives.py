@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8)
-# The gloo of torch 2.8 broadcasts neither bf16 nor complex numbers.
+# The gloo of torch 2.8 does not broadcast complex numbers; bf16 was not tried apart.
 OLD = torch.__version__.startswith("2.8.")
 MOVED = (*DTYPES, torch.bool, *(() if OLD else (torch.bfloat16, torch.complex64)))
 ODD = (5, 7)

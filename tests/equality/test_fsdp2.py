@@ -55,7 +55,7 @@ def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
 
 def test_equals_stock_fsdp2(topology, process_group):
     if torch.__version__.startswith("2.8."):
-        pytest.skip("FSDP2 of torch 2.8 sums gradients over gloo, where later ones give their mean")
+        pytest.skip("FSDP2 of torch 2.8 over gloo has twice the gradient norm on 2 ranks")
     case = gpt_case(models.gpt, max_norm=4.5)
     theirs = train_fsdp2(case, topology.rank, topology.world.comm.allgather)
     problems = []

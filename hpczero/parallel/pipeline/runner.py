@@ -244,7 +244,7 @@ class Pipeline:
                 f"{self._where(action)}: what this stage computed does not depend on any of its trained parameters "
                 "(torch.no_grad, .detach()?), expected a gradient for them; freeze them before zeroify if that is meant"
             )
-        # Of a view: before torch 2.11 the edge of a torch.autograd.Function does not keep its graph.
+        # Of a view: in torch 2.8 the edge of a torch.autograd.Function does not keep its graph.
         edge = get_gradient_edge(y.view_as(y)) if y.requires_grad else None
         self._kept[action.chunk, action.micro_batch] = _Kept(x, edge)
 
