@@ -1,0 +1,126 @@
+"""Backward on a thread of its own, as autograd runs it for a device: the same bits as on the thread of forward.
+
+The device is the late twin, on which torch itself would stay on the thread that asks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hpczero
+from tests.helpers.late import LateAccelerator
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import adamw, tiny_gpt, tiny_tokens, zeroified
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
+
+pytestmark = pytest.mark.mpi
+
+STEPS = 3
+Backward = Callable[[Tensor], None]
+
+
+def here(loss: Tensor) -> None:
+    """On the thread that calls."""
+    loss.backward()
+
+
+def apart(loss: Tensor) -> None:
+    """On a thread of its own, which ends with it."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            loss.backward()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+
+
+def trained(
+    topology: Topology, backward: Backward, *, recomputes: bool, forwards: int, **options: Any
+) -> tuple[list[float], dict[str, Tensor] | None]:
+    """Losses of a few clipped steps of so many micro-batches; whole weights on rank 0."""
+    model = tiny_gpt(checkpoint_activations=recomputes)
+    options = {"topology": topology, "device": LateAccelerator(), **options}
+    losses = []
+    optimizer = adamw(model, fused=True)
+    with zeroified(model, optimizer, **options):
+        for step in range(STEPS):
+            for micro in range(forwards):
+                tokens = tiny_tokens(topology.rank + 10 * micro + 100 * step)
+                loss = model(tokens[:, :-1], tokens[:, 1:])
+                backward(loss)
+                losses.append(float(loss.detach()))
+            hpczero.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, hpczero.full_state_dict(model)
+
+
+def check(comm: MPI.Intracomm, topology: Topology, **options: Any) -> None:
+    """Both threads leave the same bits. Collective over ``comm``."""
+    losses, weights = trained(topology, apart, **options)
+    expected, its_weights = trained(topology, here, **options)
+    same = [loss.hex() for loss in losses] == [loss.hex() for loss in expected]
+    if weights is not None and its_weights is not None:
+        same = same and all(
+            torch.equal(value, its_weights[name]) for name, value in weights.items()
+        )
+    parallel_assert(comm, same, f"{losses}, on the thread of forward {expected}")
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_one_rank(
+    comm: MPI.Intracomm, topology: Topology, stage: int, recomputes: bool, forwards: int
+) -> None:
+    check(
+        comm,
+        topology,
+        stage=stage,
+        precision="bf16",
+        transport="flat",
+        recomputes=recomputes,
+        forwards=forwards,
+    )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("transport", ["ipc", "hierarchical"])
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_two_ranks(
+    comm: MPI.Intracomm,
+    topology: Topology,
+    stage: int,
+    transport: str,
+    recomputes: bool,
+    forwards: int,
+) -> None:
+    check(
+        comm,
+        topology,
+        stage=stage,
+        precision="bf16",
+        transport=transport,
+        recomputes=recomputes,
+        forwards=forwards,
+    )
