@@ -177,6 +177,7 @@ class Running:
         """
         self.over, self.begun, self.problem = 0, False, ""
         self.took_s: dict[str, float] = {}
+        self._at = 0.0
         self._checks, self._cut_off, self._left = checks, 0, False
         given = json.dumps({"twin": twin, "checks": checks})
         self._command = [*launch, sys.executable, "-m", "scaling.gpu.checks", given]

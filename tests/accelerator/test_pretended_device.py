@@ -45,7 +45,7 @@ def give_to_mpi(tensor: Tensor) -> None:
     from mpi4py import MPI
 
     buffer = MPI.buffer.fromaddress(tensor.data_ptr() + 4, 4)
-    assert bytes(buffer) == np.float32(1.0).tobytes()
+    assert buffer.tobytes() == np.float32(1.0).tobytes()
 
 
 def exported(device: PretendedDevice, x: Tensor) -> Tensor:
@@ -166,11 +166,8 @@ RIGHT: dict[str, Act] = {
     "an index of the host": lambda _, x: x[torch.tensor([0, 2])],
     "a number at an index": lambda _, x: x.index_put_((torch.tensor([0, 1]),), number()),
     "lists by a number": lambda _, x: torch._foreach_mul_([x, x], number()),
-    "copies": lambda _, x: (
-        x.copy_(on_host()),
-        on_host().copy_(x),
-        torch._foreach_copy_([x], [on_host()]),
-    ),
+    "copies": lambda _, x: (x.copy_(on_host()), on_host().copy_(x)),
+    "copies of lists": lambda _, x: torch._foreach_copy_([x], [on_host()]),
     "to the host": lambda _, x: (x.cpu() + x.to("cpu") + x.to(on_host()) + on_host()).numpy(),
     "to the device": lambda _, x: on_host().to(DEVICE) + on_host().to(x) + x.to(torch.float64),
     "made there": lambda _, x: (
@@ -236,7 +233,10 @@ WAITS: dict[str, tuple[dict[str, int], Act]] = {
         lambda _, x: (x.copy_(on_host()), torch.tensor([1.0], device=DEVICE)),
     ),
     "brought": ({}, lambda d, x: d.accelerator.bring(on_host())),
-    "a mark": ({"mark": 2}, lambda d, _: (d.accelerator.finish(), d.accelerator.mark().wait())),
+    "a mark": (
+        {"mark": 2},
+        lambda d, _: [f() for f in (d.accelerator.finish, d.accelerator.mark().wait)],
+    ),
     "a lane": ({"mark": 1}, copy_by_lane),
     "the host's own": ({}, lambda _, x: (on_host().tolist(), number().item(), on_host().nonzero())),
 }

@@ -164,8 +164,7 @@ def test_saved_and_loaded(
     comm: MPI.Intracomm, topology: Topology, folder: Path, stage: int, make: str
 ) -> None:
     def run(accelerator: Accelerator) -> Left:
-        options = {"stage": stage, "precision": "bf16", "make": make}
-        training = Training(topology, accelerator, **options)
+        training = Training(topology, accelerator, make=make, stage=stage, precision="bf16")
         losses = training.steps() + training.save_and_load(folder / type(accelerator).__name__)
         return losses, training.end()
 
@@ -183,9 +182,10 @@ def test_what_rests_in_memory_of_the_host(
 ) -> None:
     """State of the optimizer, gradients too, parameters too."""
     side, _, delayed = step.partition(", ")
-    where: list[Any] = ["host" if parts > place else "device" for place in range(3)]
-    how: Any = {"step": side, "delayed": bool(delayed)}
-    offload = Offload(*where, window=2**14, buffers=4, **how)
+    names = ("optimizer", "gradients", "parameters")
+    where: Any = dict.fromkeys(names[:parts], "host")
+    how: Any = {"window": 2**14, "buffers": 4, "step": side, "delayed": bool(delayed)}
+    offload = Offload(**where, **how)
     options = {"stage": 3, "precision": precision, "offload": offload, "clip": 0.5}
     check(comm, lambda device: trained(topology, device, **options))
 
@@ -228,8 +228,9 @@ def test_the_host_waits_once_a_step(
 ) -> None:
     """For the norm, or for whether gradients are finite."""
     with pretended_device() as device:
-        options = {"stage": stage, "precision": precision, "clip": clip}
-        training = Training(topology, device.accelerator, **options)
+        training = Training(
+            topology, device.accelerator, clip=clip, stage=stage, precision=precision
+        )
         for number in range(3):  # which make the optimizer's state, and see where it lies
             device.waits.clear()
             training.step(number)

@@ -313,8 +313,8 @@ def replaced_functions(sides: Sides) -> dict[str, Any]:
         @functools.wraps(make)
         def made(*args: Any, **kwargs: Any) -> Tensor:
             if kwargs.get("device") is None or not is_the_device(kwargs["device"]):
-                return make(*args, **kwargs)  # type: ignore[no-any-return]
-            return make(*args, **{**kwargs, "device": HOST}).to(DEVICE)  # type: ignore[no-any-return]
+                return make(*args, **kwargs)
+            return make(*args, **{**kwargs, "device": HOST}).to(DEVICE)
 
         return made
 
