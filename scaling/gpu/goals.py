@@ -105,8 +105,11 @@ def speed_ratios(rows: list[Row]) -> list[tuple[Row, float | None]]:
 
 def _speed(rows: list[Row], twin: bool) -> Iterator[Verdict]:
     ratios = speed_ratios(rows)
-    for row in rows:
-        if row["kind"] == "speed" and row.get("said"):
+    said = [row for row in rows if row["kind"] == "speed" and row.get("said")]
+    # Where plain torch cannot compile either, the machine has no compiler.
+    nobody = {(row["model"], row["compiled"]) for row in said if row["way"] == "plain torch"}
+    for row in said:
+        if (row["model"], row["compiled"]) not in nobody:
             kind = "compiled" if row["compiled"] else "eager"
             yield f"{row['model']}, {row['way']}, {kind}: trains", _met("no", False)
     of_fsdp2 = {
