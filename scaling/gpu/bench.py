@@ -272,6 +272,12 @@ class Values:
             done += len(piece)
 
 
+def compile_blocks(model: GPT) -> None:
+    """Let torch compile each block."""
+    for block in model.blocks:
+        block.compile()
+
+
 def adamw(model: nn.Module) -> torch.optim.AdamW:
     """What all ways train with."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, fused=True)
@@ -297,8 +303,7 @@ def sharded(
     with torch.device("meta"):
         model = GPT(config)
     if compiled:
-        for block in model.blocks:
-            block.compile()
+        compile_blocks(model)
     optimizer = adamw(model)
     given = {"topology": bench.topology, **options}
     own = initialize or model.initial_weights(seed=0)

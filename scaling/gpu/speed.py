@@ -27,6 +27,7 @@ from scaling.gpu.bench import (
     Bench,
     Values,
     adamw,
+    compile_blocks,
     forget,
     sharded,
     tflops,
@@ -127,12 +128,6 @@ def _made(
     if way == PLAIN:
         return model, _plain_step(model, x, y), {}
     return model, *_fsdp2_step(bench, model, x, y)
-
-
-def compile_blocks(model: GPT) -> None:
-    """Let torch compile each block."""
-    for block in model.blocks:
-        block.compile()
 
 
 def _activations_nbytes(bench: Bench, config: GPTConfig, x: Tensor, y: Tensor) -> int:

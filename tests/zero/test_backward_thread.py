@@ -72,8 +72,11 @@ def trained(
         return losses, hpczero.full_state_dict(model)
 
 
-def check(comm: MPI.Intracomm, topology: Topology, **options: Any) -> None:
-    """Both threads leave the same bits. Collective over ``comm``."""
+def check(
+    comm: MPI.Intracomm, topology: Topology, stage: int, transport: str, **options: Any
+) -> None:
+    """Both threads leave the same bits, in bf16. Collective over ``comm``."""
+    options |= {"stage": stage, "transport": transport, "precision": "bf16"}
     losses, weights = trained(topology, apart, **options)
     expected, its_weights = trained(topology, here, **options)
     same = [loss.hex() for loss in losses] == [loss.hex() for loss in expected]
@@ -91,15 +94,7 @@ def check(comm: MPI.Intracomm, topology: Topology, **options: Any) -> None:
 def test_one_rank(
     comm: MPI.Intracomm, topology: Topology, stage: int, recomputes: bool, forwards: int
 ) -> None:
-    check(
-        comm,
-        topology,
-        stage=stage,
-        precision="bf16",
-        transport="flat",
-        recomputes=recomputes,
-        forwards=forwards,
-    )
+    check(comm, topology, stage, "flat", recomputes=recomputes, forwards=forwards)
 
 
 @pytest.mark.ranks(2)
@@ -115,12 +110,4 @@ def test_two_ranks(
     recomputes: bool,
     forwards: int,
 ) -> None:
-    check(
-        comm,
-        topology,
-        stage=stage,
-        precision="bf16",
-        transport=transport,
-        recomputes=recomputes,
-        forwards=forwards,
-    )
+    check(comm, topology, stage, transport, recomputes=recomputes, forwards=forwards)

@@ -70,6 +70,8 @@ class LocalGradient:
         self._small: dict[int, Tensor] = {}  # gradients that wait, by slot
         self._small_adds = False  # they are added, else copied
         self._shapes = [torch.empty(slot.shape, device="meta") for slot in layout.slots]
+        # torch 2.8 gives views of no elements the shape (0,).
+        self._empty = [(p, slot.shape) for p, slot in enumerate(layout.slots) if not slot.numel]
 
     def add(self, position: int, gradient: Tensor, accumulating: bool) -> None:
         """Add ``gradient`` to slot ``position``.
@@ -137,9 +139,8 @@ class LocalGradient:
             with torch.inference_mode(False):
                 # One call for all: they are made anew each step where the mean is collected in place.
                 self._views = [*torch._C._nn.unflatten_dense_tensors(flat, self._shapes)]
-                for position, slot in enumerate(self._layout.slots):
-                    if not slot.numel:  # torch 2.8 gives them the shape (0,)
-                        self._views[position] = flat[:0].view(slot.shape)
+                for position, shape in self._empty:
+                    self._views[position] = flat[:0].view(shape)
 
     def complete(self) -> Tensor:
         """The whole gradient for the wire: zero where none came in, padding included."""

@@ -30,7 +30,7 @@ def method_behind(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
     """The step of ``optimizer`` without hooks; None where pieces cannot be put together for it."""
     kind = type(optimizer)
     method = unhooked(kind.step)
-    own = method is not None and written_in(method, "torch.optim.")
+    own = method is not None and written_in(method, "torch.optim")
     return method if kind in ELEMENTWISE and own else None
 
 
@@ -42,7 +42,7 @@ def unhooked(step: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 def written_in(method: Callable[..., Any], module: str) -> bool:
-    """Whether the code of ``method`` is of a module whose name begins so, and all that wraps it is torch's.
+    """Whether the code of ``method`` is of ``module`` or a module below it, and all that wraps it is torch's.
 
     A patch may do anything, and ``functools.wraps`` gives it the names of what it wraps, but not the globals.
     """
@@ -52,7 +52,7 @@ def written_in(method: Callable[..., Any], module: str) -> bool:
             return False
         layer = layer.__wrapped__
     name: str = getattr(layer, "__globals__", {}).get("__name__", "")
-    return name.startswith(module)
+    return f"{name}.".startswith(f"{module}.")
 
 
 class PartedUpdate(TakenStep):
