@@ -51,7 +51,8 @@ def main() -> int:
         from hpczero.adapters.gpt import GPTAdapter
         from hpczero.run.starting.uncompiled import leave_out_compiler
 
-        leave_out_compiler()
+        if not config.model.compile:
+            leave_out_compiler()
         if config.parallel.deterministic:
             be_deterministic()
         accelerator = choose_accelerator(config.parallel.device)  # before MPI binds to a device

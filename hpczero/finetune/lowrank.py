@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.errors import ConfigError, PlanError
+from hpczero.zero.calls.ways import leaves_nothing
 from hpczero.zero.sharding import KEY as ZEROIFIED
 
 ALL_LINEAR = "all-linear"
@@ -219,6 +220,7 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed: bool)
     return weight.float() + (product.T if transposed else product)
 
 
+@leaves_nothing
 def _add(
     module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor
 ) -> Tensor:

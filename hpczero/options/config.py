@@ -75,6 +75,7 @@ class ModelOptions:
         positions: learned or rotary position embeddings; None: of the preset.
         checkpoint_activations: keep only the input of each block and compute the block again in backward; the same
             as activations.checkpointing block.
+        compile: have torch.compile make one graph of each block; losses differ in their last digits.
         factory: package.module:function that returns an hpczero.Adapter, instead of a preset.
         arguments: of the factory, by name: a JSON object, or a table in TOML; None: none.
     """
@@ -86,6 +87,7 @@ class ModelOptions:
     context: int | None = None
     positions: Literal["learned", "rotary"] | None = None
     checkpoint_activations: bool = False
+    compile: bool = False
     factory: str | None = None
     arguments: JsonObject | None = None
 
@@ -117,7 +119,7 @@ class ModelOptions:
 
     def overrides(self) -> dict[str, Any]:  # Any: each has the type of its field
         """Fields of the preset to replace, by name."""
-        others = ("preset", "factory", "arguments")
+        others = ("preset", "compile", "factory", "arguments")
         chosen = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {n: value for n, value in chosen.items() if value is not None and n not in others}
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Adding, removing or renaming an option is a decision that users feel: it is made here as well.
 SECTIONS = {
     "run": "name folder seed overwrite",
-    "model": "preset layers hidden heads context positions checkpoint_activations factory arguments",
+    "model": "preset layers hidden heads context positions checkpoint_activations compile factory arguments",
     "data": "path tokenizer cache documents",
     "train": "steps global_batch micro_batch accumulation learning_rate min_learning_rate warmup weight_decay "
     "betas clip",

@@ -220,6 +220,28 @@ def test_bf16_checkpointing_bpe_and_mfu_train_and_unwanted_files_stay_away(
     assert {"[r0 node00]", "[r1 node01]"} <= {line[:11] for line in done.stdout.splitlines()}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_compiled_blocks_train_the_same_and_go_on_from_what_was_not_compiled(
+    folder: Path, stage: int
+) -> None:
+    name = f"compiled-{stage}"
+    rate = {"train__learning_rate": 1e-3, "train__min_learning_rate": 1e-3, "train__warmup": 0}
+    common = {"parallel__stage": stage, "model__layers": 2, "checkpoint__every": 4, **rate}
+    lengths = {f"plain-{stage}": (8, "false"), name: (4, "false"), f"{name} ": (8, "true")}
+    for run, (steps, compiled) in lengths.items():
+        options = {"run__name": run.strip(), "train__steps": steps, "model__compile": compiled}
+        done = train(2, folder, **common, **options)
+        assert done.returncode == 0, done
+    assert "compiled by torch.compile in the first steps: 2 modules" in done.stdout
+    plain, found = steps_of(folder, f"plain-{stage}"), steps_of(folder, name)
+    assert [s.step for s in found] == list(range(1, 9))
+    # The compiler's arithmetic rounds elsewhere.
+    assert [s.loss for s in found] == pytest.approx([s.loss for s in plain], abs=1e-6)
+    with safe_open(folder / name / "model.safetensors", "pt") as weights:
+        assert not any("_orig_mod" in key for key in weights.keys())  # noqa: SIM118
+
+
 @pytest.mark.usefixtures("on_two_ranks")
 def test_run_is_not_overwritten_unless_asked(folder: Path) -> None:
     before = (folder / "two" / "metrics.jsonl").read_text()

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 import torch
+from torch import nn
 
 import hpczero
+from hpczero import finetune
+from hpczero.accelerator import HostAccelerator
+from hpczero.adapters.gpt import GPTAdapter
 from hpczero.errors import StepError
 from hpczero.models import GPT, GPTConfig
+from hpczero.options.config import ModelOptions, RunConfig
+from hpczero.run.starting.building import build
 from tests.helpers.cases import EVERYTHING
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import MLP, adamw, mlp_input, zeroified
+from tests.helpers.small_models import (
+    MLP,
+    adamw,
+    mlp_input,
+    tiny_gpt,
+    tiny_tokens,
+    zeroified,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -26,7 +41,7 @@ def losses(
     topology: Topology,
     stage: int,
     *,
-    compiled: Literal["", "forwards", "blocks", "model", "model in place", "step"],
+    compiled: Literal["", "model", "model in place", "step"],
     transport: str = "auto",
     before: bool = False,
     precision: str = "fp32",
@@ -41,15 +56,8 @@ def losses(
     called = torch.compile(model, backend="aot_eager") if compiled == "model" else model
     if compiled == "model in place":
         model.compile(backend="aot_eager")
-    if compiled == "blocks":
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
     if before:
         hpczero.zeroify(model, optimizer, **options)
-    if compiled == "forwards":
-        for block in model.blocks:
-            # Without the backend's own arithmetic, so that not a bit may differ.
-            block.forward = torch.compile(block.forward, backend="aot_eager")
 
     def update() -> None:
         optimizer.step()
@@ -77,13 +85,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.mpi
-@pytest.mark.ranks(2)
-def test_compiled_forwards_train_the_same(comm: MPI.Intracomm, topology: Topology) -> None:
-    eager, compiled = (losses(topology, 3, compiled=choice) for choice in ("", "forwards"))
-    parallel_assert(comm, eager == compiled, f"{eager} {compiled}")
-
-
 @pytest.mark.worth("torch.compile")
 @pytest.mark.mpi
 @pytest.mark.ranks(1, 2, 3)
@@ -96,8 +97,6 @@ def test_compiled_forwards_train_the_same(comm: MPI.Intracomm, topology: Topolog
         (3, "model", "window", True),
         (3, "model", "flat", False),
         (3, "model", "hierarchical", True),
-        (3, "blocks", "window", False),
-        (3, "blocks", "flat", True),
         (3, "model in place", "window", True),
         (3, "model in place", "flat", False),
     ],
@@ -106,7 +105,7 @@ def test_a_compiled_model_trains_the_same(
     comm: MPI.Intracomm,
     topology: Topology,
     stage: int,
-    what: Literal["blocks", "model", "model in place"],
+    what: Literal["model", "model in place"],
     transport: str,
     before: bool,
 ) -> None:
@@ -177,3 +176,116 @@ def test_what_is_compiled_while_gradients_are_there_trains_as_in_plain_torch(
     with zeroified(model, optimizer, stage=stage, topology=topology):
         found = train(model, optimizer, range(comm.rank, comm.rank + 1), 1.0)
     parallel_assert(comm, found == pytest.approx(expected, rel=1e-5), f"{found}, {expected}")
+
+
+# --- blocks, all of them one graph
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the compiler did: ``later`` after the second step, ``breaks`` where it ended a graph inside of a block."""
+
+    graphs: int
+    later: int
+    breaks: int
+
+
+WAYS: dict[str, Callable[[nn.Module], None]] = {
+    "compile": lambda block: block.compile(backend="aot_eager"),
+    "forward": lambda block: setattr(
+        block, "forward", torch.compile(block.forward, backend="aot_eager")
+    ),
+}
+
+
+def train_blocks(
+    topology: Topology,
+    way: Callable[[nn.Module], None] = lambda block: None,
+    *,
+    before: bool = False,
+    adapted: bool = False,
+    recomputed: bool = False,
+    micro_batches: int = 1,
+    evaluated: bool = False,
+    **options: Any,
+) -> tuple[list[float], Counts]:
+    """Losses of four steps, and what the compiler did, with every block compiled in a ``way``.
+
+    Without the backend's own arithmetic, so that not a bit may differ.
+    """
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    model = tiny_gpt(layers=3, checkpoint_activations=recomputed)
+    if adapted:
+        finetune.lora(model, rank=2)
+    optimizer = torch.optim.AdamW(finetune.trained(model), lr=1e-2, eps=1e-3)
+    for block in model.blocks if before else ():
+        way(block)
+    found, graphs = [], []
+    with zeroified(model, optimizer, topology=topology, **options):
+        for block in () if before else model.blocks:
+            way(block)
+        for step in range(4):
+            for micro in range(micro_batches):
+                tokens = tiny_tokens(topology.rank + 10 * step + 100 * micro)
+                with hpczero.accumulate(model, micro, micro_batches):
+                    loss = model(tokens, tokens)
+                    loss.backward()
+                found.append(loss.item())
+            hpczero.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if evaluated:
+                model.eval()
+                with torch.no_grad():
+                    found.append(model(tokens, tokens).item())
+                model.train()
+            graphs.append(counters["stats"]["unique_graphs"])
+    torch._dynamo.reset()  # what it keeps would stay for the tests that follow
+    breaks = sum(counters["graph_break"].values())
+    return found, Counts(graphs[-1], graphs[-1] - graphs[1], breaks)
+
+
+@pytest.mark.worth("torch.compile")
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("compile", {"stage": 0}),
+        ("forward", {"stage": 1, "transport": "flat"}),
+        ("compile", {"stage": 2, "before": True, "evaluated": True}),
+        ("compile", {"stage": 3, "transport": "flat", "micro_batches": 2}),
+        ("compile", {"stage": 3, "transport": "window", "before": True, "evaluated": True}),
+        ("forward", {"stage": 3, "transport": "hierarchical", "before": True}),
+        ("forward", {"stage": 3, "precision": "bf16", "recomputed": True}),
+        ("compile", {"stage": 3, "recomputed": True}),
+        ("compile", {"stage": 3, "adapted": True, "precision": "bf16"}),
+        ("forward", {"stage": 0, "adapted": True, "recomputed": True}),
+    ],
+)
+def test_all_blocks_are_one_graph_that_is_compiled_once(
+    comm: MPI.Intracomm, topology: Topology, way: str, options: dict[str, Any]
+) -> None:
+    eager, _ = train_blocks(topology, **options)
+    compiled, counts = train_blocks(topology, WAYS[way], **options)
+    parallel_assert(comm, eager == compiled, f"{eager} {compiled}")
+    # One more without gradients, and for the first of adapted blocks, whose input needs none.
+    graphs = 1 + options.get("evaluated", False) + options.get("adapted", False)
+    expected = Counts(graphs, later=0, breaks=0)
+    parallel_assert(comm, counts == expected, f"{counts}")
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_training_command_compiles_every_block(
+    topology: Topology, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    found: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module: found.append(module))
+    config = RunConfig(model=ModelOptions(compile=compiled))
+    model, _ = build(config, GPTAdapter(SIZES), topology, HostAccelerator())
+    hpczero.release(model)
+    assert found == (list(model.get_submodule("blocks").children()) if compiled else [])

@@ -61,7 +61,18 @@ def build(
         initialize=hpczero.loaded_later if resumes else adapter.initializer(model, config.run.seed),
         offload=offload_of(config.offload),
     )
+    for module in compiled_modules(config, model):
+        module.compile()
     return model, optimizer
+
+
+def compiled_modules(config: RunConfig, model: nn.Module) -> list[nn.Module]:
+    """What is compiled of a zeroified model: the modules of its units, or itself where it is one unit; or nothing."""
+    if not config.model.compile:
+        return []
+    units = hpczero.sharding(model).plan.units
+    names = dict.fromkeys(name for unit in units for name in unit.modules if name)
+    return [model.get_submodule(name) for name in names or ("",)]
 
 
 def _whole(adapter: Adapter, seed: int, topology: Topology) -> nn.Module:

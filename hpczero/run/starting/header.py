@@ -19,6 +19,7 @@ from hpczero.plan.peak_of_part import PartRun
 from hpczero.plan.sent import sent_by
 from hpczero.plan.spans import rank_map
 from hpczero.run.results.folder import RunFolder
+from hpczero.run.starting.building import compiled_modules
 from hpczero.run.starting.offloading import activations_of, offload_of
 from hpczero.run.starting.reading import Reading
 from hpczero.zero.sharding import Sharding
@@ -53,6 +54,8 @@ def tell_header(
         log.info("%s", line)
     if checkpointing is not None:
         log.info("%s", describe_activations(checkpointing, config))
+    if compiled := compiled_modules(config, sharding.model):
+        log.info("compiled by torch.compile in the first steps: %d modules", len(compiled))
     log.info("%s", reading.describe())
     log.info("%s", describe_run(config, batch, adapter.context, topology.data, unit=adapter.unit))
 

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hpczero.zero.calls.backward import Call, current_task, next_node_number
 from hpczero.zero.calls.tensors import tensors_in
-from hpczero.zero.calls.untraced import untraced
+from hpczero.zero.calls.untraced import Hook, untraced
 
 
 class Ways:
@@ -95,9 +95,12 @@ class Ways:
             running: calls under way.
         """
         for each in inner:
-            if each._forward_hooks and (module, each) not in self._hooked:
-                hook = _AfterHooked(partial(self._after_hooked, module, running))
-                self._hooked[module, each] = each.register_forward_hook(hook, with_kwargs=True)
+            hooks = each._forward_hooks
+            if not hooks or (module, each) in self._hooked:
+                continue
+            if any(not hasattr(hook, "_hpczero_leaves_nothing") for hook in hooks.values()):
+                after = _AfterHooked(partial(self._after_hooked, module, running))
+                self._hooked[module, each] = each.register_forward_hook(after, with_kwargs=True)
 
     @untraced
     def _after_hooked(
@@ -132,6 +135,15 @@ class _AfterHooked:
 
     def __reduce__(self) -> tuple[type[_AfterHooked], tuple[()]]:
         return _AfterHooked, ()
+
+
+def leaves_nothing(hook: Hook) -> Hook:
+    """The same forward hook, one of hpczero's: what it is shown goes into its result and nowhere else.
+
+    What ``watch_hooked`` adds beside other hooks ends the graph of a block that ``torch.compile`` compiles.
+    """
+    hook._hpczero_leaves_nothing = True  # type: ignore[attr-defined]
+    return hook
 
 
 def _nodes_behind(results: Any) -> Iterator[Node]:

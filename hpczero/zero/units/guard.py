@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, MutableMapping
+from functools import cache
 from itertools import repeat
 from operator import is_not
 from types import FrameType
 from typing import Any, NoReturn, Protocol
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -204,8 +206,8 @@ def _backward_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     torch.autograd.backward(*args, **{**kwargs, "inputs": edges})
 
 
-# Not a mark on the parameters, which would be copied and pickled with them.
-_guarded: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
+# Not a mark on the parameters, which would be copied and pickled with them. Guards hold their parameter, so weakly.
+_guarded: MutableMapping[Tensor, ReferenceType[Guard]] = WeakIdKeyDictionary()
 
 
 def is_guarded(parameter: Tensor) -> bool:
@@ -214,11 +216,16 @@ def is_guarded(parameter: Tensor) -> bool:
 
 
 class Guard:
-    """Stands before one parameter by its class alone, which it switches; the object never changes."""
+    """Stands before one parameter by its class alone, which it switches; the object never changes.
+
+    Attributes:
+        sight: answers for ``parameter.grad``; None: autograd's own gradient and nothing else.
+    """
 
     def __init__(self, parameter: nn.Parameter, qualified_name: str) -> None:
         self._parameter = parameter
         self._name = qualified_name
+        self.sight: GradientSight | None = None
         self._own_class = self._open_class = type(parameter)
         self._closed_class = type(
             "ShardedParameter", (ShardedParameter,), {"qualified_name": qualified_name}
@@ -227,7 +234,7 @@ class Guard:
         self._late_class: type | None = None
         self._shown = self._open_class  # which of them it has now
         self._swapped = False
-        _guarded[parameter] = True
+        _guarded[parameter] = ref(self)
 
     def leave(self) -> None:
         """The parameter is no longer a zeroified model's; a closed one stays closed."""
@@ -246,7 +253,7 @@ class Guard:
         real.__class__ = type(self._parameter)
         _guarded.pop(self._parameter)  # torch swaps nothing that has a weak reference
         torch.utils.swap_tensors(self._parameter, real)  # type: ignore[no-untyped-call]
-        _guarded[self._parameter] = True
+        _guarded[self._parameter] = ref(self)
 
     def close(self) -> None:
         """From now on only metadata may be read."""
@@ -272,24 +279,28 @@ class Guard:
 
     def show_gradient(self, sight: GradientSight | None) -> None:
         """Let ``sight`` answer for ``parameter.grad``; None: autograd's own gradient and nothing else."""
-        own, closed_now = self._own_class, self._shown is self._closed_class
-        self._late_class = None
+        closed_now = self._shown is self._closed_class
+        self.sight, self._late_class = sight, None
         closed: dict[str, Any] = {"qualified_name": self._name}
-        self._open_class = own
+        self._open_class = self._own_class
         if sight is not None:
-            shown = closed["grad"] = closed["_grad"] = _gradient_property(sight)
-
-            def make(cls: type, *args: Any, **kwargs: Any) -> Any:
-                return own(
-                    *args, **kwargs
-                )  # deepcopy and the like: a copy is an ordinary parameter
-
-            names = {"grad": shown, "_grad": shown, "data": watched_data, "__new__": make}
-            names["__module__"] = own.__module__
-            self._open_class = type(own.__name__, (own,), names)
+            closed |= {"grad": seen_gradient, "_grad": seen_gradient}
+            self._open_class = _with_sight(self._own_class)
         self._closed_class = type("ShardedParameter", (ShardedParameter,), closed)
         self._shown = self._closed_class if closed_now else self._open_class
         self._parameter.__class__ = self._shown
+
+
+@cache
+def _with_sight(own: type) -> type:
+    """``own``, where the guard's sight answers for ``parameter.grad``.
+
+    One class for all parameters: torch.compile compiles code for the classes that it finds, and blocks share theirs.
+    """
+    names = {"grad": seen_gradient, "_grad": seen_gradient, "data": watched_data}
+    # deepcopy and the like: a copy is an ordinary parameter
+    made = {"__new__": lambda cls, *args, **kwargs: own(*args, **kwargs)}
+    return type(own.__name__, (own,), {**names, **made, "__module__": own.__module__})
 
 
 def is_at(parameter: Tensor, flat: Tensor, slot: Slot) -> bool:
@@ -312,33 +323,36 @@ watched_data = property(
 )
 
 
-def _gradient_property(sight: GradientSight) -> property:
-    def look(parameter: torch.Tensor) -> torch.Tensor | None:
-        own = own_gradient(parameter)
-        if own is None and sys._getframe(1).f_code.co_name == "safe_grad":
-            return (
-                None  # torch.compile describes a parameter that it found, and its gradient with it
-            )
-        return sight.look(parameter) if own is None else own
+def _sight_of(parameter: torch.Tensor) -> GradientSight | None:
+    found = _guarded.get(parameter)
+    guard = None if found is None else found()
+    return None if guard is None else guard.sight
 
-    def assign(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
-        # In backward autograd's own gradient is there until a hook of ours takes it.
-        own = own_gradient(parameter) is not None
-        if own:
-            set_own_gradient(parameter, value)
-        if torch._C._current_graph_task_id() == -1:
-            if value is None or not own:  # own: left by a backward that did not finish
-                sight.assign(value)
-        elif not own and sight.look(parameter) is not value:
-            raise StepError(
-                "parameter.grad was assigned in backward, after this rank's gradient was taken from it. Set the "
-                "post-accumulate hook that does so before zeroify, or use parameter.register_hook"
-            )
 
-    def drop(parameter: torch.Tensor) -> None:
-        assign(parameter, None)
+def _look(parameter: torch.Tensor) -> torch.Tensor | None:
+    own = own_gradient(parameter)
+    if own is not None or sys._getframe(1).f_code.co_name == "safe_grad":
+        return own  # torch.compile describes a parameter that it found, and its gradient with it
+    sight = _sight_of(parameter)
+    return None if sight is None else sight.look(parameter)
 
-    return property(look, assign, drop)
+
+def _assign(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+    # In backward autograd's own gradient is there until a hook of ours takes it.
+    sight, own = _sight_of(parameter), own_gradient(parameter) is not None
+    if own or sight is None:
+        set_own_gradient(parameter, value)
+    if sight is not None and torch._C._current_graph_task_id() == -1:
+        if value is None or not own:  # own: left by a backward that did not finish
+            sight.assign(value)
+    elif sight is not None and not own and sight.look(parameter) is not value:
+        raise StepError(
+            "parameter.grad was assigned in backward, after this rank's gradient was taken from it. Set the "
+            "post-accumulate hook that does so before zeroify, or use parameter.register_hook"
+        )
+
+
+seen_gradient = property(_look, _assign, lambda parameter: _assign(parameter, None))
 
 
 def own_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
