@@ -62,7 +62,6 @@ class LocalGradient:
             keep=keep,
         )
         self._wire.release()
-        self._half = dtype is not torch.float32
         self._landing = landing
         self._flat: Tensor | None = None  # where gradients go until ``clear``, if not to ``_sum``
         self._sum: Buffer | None = None  # fp32 sum over micro-batches, for half dtypes only
@@ -72,6 +71,10 @@ class LocalGradient:
         self._shapes = [torch.empty(slot.shape, device="meta") for slot in layout.slots]
         # torch 2.8 gives views of no elements the shape (0,).
         self._empty = [(p, slot.shape) for p, slot in enumerate(layout.slots) if not slot.numel]
+
+    @property
+    def _half(self) -> bool:
+        return self._wire.tensor.dtype is not torch.float32
 
     def add(self, position: int, gradient: Tensor, accumulating: bool) -> None:
         """Add ``gradient`` to slot ``position``.
@@ -173,7 +176,7 @@ class LocalGradient:
         self._wire.release()
 
     def _buffer(self, accumulating: bool) -> Tensor:
-        if self._sum is None and self._half and accumulating:
+        if accumulating and self._sum is None and self._half:
             self._sum = self._comm.allocate(
                 self._layout.padded_numel, torch.float32, category="accumulated"
             )
