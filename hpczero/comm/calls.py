@@ -1,7 +1,7 @@
 """Calls: what a rank has called of a transport, in order: counted, timed, watched, and held against the other ranks'.
 
-Owns: the accounts (calls, bytes, seconds), the fingerprint of the sequence, and the strict order check. Must not know:
-what a call moves, buffers, how a transport works.
+Owns: the accounts (calls, bytes, seconds), and the fingerprint of the sequence. Must not know: what a call moves,
+buffers, how a transport works.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import TracebackType
 from hpczero.accelerator import Accelerator, Span
 from hpczero.comm.accounts import CommStats
 from hpczero.comm.devices.exposed import Exposed
-from hpczero.comm.strict import OrderCheck
+from hpczero.comm.order import Order
 from hpczero.comm.work import Work
 from hpczero.job.group import Group
 
@@ -26,31 +26,32 @@ class Calls:
     Attributes:
         stats: the accounts.
         exposed: seconds in which a device stood still for calls.
-        fingerprint: of the sequence so far; equal on all ranks as long as they have made the same calls.
+        fingerprint: of the sequence so far.
+        order: that all ranks make the same calls; None where there is one rank.
         step: of the optimizer, for messages.
     """
 
     def __init__(self, ranks: Group, accelerator: Accelerator, *, strict: bool) -> None:
-        """Collective when ``strict``: a communicator is duplicated for the order check.
+        """Not collective.
 
         Args:
             ranks: that make the same calls.
             accelerator: that computes beside the calls.
-            strict: whether all of them compare (step, unit, operation, bytes) before every call.
+            strict: whether ranks compare every call before they make it (``Order``).
         """
         self.stats = CommStats()
         self.exposed = Exposed(accelerator)
         self.fingerprint = self.step = 0
+        self.order = Order(ranks, strict=strict) if ranks.size > 1 else None
         self._watchdog = ranks.watchdog
-        self._order = OrderCheck(ranks.comm) if strict else None
         self._depth = 0
 
     def issue(
         self, operation: str, name: str, sent: int, key: int | None = None
     ) -> AbstractContextManager[object]:
-        """Context around one call that sends ``sent`` bytes: agree (strict), remember, count, watch and time it.
+        """Context around one call that sends ``sent`` bytes: all ranks make it; remember, count, watch and time it.
 
-        Collective when strict.
+        Collective where the call is not known (comm/order.py: [Note: Calls that are known]).
 
         Args:
             operation: its verb.
@@ -59,20 +60,16 @@ class Calls:
             key: the call's size, equal on all ranks; None where all send the same.
 
         Raises:
-            CommError: (strict) ranks disagree.
+            CommError: on every rank; they are about to make different calls.
         """
         nbytes = sent if key is None else key
-        if self._order is not None:
-            with self._watchdog.collective(f"order check before {operation} of {name!r}"):
-                self._order.check(self.step, operation, name, nbytes)
-        self.note(f"{operation} {name} {nbytes}")
-        self.count(operation, sent)
-        return self.timed(f"{operation} of {name!r} ({nbytes:,} bytes, step {self.step})")
-
-    def note(self, record: str) -> None:
-        """Add ``record`` to the fingerprint; the same on all ranks. Not collective."""
-        # Rolling: equal on every rank as long as every rank made the same calls. Compared once a step.
+        record = f"{operation} of {name!r} ({nbytes:,} bytes)"
+        # Rolling: equal on every rank as long as every rank has made the same calls.
         self.fingerprint = zlib.crc32(record.encode(), self.fingerprint)
+        if self.order is not None:
+            self.order.check(record, self.fingerprint, self.step)
+        self.count(operation, sent)
+        return self.timed(f"{record[:-1]}, step {self.step})")
 
     def count(self, operation: str, sent: int) -> None:
         """One more ``operation``, which sends ``sent`` bytes. Not collective."""
@@ -103,12 +100,6 @@ class Calls:
                 wait()
 
         return Work(name, timed, elsewhere=True)
-
-    def close(self) -> None:
-        """Free the communicator; nothing where a call was cut off: MPI may use it. Collective when strict."""
-        if self._order is not None and not self._watchdog.cut_off.happened():
-            self._order.free()
-            self._order = None
 
 
 class _Timed:

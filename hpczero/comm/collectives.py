@@ -3,9 +3,9 @@
 Owns: what a collective promises, and what it refuses. Must not know: units, stages, optimizers; how calls are counted,
 timed and compared (``calls``).
 
-Every rank makes the same calls in the same order. Buffers are flat and contiguous. The caller does not read an output,
-and does not write or free an input, before ``Work.wait`` returns. A REDUCE buffer of the transport is an exception: it
-may be released at once and taken again later, because the transport knows who still reads it.
+Every rank makes the same calls in the same order (``Order``). Buffers are flat and contiguous. The caller does not read
+an output, and does not write or free an input, before ``Work.wait`` returns. A REDUCE buffer of the transport is an
+exception: it may be released at once and taken again later, because the transport knows who still reads it.
 """
 
 from __future__ import annotations
@@ -52,13 +52,12 @@ class Collectives(ABC):
         node_dtype: torch.dtype = torch.float32,
         reach: Reach | None = None,
     ) -> None:
-        """Collective when ``strict``: a communicator is duplicated for the order check.
+        """Not collective.
 
         Args:
             topology: a topology, whose shard group the transport serves, or any group. It must outlive the transport.
                 Its watchdog looks at every call.
-            strict: whether ranks agree on (step, unit, operation, bytes) before every call. A rank that differs is
-                named.
+            strict: whether ranks compare every call before they make it, not only those that are new (``Order``).
             memory: ledger to count buffers in; None makes a new one.
             node_dtype: dtype that each node's partial sum is rounded to (``Precision.reduce``), for every transport.
             reach: where the buffers are, and how MPI gets at them; None for the host's memory.
@@ -140,7 +139,7 @@ class Collectives(ABC):
                 secondary copy, it then serves the next gather, which counts as ``regather``.
 
         Raises:
-            CommError: the buffer cannot be sent, or (strict) ranks disagree.
+            CommError: the buffer cannot be sent, or ranks are about to make different calls.
         """
         shard = self._check(full, name)
         sent = self._sent_nbytes(full, shard, Use.GATHER)
@@ -176,7 +175,7 @@ class Collectives(ABC):
             name: name of the unit, for messages.
 
         Raises:
-            CommError: the buffer cannot be sent, or (strict) ranks disagree.
+            CommError: the buffer cannot be sent, or ranks are about to make different calls.
         """
         shard = self._check(full, name)
         if out.dtype != torch.float32 or out.numel() != shard or not out.is_contiguous():
@@ -257,7 +256,7 @@ class Collectives(ABC):
 
     def close(self) -> None:
         """Free communicators and datatypes; nothing where a call was cut off: MPI may use them. Collective."""
-        self.calls.close()
+        return
 
     def _sent_nbytes(self, full: Tensor, shard_numel: int, use: Use) -> int:
         """Bytes that leave this rank, by the algorithm's own arithmetic."""

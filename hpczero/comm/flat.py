@@ -40,7 +40,7 @@ class Flat(Collectives):
         chunk_nbytes: int = CHUNK_BYTES,
         reach: Reach | None = None,
     ) -> None:
-        """Collective when ``strict``.
+        """Not collective.
 
         Args:
             topology: as in Collectives.

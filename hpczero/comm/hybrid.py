@@ -63,7 +63,7 @@ class Hybrid(Collectives):
         strict: bool = False,
         overlap: bool = False,
     ) -> None:
-        """Collective when ``strict``.
+        """Not collective.
 
         Args:
             topology: whose shard group ``inside`` serves.
@@ -85,6 +85,7 @@ class Hybrid(Collectives):
         inside.calls = (
             self.calls
         )  # one account and one clock: a call of its within one of ours counts once
+        outside.calls.order = None  # its calls follow from ours
         replicas = topology.replicate
         self._replicas, self._place = replicas.size, replicas.index
         self._background = (

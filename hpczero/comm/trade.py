@@ -36,10 +36,7 @@ def trade(
     group = collectives.group
     packed = [_packed(tensors) for tensors in outgoing]
     sent = sum(each.nbytes for place, each in enumerate(packed) if place != group.index)
-    calls = collectives.calls
-    calls.note(f"trade {name}")  # without lengths: each rank sends as much as it has
-    calls.count("trade", sent)
-    with calls.timed(f"trade of {name!r} (step {calls.step})"):
+    with collectives.calls.issue("trade", name, sent, key=0):  # each rank sends as much as it has
         return [_unpacked(each) for each in _traded(group.ordered, packed)]
 
 

@@ -114,7 +114,7 @@ def is_same_number(group: Group, mine: int) -> bool:
     Source: Bruck et al., Efficient algorithms for all-to-all communications, IEEE TPDS 8(11), 1997.
     """
     comm = group.comm
-    known, theirs = np.array([mine, mine], dtype=np.int64), np.empty(2, dtype=np.int64)
+    known, theirs = np.full(2, mine, dtype=np.int64), np.full(2, mine, dtype=np.int64)
     distance = 1
     while distance < comm.size:
         onward, before = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size

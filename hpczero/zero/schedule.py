@@ -37,6 +37,24 @@ from hpczero.zero.calls.ways import Ways, inside
 from hpczero.zero.residence import Residence
 from hpczero.zero.units.unit import Unit
 
+# transformers (5.23) asks its modules for this before a rank leaves a layer out, or ends a text before the others: with
+# parameters that are gathered together, as with FSDP and ZeRO-3, every rank must run every layer.
+RUNS_ALL = "_is_fsdp_managed_module"
+
+
+def answer_transformers(model: nn.Module, *, runs_all: bool) -> list[nn.Module]:
+    """Modules of ``model`` that transformers made, which say from now on whether every rank runs every layer."""
+    asked = [
+        module
+        for module in model.modules()
+        if any(kind.__module__.startswith("transformers") for kind in type(module).__mro__)
+    ]
+    for module in asked:
+        module.__dict__.pop(RUNS_ALL, None)
+        if runs_all:
+            module.__dict__[RUNS_ALL] = True
+    return asked
+
 
 class Schedule:
     """Drives the units of one model. Forward and backward are collective as soon as a unit communicates.

@@ -28,7 +28,7 @@ from hpczero.zero.calls.casting import Casting
 from hpczero.zero.calls.left import LeftForward
 from hpczero.zero.calls.seal import Seal
 from hpczero.zero.calls.surroundings import Surroundings
-from hpczero.zero.schedule import Schedule
+from hpczero.zero.schedule import Schedule, answer_transformers
 from hpczero.zero.shared_buffers import SharedBuffers
 from hpczero.zero.unfreezing import Unfreezing
 from hpczero.zero.units.away_shard import GRADIENT, NOTHING_AWAY, Away
@@ -219,6 +219,8 @@ class Sharding:
             ahead=self.plan.stage.shards_parameters and self.collectives.footprint.overlap,
             read_ahead=self.away.read_ahead,
         )
+        if self.plan.stage.shards_parameters and self.topology.shard.size > 1:
+            self.advice.about_layers(answer_transformers(model, runs_all=True))
         for unit in self.units:
             self._show_gradients(unit)
         hooked = {name: modules[name] for spec in self.plan.units for name in ("", *spec.modules)}
@@ -369,6 +371,7 @@ class Sharding:
             unit.whole.wait_for_unshard()  # before anything is taken away: a memory tier may fail
         if self.schedule is not None:
             self.schedule.remove()
+            answer_transformers(self.model, runs_all=False)
         for unit in self.units:
             unit.whole.leave()
         for part in (

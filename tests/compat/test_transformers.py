@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from torch import nn
 
+import hpczero
 from tests.compat import architectures, libraries
-from tests.compat.construct import Construct
+from tests.compat.construct import Construct, Place
+from tests.helpers.parallel import parallel_assert
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpczero import Topology
 
 pytestmark = [
     pytest.mark.mpi,
@@ -23,3 +34,29 @@ pytestmark = [
 )
 def test_equals_plain_torch(construct: Construct, holds: Callable[[Construct], None]) -> None:
     holds(construct)
+
+
+@pytest.mark.parametrize("transport", ["window", "flat", "hierarchical"])
+def test_layers_that_ranks_would_drop_are_run_by_all_at_stage_3(
+    comm: MPI.Intracomm, topology: Topology, transport: str
+) -> None:
+    wav2vec2 = next(each for each in architectures.ARCHITECTURES if each.name == "wav2vec2")
+    dropping = replace(wav2vec2, options={**wav2vec2.options, "layerdrop": 0.9})
+
+    def losses(model: nn.Module, ranks: Sequence[int]) -> Iterator[list[float]]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        if len(ranks) == 1:
+            hpczero.zeroify(model, optimizer, stage=3, topology=topology, transport=transport)
+        for step in range(4):
+            found = [model(**wav2vec2.batch(Place(rank, step))).loss for rank in ranks]
+            sum(found, torch.zeros(())).div(len(ranks)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield [loss.item() for loss in found]
+
+    plain = [of[comm.rank] for of in losses(wav2vec2.build(), range(comm.size))]
+    model = dropping.build()
+    torch.manual_seed(comm.rank)  # each rank would drop its own layers
+    found = [of[0] for of in losses(model, [comm.rank])]
+    hpczero.release(model)
+    parallel_assert(comm, found == pytest.approx(plain, rel=1e-5), f"{found} {plain}")

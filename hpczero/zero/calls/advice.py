@@ -97,6 +97,18 @@ class Advice:
                 len(held),
             )
 
+    def about_layers(self, modules: Iterable[nn.Module]) -> None:
+        """Say what becomes of LayerDrop in ``modules``, of transformers, where all ranks run all layers."""
+        configs = {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None}
+        for config in configs.values():
+            rates = {name: rate for name, rate in vars(config).items() if "layerdrop" in name}
+            if any(rates.values()):
+                self._tell(
+                    "LayerDrop (%s): at stage 3 every rank runs every layer. wav2vec2 and its kin do so by themselves "
+                    "and drop none, as with FSDP; set the rate of other models to 0, or use stage 2, which drops",
+                    ", ".join(f"{name}={rate}" for name, rate in rates.items()),
+                )
+
     def about_hooks(self) -> None:
         """Say that a forward hook of the user's sees tensors inside the model, in fp16."""
         self._tell(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hpczero.comm.collectives import Collectives
-from hpczero.errors import CommError, StepError, TierError
+from hpczero.errors import StepError, TierError
 from hpczero.job.topology import Topology
 from hpczero.job.unlike import unlike
 from hpczero.kernels.norm import numbers_of
@@ -34,7 +34,7 @@ Slots = Mapping[Unit, Sequence[int]]
 class Agreement:
     """Of the ranks that train one model. All methods are collective over the topology's world.
 
-    Ranks that hold the same part of the model compare what they have called and set, and which parameters were used.
+    Ranks that hold the same part of the model compare what they have set, and which parameters were used.
     Tensor ranks compare what each of them holds whole. Ranks that hold other parts of one copy then learn what matters
     to all: errors, and gradients that are not finite.
     """
@@ -76,7 +76,7 @@ class Agreement:
         error: StepError | TierError | None,
         known_finite: bool,
     ) -> tuple[list[bool], list[Flags]]:
-        """One exchange: same calls and options on all ranks, every gradient finite, and which parameters were used.
+        """One exchange: same options on all ranks, every gradient finite, and which parameters were used.
 
         Args:
             options: what must be equal on all ranks, as texts.
@@ -89,10 +89,9 @@ class Agreement:
             see ``Usage.step``.
 
         Raises:
-            StepError, CommError: on every rank.
+            StepError, TierError: on every rank.
         """
         words = [
-            self._comm.calls.fingerprint,
             zlib.crc32("\n".join(options).encode()),
             self.replicas.word(),
             *self._advice.words(),
@@ -113,19 +112,15 @@ class Agreement:
         agreed = self._comm.agree(mine, name="step")
         both, rest = agreed[: 2 * len(seen)].reshape(2, -1, 4), agreed[2 * len(seen) :]
         same = (both[0] == ~both[1]).all(axis=1).tolist()
-        same_calls, same_options, same_replicas, same_samples, same_generator = same
-        problem: StepError | CommError | TierError | None = error
-        if not same_calls:
-            problem = self._sequence_error()
-        elif not same_options:
+        same_options, same_replicas, same_samples, same_generator = same
+        problem: StepError | TierError | None = error
+        if not same_options:
             problem = self._unequal(options) or error
-        stop = bool(rest[0]) or not (same_calls and same_options)
+        stop = bool(rest[0]) or not same_options
         bad = rest[1 : len(verdict)].astype(bool).tolist()
         packed = rest[len(verdict) :]
         stop, *bad = self._anywhere([stop, *bad])
         if stop:
-            if not same_calls and self._comm.everybody.is_job:
-                raise self._sequence_error()  # of all ranks alike: nobody is to be named
             with self._topology.agreed("take the step"):
                 if problem is not None:
                     raise problem
@@ -152,14 +147,6 @@ class Agreement:
             "(sum(topology.gather(loss.item())) / topology.size), and every rank the same numbers; freeze, unfreeze "
             "and add groups on all ranks alike"
         )
-
-    def _sequence_error(self) -> CommError:
-        error = CommError(
-            f"step {self._comm.calls.step}: ranks have made different sequences of collectives, so their buffers may "
-            "be mixed up; nothing was updated. Run once with HPCZERO_STRICT=1 to see which rank departs where"
-        )
-        error.agreed = self._comm.everybody.is_job
-        return error
 
     def nonfinite_error(self, reason: str) -> StepError:
         """Names ranks and units; a rank named here owns the element, it need not have made it."""
