@@ -6,9 +6,9 @@
     hpczero.bridge.init(MPI.COMM_WORLD)
     model = torch.nn.parallel.DistributedDataParallel(model)
 
-docs/bridge.md says what runs on it. The engine of ``zeroify`` does not use it.
+docs/bridge.md says what runs on it. ``zeroify`` makes the group where the program has not, and does not use it.
 """
 
-from hpczero.bridge.start import BACKEND, init
+from hpczero.bridge.start import BACKEND, init, init_by_default
 
-__all__ = ["BACKEND", "init"]
+__all__ = ["BACKEND", "init", "init_by_default"]

@@ -21,6 +21,7 @@ from hpczero.bridge.line import Line, Started
 from hpczero.bridge.messages import Message, Messages
 from hpczero.bridge.reductions import Reduction
 from hpczero.bridge.tensors import (
+    DEVICES,
     Target,
     all_apart,
     apart,
@@ -72,7 +73,7 @@ class Named(_ProcessGroup):  # type: ignore[misc]
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
-    _device_types = property(lambda _: [torch.device("cpu")])
+    _device_types = property(lambda _: [torch.device(kind) for kind in DEVICES])
 
 
 class Calls(Named):

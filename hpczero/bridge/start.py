@@ -23,6 +23,7 @@ from hpczero.bridge.line import Line
 from hpczero.bridge.messages import Messages
 from hpczero.bridge.process_group import MPIProcessGroup
 from hpczero.bridge.store import MPIStore
+from hpczero.bridge.tensors import DEVICES
 from hpczero.comm.sums.choice import best_path
 from hpczero.errors import (
     EXIT_HANG,
@@ -62,7 +63,10 @@ class OwnedProcessGroup(MPIProcessGroup):
     Attributes:
         given: what it is made of. Its communicator carries messages from rank to rank, and makes new groups.
         topology: nodes and watchdog of the collectives.
+        by_default: whether nobody has asked for the group.
     """
+
+    by_default = False
 
     def __init__(self, given: Given) -> None:
         """Collective over the communicator that is given."""
@@ -136,7 +140,7 @@ def init(
     """Make ``comm`` the default process group of torch.distributed. Collective over ``comm``.
 
     ``torch.distributed.destroy_process_group()`` undoes it, collectively; ``init`` may be called again then. From here
-    on an uncaught error on one rank ends the whole job.
+    on an uncaught error on one rank ends the whole job. A group that ``zeroify`` has made gives way.
 
     Args:
         comm: the ranks, in this order. It is duplicated and never carries the bridge's traffic.
@@ -149,6 +153,8 @@ def init(
         TopologyError: MPI lets one thread call it alone, the ranks that were started do not see each other, or
             ``nodes`` does not name one node for each rank; on every rank.
     """
+    if _is_by_default():
+        dist.destroy_process_group()
     if dist.is_initialized():
         raise ConfigError(
             "torch.distributed is initialised already, with backend "
@@ -164,7 +170,7 @@ def init(
     if MPI.COMM_WORLD.size > 1:
         install_abort_hook()
     if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=[*DEVICES])
         atexit.register(_finish_all)
     limit_s = Environment.read().timeout_s if timeout_s is None else timeout_s
     store = MPIStore(comm.Dup())
@@ -181,6 +187,27 @@ def init(
     finally:
         # torch's own holds back what is written to stderr until the hook before returns; ours ends the job.
         sys.excepthook = hook
+
+
+def init_by_default(topology: Topology) -> None:
+    """Make the job's ranks the default process group, unless the program has made one. Collective over the world.
+
+    Code that asks torch.distributed for the ranks, as SyncBatchNorm, metrics and routers do, finds one process without
+    it and goes on with numbers of its own. Nothing where ``topology`` is a part of the job, or one rank, where MPI lets
+    one thread call it alone, and under HPCZERO_DISTRIBUTED=0.
+    """
+    ready = not dist.is_initialized() and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    ready = ready and Environment.read().distributed
+    if topology.size > 1 and topology.world.is_job and all(topology.gather(ready)):
+        init(topology.world.comm, timeout_s=topology.watchdog.timeout_s)
+        whole = dist.group.WORLD
+        assert isinstance(whole, OwnedProcessGroup), "made above"
+        whole.by_default = True
+
+
+def _is_by_default() -> bool:
+    whole = dist.group.WORLD
+    return isinstance(whole, OwnedProcessGroup) and whole.by_default
 
 
 def _create(options: Any, given: Any) -> OwnedProcessGroup:

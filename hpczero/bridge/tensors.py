@@ -12,23 +12,27 @@ from torch import Tensor
 
 from hpczero.errors import CommError
 
+DEVICES = ("cpu", "cuda")  # what lies on the latter goes through the host
+
 
 def check(what: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors that the bridge cannot send.
+    """Refuse tensors that the bridge cannot send, and wait for what the program's stream still writes to others.
 
     Raises:
-        CommError: one is not on the host, or sparse.
+        CommError: one is neither on the host nor on a CUDA device, or sparse.
     """
     for tensor in tensors:
-        if tensor.device.type != "cpu":
+        if tensor.device.type not in DEVICES:
             raise CommError(
-                f"{what}: got a tensor on {tensor.device}, expected one in memory of the host: the bridge sends no "
-                "device memory; move it with .cpu(), or use zeroify, which does"
+                f"{what}: got a tensor on {tensor.device}, expected one on {' or '.join(DEVICES)}"
             )
         if tensor.layout != torch.strided:
             raise CommError(
                 f"{what}: got a tensor of layout {tensor.layout}, expected a dense one; call .to_dense() before"
             )
+    # The line's thread has another stream.
+    for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def check_apart(what: str, tensors: Sequence[Tensor | Sequence[Tensor]]) -> None:
@@ -99,8 +103,8 @@ def cut(what: str, tensor: Tensor, splits: Sequence[int] | None, size: int) -> l
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The elements in order, flat: a view where it can be one. For reading."""
-    return tensor.detach().contiguous().view(-1)
+    """The elements in order, flat, on the host: a view where it can be one. For reading."""
+    return tensor.detach().contiguous().cpu().view(-1)
 
 
 def apart(source: Tensor, targets: Sequence[Tensor], *, same: Tensor | None = None) -> Tensor:
@@ -140,7 +144,7 @@ class Target:
     """Memory that a call fills, for a tensor of any strides.
 
     Attributes:
-        flat: its elements in order; a copy where the tensor is not contiguous.
+        flat: its elements in order, on the host; a copy where the tensor is not contiguous or lies on a device.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -150,5 +154,5 @@ class Target:
 
     def done(self) -> None:
         """Bring the elements into the tensor, if ``flat`` is a copy."""
-        if not self._tensor.is_contiguous():
+        if not self._tensor.is_contiguous() or self._tensor.device.type != "cpu":
             self._tensor.copy_(self.flat.view(self._tensor.shape))

@@ -46,6 +46,7 @@ OWN_VARIABLES = (
         "HPCZERO_ALGORITHMS",
     ),
     *("HPCZERO_OVERLAP", "HPCZERO_KEEP_HEAP", "HPCZERO_GPU_AWARE", "HPCZERO_SERIES"),
+    "HPCZERO_DISTRIBUTED",
 )
 # By which each of these tells a process its rank.
 RANK_VARIABLES = dict(
@@ -64,6 +65,7 @@ class Environment:
         transport: HPCZERO_TRANSPORT: what ``auto`` means.
         algorithms: HPCZERO_ALGORITHMS: what ``auto`` means.
         overlap: HPCZERO_OVERLAP=0: nothing moves between nodes while the model computes.
+        distributed: HPCZERO_DISTRIBUTED=0: ``zeroify`` does not initialise torch.distributed.
         keep_heap: HPCZERO_KEEP_HEAP=0: leave the C library's heap as it is; see ``heap``.
         tunes_malloc: whether the user has set malloc himself (MALLOC_*_, GLIBC_TUNABLES).
         job: SLURM_JOB_ID, as text; empty outside of SLURM.
@@ -106,6 +108,7 @@ class Environment:
     tasks_per_node: str = ""
     launched_rank: int | None = None
     torch_ranks: int | None = None
+    distributed: bool = True
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -127,6 +130,7 @@ class Environment:
         require(0 <= timeout_s < math.inf, "HPCZERO_TIMEOUT", text, "seconds, 0 or above")
         overlap = _switch(values, "HPCZERO_OVERLAP")
         keep_heap = _switch(values, "HPCZERO_KEEP_HEAP")
+        distributed = _switch(values, "HPCZERO_DISTRIBUTED")
         transport = values.get("HPCZERO_TRANSPORT") or "auto"
         known = get_args(Transport)
         require(transport in known, "HPCZERO_TRANSPORT", transport, f"one of {', '.join(known)}")
@@ -160,6 +164,7 @@ class Environment:
             values.get(tasks, ""),
             _launched_rank(values, launched_by),
             digits(values.get("WORLD_SIZE", "")) if values.get("RANK") else None,
+            distributed != "0",
         )
 
 

@@ -66,6 +66,7 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
             for unit in units:
                 unit.whole.doubtful = ""
             _hold(units)
+            state.answer_transformers()
     first_node, ended, fine = next_node_number(), False, False
     try:
         yield
@@ -94,6 +95,7 @@ def gathered(model: nn.Module, *, modifier_rank: int | None = None) -> Iterator[
             )
             if lost:
                 unit.whole.doubt()
+        state.answer_transformers()
         if not fine:  # what is in the parameters now is not what such a graph was made of
             schedule.residence.kept.clear()
 

@@ -6,7 +6,7 @@ optimizer is (``optimizers``) or which modules form units (``plan``).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,21 @@ WRAPPERS = (
     *("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"),
     *("DeepSpeedEngine", "PipelineEngine"),
 )
+
+
+# Names of parameters that DistributedDataParallel is to leave alone; it asks a model before anything else.
+IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+
+
+class NotForDDP:
+    """What a zeroified model has there: DistributedDataParallel, which accelerate's ``prepare`` uses, is refused."""
+
+    def __iter__(self) -> Iterator[str]:
+        """Raises PlanError."""
+        raise PlanError(
+            "DistributedDataParallel of a zeroified model: its gradients are means over the ranks already; leave out "
+            "the wrapper (accelerator.prepare(model)), and prepare loaders alone"
+        )
 
 
 def check_modules(model: nn.Module, precision: Precision, *, trains: bool) -> None:

@@ -28,6 +28,7 @@ from hpczero.zero.calls.casting import Casting
 from hpczero.zero.calls.left import LeftForward
 from hpczero.zero.calls.seal import Seal
 from hpczero.zero.calls.surroundings import Surroundings
+from hpczero.zero.refusals import IGNORED_BY_DDP, NotForDDP
 from hpczero.zero.schedule import Schedule, answer_transformers
 from hpczero.zero.shared_buffers import SharedBuffers
 from hpczero.zero.unfreezing import Unfreezing
@@ -219,8 +220,8 @@ class Sharding:
             ahead=self.plan.stage.shards_parameters and self.collectives.footprint.overlap,
             read_ahead=self.away.read_ahead,
         )
-        if self.plan.stage.shards_parameters and self.topology.shard.size > 1:
-            self.advice.about_layers(answer_transformers(model, runs_all=True))
+        self.advice.about_layers(self.answer_transformers())
+        model.__dict__[IGNORED_BY_DDP] = NotForDDP()
         for unit in self.units:
             self._show_gradients(unit)
         hooked = {name: modules[name] for spec in self.plan.units for name in ("", *spec.modules)}
@@ -348,6 +349,17 @@ class Sharding:
         self.schedule.reset()
         self.step.history.interruption()
 
+    def answer_transformers(self) -> list[nn.Module]:
+        """Have modules of transformers run on all ranks alike where whole parameters are gathered. Not collective.
+
+        Returns:
+            Those modules; none where each rank may run what it likes.
+        """
+        held = any(unit.whole.holds for unit in self.units)
+        runs_all = self.plan.stage.shards_parameters and self.topology.shard.size > 1 and not held
+        found = answer_transformers(self.model, runs_all=runs_all)
+        return found if runs_all else []
+
     def detach(self, *, whole: bool = False) -> None:
         """Undo ``attach`` and close the transport. Collective.
 
@@ -372,6 +384,7 @@ class Sharding:
         if self.schedule is not None:
             self.schedule.remove()
             answer_transformers(self.model, runs_all=False)
+            self.model.__dict__.pop(IGNORED_BY_DDP, None)
         for unit in self.units:
             unit.whole.leave()
         for part in (

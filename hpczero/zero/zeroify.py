@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hpczero.accelerator import Accelerator, accelerator_of, choose_accelerator
+from hpczero.bridge import init_by_default
 from hpczero.comm import Collectives, check_transport_name, choose
 from hpczero.errors import PlanError, explain_exhaustion
 from hpczero.job.topology import Topology
@@ -105,6 +106,9 @@ def zeroify(
         PlanError: the model or an optimizer cannot be sharded, or is none, or two share a parameter; the same on every
             rank.
 
+    Unless the program has initialised torch.distributed, or HPCZERO_DISTRIBUTED=0 is set, it is from here on, over the
+    ranks of the job (``hpczero.bridge``): modules and libraries that ask for the ranks find them.
+
     Source: Rajbhandari et al., ZeRO, SC20, sec. 5.
     """
     name, given = (transport, None) if isinstance(transport, str) else ("", transport)
@@ -156,6 +160,7 @@ def zeroify(
         parts = parts_of(offload, plan, optimizers)
     chosen = [*parts, repr(dataclasses.replace(offload, folder=None))]
     check_equal_plans(plan, model, optimizers, topology, chosen, way_of(initialize))
+    init_by_default(topology)
     explain_exhaustion(need(OffloadedPlan(plan, offload, ADAM_STATES if trains else 0), topology))
     collectives = given or choose(
         topology,

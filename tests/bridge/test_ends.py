@@ -43,6 +43,20 @@ def run_program(trouble: str, call: str = "dist.all_reduce(tensor)") -> Any:
     return run_ranks(2, ["-c", code], timeout=60, env={"HPCZERO_TIMEOUT": "2"})
 
 
+def test_zeroify_makes_the_group_unless_it_is_told_not_to() -> None:
+    program = """
+import sys, torch, torch.distributed as dist
+import hpczero
+model = torch.nn.Linear(3, 3)
+hpczero.zeroify(model, torch.optim.SGD(model.parameters()))
+sys.stdout.write(f"initialised: {dist.is_initialized()}\\n")
+"""
+    for switch, expected in (("0", False), ("1", True)):
+        job = run_ranks(2, ["-c", program], timeout=60, env={"HPCZERO_DISTRIBUTED": switch})
+        assert job.returncode == 0, job
+        assert job.stdout.count(f"initialised: {expected}") == 2, job
+
+
 @pytest.mark.worth("nothing hangs")
 def test_rank_that_raises_ends_the_job_with_its_own_error() -> None:
     job = run_program("raise ValueError('no such sample')")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 import hpczero
 from tests.compat import architectures, libraries
+from tests.compat.architectures import text
 from tests.compat.construct import Construct, Place
 from tests.helpers.parallel import parallel_assert
 
@@ -60,3 +61,33 @@ def test_layers_that_ranks_would_drop_are_run_by_all_at_stage_3(
     found = [of[0] for of in losses(model, [comm.rank])]
     hpczero.release(model)
     parallel_assert(comm, found == pytest.approx(plain, rel=1e-5), f"{found} {plain}")
+
+
+@pytest.mark.parametrize("transport", ["window", "flat", "hierarchical"])
+def test_ranks_whose_texts_end_at_other_places_write_what_plain_torch_writes(
+    comm: MPI.Intracomm, topology: Topology, transport: str
+) -> None:
+    gpt2 = next(each for each in architectures.ARCHITECTURES if each.name == "gpt2")
+    prompts = [text(Place(rank, 0))["input_ids"] for rank in range(comm.size)]
+
+    def write(model: Any, rank: int, end: Any) -> list[list[int]]:
+        found = model.eval().generate(
+            prompts[rank], max_new_tokens=9, do_sample=False, eos_token_id=end, pad_token_id=0
+        )
+        return list(found.tolist())
+
+    plain = gpt2.build()
+    # Both texts of rank 0 have ended after the third token.
+    first = write(plain, 0, -1)
+    ends = [[row[9] for row in first], -1]
+    expected = [write(plain, rank, ends[rank % 2]) for rank in range(comm.size)]
+    parallel_assert(comm, len(expected[0][0]) < len(expected[1][0]), f"{expected}")
+    model = gpt2.build()
+    hpczero.zeroify(model, None, topology=topology, transport=transport)
+    found = write(model, comm.rank, ends[comm.rank % 2])
+    with hpczero.gathered(model):  # where a rank may write alone
+        alone = write(model, 0, ends[0]) if comm.rank == 0 else expected[0]
+    again = write(model, comm.rank, ends[comm.rank % 2])
+    hpczero.release(model)
+    parallel_assert(comm, found == again == expected[comm.rank], f"{found} {again} {expected}")
+    parallel_assert(comm, alone == expected[0], f"{alone} {expected[0]}")

@@ -138,7 +138,6 @@ def test_fabric_equals_plain_torch(
     parallel_assert(comm, far < 1e-6, f"{far}")
     parallel_assert(comm, len(norms) == len(program.norms) > 3 and max(norms) > MAX_NORM)
     parallel_assert(comm, program.norms == pytest.approx(norms, rel=1e-5))
-    parallel_assert(comm, not torch.distributed.is_initialized())
     program.done()
 
 

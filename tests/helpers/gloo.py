@@ -19,6 +19,8 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 @contextmanager
 def gloo(comm: MPI.Intracomm) -> Iterator[None]:
     """Context: the default process group is gloo's; it meets at a free port that rank 0 found. Collective."""
+    if dist.is_initialized():  # by a zeroify before
+        dist.destroy_process_group()
     before = os.environ.get(INTERFACE)
     os.environ[INTERFACE] = "lo"
 

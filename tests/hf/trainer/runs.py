@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 import transformers
@@ -173,15 +172,6 @@ def _plain_trainer(folder: Path, batch: int, model: Any, datasets: Any, changes:
     return transformers.Trainer(model or llama(), args, **(datasets or data()))
 
 
-@contextlib.contextmanager
-def no_process_group() -> Iterator[None]:
-    """Context: whoever initialises ``torch.distributed`` fails."""
-    refuse = mock.Mock(side_effect=AssertionError("torch.distributed was initialised"))
-    with mock.patch.object(torch.distributed, "init_process_group", refuse):
-        yield
-    assert not torch.distributed.is_initialized()
-
-
 def trainer_over_mpi(
     folder: Path,
     batch: int,
@@ -192,15 +182,13 @@ def trainer_over_mpi(
     **changes: Any,
 ) -> HpczeroTrainer:
     """A trainer on all ranks of MPI; ``given`` are keywords of it. Collective."""
-    with no_process_group():
-        args = HpczeroTrainingArguments(**options(folder, batch, **changes))
-        return HpczeroTrainer(model or llama(), args, **(datasets or data()), **(given or {}))
+    args = HpczeroTrainingArguments(**options(folder, batch, **changes))
+    return HpczeroTrainer(model or llama(), args, **(datasets or data()), **(given or {}))
 
 
 def train(trainer: HpczeroTrainer, comm: MPI.Intracomm, resume: Any = None) -> Run:
     """Train, and what it left, on every rank. Collective."""
-    with no_process_group():
-        trainer.train(resume_from_checkpoint=resume)
+    trainer.train(resume_from_checkpoint=resume)
     return result(trainer, comm)
 
 
