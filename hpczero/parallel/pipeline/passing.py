@@ -75,7 +75,9 @@ class _OfMean(torch.autograd.Function):
 
 
 def to_send(y: Tensor) -> Tensor:
-    """The values of ``y`` in memory that stays as it is: not that of a parameter, nor of what the model may reuse."""
-    data = y.detach()
-    may_change = y._is_view() or y.grad_fn is None
-    return data.clone(memory_format=torch.contiguous_format) if may_change else data.contiguous()
+    """The values of ``y``, an activation or its gradient, in memory of their own, until they are sent.
+
+    That of ``y`` may be a parameter's, or a block or a hook has kept it and changes it in its next micro-batch, while
+    the values are on their way: a running mean that began as a detached output, for example.
+    """
+    return y.detach().clone(memory_format=torch.contiguous_format)

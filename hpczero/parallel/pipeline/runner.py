@@ -265,7 +265,7 @@ class Pipeline:
                 "let x through"
             )
         piece = self._stage.piece(action.chunk)
-        self.messages.send(Message("B", piece - 1, action.micro_batch), x.gradient.contiguous())
+        self.messages.send(Message("B", piece - 1, action.micro_batch), to_send(x.gradient))
 
     def _mean_loss(self) -> Callable[[], float]:
         found, self._results = self._results, []

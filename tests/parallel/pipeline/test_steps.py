@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -200,6 +201,51 @@ def test_a_block_may_change_what_it_is_given_in_place(
     parallel_assert(comm, found.keys() == expected.keys())
     worst = max(float((found[n] - expected[n]).abs().max()) for n in found)
     parallel_assert(comm, worst < tolerance, f"{worst}")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("what", ["outputs", "gradients"])
+def test_what_a_block_keeps_of_a_message_may_change_while_that_is_on_its_way(
+    comm: MPI.Intracomm, what: str
+) -> None:
+    """A block that reuses what it has kept of the micro-batch before, and a neighbour that receives late."""
+    data = batch(0, 4, size=1024)  # messages that no MPI library keeps a copy of
+
+    def keeping(model: nn.Module, *, late: bool) -> nn.Module:
+        ends, begins = (model.get_submodule(f"blocks.{n}") for n in (1, 2))
+        kept: list[Tensor] = []
+
+        def keep(value: Tensor) -> None:
+            for older in kept:
+                older.zero_()
+            kept[:] = [value.detach()]
+
+        def wait(gradient: Tensor) -> None:
+            time.sleep(0.2)
+
+        def call(block: nn.Module, x: Tensor) -> Tensor:
+            if block is begins and late and what == "outputs":
+                time.sleep(0.2)
+            if block is begins and what == "gradients":
+                x.register_hook(keep)
+            y: Tensor = block(x)
+            if block is ends and late and what == "gradients":
+                y.register_hook(wait)
+            if block is ends and what == "outputs":
+                keep(y)
+            return y
+
+        model.call_block = call  # type: ignore[assignment]
+        return model
+
+    expected = alone(keeping(gpt(), late=False), *data)
+    model = gpt()
+    keeping(model, late=True)
+    staged = Staged(comm, model, pipeline=2, micro_batches=4, schedule="gpipe", balance=[2, 3])
+    found = staged.gradients(*data)
+    staged.release()
+    worst = max(float((found[n] - expected[n]).abs().max()) for n in found)
+    parallel_assert(comm, worst < 1e-6, f"{worst}")
 
 
 @pytest.mark.ranks(2)
