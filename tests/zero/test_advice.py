@@ -191,6 +191,19 @@ def test_memory_of_parameters_that_is_held_by_something_else(
     parallel_assert(comm, found == expected, f"{messages} {type(held)}")
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_memory_that_a_release_has_just_left_is_held_by_nobody(
+    comm: MPI.Intracomm, topology: Topology, caplog: pytest.LogCaptureFixture, stage: int
+) -> None:
+    model = MLP()
+    optimizer = adamw(model)
+    hpczero.zeroify(model, optimizer, stage=stage, transport="flat", topology=topology)
+    hpczero.release(model, whole=True)
+    del optimizer  # which holds its pieces
+    messages = told(caplog, topology, model, lambda step: mlp_input(comm.rank))
+    parallel_assert(comm, not any("held by something else" in m for m in messages), f"{messages}")
+
+
 class OneStorage(nn.Module):
     """Parameters and a buffer that are views of one tensor, as some loaders and recurrent layers make them."""
 

@@ -7,6 +7,7 @@ Nothing here changes a result. What is known to be wrong is refused elsewhere.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import zlib
@@ -41,6 +42,9 @@ class Advice:
         self._told: set[str] = set()
         self._handle: RemovableHandle | None = None
         self._held_elsewhere = _held_elsewhere(model)
+        if self._held_elsewhere:
+            gc.collect()  # a release a moment ago may have left buffers that nothing refers to
+            self._held_elsewhere = _held_elsewhere(model)
 
     def attach(self) -> None:
         """Say at once what can be seen of the model, and look at its calls from now on."""
