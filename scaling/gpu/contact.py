@@ -236,8 +236,9 @@ def main() -> int:
 
 
 def smoke(bench: Bench) -> Iterator[Row]:
-    """Memory of another process, and what small calls cost the host. On two ranks."""
+    """Memory of another process, torch.distributed, and what small calls cost the host. On two ranks."""
     yield from _peers_memory(bench)
+    yield _bridged(bench)
     for name, call in _small_calls(bench).items():
         for _ in range(WARM_UP):
             call()
@@ -281,6 +282,25 @@ def _peers_memory(bench: Bench) -> Iterator[Row]:
         yield {"tried": what, "said": said}
         return
     yield {"tried": what, "right": all(topology.gather(right)), "gb_per_s": rate / 1e9}
+
+
+def _bridged(bench: Bench) -> Row:
+    """What a stream has just written is summed and gathered over the bridge."""
+    import torch.distributed as dist
+
+    import hpczero.bridge
+
+    hpczero.bridge.init(bench.topology.world.comm)
+    size, numel = bench.topology.size, SMALL_NUMEL
+    x = bench.empty(numel).fill_(1).mul_(1 + bench.topology.rank)
+    rows = [bench.empty(numel) for _ in range(size)]
+    dist.all_gather(rows, x)
+    dist.all_reduce(x)
+    right = bool((x == size * (size + 1) / 2).all())
+    right = right and all(bool((row == 1 + rank).all()) for rank, row in enumerate(rows))
+    dist.destroy_process_group()
+    agreed = all(bench.topology.gather(float(right)))
+    return {"tried": "torch.distributed over the bridge", "right": agreed}
 
 
 def _small_calls(bench: Bench) -> dict[str, Callable[[], object]]:
