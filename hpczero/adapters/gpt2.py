@@ -138,26 +138,37 @@ def _linear(out: int, into: int) -> dict[str, Shape]:
     return {"weight": (out, into), "bias": (out,)}
 
 
-def check(shapes: Mapping[str, Shape], tied: Mapping[str, str], model: Mapping[str, Any]) -> None:
-    """Refuse what GPT-2 has no place for.
+def check(
+    shapes: Mapping[str, Shape],
+    tied: Mapping[str, str],
+    model: Mapping[str, Any],
+    *,
+    rotary: bool = False,
+) -> None:
+    """Refuse what GPT-2 has no place for, or with ``rotary`` what GPT-NeoX has none for.
 
     Args:
         shapes: of all parameters and buffers, in our layout; a tied head under its own name too.
         tied: further names of parameters, each with the name it is tied to.
         model: known fields of ``GPTConfig``.
+        rotary: whether positions are, as those of GPT-NeoX.
 
     Raises:
         ConfigError: the message names what does not fit.
     """
     positions = model.get("positions", "learned")
-    faults = [f"positions are {positions!r}, expected 'learned'"] if positions != "learned" else []
     expected = expected_shapes(shapes)
+    faults = []
+    if rotary:
+        del expected["wpe.weight"]
+    elif positions != "learned":
+        faults = [f"positions are {positions!r}, expected 'learned'; give --layout transformers"]
     missing = [name for name in expected if name not in shapes]
     if missing:
         faults.append(f"there is no {_some(missing)}")
     foreign = [name for name in shapes if name not in expected]
     if foreign:
-        faults.append(f"GPT-2 has no {_some(foreign)}")
+        faults.append(f"{'GPT-NeoX' if rotary else 'GPT-2'} has no {_some(foreign)}")
     faults += [
         f"{name} is {shapes[name]}, expected {shape}"
         for name, shape in expected.items()
@@ -170,7 +181,8 @@ def check(shapes: Mapping[str, Shape], tied: Mapping[str, str], model: Mapping[s
     ]
     if faults:
         raise ConfigError(
-            f"the model is not a GPT-2 ({'; '.join(faults)}); export it with --layout hpczero"
+            f"the model is not a {'GPT-NeoX' if rotary else 'GPT-2'} ({'; '.join(faults)}); export it with "
+            "--layout hpczero"
         )
 
 
@@ -194,16 +206,7 @@ def their_config(
         ConfigError: the number of heads is unknown, differs from that in ``model``, or does not divide the width.
     """
     vocab_size, hidden = shapes[TABLE]
-    known = model.get("heads")
-    if known is None and heads is None:
-        raise ConfigError(
-            "the checkpoint does not say how many attention heads the model has, and shapes do not tell; give --heads"
-        )
-    if known is not None and heads not in (None, known):
-        raise ConfigError(f"heads: got {heads}, and the checkpoint says {known}; leave --heads out")
-    count = int(heads if known is None else known)  # type: ignore[arg-type]  # one of them is there
-    if count < 1 or hidden % count:
-        raise ConfigError(f"heads: got {count}, expected a divisor of the hidden size {hidden}")
+    count = heads_of(hidden, model, heads)
     layers = sum(name.endswith(".attention.qkv.weight") for name in shapes)
     dropout = float(model.get("dropout", 0.0))
     return {
@@ -224,6 +227,21 @@ def their_config(
         "bos_token_id": None,
         "eos_token_id": None,
     }
+
+
+def heads_of(hidden: int, model: Mapping[str, Any], heads: int | None) -> int:
+    """Attention heads: of ``model``, or ``heads``; raises as ``their_config``."""
+    known = model.get("heads")
+    if known is None and heads is None:
+        raise ConfigError(
+            "the checkpoint does not say how many attention heads the model has, and shapes do not tell; give --heads"
+        )
+    if known is not None and heads not in (None, known):
+        raise ConfigError(f"heads: got {heads}, and the checkpoint says {known}; leave --heads out")
+    count = int(heads if known is None else known)  # type: ignore[arg-type]  # one of them is there
+    if count < 1 or hidden % count:
+        raise ConfigError(f"heads: got {count}, expected a divisor of the hidden size {hidden}")
+    return count
 
 
 def our_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -175,7 +175,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
         ({"dtype": "int8"}, "dtype: got 'int8', expected one of fp32, bf16, fp16"),
         ({"shard_mib": 0}, "shard_mib: got 0, expected at least 1"),
         ({"layout": "gpt2", "format": "torch"}, "the layout gpt2 is a folder of safetensors"),
-        ({"heads": 3}, "heads belong to the layout gpt2"),
+        ({"heads": 3}, "heads belong to a layout of transformers"),
     ],
 )
 def test_form_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
@@ -250,7 +250,9 @@ def test_other_models_are_no_gpt2(tmp_path: Path) -> None:
     rotary = gpt_checkpoint(
         tmp_path / "a", tiny_gpt(positions="rotary", hidden=20), heads=2, positions="rotary"
     )
-    with pytest.raises(ConfigError, match=r"'rotary', expected 'learned'; there is no wpe.weight"):
+    with pytest.raises(
+        ConfigError, match=r"'rotary', expected 'learned'; give --layout transformers"
+    ):
         export(rotary, tmp_path / "out", Form(layout="gpt2"))
     other = checkpoint(
         tmp_path / "b", {**dict(tiny_gpt().named_parameters()), "calls": torch.tensor(1)}
@@ -261,20 +263,23 @@ def test_other_models_are_no_gpt2(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # theirs
 @pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 0.05)])
 def test_transformers_gives_the_same_logits(
-    tmp_path: Path, tie: bool, dtype: Any, tolerance: float
+    tmp_path: Path, tie: bool, positions: Any, dtype: Any, tolerance: float
 ) -> None:
     """Tolerance: logits are of order 1; sums of 24 to 72 products in another order, weights rounded to bf16."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
-    model = tiny_gpt(tie_embeddings=tie).eval()
+    rotary: dict[str, Any] = {"hidden": 16, "heads": 2} if positions == "rotary" else {}
+    model = tiny_gpt(tie_embeddings=tie, positions=positions, **rotary).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    path = gpt_checkpoint(tmp_path / "run", model, heads=model.config.heads)
-    export(path, tmp_path / "out", Form(layout="gpt2", dtype=dtype))
-    theirs, said = transformers.GPT2LMHeadModel.from_pretrained(
+    said = {name: getattr(model.config, name) for name in ("heads", "positions", "context")}
+    path = gpt_checkpoint(tmp_path / "run", model, **said)
+    export(path, tmp_path / "out", Form(layout="transformers", dtype=dtype))
+    theirs, said = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.float32, output_loading_info=True
     )
     assert not any(said[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hpczero.adapters import gpt2
+from hpczero.adapters import gpt2, gpt_neox
 from hpczero.checkpoint.disk.folder import misnamed
 from hpczero.checkpoint.disk.format import BUFFERS, MASTER, Row
 from hpczero.checkpoint.disk.json_keys import extra_of
@@ -58,14 +58,15 @@ class Form:
         format: ``safetensors`` makes a folder of files and an index, with one tensor in memory at a time. ``torch``
             makes one file for ``torch.load``, with the whole model in memory.
         dtype: dtype of the parameters; buffers keep their own.
-        layout: names and shapes of ``hpczero``, or those of Hugging Face's ``gpt2``, with a config.json.
+        layout: names and shapes of ``hpczero``; or those of Hugging Face's ``gpt2``, with a config.json; or
+            ``transformers``: of its GPT-2 where positions are learned, and of its GPT-NeoX where they are rotary.
         shard_mib: most MiB of one safetensors file; a larger tensor has a file of its own.
-        heads: attention heads, for the layout gpt2 where the checkpoint does not say.
+        heads: attention heads, for a layout of transformers where the checkpoint does not say.
     """
 
     format: Literal["safetensors", "torch"] = "safetensors"
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    layout: Literal["hpczero", "gpt2"] = "hpczero"
+    layout: Literal["hpczero", "gpt2", "transformers"] = "hpczero"
     shard_mib: int = 5120
     heads: int | None = None
 
@@ -73,7 +74,7 @@ class Form:
         choices = {
             "format": ("safetensors", "torch"),
             "dtype": tuple(TORCH_NAMES),
-            "layout": ("hpczero", "gpt2"),
+            "layout": ("hpczero", "gpt2", "transformers"),
         }
         for name, values in choices.items():
             if getattr(self, name) not in values:
@@ -83,10 +84,14 @@ class Form:
                 )
         if self.shard_mib < 1:
             raise ConfigError(f"shard_mib: got {self.shard_mib}, expected at least 1")
-        if self.layout == "gpt2" and self.format != "safetensors":
-            raise ConfigError("the layout gpt2 is a folder of safetensors; leave --format out")
-        if self.layout != "gpt2" and self.heads is not None:
-            raise ConfigError("heads belong to the layout gpt2; leave --heads out, or give it")
+        if self.layout != "hpczero" and self.format != "safetensors":
+            raise ConfigError(
+                f"the layout {self.layout} is a folder of safetensors; leave --format out"
+            )
+        if self.layout == "hpczero" and self.heads is not None:
+            raise ConfigError(
+                "heads belong to a layout of transformers; leave --heads out, or give --layout transformers"
+            )
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,7 @@ def of_newest(path: Path, candidates: Sequence[Path], use: Callable[[Stored], T]
 
 def _write(stored: Stored, out: Path, form: Form) -> Exported:
     names = _Names(stored, form)
-    entries = [*_parameters(stored, form), *_buffers(stored)]
+    entries = [*_parameters(stored, form, names), *_buffers(stored)]
     nbytes = sum(entry.nbytes for entry in entries)
     try:
         with Hidden(out) as hidden:
@@ -202,7 +207,9 @@ class _Names:
 
     Attributes:
         tied: further names of parameters, each with the name its tensor has.
-        config: content of config.json, for the layout gpt2.
+        config: content of config.json, for a layout of transformers.
+        rotary: whether that is GPT-NeoX.
+        heads: of attention, where it is; else 0.
     """
 
     def __init__(self, stored: Stored, form: Form) -> None:
@@ -215,14 +222,22 @@ class _Names:
         model, self._tokenizer = extra.get("model"), extra.get("tokenizer")
         self._model: dict[str, Any] = model if isinstance(model, dict) else {}
         self.config: dict[str, Any] | None = None
-        if form.layout == "gpt2":
+        self.rotary = form.layout == "transformers" and self._model.get("positions") == "rotary"
+        self.heads = 0
+        if form.layout != "hpczero":
             shapes = {row.name: row.shape for row in rows}
             buffers = {name: tuple(shape) for name, _, shape in manifest.meta["buffers"]}
             try:
-                gpt2.check(shapes | buffers, self.tied, self._model)
-                self.config = gpt2.their_config(
-                    shapes, self._model, heads=form.heads, tied=bool(self.tied)
-                )
+                tied = bool(self.tied)
+                gpt2.check(shapes | buffers, self.tied, self._model, rotary=self.rotary)
+                if self.rotary:
+                    hidden = shapes[gpt2.TABLE][1]
+                    heads = self.heads = gpt2.heads_of(hidden, self._model, form.heads)
+                    self.config = gpt_neox.their_config(shapes, self._model, heads=heads, tied=tied)
+                else:
+                    self.config = gpt2.their_config(
+                        shapes, self._model, heads=form.heads, tied=tied
+                    )
             except ConfigError as error:
                 raise ConfigError(f"{stored.path}: {error}") from error
             self.config["dtype"] = TORCH_NAMES[form.dtype]
@@ -241,15 +256,20 @@ class _Names:
 # --- tensors -------------------------------------------------------------------------------------------------------
 
 
-def _parameters(stored: Stored, form: Form) -> Iterator[Entry]:
+def _parameters(stored: Stored, form: Form, names: _Names) -> Iterator[Entry]:
     dtype = TORCH_NAMES[form.dtype]
     for row in stored.manifest.table.owners:
         pieces = partial(_cast_row, stored, row, form.dtype)
         if form.layout == "hpczero":
             yield Entry(row.name, dtype, row.shape, pieces)
+        elif names.rotary:
+            groups = gpt_neox.grouped(row.name, row.shape, names.heads)
+            if groups is not None:
+                pieces = partial(_turned, pieces, groups)
+            yield Entry(gpt_neox.their_name(row.name), dtype, row.shape, pieces)
         elif gpt2.is_transposed(row.name):
             out, into = row.shape
-            turned = partial(_transposed, pieces, out, into)
+            turned = partial(_turned, pieces, row.shape)
             yield Entry(gpt2.their_name(row.name), dtype, (into, out), turned)
         else:
             yield Entry(gpt2.their_name(row.name), dtype, row.shape, pieces)
@@ -310,21 +330,21 @@ def cast(values: Array, dtype: str, name: str) -> Array:
     return found
 
 
-def _transposed(pieces: Any, rows: int, columns: int) -> Iterator[Array]:
-    """A transposed matrix. It is in memory whole, in its final dtype."""
+def _turned(pieces: Any, shape: tuple[int, ...]) -> Iterator[Array]:
+    """A tensor of ``shape`` whose first two dimensions change places. It is in memory whole, in its final dtype."""
     whole: Array | None = None
     begin = 0
     for piece in pieces():
         if whole is None:
-            whole = np.empty(rows * columns, dtype=piece.dtype)
+            whole = np.empty(prod(shape), dtype=piece.dtype)
         whole[begin : begin + len(piece)] = piece
         begin += len(piece)
     if whole is None:
         return
-    matrix = whole.reshape(rows, columns)
-    step = max(CHUNK_NUMEL // rows, 1)
-    for begin in range(0, columns, step):
-        yield np.ascontiguousarray(matrix[:, begin : begin + step].T).reshape(-1)
+    tensor = whole.reshape(shape)
+    step = max(CHUNK_NUMEL * shape[1] // whole.size, 1)
+    for begin in range(0, shape[1], step):
+        yield np.ascontiguousarray(tensor[:, begin : begin + step].swapaxes(0, 1)).reshape(-1)
 
 
 # --- one torch file ------------------------------------------------------------------------------------------------
