@@ -125,7 +125,7 @@ TABLE = {
     '.venv/bin/python -m hpczero.sample runs/mine --prompt "Once "': Verdict(
         instead=("runs/mine", "runs/given"), after="--tokens 5"
     ),
-    ".venv/bin/python -m hpczero.checkpoint export runs/mine weights": Verdict(
+    ".venv/bin/python -m hpczero.checkpoint export runs/mine weights --layout transformers": Verdict(
         instead=("runs/mine", "runs/given")
     ),
     "make setup": Verdict("no", needs=MADE),
