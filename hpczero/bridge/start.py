@@ -233,3 +233,5 @@ def _finish_all() -> None:
         whole.finish()
         for _, member in whole._members:
             member.finish()
+        if whole.given.store is not None:  # its thread must not ask an MPI that has ended
+            whole.given.store.stop()

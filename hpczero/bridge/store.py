@@ -89,10 +89,14 @@ class MPIStore(Store):
     def close(self) -> None:
         """Stop to answer, when no rank asks any more. Collective."""
         self._comm.Barrier()
+        self.stop()
+        self._comm.Free()
+
+    def stop(self) -> None:
+        """Stop to answer. Not collective."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
-        self._comm.Free()
 
     @override
     def set(self, key: str, value: str | bytes) -> None:

@@ -210,7 +210,7 @@ class HpczeroStrategy(_Strategy):  # type: ignore[misc]
         """``tensor`` of every rank: (ranks, ...); of one rank alone as it is.
 
         Raises:
-            ConfigError: with a group, or with gradients.
+            ConfigError: with a group of some ranks, or with gradients.
             CommError: shapes differ between ranks.
         """
         self._check_group(group)
@@ -226,7 +226,7 @@ class HpczeroStrategy(_Strategy):  # type: ignore[misc]
         """The mean, sum or maximum over ranks, in place where it is a tensor of that dtype.
 
         Raises:
-            ConfigError: with a group, or for another operation.
+            ConfigError: with a group of some ranks, or for another operation.
         """
         self._check_group(group)
         if not isinstance(tensor, Tensor):
@@ -256,9 +256,10 @@ class HpczeroStrategy(_Strategy):  # type: ignore[misc]
 
     @staticmethod
     def _check_group(group: Any) -> None:
-        if group is not None:
+        # Fabric itself gives the group of all ranks where torch.distributed has one.
+        if group is not None and group is not torch.distributed.group.WORLD:
             raise ConfigError(
-                f"group: got {type(group).__name__} of torch.distributed, expected none: ranks are those of MPI"
+                f"group: got {type(group).__name__} of torch.distributed, expected none, or that of all ranks"
             )
 
     # --- checkpoints; collective over the world
