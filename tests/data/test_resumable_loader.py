@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,6 +96,51 @@ def test_loop_that_is_left_early_is_gone_on_with() -> None:
     one, other = loader(), loader()
     assert seen([one], 2) + seen([one], 3) == seen([other], 5)
     assert (one.taken, one.epoch, len(one)) == (5, 1, 3)
+
+
+@pytest.mark.parametrize("stop", range(1, 10))
+@pytest.mark.parametrize("inside", [True, False])
+def test_epochs_end_as_often_in_a_resumed_program(stop: int, inside: bool) -> None:
+    """What comes after the last batch of an epoch, such as a schedule's step, is neither left out nor repeated.
+
+    Saved while the program has a batch, or between two loops of one batch each.
+    """
+
+    def ends(each: ResumableLoader, steps: int) -> list[int]:
+        found: list[int] = []
+        while each.epoch < 3:
+            for _ in each:
+                steps -= 1
+                found.append(-1)
+                if not steps and inside:
+                    states.append(each.state_dict())
+                    return found
+                if not steps:
+                    break
+            if not each.taken % len(each):
+                found.append(each.epoch)
+            if not steps:
+                states.append(each.state_dict())
+                return found
+        return found
+
+    states: list[dict[str, int | str]] = []
+    expected = ends(loader(), -1)
+    assert expected == [-1, -1, -1, 1, -1, -1, -1, 2, -1, -1, -1, 3]
+    found = ends(loader(), stop)
+    second = loader()
+    second.load_state_dict(states[0])
+    assert second.state_dict() == states[0]
+    assert found + ends(second, -1) == expected
+
+
+def test_epoch_whose_last_batch_was_taken_by_itself_is_over() -> None:
+    one = loader()
+    for epoch in range(3):
+        assert one.epoch == epoch
+        taken = itertools.islice(one, len(one))
+        assert len(list(taken)) == 3
+    assert one.taken == 9
 
 
 def test_program_draws_the_same_numbers_with_and_without_the_loader() -> None:

@@ -5,7 +5,8 @@ Owns: what of a run's batches the program has been given. Must not know: what a 
 [Note: What has been taken]
 Workers read ahead: they have asked for batches that the program has not seen. What counts is what the program was
 given, so the loader counts, and not the sampler that workers read from. The count is of global batches. It means the
-same on any number of ranks and workers.
+same on any number of ranks and workers. What a program does at the end of an epoch comes after its last batch. A state
+made while the program has that batch says so, and the first loop after a load is then over at once.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 # Which samples, in which order, is decided here.
 OURS = ("batch_size", "sampler", "batch_sampler", "generator", "in_order")
 BATCHES = "batches"
+IN_LAST = "in_last_batch"  # there, and True, while the program has the last batch of an epoch
 
 
 class ResumableLoader:
@@ -82,6 +84,8 @@ class ResumableLoader:
         self._fingerprint = fingerprint_of(dataset)
         self._taken = 0
         self._turn = 0  # which loop over the batches is the last one
+        self._in_last = False  # whether that loop has given the last batch of an epoch, and goes on
+        self._over = False  # whether the next loop has nothing left
         keyed = Keyed(dataset, seed) if draws else Plain(dataset)
         # A generator of its own: the loader would draw from that of the program, once more in a resumed run.
         self._loader: DataLoader[Any] = DataLoader(
@@ -102,8 +106,8 @@ class ResumableLoader:
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch that the next batch is of, from 0."""
-        return self._taken // len(self)
+        """Number of the epoch that the program is in, from 0. The next one begins where the loop over this one ends."""
+        return (self._taken - (self._in_last or self._over)) // len(self)
 
     def __iter__(self) -> Iterator[Any]:
         """What is left of the current epoch.
@@ -132,10 +136,18 @@ class ResumableLoader:
         """
         self._turn += 1
         turn = self._turn
+        if self._over:
+            self._over = False
+            return
         for batch in self._loader:
             weight = self.batches.share(self._taken, self._rank, self._size).weight
             self._taken += 1  # before: the program may save while it has the batch
-            yield weight, batch
+            self._in_last = self._taken % len(self) == 0
+            try:
+                yield weight, batch
+            finally:  # asked for the next one, or left
+                if turn == self._turn:
+                    self._in_last = False
             if turn != self._turn:
                 raise RuntimeError(
                     "ResumableLoader: this loop is not the last one over the loader: another was begun, or a state was "
@@ -155,7 +167,8 @@ class ResumableLoader:
         """
         fingerprint = {} if self._fingerprint is None else {"fingerprint": self._fingerprint}
         of_what = {name: int(value) for name, value in vars(self.batches).items()}
-        return {BATCHES: self._taken, **of_what, **fingerprint}
+        ends = {IN_LAST: True} if self._in_last or self._over else {}
+        return {BATCHES: self._taken, **of_what, **fingerprint, **ends}
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
         """Go on where ``state`` was made, on any number of ranks. Not collective.
@@ -167,7 +180,7 @@ class ResumableLoader:
         if wrong := [
             f"{name} was {state.get(name)} and is {mine.get(name)}"
             for name in [*mine, *(["fingerprint"] if "fingerprint" not in mine else [])]
-            if name != BATCHES and state.get(name) != mine.get(name)
+            if name not in (BATCHES, IN_LAST) and state.get(name) != mine.get(name)
         ]:
             raise ConfigError(
                 f"ResumableLoader: the state is of other batches ({'; '.join(wrong)}); give the same data set and "
@@ -179,6 +192,7 @@ class ResumableLoader:
                 f"ResumableLoader: the state has {taken!r} batches, expected 0 or more"
             )
         self._taken = taken
+        self._over, self._in_last = bool(state.get(IN_LAST)), False
         self._turn += 1
 
     def _rest(self) -> Iterator[list[tuple[int, int]]]:
