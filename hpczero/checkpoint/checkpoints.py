@@ -52,8 +52,9 @@ def save(
         model: zeroified, between two steps.
         optimizer: the one it was zeroified with, or a tuple or list of them; None takes those too.
         step: optimizer steps done.
-        extra: numbers, texts, lists and dictionaries that ``load`` gives back, e.g. ``scheduler.state_dict()`` and the
-            place in the data. Keys may be numbers, None and texts; tuples come back as lists.
+        extra: what ``load`` gives back, equal on all ranks: ``{"scheduler": scheduler.state_dict(), "loader":
+            loader.state_dict(), "generator": generator.get_state()}``. It may hold numbers, texts, tensors of up to 1
+            MiB, lists and dictionaries. Keys may be numbers, None and texts; tuples come back as lists.
         keep: newest checkpoints that stay, counted among those of the model's line; None removes none.
         writer: ``mpio`` (parallel HDF5), ``posix`` (the same file without MPI-IO), or ``auto``: ``mpio`` on parallel
             file systems where it is safe.
@@ -64,8 +65,8 @@ def save(
         The folder of the checkpoint.
 
     Raises:
-        ConfigError: ``step`` or ``extra`` cannot be saved; or the checkpoint of this step in ``directory`` holds the
-            state of an optimizer, or frozen parameters, and this one would not.
+        ConfigError: ``step`` or ``extra`` cannot be saved, or differs between ranks; or the checkpoint of this step in
+            ``directory`` holds the state of an optimizer, or frozen parameters, and this one would not.
         CheckpointBusy: another job writes to ``directory``.
         CheckpointError: it could not be written; on every rank, and older checkpoints are as they were.
     """

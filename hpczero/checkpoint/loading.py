@@ -26,8 +26,8 @@ def load(directory: str | Path, model: nn.Module, optimizer: Given = None) -> Lo
     """Make ``model`` and its optimizer what they were at a save. Collective over the topology's world.
 
     The number of ranks, the stage, the units and the precision may be others than at the save. Parameters, state and
-    options of the optimizer, buffers, random streams and loss scale are restored. A scheduler is not; restore it from
-    ``extra``.
+    options of the optimizer, buffers, extra states of modules, random streams and loss scale are restored. A scheduler
+    and a loader are not; restore them from ``extra``.
 
     Args:
         directory: a checkpoint, or the folder of checkpoints or of a run, of which the newest sound one is loaded.

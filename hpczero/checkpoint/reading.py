@@ -36,11 +36,11 @@ from hpczero.checkpoint.disk.format import (
     Manifest,
     Row,
 )
-from hpczero.checkpoint.disk.json_keys import extra_of
 from hpczero.checkpoint.disk.lines import homes
 from hpczero.checkpoint.disk.manifest_content import check_content
 from hpczero.checkpoint.elements import Elements, Source, elements_of
 from hpczero.checkpoint.even_runs import EvenRuns
+from hpczero.checkpoint.extra import loaded_extra, loaded_states
 from hpczero.checkpoint.group_options import restored
 from hpczero.checkpoint.inventory import Inventory, TrainedInventory
 from hpczero.checkpoint.places import folder_at, is_imported
@@ -159,6 +159,7 @@ def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
     manifest = _manifest(path, topology, asked_for=asked_for)
     with topology.agreed("look at the manifest"):
         check_content(manifest, path)
+        extra = loaded_extra(manifest.meta, path)
     base = Base.read(manifest.meta, path)  # the same manifest on every rank
     inventory = (Inventory if base is None else TrainedInventory).create(sharding)
     buffers_here = buffers_of(sharding)
@@ -167,6 +168,7 @@ def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
         keys = match_optimizer(manifest, sharding, inventory.table, path)
         match_buffers(manifest, sharding, buffers_here, path)
         match_streams(manifest, path)
+        states = loaded_states(manifest.meta, sharding.model, topology, path)
     if base is not None:
         _check_base(base, sharding, path)
     reader = SlabReader(path, manifest, topology)
@@ -195,13 +197,15 @@ def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
             unit.whole.doubt()
         raise
     _set_buffers(sharding, manifest, buffers)
+    with topology.agreed("give modules their extra states"):
+        for module, state in states:
+            module.set_extra_state(state)
     _set_streams(topology, manifest, rng)
     sharding.scaler.restore(manifest.meta["loss_scale"])
     sharding.step.skips.counts.skipped = int(manifest.meta["skipped_steps"])
     sharding.lineage = dict.fromkeys(homes(path), manifest.step)
     topology.barrier()
-    extra, imported = extra_of(manifest.meta), is_imported(manifest)
-    return Loaded(path, manifest.step, extra, manifest.world_size, imported)
+    return Loaded(path, manifest.step, extra, manifest.world_size, is_imported(manifest))
 
 
 def _manifest(path: Path, topology: Topology, *, asked_for: bool) -> Manifest:

@@ -31,15 +31,15 @@ from hpczero.checkpoint.disk.format import (
     Dataset,
     Table,
 )
-from hpczero.checkpoint.disk.json_keys import Unfit, extra_fields
 from hpczero.checkpoint.disk.manifest_form import MOST, is_text
 from hpczero.checkpoint.even_runs import EvenRuns
+from hpczero.checkpoint.extra import STATES, check_equal, extra_text, of_all_ranks, states_of
 from hpczero.checkpoint.group_options import options_of
 from hpczero.checkpoint.held import Held
 from hpczero.checkpoint.inventory import Inventory
 from hpczero.checkpoint.stage_buffers import Kept, buffers_of, speaks_for
 from hpczero.errors import CheckpointError, ConfigError
-from hpczero.files.regular import parse_json, shown
+from hpczero.files.regular import shown
 from hpczero.options.environment import Environment
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.module_buffers import bytes_of
@@ -110,8 +110,9 @@ def take(
         inventory: what is kept; None: all of the model.
 
     Raises:
-        ConfigError: ``extra`` cannot be written as JSON, or ranks disagree about ``step``; on every rank.
-        CheckpointError: a state of the optimizer cannot be kept, or ranks have different optimizers; on every rank.
+        ConfigError: ``extra`` cannot be written as JSON, or ranks disagree about it or ``step``; on every rank.
+        CheckpointError: a state of the optimizer or of a module cannot be kept, or ranks have different optimizers; on
+            every rank.
         StepError: values were changed behind hpczero's back, or ranks differ at stage 0; on every rank.
     """
     topology = sharding.topology
@@ -126,13 +127,16 @@ def take(
     with topology.agreed("take a snapshot"):
         kinds = inventory.state_kinds()
         _check_names(buffers, inventory.table, kinds)
-        text = _extra_fields(extra)
+        text = extra_text(extra)
+        states = states_of(sharding.model)
+    check_equal(topology, text)
     with topology.watchdog.collective("checkpoint: what the optimizers of all ranks keep"):
         found = topology.world.comm.allgather(kinds)
     kinds = _merge_kinds(found)
     with topology.watchdog.collective("checkpoint: numbers of the optimizer, random streams"):
         scalars = topology.world.comm.gather(inventory.scalars(kinds))
         rng = topology.world.comm.gather(streams.capture())
+        all_states = topology.world.comm.gather(states)
 
     table = inventory.table
     parts = [
@@ -170,6 +174,7 @@ def take(
                 "precision": sharding.precision.param,
                 **({META: base.to_json()} if base is not None else {}),
                 **({"tensor": topology.tensor.size} if topology.tensor.size > 1 else {}),
+                **({STATES: kept} if (kept := of_all_ranks(all_states or [])) else {}),
                 **json.loads(text),
                 "provenance": _provenance(),
             }
@@ -202,21 +207,6 @@ def _check_names(buffers: Sequence[Kept], table: Table, kinds: Mapping[str, str]
                 f"save: the {what} {shown(name)} has a name that is no text or holds half a character (a lone "
                 "surrogate), which no file can keep; give it another name"
             )
-
-
-def _extra_fields(extra: Mapping[str, Any]) -> str:
-    """Fields of the manifest that hold ``extra``."""
-    advice = "give numbers, texts, lists and dictionaries of them"
-    try:
-        text = json.dumps(extra_fields(extra))
-        parse_json(text)  # nothing that could not be read again
-        return text
-    except Unfit as error:
-        raise ConfigError(
-            f"save: extra cannot be written as JSON: extra{error.where} {error.what}; {advice}"
-        ) from error
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"save: extra cannot be written as JSON ({error}); {advice}") from error
 
 
 def _merge_kinds(found: Sequence[Mapping[str, str]]) -> dict[str, str]:

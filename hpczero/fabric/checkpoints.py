@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -41,9 +42,7 @@ class FabricCheckpoint:
         extra: dict[str, Any] = {
             "held": [name for name, each in state.items() if _is_models(each)],
             "values": {
-                name: each.state_dict() if _is_stateful(each) else each
-                for name, each in state.items()
-                if not _is_models(each)
+                name: _state_of(each) for name, each in state.items() if not _is_models(each)
             },
         }
         hpczero.checkpoint.save(
@@ -80,6 +79,8 @@ class FabricCheckpoint:
             value = values.pop(name)
             if _is_stateful(each):
                 each.load_state_dict(value)
+            elif isinstance(each, torch.Generator):
+                each.set_state(value)
             else:
                 state[name] = value
         return values
@@ -112,6 +113,12 @@ class FabricCheckpoint:
 def _is_models(each: Any) -> bool:
     """Whether it is part of the model's own checkpoint."""
     return isinstance(each, nn.Module | Optimizer)
+
+
+def _state_of(each: Any) -> Any:
+    if isinstance(each, torch.Generator):
+        return each.get_state()
+    return each.state_dict() if _is_stateful(each) else each
 
 
 def _is_stateful(each: Any) -> bool:

@@ -271,8 +271,9 @@ class HpczeroStrategy(_Strategy):  # type: ignore[misc]
 
         Args:
             path: a folder; its earlier checkpoint is replaced.
-            state: one model that was set up, its optimizers, and numbers, texts, lists, dictionaries, or objects with
-                ``state_dict`` made of these. ``step`` names the checkpoint; 0 without.
+            state: one model that was set up, its optimizers, and numbers, texts, small tensors, lists, dictionaries,
+                generators of torch, or objects with ``state_dict`` made of these; equal on all ranks. ``step`` names
+                the checkpoint; 0 without.
             storage_options: must be None.
             filter: must be None.
 

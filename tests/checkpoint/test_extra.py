@@ -104,7 +104,8 @@ def test_extra_of_text_keys_is_stored_as_it_is(
         ({"a": {(1, 2): 3}}, r"extra\['a'\] has the key \(1, 2\), a tuple"),
         ({"a": {1: {"b": 2j}}}, r"extra\['a'\]\[1\]\['b'\] is a complex"),
         ({"a": 10**5000}, r"extra\['a'\] is a number of very many digits"),
-        ({"a": torch.zeros(1)}, r"extra\['a'\] is a Tensor"),
+        ({"a": [torch.zeros(2**18 + 1)]}, r"extra\['a'\]\[0\] is a tensor of 1,048,580 bytes"),
+        ({"a": torch.eye(2).to_sparse()}, r"extra\['a'\] is a tensor without plain elements"),
     ],
 )
 def test_what_json_cannot_hold_is_refused_by_its_key(
@@ -126,3 +127,68 @@ def test_pairs_that_are_none_are_refused_before_anything_changes(
         comm.Barrier()
         load = partial(hpczero.checkpoint.load, path, sharding.model)
         raises_on_all(comm, CorruptCheckpoint, "meta.extra", load)
+
+
+# --- tensors
+
+
+TENSORS = [
+    torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
+    torch.arange(6).view(2, 3).T,
+    torch.empty(0, 3, dtype=torch.float64),
+    torch.tensor(True),
+]
+
+
+def test_tensors_come_back_with_their_type_and_shape(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    extra = {"a": {3: TENSORS}, "b": {"__tensor__": 1}}
+    with zeroified(MLP(), None, topology=topology) as sharding:
+        hpczero.checkpoint.save(folder, sharding.model, step=1, extra=extra)
+        found = hpczero.checkpoint.load(folder, sharding.model).extra
+    parallel_assert(comm, found["b"] == extra["b"] and list(found["a"]) == [3], repr(found))
+    for got, given in zip(found["a"][3], TENSORS, strict=True):
+        parallel_assert(comm, got.dtype == given.dtype and got.shape == given.shape, repr(got))
+        parallel_assert(comm, torch.equal(got.nan_to_num(7), given.nan_to_num(7)), repr(got))
+
+
+def test_generators_of_ranks_go_on_where_they_were(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path
+) -> None:
+    generator = torch.Generator().manual_seed(5 + comm.rank)
+    torch.rand(3, generator=generator)
+    with zeroified(MLP(), None, topology=topology) as sharding:
+        states = topology.world.comm.allgather(generator.get_state())
+        hpczero.checkpoint.save(folder, sharding.model, step=1, extra={"states": states})
+        expected = torch.rand(3, generator=generator)
+        found = hpczero.checkpoint.load(folder, sharding.model).extra
+    again = torch.Generator()
+    again.set_state(found["states"][comm.rank])
+    parallel_assert(comm, torch.equal(torch.rand(3, generator=again), expected))
+
+
+# --- ranks that differ
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "pattern"),
+    [
+        (lambda r: {"a": 1, "b": {"c": [r]}}, r"rank 1 has extra\['b'\]\['c'\] = \[1\].*= \[0\]"),
+        (
+            lambda r: {"a": 1} if r else None,
+            r"rank 1 has extra\['a'\] = 1, and rank 0 has extra = {}",
+        ),
+        (lambda r: {"a": {1: r}}, r"extra\['a'\]"),
+        (lambda r: {"g": torch.Generator().manual_seed(r).get_state()}, r"extra\['g'\]"),
+    ],
+)
+def test_extra_that_differs_between_ranks_is_refused_by_its_key(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, of_rank: Any, pattern: str
+) -> None:
+    """One checkpoint has one; that of rank 0 was kept without a word."""
+    with zeroified(MLP(), None, topology=topology) as sharding:
+        extra = of_rank(comm.rank)
+        save = partial(hpczero.checkpoint.save, folder, sharding.model, step=1, extra=extra)
+        raises_on_all(comm, ConfigError, pattern, save)
+        parallel_assert(comm, not list(folder.glob("step-*")), "something was written")

@@ -170,6 +170,22 @@ def test_checkpoint_goes_on_at_another_stage_and_by_fewer_ranks(
     alone.free()
 
 
+@pytest.mark.ranks(2)
+def test_generators_and_tensors_among_the_entries_come_back(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    program = Program(topology, stage=3)
+    generator = torch.Generator().manual_seed(3)
+    program.state |= {"generator": generator, "seen": torch.tensor([1, 2])}
+    program.fabric.save(folder, program.state)
+    expected = torch.rand(3, generator=generator)
+    program.state["seen"] = None
+    program.fabric.load(folder, program.state)
+    parallel_assert(comm, torch.equal(torch.rand(3, generator=generator), expected))
+    parallel_assert(comm, torch.equal(program.state["seen"], torch.tensor([1, 2])))
+    program.done()
+
+
 @pytest.mark.ranks(2, 3)
 def test_exchanges_between_ranks(comm: MPI.Intracomm, topology: Topology) -> None:
     program = Program(topology, stage=0)
@@ -199,7 +215,10 @@ def test_what_cannot_work_is_refused_on_all_ranks(
         "sharded together": lambda: fabric.setup_optimizers(adamw(model())),
         "filter": lambda: fabric.save(folder, program.state, filter={"model": lambda k, v: True}),
         "0 model": lambda: fabric.save(folder, {"epoch": 1}),
-        "JSON": lambda: fabric.save(folder, {"model": net, "kept": torch.ones(2)}),
+        "JSON": lambda: fabric.save(folder, {"model": net, "kept": {1, 2}}),
+        "extra['fabric']['values']['mine']": lambda: fabric.save(
+            folder, {"model": net, "mine": comm.rank}
+        ),
         "no checkpoint there": lambda: fabric.load(folder / "none", program.state),
         "sync_grads": lambda: fabric.all_gather(torch.ones(1), sync_grads=True),
         "all_gather: rank 1": lambda: fabric.all_gather(torch.ones(1 + comm.rank)),

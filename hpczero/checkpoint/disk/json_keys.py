@@ -1,27 +1,42 @@
 """Dictionaries whose keys are not texts, in JSON and back.
 
-Owns: what JSON holds of a program's values, and the marks for what it would change. Must not know: files, MPI, torch.
+Owns: what JSON holds of a program's values, and the marks for what it would change. Must not know: files, MPI, torch: a
+tensor is its bytes (``Packed``).
 
 [Note: Pairs]
 Keys are texts in JSON: it makes ``{"3": 1}`` of ``{3: 1}`` without a word, and a scheduler's milestones would never be
 met again. Such a dictionary is therefore written as ``{"__pairs__": [[3, 1]]}``, and a Counter as ``{"__counter__":
 [[3, 1]]}``. A dictionary that holds such a mark itself is written so too. Every mark in the file is thus ours.
+Bytes of a tensor are ``{"__tensor__": [dtype, shape, base64]}``. Files of before know no such mark, so it counts only
+where the form says so.
 """
 
 from __future__ import annotations
 
+import base64
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hpczero.files.regular import shown
 
-PAIRS, COUNTER = "__pairs__", "__counter__"
+PAIRS, COUNTER, TENSOR = "__pairs__", "__counter__", "__tensor__"
 FORM = "extra_form"  # of ``meta``: what ``extra`` is written as; absent: as it is
 
-_MARKS = {PAIRS, COUNTER}
+_MARKS = {PAIRS, COUNTER, TENSOR}
+_FORMS = {"pairs", "tensors"}  # the second: with marks of tensors too
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Elements of a tensor: torch's name of their type, the shape, and the bytes in this order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
 
 
 class Unfit(TypeError):
@@ -53,46 +68,56 @@ def extra_fields(extra: Mapping[Any, Any]) -> dict[str, Any]:
         Unfit: JSON cannot hold a part of it.
     """
     plain = dict(extra)
-    if not _has_other_keys(plain):
+    forms = set(_forms(plain))
+    if not forms:
         return {"extra": plain}
-    return {"extra": marked(plain), FORM: "pairs"}
+    return {"extra": marked(plain), FORM: max(forms)}
 
 
 def extra_of(meta: Mapping[str, Any]) -> dict[Any, Any]:
-    """``extra`` from the fields that ``extra_fields`` made.
+    """``extra`` from the fields that ``extra_fields`` made; a tensor is ``Packed``.
 
     Raises:
         ValueError: it has no form that this version knows, or there are no pairs behind a mark.
     """
     extra, form = meta["extra"], meta.get(FORM)
     if form is not None:
-        if form != "pairs":
-            raise ValueError(f"is written as {shown(form)}, expected pairs")
-        extra = unmarked(extra)
+        if form not in _FORMS:
+            raise ValueError(f"is written as {shown(form)}, expected {' or '.join(sorted(_FORMS))}")
+        extra = unmarked(extra, tensors=form == "tensors")
     if not isinstance(extra, dict):
         raise ValueError(f"is {shown(extra)}, expected a dictionary")
     return extra
 
 
-def _has_other_keys(value: Any) -> bool:
-    """Whether the value holds a key that JSON would change, or a Counter, at any depth.
+def _forms(value: Any) -> Iterator[str]:
+    """Forms that the value needs: for a key that JSON would change, or a Counter, and for a tensor, at any depth.
 
     Raises:
         Unfit: it holds what JSON cannot hold.
     """
-    parts: Iterable[tuple[Any, Any]]
     if isinstance(value, dict):
         _check_keys(value)
-        others = isinstance(value, Counter) or not all(isinstance(key, str) for key in value)
-        parts = value.items()
+        if isinstance(value, Counter) or not all(isinstance(key, str) for key in value):
+            yield "pairs"
+        for key, part in value.items():
+            yield from within(key, _listed, part)
     elif isinstance(value, list | tuple):
-        others, parts = False, enumerate(value)
+        for index, part in enumerate(value):
+            yield from within(index, _listed, part)
+    elif isinstance(value, Packed):
+        yield "tensors"
     else:
         _check_scalar(value)
-        return False
-    for key, part in parts:
-        others |= within(key, _has_other_keys, part)
-    return others
+
+
+def _listed(value: Any) -> list[str]:
+    return list(_forms(value))
+
+
+def is_mark(value: Mapping[Any, Any]) -> bool:
+    """Whether a dictionary of ``marked`` stands for something else."""
+    return len(value) == 1 and not _MARKS.isdisjoint(value)
 
 
 def marked(value: Any) -> Any:
@@ -103,6 +128,8 @@ def marked(value: Any) -> Any:
     """
     if isinstance(value, list | tuple):
         return [within(index, marked, part) for index, part in enumerate(value)]
+    if isinstance(value, Packed):
+        return {TENSOR: [value.dtype, [*value.shape], base64.b64encode(value.data).decode()]}
     if not isinstance(value, dict):
         _check_scalar(value)
         return value
@@ -115,26 +142,40 @@ def marked(value: Any) -> Any:
     return {PAIRS: pairs}
 
 
-def unmarked(value: Any) -> Any:
+def unmarked(value: Any, *, tensors: bool = False) -> Any:
     """The value that ``marked`` was given.
 
+    Args:
+        value: of JSON.
+        tensors: whether the mark of a tensor is one.
+
     Raises:
-        ValueError: there are no pairs behind a mark.
+        ValueError: there are no pairs, or is no tensor, behind a mark.
     """
     if isinstance(value, list):
-        return [unmarked(part) for part in value]
+        return [unmarked(part, tensors=tensors) for part in value]
     if not isinstance(value, dict):
         return value
     mark = next(iter(value)) if len(value) == 1 else None
-    if mark not in _MARKS:
-        return {key: unmarked(part) for key, part in value.items()}
+    if mark not in _MARKS or (mark == TENSOR and not tensors):
+        return {key: unmarked(part, tensors=tensors) for key, part in value.items()}
     pairs = value[mark]
+    if mark == TENSOR:
+        return _packed(pairs)
     if not (isinstance(pairs, list) and all(map(_is_pair, pairs))):
         raise ValueError(f"has {shown(pairs)} behind {mark}, expected pairs of key and value")
-    found = {key: unmarked(part) for key, part in pairs}
+    found = {key: unmarked(part, tensors=tensors) for key, part in pairs}
     if len(found) < len(pairs):
         raise ValueError(f"has a key twice behind {mark}: {shown(pairs)}")
     return found if mark == PAIRS else Counter(found)
+
+
+def _packed(fields: Any) -> Packed:
+    try:
+        dtype, shape, text = fields
+        return Packed(str(dtype), tuple(map(int, shape)), base64.b64decode(text, validate=True))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"has {shown(fields)} behind {TENSOR} ({error})") from None
 
 
 def _is_pair(pair: Any) -> bool:

@@ -65,6 +65,11 @@ def _check(manifest: Manifest) -> None:
         raise refuse("meta.tensor", 0, "at least 1: how many ranks went on with one random stream")
     of_type(meta, "extra", dict, "meta.")
     _check_marks("meta.extra", lambda: extra_of(meta))
+    states = of_type(meta, "extra_states", dict, "meta.") if "extra_states" in meta else {}
+    for name, values in states.items():
+        if not isinstance(values, list) or len(values) not in (1, manifest.world_size):
+            raise refuse(f"meta.extra_states.{name}", values, "one, or one of every rank")
+        _check_marks(f"meta.extra_states.{name}", lambda v=values: unmarked(v, tensors=True))  # type: ignore[misc]
     scale = of_type(meta, "loss_scale", dict, "meta.")
     if type(scale.get("scaled", True)) is not bool:
         raise refuse("meta.loss_scale.scaled", scale["scaled"], "true or false")

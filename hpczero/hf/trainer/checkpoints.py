@@ -8,7 +8,6 @@ after the other. Here the state of the trainer is part of hpczero's checkpoint (
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -83,8 +82,8 @@ class TrainerCheckpoints:
             raise error
         return found
 
-    def state_of(self, path: Path) -> dict[str, Any]:
-        """What ``save`` was given as ``trainer``, read by rank 0 without the model.
+    def state_of(self, path: Path) -> str:
+        """The state of trainer and callbacks, as ``save`` was given it, read by rank 0 without the model.
 
         Raises:
             CorruptCheckpoint: it is not sound.
@@ -99,9 +98,8 @@ class TrainerCheckpoints:
                         f"{path}: holds no state of a trainer, so another program has written it; build the model, "
                         "and give its weights to the trainer"
                     )
-                text = json.dumps(found)
-        state: dict[str, Any] = json.loads(self._topology.broadcast_text(text))
-        return state
+                text = str(found["state"])
+        return self._topology.broadcast_text(text)
 
     @contextmanager
     def unpacked(self, path: Path) -> Iterator[str]:
@@ -112,7 +110,7 @@ class TrainerCheckpoints:
         """
         state = self.state_of(path)
         with tempfile.TemporaryDirectory(prefix="hpczero-trainer-") as folder:
-            (Path(folder) / STATE_FILE).write_text(state["state"], encoding="utf-8")
+            (Path(folder) / STATE_FILE).write_text(state, encoding="utf-8")
             yield folder
 
     # --- in and out

@@ -276,7 +276,8 @@ class HpczeroTrainer(_Trainer):  # type: ignore[misc]
             self.state.best_model_checkpoint = str(self._saved.path(best_step))
         best = self.state.best_model_checkpoint
         trainer = {
-            "state": self._state_text(),
+            # As transformers has it: run times in its log differ between ranks.
+            "state": self._exchange.of_root(self._state_text(), "share the state of the trainer"),
             "scheduler": self.lr_scheduler.state_dict(),
             "global_batch": self.get_total_train_batch_size(self.args),
         }
