@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -120,6 +121,25 @@ def test_a_lock_taken_again_still_beats(tmp_path: Path, monkeypatch: pytest.Monk
             while lock.path.stat().st_mtime < 1.5e9 and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert lock.path.stat().st_mtime > 1.5e9
+
+
+def test_folder_that_was_copied_with_the_lock_of_a_living_holder_is_free(tmp_path: Path) -> None:
+    """``cp -r`` of a run that goes on; the holder keeps its own folder."""
+    holder = Lock(tmp_path / "a")
+    holder.acquire()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b" / holder.path.name).exists()
+    with Lock(tmp_path / "b") as branch:
+        branch.check()
+        assert os.listdir(tmp_path / "b") == [branch.path.name]
+    holder.check()
+    (tmp_path / "a").rename(tmp_path / "renamed")
+    (tmp_path / "link").symlink_to(tmp_path / "renamed")
+    for path in (tmp_path / "renamed", tmp_path / "link"):
+        with pytest.raises(CheckpointBusy, match="held by"):
+            Lock(path).acquire()
+    (tmp_path / "renamed").rename(tmp_path / "a")
+    holder.release()
 
 
 def test_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import socket
@@ -67,6 +68,21 @@ def said_by(path: Path) -> dict[str, Any]:
             raise
         return {}
     return said if isinstance(said, dict) else {}
+
+
+def is_copy(said: Mapping[str, Any], folder: Path, inode: int) -> bool:
+    """Whether a lock file with this inode was copied into ``folder`` with another folder's content.
+
+    Either alone tells nothing: a folder may be renamed, or have other paths, and on some file systems a file has
+    another inode on every host.
+    """
+    known = isinstance(said.get("inode"), int) and isinstance(said.get("folder"), str)
+    return known and said["inode"] != inode and said["folder"] != folder_id(folder)
+
+
+def folder_id(folder: Path) -> str:
+    """A text that is equal for equal paths, links followed."""
+    return hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
 
 
 def lives(claim: Claim) -> bool:

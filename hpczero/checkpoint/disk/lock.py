@@ -26,6 +26,7 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from hpczero.checkpoint.disk import claims
 from hpczero.checkpoint.disk.claims import Claim, by_process_table, said_by
@@ -274,8 +275,9 @@ class Lock:
 
         Its name is there throughout, and every reader sees a whole content.
         """
-        me = {
+        me: dict[str, Any] = {
             "state": state,
+            "folder": claims.folder_id(self._folder),
             **claims.own_place(),
             "pid": os.getpid(),
             "started": claims.started_at(os.getpid()),
@@ -284,7 +286,11 @@ class Lock:
         }
         aside = self.path.with_name(f".aside{self.path.name}")
         try:
-            aside.write_text(json.dumps(me), encoding="utf-8")
+            with aside.open("w", encoding="utf-8") as file:
+                me["inode"] = os.fstat(
+                    file.fileno()
+                ).st_ino  # a rename keeps it, a copy has another
+                file.write(json.dumps(me))
             aside.replace(self.path)
         except BaseException:
             aside.unlink(missing_ok=True)
@@ -309,7 +315,8 @@ class Lock:
                     raise
                 continue
             claim = Claim(name[1], path, said, entry.st_mtime, now - entry.st_mtime)
-            if claims.lives(claim) is living:
+            copied = claims.is_copy(said, self._folder, entry.st_ino)
+            if (claims.lives(claim) and not copied) is living:
                 found.append(claim)
         return found
 
