@@ -5,6 +5,7 @@ Owns: what must be equal, and the message that lists the differences. Must not k
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hpczero.checkpoint import streams
 from hpczero.checkpoint.disk.format import NAMED, SEVERAL, Manifest, Row, Table
 from hpczero.checkpoint.group_options import fits
 from hpczero.checkpoint.kept_averages import names_in
-from hpczero.checkpoint.stage_buffers import Kept
+from hpczero.checkpoint.stage_buffers import Kept, named_buffers
 from hpczero.errors import CheckpointMismatch
 from hpczero.files.regular import shown
 from hpczero.zero.sharding import Sharding
@@ -56,7 +57,8 @@ def match_parameters(manifest: Manifest, table: Table, path: Path) -> dict[str, 
     if differences:
         raise CheckpointMismatch(
             f"{path}: belongs to another model: {'; '.join(differences)}. {_way_out(theirs, ours)}, or start anew with "
-            "another name (--run.name of the training command, another folder elsewhere)"
+            "another name (--run.name of the training command, another folder elsewhere). Of its weights those that "
+            f"fit can be loaded before zeroify: {_export(path)}, then model.load_state_dict(fitting, strict=False)"
         )
     return {name: theirs[name].offset for name in ours}
 
@@ -139,18 +141,27 @@ def _match_classes(saved: Mapping[str, Any], optimizers: OptimizerSet, path: Pat
     if len(theirs) == len(mine) == 1 and theirs[0][0] != mine[0][0]:
         raise CheckpointMismatch(
             f"{path}: holds the state of {theirs[0][0]}, and the optimizer is {mine[0][0]}; use the one it was saved "
-            "from"
+            f"from, or its weights alone: {_import(path)}"
         )
     if [name for name, _ in theirs] != [name for name, _ in mine]:
         raise CheckpointMismatch(
             f"{path}: holds the state of {_counted(theirs)}, and the model was zeroified with {_counted(mine)}; use "
-            "those it was saved from, in the same order"
+            f"those it was saved from, in the same order, or its weights alone: {_import(path)}"
         )
     for place, ((_, count), (_, here)) in enumerate(zip(theirs, mine, strict=True)):
         if count != here:
             raise CheckpointMismatch(
-                f"{path}: has {count} groups of parameters, and {optimizers.name(place)} {here}; make the same groups"
+                f"{path}: has {count} groups of parameters, and {optimizers.name(place)} {here}; make the same groups, "
+                f"or take its weights alone: {_import(path)}"
             )
+
+
+def _export(path: Path) -> str:
+    return f"python -m hpczero.checkpoint export {shlex.quote(str(path))} weights.safetensors"
+
+
+def _import(path: Path) -> str:
+    return f"{_export(path)}, then hpczero.checkpoint.import_weights('weights.safetensors', model)"
 
 
 def _counted(optimizers: Sequence[Sequence[Any]]) -> str:
@@ -198,7 +209,7 @@ def match_buffers(manifest: Manifest, sharding: Sharding, kept: Sequence[Kept], 
     Raises:
         CheckpointMismatch: the message names the first.
     """
-    named = dict(sharding.model.named_buffers())
+    named = named_buffers(sharding.model)
     persistent = {id(buffer) for buffer in sharding.buffers}
     saved = {name for name, _, _ in manifest.meta["buffers"]}
     elsewhere = {buffer.name for buffer in kept} - set(named)

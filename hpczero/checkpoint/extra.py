@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpczero.checkpoint.disk.format import plain_name
 from hpczero.checkpoint.disk.json_keys import (
     Packed,
     Unfit,
@@ -176,7 +177,7 @@ def _with_state(model: nn.Module) -> dict[str, nn.Module]:
     """Modules that have an extra state, by name, as torch's ``state_dict()`` tells them."""
     plain = nn.Module.get_extra_state
     return {
-        name: module
+        plain_name(name): module
         for name, module in model.named_modules()
         if type(module).get_extra_state is not plain
     }

@@ -46,7 +46,7 @@ from hpczero.checkpoint.inventory import Inventory, TrainedInventory
 from hpczero.checkpoint.places import folder_at, is_imported
 from hpczero.checkpoint.slab_reader import SlabReader
 from hpczero.checkpoint.snapshot import expand
-from hpczero.checkpoint.stage_buffers import buffers_of
+from hpczero.checkpoint.stage_buffers import buffers_of, named_buffers
 from hpczero.errors import CorruptCheckpoint, StepError, TierError
 from hpczero.job.topology import Topology
 from hpczero.zero.sharding import Sharding
@@ -160,6 +160,7 @@ def load_one(path: Path, sharding: Sharding, *, asked_for: bool) -> Loaded:
     with topology.agreed("look at the manifest"):
         check_content(manifest, path)
         extra = loaded_extra(manifest.meta, path)
+        manifest = manifest.plain()
     base = Base.read(manifest.meta, path)  # the same manifest on every rank
     inventory = (Inventory if base is None else TrainedInventory).create(sharding)
     buffers_here = buffers_of(sharding)
@@ -284,7 +285,7 @@ def _set_options(sharding: Sharding, groups: Sequence[Mapping[str, Any]]) -> Non
 
 
 def _set_buffers(sharding: Sharding, manifest: Manifest, data: Tensor) -> None:
-    named = dict(sharding.model.named_buffers())
+    named = named_buffers(sharding.model)
     begin = 0
     with torch.no_grad():
         for name, dtype, shape in manifest.meta["buffers"]:

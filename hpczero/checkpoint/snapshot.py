@@ -37,7 +37,7 @@ from hpczero.checkpoint.extra import STATES, check_equal, extra_text, of_all_ran
 from hpczero.checkpoint.group_options import options_of
 from hpczero.checkpoint.held import Held
 from hpczero.checkpoint.inventory import Inventory
-from hpczero.checkpoint.stage_buffers import Kept, buffers_of, speaks_for
+from hpczero.checkpoint.stage_buffers import Kept, buffers_of, named_buffers, speaks_for
 from hpczero.errors import CheckpointError, ConfigError
 from hpczero.files.regular import shown
 from hpczero.options.environment import Environment
@@ -283,7 +283,7 @@ def expand(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 def _buffers_part(sharding: Sharding, buffers: Sequence[Kept], slab_nbytes: int) -> Part:
     """Persistent buffers of all stages, each from the first rank of its stage."""
     ends = np.cumsum([0, *(kept.nbytes for kept in buffers)], dtype=np.int64).tolist()
-    named = dict(sharding.model.named_buffers())
+    named = named_buffers(sharding.model)
     places = [
         (kept, start)
         for kept, start in zip(buffers, ends[:-1], strict=True)

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch import Tensor, nn
 
+from hpczero.checkpoint.disk.format import plain_name
 from hpczero.errors import CheckpointError
 from hpczero.job.topology import Topology
 from hpczero.plan.placement import part_of
@@ -55,7 +57,12 @@ def buffers_of(sharding: Sharding) -> list[Kept]:
         stages = topology.pipeline.comm.allgather(own)
     with topology.agreed("put the buffers of all stages together"):
         part = part_of(sharding.model)
-        return _merged(stages, part.names if part else ())
+        return _merged(stages, [plain_name(name) for name in part.names] if part else ())
+
+
+def named_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers of a model, each once, by the names that a checkpoint has of them."""
+    return {plain_name(name): buffer for name, buffer in model.named_buffers()}
 
 
 def speaks_for(topology: Topology, kept: Kept) -> bool:
@@ -69,7 +76,7 @@ def _own(sharding: Sharding, stage: int) -> list[Kept]:
     names: dict[int, list[str]] = {}
     for name, buffer in sharding.model.named_buffers(remove_duplicate=False):
         if id(buffer) in known:
-            names.setdefault(id(buffer), []).append(name)
+            names.setdefault(id(buffer), []).append(plain_name(name))
     return [
         Kept(
             name,
@@ -78,7 +85,7 @@ def _own(sharding: Sharding, stage: int) -> list[Kept]:
             tuple(buffer.shape),
             stage,
         )
-        for name, buffer in sharding.model.named_buffers()
+        for name, buffer in named_buffers(sharding.model).items()
         if id(buffer) in known
     ]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from mpi4py import MPI
 
-from hpczero.checkpoint.disk.format import NAMED, Table
+from hpczero.checkpoint.disk.format import NAMED, Table, plain_name
 from hpczero.errors import CheckpointError
 from hpczero.job.topology import Topology
 from hpczero.job.unlike import unlike
@@ -107,13 +107,20 @@ def _placements(sharding: Sharding, part: ModelPart | None) -> dict[str, Placeme
     """Of each parameter of this rank's model, by its name there.
 
     Raises:
-        CheckpointError: one has another shape than its placement says.
+        CheckpointError: one has another shape than its placement says, or the name of another.
     """
     found: dict[str, Placement] = {}
+    names: dict[str, str] = {}
     for unit in sharding.units:
         for slot in unit.spec.layout.slots:
             placement = part.placement(slot.name, slot.shape) if part else None
-            found[slot.name] = placement = placement or Placement(slot.name, slot.shape)
+            placement = placement or Placement(slot.name, slot.shape)
+            found[slot.name] = placement = replace(placement, name=plain_name(placement.name))
+            if names.setdefault(placement.name, slot.name) != slot.name:
+                raise CheckpointError(
+                    f"rank {sharding.topology.rank}: parameters {names[placement.name]!r} and {slot.name!r} both have "
+                    f"the name {placement.name!r} in a checkpoint; give one another name"
+                )
             if placement.local_shape != slot.shape:
                 raise CheckpointError(
                     f"rank {sharding.topology.rank}: parameter {slot.name!r} is {slot.shape}, expected "
@@ -148,6 +155,8 @@ def _merged(stages: Sequence[Rows], part: ModelPart) -> Table:
     Raises:
         CheckpointError: stages have one parameter differently, or the whole model has others.
     """
+    aliases = {plain_name(name): plain_name(owner) for name, owner in part.aliases.items()}
+    part = ModelPart(tuple(map(plain_name, part.names)), aliases)
     found: dict[str, tuple[tuple[int, ...], int]] = {}
     for stage, rows in enumerate(stages):
         for name, shape, group in rows:

@@ -19,6 +19,7 @@ import hpczero
 from hpczero.checkpoint import Checkpoints
 from hpczero.checkpoint.disk.folder import read_manifest
 from hpczero.checkpoint.disk.format import MANIFEST_FILE, STATE_FILE
+from hpczero.checkpoint.foreign.exporting import export
 from hpczero.errors import (
     EXIT_MISCONFIGURED,
     CheckpointBusy,
@@ -29,7 +30,7 @@ from hpczero.errors import (
 from tests.checkpoint.damage import fingerprint, values_of
 from tests.checkpoint.programs import Program
 from tests.helpers.parallel import parallel_assert
-from tests.helpers.small_models import raises_on_all
+from tests.helpers.small_models import MLP, adamw, raises_on_all, sgd, zeroified
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -360,3 +361,25 @@ def test_a_job_whose_folder_was_taken_over_commits_nothing(
         raises_on_all(comm, CheckpointBusy, "was taken away", lambda: checkpoints.save(2))
         parallel_assert(comm, [p.name for p in folder.glob("step-*")] == ["step-000000001"])
     program.close()
+
+
+@pytest.mark.parametrize("change", ["head", "optimizer"])
+def test_weights_for_another_head_or_optimizer_come_by_the_way_that_is_named(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, change: str
+) -> None:
+    with zeroified(model := MLP(), adamw(model), topology=topology):
+        path = hpczero.checkpoint.save(folder, model, step=1)
+        saved = hpczero.full_state_dict(model)
+    if comm.rank == 0:
+        export(path, folder / "weights.safetensors")
+    comm.Barrier()
+    model = MLP((7, 15, 15, 4) if change == "head" else (7, 15, 15, 3), seed=4)
+    with zeroified(model, sgd(model), topology=topology):
+        load = partial(hpczero.checkpoint.load, path, model)
+        pattern = r"python -m hpczero.checkpoint export \S+ weights.safetensors, then "
+        raises_on_all(comm, CheckpointMismatch, pattern, load)
+        if change == "optimizer":
+            hpczero.checkpoint.import_weights(folder / "weights.safetensors", model)
+            found = hpczero.full_state_dict(model)
+            fine = not found or all(torch.equal(v, (saved or {})[n]) for n, v in found.items())
+            parallel_assert(comm, fine)

@@ -40,6 +40,7 @@ RNG = "/rng"
 STATE = "/state/"  # and a key of the optimizer's state
 SEVERAL = "optimizers"  # in what the manifest says of the optimizer: class and number of groups of each, if several
 NAMED = 5  # of many in a message
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 _LAST_FIELD = ', "sha256": '
 _STEP_FOLDER = re.compile(r"step-(\d{9,})")
@@ -61,12 +62,17 @@ def digest(data: npt.NDArray[Any]) -> str:
     return str(xxhash.xxh3_64(data.data).hexdigest())
 
 
+def plain_name(name: str) -> str:
+    """The name without what ``torch.compile(module)`` and torch's ``checkpoint_wrapper`` put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 @dataclass(frozen=True)
 class Row:
     """One name in the parameter table.
 
     Attributes:
-        name: qualified, as in ``model.named_parameters(remove_duplicate=False)``.
+        name: qualified, as in ``model.named_parameters(remove_duplicate=False)``, by ``plain_name``.
         shape: shape of the parameter.
         offset: place of its first element in the flat datasets.
         group: optimizer group; -1 if it is frozen.
@@ -246,6 +252,21 @@ class Manifest:
     meta: dict[str, Any] = field(default_factory=dict)
     version: int = VERSION
 
+    def plain(self) -> Manifest:
+        """The same by ``plain_name``: files of before have the names of wrapped modules. Its content was checked."""
+        rows = tuple(replace(row, name=plain_name(row.name)) for row in self.table.rows)
+        if len({row.name for row in rows}) < len(rows):
+            return self
+        meta = dict(self.meta)
+        meta["buffers"] = [[plain_name(name), *rest] for name, *rest in meta["buffers"]]
+        if optimizer := meta["optimizer"]:
+            present = {key: _plain_keys(values) for key, values in optimizer["present"].items()}
+            meta["optimizer"] = {**optimizer, "present": present}
+        base = meta.get("base")
+        if isinstance(base, dict) and isinstance(base.get("sums"), dict):
+            meta["base"] = {**base, "sums": _plain_keys(base["sums"])}
+        return replace(self, table=Table(rows), meta=meta)
+
     def dataset(self, name: str) -> Dataset | None:
         """The dataset with this path."""
         return next((dataset for dataset in self.datasets if dataset.name == name), None)
@@ -328,6 +349,10 @@ class Manifest:
             meta=body["meta"],
             version=version,
         )
+
+
+def _plain_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {plain_name(name): value for name, value in values.items()}
 
 
 def _sha256(text: str) -> str:

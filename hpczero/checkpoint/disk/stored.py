@@ -43,6 +43,7 @@ class Stored:
         self.path = path
         self.manifest = read_manifest(path)
         check_content(self.manifest, path)
+        self.manifest = self.manifest.plain()
         self._slab: tuple[str, int, Array] | None = (
             None  # the last one read: small tensors share it
         )

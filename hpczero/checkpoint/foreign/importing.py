@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.adapters import gpt2
-from hpczero.checkpoint.disk.format import NAMED, Table
+from hpczero.checkpoint.disk.format import NAMED, Table, plain_name
 from hpczero.checkpoint.even_runs import EvenRuns
 from hpczero.checkpoint.foreign import ties
 from hpczero.checkpoint.foreign.weight_files import Held, WeightFiles, cast
@@ -73,7 +73,7 @@ def import_weights(path: str | Path, model: nn.Module, *, layout: str = "hpczero
         broken = _look(weights, inventory, values)
         buffers = []
         for name, buffer in persistent_buffers(model).items():
-            names = next(other.names for other in kept if name in other.names)
+            names = next(other.names for other in kept if plain_name(name) in other.names)
             held = _first(weights, names)
             buffers.append((buffer, cast(held.whole(), buffer.dtype, held.label).clone()))
     found = topology.gather(float(bool(broken)))

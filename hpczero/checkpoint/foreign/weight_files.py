@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hpczero.adapters import gpt2
+from hpczero.checkpoint.disk.format import plain_name
 from hpczero.checkpoint.foreign.safe_file import DTYPES
 from hpczero.checkpoint.foreign.tensor_digests import Digests, tensor_digest
 from hpczero.checkpoint.foreign.torch_file import TorchFile
@@ -195,7 +196,7 @@ class WeightFiles(Mapping[str, Held]):
                 f"{path}: {lost[0]!r}{more} in the index and in no file; bring all files of the set"
             )
         for key, held in found.items():
-            name = gpt2.our_name(key) if layout == "gpt2" else key
+            name = gpt2.our_name(key) if layout == "gpt2" else plain_name(key)
             if name in self._tensors:
                 raise CheckpointError(f"{path}: {key!r} and another key both mean {name!r}")
             if name is not None:

@@ -1,0 +1,174 @@
+"""Names in a checkpoint are those of the plain model, whatever wraps modules of it in one run and not in the next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import hpczero
+from hpczero.checkpoint.disk.folder import read_manifest
+from hpczero.checkpoint.foreign.exporting import export
+from tests.checkpoint.damage import resigned
+from tests.helpers.parallel import parallel_assert
+from tests.helpers.small_models import adamw, mlp_input, zeroified
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.ranks(2),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of the compiler
+]
+
+
+class Net(nn.Module):
+    """Blocks with parameters, one of them frozen, a buffer and an extra state; a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.out = nn.Linear(7, 7)
+        self.back = nn.Linear(7, 7)
+        self.back.weight = self.out.weight
+        self.blocks[0].get_parameter("linear.bias").requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.back(self.out(x))
+        return result
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.calls = nn.Linear(7, 7), nn.BatchNorm1d(7), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.norm(self.linear(x))
+        return result
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+def plain() -> Any:
+    return Net()
+
+
+def wrapped() -> Any:
+    model = Net()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(block)
+    return model
+
+
+def compiled_blocks() -> Any:
+    model = Net()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend="eager")  # type: ignore[assignment]
+    return model
+
+
+def compiled() -> Any:
+    return torch.compile(Net(), backend="eager")
+
+
+def blocks_of(model: nn.Module) -> list[Block]:
+    return [module for module in model.modules() if isinstance(module, Block)]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> float:
+    loss = model(mlp_input(rank)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(wrapped, plain), (compiled_blocks, plain), (compiled, plain), (plain, compiled_blocks)],
+)
+@pytest.mark.parametrize("parameters", ["all", "trained"])
+def test_wrappers_may_come_and_go_between_runs(
+    comm: MPI.Intracomm,
+    topology: hpczero.Topology,
+    folder: Path,
+    before: Any,
+    after: Any,
+    parameters: str,
+) -> None:
+    with zeroified(model := before(), optimizer := adamw(model), stage=3, topology=topology):
+        step(model, optimizer, comm.rank)
+        blocks_of(model)[1].calls = 4
+        path = hpczero.checkpoint.save(folder, model, step=1, parameters=parameters)
+        expected = step(model, optimizer, comm.rank)
+    names = {name for name, _ in Net().named_parameters(remove_duplicate=False)}
+    found = {row.name for row in read_manifest(path).table.rows}
+    parallel_assert(comm, found == names - {"blocks.0.linear.bias"} or found == names, str(found))
+    with zeroified(model := after(), optimizer := adamw(model), stage=3, topology=topology):
+        hpczero.checkpoint.load(folder, model)
+        parallel_assert(comm, blocks_of(model)[1].calls == 4)
+        loss = step(model, optimizer, comm.rank)
+    parallel_assert(comm, loss == pytest.approx(expected, rel=1e-6), f"{loss} {expected}")
+
+
+@pytest.mark.parametrize("make", [plain, compiled_blocks])
+def test_file_with_names_of_wrapped_modules_loads(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, make: Any
+) -> None:
+    """As versions before have written it."""
+
+    def as_before(body: dict[str, Any]) -> None:
+        def old(name: str) -> str:
+            return name.replace("blocks.0.", "blocks.0._orig_mod.")
+
+        for row in (*body["parameters"], *body["meta"]["buffers"]):
+            row[0] = old(row[0])
+        present = body["meta"]["optimizer"]["present"]
+        names = [row[0] for row in body["parameters"] if row[3] >= 0 and row[4] is None]
+        for key, values in present.items():  # by name, as where they are not equal
+            present[key] = dict.fromkeys(names, values["*"])
+
+    with zeroified(model := plain(), optimizer := adamw(model), stage=3, topology=topology):
+        step(model, optimizer, comm.rank)
+        path = hpczero.checkpoint.save(folder, model, step=1)
+        expected = step(model, optimizer, comm.rank)
+    if comm.rank == 0:
+        resigned(path, as_before)
+        export(path, folder / "m.safetensors")
+    comm.Barrier()
+    parallel_assert(comm, "_orig_mod" in str(read_manifest(path).table))
+    with zeroified(model := make(), optimizer := adamw(model), stage=3, topology=topology):
+        hpczero.checkpoint.load(path, model)
+        loss = step(model, optimizer, comm.rank)
+        hpczero.checkpoint.import_weights(folder / "m.safetensors", model)
+    parallel_assert(comm, loss == pytest.approx(expected, rel=1e-6), f"{loss} {expected}")
+
+
+@pytest.mark.parametrize("after", [plain, compiled])
+def test_weights_of_a_compiled_model_are_imported(
+    comm: MPI.Intracomm, topology: hpczero.Topology, folder: Path, after: Any
+) -> None:
+    expected = {name: value for name, value in Net().state_dict().items() if "extra" not in name}
+    if comm.rank == 0:
+        torch.save(
+            {f"_orig_mod.{name}": value for name, value in expected.items()}, folder / "m.pt"
+        )
+    comm.Barrier()
+    with zeroified(model := after(), None, topology=topology):
+        hpczero.checkpoint.import_weights(folder / "m.pt", model)
+        found = hpczero.full_state_dict(model) or {}
+    found = {name.removeprefix("_orig_mod."): value for name, value in found.items()}
+    parallel_assert(comm, not found or all(torch.equal(found[n], v) for n, v in expected.items()))
