@@ -20,6 +20,7 @@ from hpczero.job.parcels import hand_out
 from hpczero.job.told import told_all
 from hpczero.zero.calls.backward import next_node_number
 from hpczero.zero.modifiers import check_copies, root_of
+from hpczero.zero.overlaps import overlaps
 from hpczero.zero.sharding import Sharding
 from hpczero.zero.units.unit import Unit
 from hpczero.zero.units.whole import UnitState
@@ -181,42 +182,16 @@ def _check_apart(state: Sharding) -> None:
     if not moved:
         return
     pairs = (zip(u.spec.layout.slots, u.parameters, strict=True) for u in state.units)
-    held = [(s.name, p.detach()) for s, p in itertools.chain.from_iterable(pairs) if p.numel()]
-    held.sort(key=lambda item: item[1].data_ptr())
-    for index, (name, value) in enumerate(held):
-        for other_name, other in itertools.islice(held, index + 1, None):
-            if other.data_ptr() > _last_address(value):
-                break
-            if moved.isdisjoint((name, other_name)) or not _overlap(value, other):
-                continue
+    names, values = zip(
+        *((slot.name, value) for slot, value in itertools.chain.from_iterable(pairs)), strict=True
+    )
+    for one, other in overlaps(values):
+        if one != other and not moved.isdisjoint((names[one], names[other])):
             raise StepError(
-                f"rank {state.topology.rank}: parameters {name!r} and {other_name!r} share memory since they were "
-                "changed inside gathered, expected memory of each one's own; tie them before zeroify, or give one a "
-                "copy: p.data = other.data.clone()"
+                f"rank {state.topology.rank}: parameters {names[one]!r} and {names[other]!r} share memory since they "
+                "were changed inside gathered, expected memory of each one's own; tie them before zeroify, or give one "
+                "a copy: p.data = other.data.clone()"
             )
-
-
-def _last_address(value: Tensor) -> int:
-    steps = zip(value.shape, value.stride(), strict=True)
-    last = sum((length - 1) * step for length, step in steps)
-    return value.data_ptr() + last * value.element_size()
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have an element in common. Columns of one matrix interleave and have none."""
-    if one.is_contiguous() and other.is_contiguous():
-        return True  # their ranges do
-    first, second = (torch.unique(_addresses(value)) for value in (one, other))
-    return bool(torch.isin(first, second).any())
-
-
-def _addresses(value: Tensor) -> Tensor:
-    """Addresses of all elements, (elements,) int64."""
-    found = torch.tensor([value.data_ptr()])
-    for length, step in zip(value.shape, value.stride(), strict=True):
-        offsets = torch.arange(length) * (step * value.element_size())
-        found = (found[:, None] + offsets).view(-1)
-    return found
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:

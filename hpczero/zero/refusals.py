@@ -20,6 +20,7 @@ from hpczero.errors import PlanError
 from hpczero.job.mesh import Mesh
 from hpczero.plan.placement import part_of
 from hpczero.plan.precision import Precision
+from hpczero.zero.overlaps import overlaps
 from hpczero.zero.units.guard import is_guarded
 
 ALIENS = ("torch", "deepspeed")
@@ -116,32 +117,38 @@ def _alien_base(thing: object, names: Collection[str]) -> str:
 
 
 def _check_memory(model: nn.Module) -> None:
-    """Refuse parameters that share memory, and attributes that are views of parameters: zeroify separates them."""
-    owners: dict[int, str] = {}
-    starts: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter) or parameter.is_meta or not parameter.numel():
-            continue
-        other = starts.setdefault(parameter.data_ptr(), name)
-        if other != name:
-            raise PlanError(
-                f"parameters {other!r} and {name!r} lie in the same memory (tied by .data?) and would be trained "
-                "apart; tie them by assigning the parameter itself: b.weight = a.weight"
-            )
-        owners[parameter.untyped_storage().data_ptr()] = name
+    """Refuse parameters that share memory, and views of parameters that a module keeps: zeroify separates them."""
+    held: dict[str, Tensor] = {
+        f"parameter {name!r}": parameter
+        for name, parameter in model.named_parameters()
+        if not is_lazy(parameter)
+    }
+    num_parameters = len(held)
     for path, module in model.named_modules():
         if module._forward_pre_hooks:
             continue  # which may make the view anew in each forward, as spectral_norm does
-        held = {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}
-        for key, tensor in held.items():
-            if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
-                continue
-            owner = owners.get(tensor.untyped_storage().data_ptr())
-            if owner is not None:
-                raise PlanError(
-                    f"attribute {key!r} of module {path or 'model'!r} is a view of parameter {owner!r} and would not "
-                    "see its training; take the view in forward"
-                )
+        for kind, tensors in (("attribute", vars(module)), ("buffer", module._buffers)):
+            for key, tensor in tensors.items():
+                if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                    held[f"{kind} {key!r} of module {path or 'model'!r}"] = tensor
+    titles, values = list(held), list(held.values())
+    for one, other in overlaps(values[:num_parameters]):
+        if one != other:
+            raise PlanError(
+                f"{titles[one]} and {titles[other]} lie in the same memory, in whole or in part (tied by .data? views "
+                "of one tensor?), and would be trained apart; tie whole parameters by assigning the parameter itself, "
+                "b.weight = a.weight, and take parts of one in forward"
+            )
+        if values[one].requires_grad:
+            raise PlanError(
+                f"{titles[one]} of shape {tuple(values[one].shape)} has one element at several indices (expand? "
+                "as_strided?), which would be trained apart; hold it in its own shape, and expand it in forward"
+            )
+    for one, other in map(sorted, overlaps(values)):
+        if one < num_parameters <= other:
+            raise PlanError(
+                f"{titles[other]} is a view of {titles[one]} and would not see its training; take the view in forward"
+            )
 
 
 def check_gradients(model: nn.Module) -> None:

@@ -56,6 +56,18 @@ class BufferOfWeight(KeptData):
         self.register_buffer("still", weight.detach())
 
 
+class Overlapping(Residual):
+    """Parameters that are pieces of one tensor, and share rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.randn(2 * WIDTH, WIDTH) * 0.3
+        self.upper, self.lower = nn.Parameter(whole[: WIDTH + 1]), nn.Parameter(whole[WIDTH - 1 :])
+
+    def branch(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.upper[:WIDTH]) @ self.lower[:WIDTH]
+
+
 class Pieces(Residual):
     """Parameters that are pieces of one tensor."""
 
@@ -216,6 +228,13 @@ CONSTRUCTS = [
         remark="`b.weight = a.weight`",
     ),
     Construct(
+        "overlapping-pieces",
+        "parameters that are pieces of one tensor and share rows of it",
+        net(Overlapping),
+        refused="lie in the same memory",
+        remark="take the pieces of one parameter in forward",
+    ),
+    Construct(
         "kept-transpose",
         "`self.t = self.weight.t()`, made once, used in every forward",
         net(KeptTranspose),
@@ -233,7 +252,7 @@ CONSTRUCTS = [
         "buffer-of-weight",
         "a buffer on a weight's memory",
         net(BufferOfWeight),
-        refused="was changed in place since zeroify",
+        refused="is a view of parameter",
         remark="use the weight itself",
     ),
     Construct("pieces", "parameters that are pieces of one tensor", net(Pieces)),

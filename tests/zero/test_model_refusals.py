@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import hpczero
 from hpczero.errors import PlanError
 from hpczero.models import ConvNet
+from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import MLP, Refusal, adamw, raises_on_all, zeroified
 
 if TYPE_CHECKING:
@@ -40,6 +42,66 @@ def test_mixed_dtypes_in_a_unit(refused: Refusal, model: MLP) -> None:
     model.layers[1][0].bias.data = torch.zeros(15, dtype=torch.bfloat16)  # type: ignore[index]
     said = r"unit 'layers\.1' holds torch\.float32 .*, torch\.bfloat16 \(layers\.1\.0\.bias\)"
     refused(PlanError, said, model, adamw(model), precision="bf16")
+
+
+def _views(model: MLP, one: Tensor, other: Tensor) -> None:
+    model.layers[1][0].weight = nn.Parameter(one)  # type: ignore[index]
+    model.layers[2][0].weight = nn.Parameter(other)  # type: ignore[index]
+
+
+def _rows(model: MLP) -> None:
+    both = torch.randn(5, 7)
+    _views(model, both[:4], both[2:])
+
+
+def _columns(model: MLP) -> None:
+    both = torch.randn(4, 9)
+    _views(model, both[:, :7], both[:, 3:])
+
+
+def _of_numpy(model: MLP) -> None:
+    both = np.zeros(40, np.float32)
+    _views(model, torch.from_numpy(both[:28]).view(4, 7), torch.from_numpy(both[20:]).view(4, 5))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("share", [_rows, _columns, _of_numpy])
+def test_parameters_that_share_part_of_their_memory(
+    refused: Refusal, model: MLP, stage: int, share: Callable[[MLP], None]
+) -> None:
+    share(model)
+    said = r"'layers\.1\.0\.weight' and parameter 'layers\.2\.0\.weight' lie in the same memory"
+    refused(PlanError, said, model, adamw(model), stage=stage)
+
+
+@pytest.mark.parametrize(
+    "of", [lambda: torch.randn(1, 7).expand(4, 7), lambda: torch.randn(10).unfold(0, 7, 1)]
+)
+def test_parameter_with_one_element_at_several_indices(
+    refused: Refusal, model: MLP, of: Callable[[], Tensor]
+) -> None:
+    model.layers[1][0].weight = nn.Parameter(of())  # type: ignore[index]
+    refused(
+        PlanError, r"'layers\.1\.0\.weight' of shape \(4, 7\) has one element", model, adamw(model)
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_buffer_that_is_a_row_of_a_parameter(refused: Refusal, model: MLP, stage: int) -> None:
+    model.register_buffer("row", model.get_parameter("layers.1.0.weight").detach()[1])
+    said = r"buffer 'row' of module 'model' is a view of parameter 'layers\.1\.0\.weight'"
+    refused(PlanError, said, model, adamw(model), stage=stage)
+
+
+def test_attribute_beside_a_parameter_in_one_tensor_is_no_view_of_it(
+    comm: MPI.Intracomm, topology: Topology
+) -> None:
+    model = MLP()
+    whole = torch.randn(16, 7, generator=torch.Generator().manual_seed(1))
+    model.layers[0][0].weight, model.rest = nn.Parameter(whole[:15]), whole[15]  # type: ignore[index]
+    with zeroified(model, adamw(model), stage=3, topology=topology):
+        fine = torch.equal(model.rest, whole[15])
+    parallel_assert(comm, fine, "values")
 
 
 def test_gradients_that_are_there_already(refused: Refusal, model: MLP) -> None:
