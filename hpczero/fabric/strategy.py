@@ -5,16 +5,16 @@ Owns: what each verb of Fabric is here. Must not know: how ranks exchange, what 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from lightning_fabric.plugins.precision import Precision
 from lightning_fabric.strategies.strategy import Strategy
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 import hpczero
@@ -177,32 +177,39 @@ class HpczeroStrategy(_Strategy):  # type: ignore[misc]
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """``hpczero.clip_grad_norm_``. Collective over the world.
+        """The norm over the parameters of ``optimizer``, before they are clipped. Collective over the world.
 
         Raises:
             StepError: the norm is infinite or no number; on every rank.
+            ConfigError: ``optimizer`` was not set up with ``module``.
         """
-        norm = hpczero.clip_grad_norm_(module, float(max_norm), float(norm_type))
-        if error_if_nonfinite and not math.isfinite(norm):
+        parameters = _parameters_of(module, optimizer)
+        of_part = len(hpczero.sharding(module).optimizers) > 1
+        norm = (
+            get_total_norm([p.grad for p in parameters if p.grad is not None], float(norm_type))
+            if of_part
+            else torch.tensor(hpczero.clip_grad_norm_(module, float(max_norm), float(norm_type)))
+        )
+        if error_if_nonfinite and not norm.isfinite():
             error = StepError(
-                f"clip_gradients: the norm of the gradients is {norm}, expected a number; look for the loss that is "
-                "none, or pass error_if_nonfinite=False"
+                f"clip_gradients: the norm of the gradients is {norm.item()}, expected a number; look for the loss "
+                "that is none, or pass error_if_nonfinite=False"
             )
             error.agreed = True
             raise error
-        return torch.tensor(norm)
+        if of_part:
+            clip_grads_with_norm_(parameters, float(max_norm), norm)
+        return norm
 
     def clip_gradients_value(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float
-    ) -> NoReturn:
-        """Refused.
+    ) -> None:
+        """Each element of the gradients of ``optimizer`` is brought into -clip_val to clip_val. Not collective.
 
         Raises:
-            ConfigError: always.
+            ConfigError: ``optimizer`` was not set up with ``module``.
         """
-        raise ConfigError(
-            "clip_gradients: gradients are in shards; use max_norm instead of clip_val"
-        )
+        clip_grad_value_(_parameters_of(module, optimizer), float(clip_val))
 
     # --- what ranks exchange; collective over the world
 
@@ -315,3 +322,14 @@ class HpczeroStrategy(_Strategy):  # type: ignore[misc]
             hpczero.checkpoint.import_weights(path, state)
             return {}
         return FabricCheckpoint(Path(path), self._exchange).load(state, strict=strict)
+
+
+def _parameters_of(module: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
+    """The model's parameters that ``optimizer`` steps on; its own groups have pieces of them."""
+    for stepper in hpczero.sharding(module).step.steppers:
+        if stepper.optimizer is optimizer:
+            return [unit.parameters[place] for unit, own in stepper.slots.items() for place in own]
+    raise ConfigError(
+        f"clip_gradients: got a {type(optimizer).__name__} that {type(module).__name__} is not trained with, expected "
+        "one that fabric.setup(model, ...) returned"
+    )

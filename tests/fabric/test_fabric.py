@@ -141,6 +141,45 @@ def test_fabric_equals_plain_torch(
     program.done()
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", [{"max_norm": 0.05}, {"clip_val": 0.01}], ids=["norm", "value"])
+def test_each_optimizer_clips_its_own_parameters(
+    comm: MPI.Intracomm, topology: Topology, stage: int, how: dict[str, float]
+) -> None:
+    from lightning_fabric import Fabric
+
+    from hpczero.fabric import HpczeroStrategy
+
+    def parts(net: Any) -> list[nn.Module]:
+        return [net[0], nn.ModuleList([net[2], net[4]])]
+
+    strategy = HpczeroStrategy(topology, device="cpu", stage=stage)
+    fabric: Any = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    fabric.launch()
+    net, expected = model(), model()
+    net, *ours = fabric.setup(net, *map(adamw, parts(net)))
+    theirs = [adamw(part) for part in parts(expected)]
+    data, norms = samples().tensors, []
+    for start in (0, 8):
+        batches = [[each[start + rank : start + rank + 3] for each in data] for rank in range(3)]
+        fabric.backward(loss_of(net, batches[comm.rank]))
+        torch.stack([loss_of(expected, each) for each in batches[: comm.size]]).mean().backward()
+        for optimizer, part in zip(ours, parts(expected), strict=True):
+            norm = fabric.clip_gradients(net, optimizer, **how)
+            if norm is None:
+                torch.nn.utils.clip_grad_value_(part.parameters(), how["clip_val"])
+            else:
+                whole = torch.nn.utils.clip_grad_norm_(part.parameters(), how["max_norm"])
+                norms.append(abs(float(norm / whole) - 1.0))
+        for each in (*ours, *theirs):
+            each.step()
+            each.zero_grad()
+    found = comm.bcast(hpczero.full_state_dict(net.module))
+    far = furthest(found, expected.state_dict())
+    parallel_assert(comm, far < 1e-5 and max(norms, default=0.0) < 1e-5, f"{far} {norms}")
+    hpczero.release(net.module)
+
+
 def test_checkpoint_goes_on_at_another_stage_and_by_fewer_ranks(
     comm: MPI.Intracomm, topology: Topology, folder: Path
 ) -> None:
@@ -209,9 +248,9 @@ def test_what_cannot_work_is_refused_on_all_ranks(
     comm: MPI.Intracomm, topology: Topology, folder: Path
 ) -> None:
     program = Program(topology, stage=3)
-    fabric, net, optimizer = program.fabric, program.net, program.optimizer
+    fabric, net = program.fabric, program.net
     calls: dict[str, Any] = {
-        "max_norm": lambda: fabric.clip_gradients(net, optimizer, clip_val=1.0),
+        "not trained with": lambda: fabric.clip_gradients(net, adamw(model()), clip_val=1.0),
         "sharded together": lambda: fabric.setup_optimizers(adamw(model())),
         "filter": lambda: fabric.save(folder, program.state, filter={"model": lambda k, v: True}),
         "0 model": lambda: fabric.save(folder, {"epoch": 1}),

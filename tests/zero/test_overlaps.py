@@ -14,7 +14,7 @@ from hpczero.zero.overlaps import overlaps
 def _bytes(tensor: Tensor) -> list[int]:
     item, begin = tensor.element_size(), tensor.untyped_storage().data_ptr()
     return [
-        begin + (tensor.storage_offset() + int(np.dot(index, tensor.stride()))) * item + byte
+        begin + (int(tensor.storage_offset()) + int(np.dot(index, tensor.stride()))) * item + byte
         for index in np.ndindex(*tensor.shape)
         for byte in range(item)
     ]

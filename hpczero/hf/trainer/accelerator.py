@@ -141,39 +141,17 @@ class MpiAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no ty
             yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """``hpczero.clip_grad_norm_`` of the model that was prepared last. Collective over the world.
-
-        Args:
-            parameters: all parameters of the model; they have no gradients of their own.
-            max_norm: as there.
-            norm_type: as there.
-
-        Raises:
-            ConfigError: ``parameters`` are some of the model's alone.
-        """
+        """The norm over ``parameters`` of a prepared model, before they are clipped. Collective over the world."""
         model = self._models[-1]
-        given = {
-            id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)
-        }
-        missing = [
-            name
-            for name, each in model.named_parameters()
-            if each.requires_grad and id(each) not in given
-        ]
-        if missing:
-            raise ConfigError(
-                f"clip_grad_norm_: got {len(given)} parameter(s) without {missing[0]!r}, expected all of "
-                f"{type(model).__name__}: the norm is over the whole model; pass model.parameters()"
-            )
-        return torch.tensor(hpczero.clip_grad_norm_(model, float(max_norm), float(norm_type)))
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        held = {id(each) for each in given}
+        if all(id(each) in held for each in model.parameters() if each.requires_grad):
+            return torch.tensor(hpczero.clip_grad_norm_(model, float(max_norm), float(norm_type)))
+        return torch.nn.utils.clip_grad_norm_(given, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Refused.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError("clip_grad_value_: gradients are in shards; use clip_grad_norm_")
+        """As accelerate's: each element of the gradients of ``parameters``. Not collective."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Whole fp32 weights on rank 0, None elsewhere. Collective over the world."""

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
@@ -31,6 +31,7 @@ from hpczero.hf.files import HIDDEN
 from hpczero.hf.trainer.accelerator import MpiAccelerator, is_sharded
 from hpczero.hf.trainer.adapters import load_adapter
 from hpczero.hf.trainer.arguments import HpczeroTrainingArguments
+from hpczero.hf.trainer.losses import LossesOfOne
 from hpczero.hf.trainer.weights import bring_in, make_room, put_in_place, rotate, write_hidden
 
 DECISIONS = (
@@ -48,12 +49,10 @@ class NotSound(Exception):
     """A checkpoint that turned out to be damaged when its values were read."""
 
 
-# Their annotations are not strict.
-_Trainer: Any = Trainer
-_CallbackHandler: Any = CallbackHandler
+_CallbackHandler: Any = CallbackHandler  # its annotations are not strict
 
 
-class HpczeroTrainer(_Trainer):  # type: ignore[misc]
+class HpczeroTrainer(LossesOfOne):
     """``Trainer``, on the ranks of MPI. All methods are collective over the world.
 
     ``train``, ``evaluate``, ``predict`` and ``save_model`` mean what they mean there. After ``train`` the model stays

@@ -58,8 +58,6 @@ def model_of(kind: str) -> Any:
             parameter.mul_(4.0)
             if kind == "bart" and ("embed_positions" in name or "encoder_attn" in name):
                 parameter.mul_(8.0)  # else it writes one token again and again, whatever it reads
-    # These models take num_items_in_batch and do not use it: transformers then multiplies their loss by the ranks.
-    model.accepts_loss_kwargs = False
     model.generation_config.eos_token_id = [1, *range(25, VOCABULARY)]  # texts end early and late
     return model
 
