@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hpczero.bridge.exchange import Exchange, words
+from hpczero.bridge.exchange import Exchange, scatter_words, words
 from hpczero.bridge.reads import Reads
 from hpczero.bridge.reductions import PIECE_NUMEL, Reduction
 from hpczero.comm.sums.path import Path
@@ -55,12 +55,12 @@ class DirectExchange(Exchange):
 
     @override
     def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor, reduction: Reduction) -> None:
-        reads = self._direct(out, self.size)
+        reads = self._direct(max(parts, key=Tensor.numel), self.size)
         reduction.check(out.dtype)
         if reads is None:
             super().reduce_scatter(parts, out, reduction)
             return
-        what = f"reduce_scatter {reduction.name} to {words(out)}"
+        what = scatter_words(parts, reduction)
         given = [reduction.prepared(part) for part in parts]
         with self._shown(what, *given) as addresses:
             mine = addresses[self.rank :: self.size]

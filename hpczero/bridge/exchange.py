@@ -129,12 +129,12 @@ class Exchange:
         """Part ``rank`` of all ranks, reduced, into ``out``.
 
         Args:
-            parts: one for each rank, of dtype and length of ``out``.
+            parts: one for each rank, of the dtype of ``out``, each of the same length on all ranks.
             out: may lie within the own part.
             reduction: the same on every rank.
         """
         reduction.check(out.dtype)
-        what = f"reduce_scatter {reduction.name} to {words(out)}"
+        what = scatter_words(parts, reduction)
         self._reduce_parts(what, [reduction.prepared(part) for part in parts], out, reduction)
 
     def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, root: int) -> None:
@@ -262,3 +262,10 @@ class Exchange:
 def words(flat: Tensor) -> str:
     """Length and dtype, for messages."""
     return f"{flat.numel()} {str(flat.dtype).removeprefix('torch.')}"
+
+
+def scatter_words(parts: Sequence[Tensor], reduction: Reduction) -> str:
+    """A reduce-scatter of these parts, which all ranks must name alike."""
+    lengths = [part.numel() for part in parts]
+    uneven = f" of lengths {lengths}" if len(set(lengths)) > 1 else ""
+    return f"reduce_scatter {reduction.name} to {words(parts[0])}{uneven}"

@@ -28,6 +28,7 @@ from hpczero.bridge.tensors import (
     check,
     check_apart,
     check_equal,
+    check_parts,
     check_whole,
     cut,
     flat,
@@ -157,10 +158,13 @@ class Reducing(Calls):
         return self.start("reduce", tensors, call, tensors, opts)
 
     def reduce_scatter(self, outs: Tensors, inps: Sequence[Tensors], opts: Any = None) -> Started:
-        """Reduce lists of tensors, one for each rank, into that of this rank. Collective over the group."""
+        """Reduce lists of tensors, one for each rank, into that of this rank. Collective over the group.
+
+        Tensors of a list may have other sizes, as with gloo; all ranks bring the same sizes.
+        """
         reduction = _reduction(opts, outs)
         for out, parts in zip(outs, inps, strict=True):
-            check_equal("reduce_scatter", parts, out, count=self.exchange.size)
+            check_parts("reduce_scatter", parts, out, self.exchange.size, self.exchange.rank)
 
         def call() -> None:
             for out, parts in zip(outs, inps, strict=True):

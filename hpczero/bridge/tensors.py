@@ -67,6 +67,18 @@ def check_equal(what: str, tensors: Sequence[Tensor], like: Tensor, *, count: in
             )
 
 
+def check_parts(what: str, parts: Sequence[Tensor], own: Tensor, size: int, rank: int) -> None:
+    """Refuse a list of tensors of any sizes, one for each rank, whose part for ``rank`` does not fit into ``own``.
+
+    Raises:
+        CommError: as of ``check_equal``; of other parts the number of elements is not compared.
+    """
+    if len(parts) == size:
+        check_equal(what, parts[rank : rank + 1], own, count=1)
+        parts = [part if part.dtype != own.dtype else own for part in parts]
+    check_equal(what, parts, own, count=size)
+
+
 def check_whole(what: str, whole: Tensor, part: Tensor, size: int) -> None:
     """Refuse a tensor for all of ``size`` ranks that is not of as many parts.
 
@@ -103,8 +115,11 @@ def cut(what: str, tensor: Tensor, splits: Sequence[int] | None, size: int) -> l
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The elements in order, flat, on the host: a view where it can be one. For reading."""
-    return tensor.detach().contiguous().cpu().view(-1)
+    """The elements in order, flat, on the host: a view where it can be one. For reading.
+
+    A copy has no negative and no conjugate bit, by which the bytes in memory are other numbers than the elements.
+    """
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu().view(-1)
 
 
 def apart(source: Tensor, targets: Sequence[Tensor], *, same: Tensor | None = None) -> Tensor:
@@ -144,7 +159,7 @@ class Target:
     """Memory that a call fills, for a tensor of any strides.
 
     Attributes:
-        flat: its elements in order, on the host; a copy where the tensor is not contiguous or lies on a device.
+        flat: its elements in order, on the host; a copy where the memory does not hold them so.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -154,5 +169,7 @@ class Target:
 
     def done(self) -> None:
         """Bring the elements into the tensor, if ``flat`` is a copy."""
-        if not self._tensor.is_contiguous() or self._tensor.device.type != "cpu":
+        tensor = self._tensor
+        as_it_is = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+        if not as_it_is or tensor.device.type != "cpu":
             self._tensor.copy_(self.flat.view(self._tensor.shape))

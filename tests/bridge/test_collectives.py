@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpczero.errors import CommError
 from tests.helpers.bridged import (
     all_gather_single,
     bridge,
@@ -72,7 +73,13 @@ def reduce_scatter(rank: int, size: int) -> list[Tensor]:
     out, single = torch.empty(ODD), torch.empty(LARGE)
     dist.reduce_scatter(out, [values(10 * rank + to, ODD) for to in range(size)])
     reduce_scatter_single(single, values(rank, (size * LARGE[0], LARGE[1])))
-    return [out, single]
+    uneven, empty = torch.empty(rank + 2, 3), torch.empty(rank)
+    dist.reduce_scatter(uneven, [values(10 * rank + to, (to + 2, 3)) for to in range(size)])
+    dist.reduce_scatter(empty, [values(10 * rank + to, (to,)) for to in range(size)])
+    large = torch.empty(400_000 * rank + 1)  # one rank has more pieces than another
+    lengths = [400_000 * to + 1 for to in range(size)]
+    dist.reduce_scatter(large, [values(10 * rank + to, (n,)) for to, n in enumerate(lengths)])
+    return [out, single, uneven, empty, large]
 
 
 def broadcast(rank: int, size: int) -> list[Tensor]:
@@ -254,6 +261,46 @@ def test_what_a_call_fills_may_overlap_what_it_reads(
 
 def copied(source: Any, targets: Sequence[Tensor], **_: object) -> Any:
     return source.clone() if isinstance(source, Tensor) else [each.clone() for each in source]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2)
+def test_reduce_scatter_of_other_lengths_on_each_rank_is_refused(comm: MPI.Intracomm) -> None:
+    parts = [torch.ones(3), torch.ones(2 + comm.rank)]
+    with bridge(comm):
+        text = ""
+        try:
+            dist.reduce_scatter(torch.empty_like(parts[comm.rank]), parts)
+        except CommError as error:
+            text = str(error)
+    parallel_assert(comm, "reduce_scatter" in text, text)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("one_node", [True, False])
+def test_elements_are_sent_where_memory_holds_their_negatives(
+    comm: MPI.Intracomm, one_node: bool
+) -> None:
+    """As of ``x.conj().imag``; gloo sends what lies in memory. Beside them: strides, none and no dimensions."""
+
+    def negative(*shape: int) -> Tensor:
+        return torch.complex(torch.zeros(shape), values(comm.rank, shape)).conj().imag
+
+    wrong = []
+    with bridge(comm, None if one_node else two_nodes(comm)):
+        for shape in ((4,), (), (0,), (2, 3)):
+            given = [-values(rank, shape) for rank in range(comm.size)]
+            rows = [negative(*shape) for _ in given]
+            dist.all_gather(rows, negative(*shape))
+            total = negative(*shape)
+            dist.all_reduce(total)
+            first = negative(*shape)
+            dist.broadcast(first, 0)
+            pairs = [*zip(rows, given, strict=True), (total, sum(given)), (first, given[0])]
+            if not all(torch.allclose(found, expected) for found, expected in pairs):
+                wrong.append(shape)
+    parallel_assert(comm, not wrong, str(wrong))
 
 
 @pytest.mark.mpi
