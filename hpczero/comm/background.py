@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -73,8 +74,14 @@ class Background:
         """
         if self._thread is None:
             # Daemon: a job that ends in an error must not wait for a message that never comes.
-            self._thread = threading.Thread(target=self._work, name="hpczero-comm", daemon=True)
+            self._thread = threading.Thread(
+                target=_work,
+                args=(self._operations, self._watchdog, self._accelerator),
+                name="hpczero-comm",
+                daemon=True,
+            )
             self._thread.start()
+            weakref.finalize(self, self._operations.put, None).atexit = False  # of a dropped model
         outcome = self._last = _Outcome()
         self._operations.put((what, self._accelerator.mark(), operation, outcome))
         return outcome.wait
@@ -94,24 +101,27 @@ class Background:
             self._thread.join()
             self._thread = None
 
-    @torch.no_grad()  # the mode belongs to the thread, and so does the choice of the device
-    def _work(self) -> None:
-        lane: Lane | None = None
-        error: BaseException | None = None
-        while (item := self._operations.get()) is not None:
-            what, before, operation, outcome = item
-            if error is None:
-                try:
-                    with self._watchdog.watch(what):
-                        if lane is None:
-                            self._accelerator.enter_thread()
-                            lane = self._accelerator.lane()
-                        before.wait()
-                        with lane.current():
-                            operation()
-                        lane.finish()
-                except BaseException as failure:
-                    error = failure
-                    self._watchdog.cut_off.hold(failure)
-            outcome.settle(error)
-            del item, before, operation, outcome  # they hold buffers
+
+@torch.no_grad()  # the mode belongs to the thread, and so does the choice of the device
+def _work(
+    operations: queue.SimpleQueue[_Operation | None], watchdog: Watchdog, accelerator: Accelerator
+) -> None:
+    lane: Lane | None = None
+    error: BaseException | None = None
+    while (item := operations.get()) is not None:
+        what, before, operation, outcome = item
+        if error is None:
+            try:
+                with watchdog.watch(what):
+                    if lane is None:
+                        accelerator.enter_thread()
+                        lane = accelerator.lane()
+                    before.wait()
+                    with lane.current():
+                        operation()
+                    lane.finish()
+            except BaseException as failure:
+                error = failure
+                watchdog.cut_off.hold(failure)
+        outcome.settle(error)
+        del item, before, operation, outcome  # they hold buffers

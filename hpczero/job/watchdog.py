@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -32,6 +33,15 @@ STAGGER_S = (
 LEAST_LOOK_S = 0.01
 GRACE_S = 10.0  # for an asker to end the job, after its patience
 MOST_NAMED = 8
+
+# Whose threads still run. They must not ask for the interpreter at exit.
+_watching: weakref.WeakSet[Watchdog] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    for watchdog in list(_watching):
+        watchdog.stop()
 
 
 class Watchdog:
@@ -104,15 +114,23 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            atexit.unregister(self.stop)
+            _watching.discard(self)
 
     def _begin(self, call: int, what: str) -> None:
         self._begun += 1
         self._calls[call] = (what, time.monotonic())
         if self._thread is None and self.timeout_s > 0 and not self._stop.is_set():
-            self._thread = threading.Thread(target=self._look, name="hpczero-watchdog", daemon=True)
+            # The thread does not keep the watchdog: of a topology that nobody has any more, it ends.
+            forgotten = weakref.finalize(self, self._stop.set)
+            forgotten.atexit = False
+            self._thread = threading.Thread(
+                target=_watch,
+                args=(weakref.ref(self), self._stop),
+                name="hpczero-watchdog",
+                daemon=True,
+            )
             self._thread.start()
-            atexit.register(self.stop)
+            _watching.add(self)
 
     def _end(self, call: int) -> None:
         found = self._calls.pop(call, None)
@@ -139,25 +157,24 @@ class Watchdog:
         latest = self._latest() or self._last
         return time.monotonic() - max(self._last[1], latest[1])
 
-    def _look(self) -> None:
+    def _look(self) -> float:
+        """Look once at the call that is open. Returns seconds until the next look."""
         period = min(max(self.timeout_s / 10, 0.05), 5.0)
         patience_s = 2 * period + 1.0  # the others look for questions once a period
+        # Not while all is well: no second thread in MPI unless something already looks like a hang.
+        if self._roll_call is not None and self._unchanged_s() > self.timeout_s / 4:
+            self._roll_call.answer(self._state)
+        latest = self._latest()
+        if latest is None:
+            return period
+        what, start = latest
         own_s = self.timeout_s + STAGGER_S * math.log2(1 + self.rank)
-        pause_s = period
-        while not self._stop.wait(pause_s):
-            pause_s = period
-            # Not while all is well: no second thread in MPI unless something already looks like a hang.
-            if self._roll_call is not None and self._unchanged_s() > self.timeout_s / 4:
-                self._roll_call.answer(self._state)
-            latest = self._latest()
-            if latest is None:
-                continue
-            what, start = latest
-            left_s = own_s - (time.monotonic() - start)
-            if left_s > 0:
-                pause_s = max(min(period, left_s), LEAST_LOOK_S)
-            elif self._roll_call is None or self._roll_call.asked_s > patience_s + GRACE_S:
-                self._end_job(what, patience_s)
+        left_s = own_s - (time.monotonic() - start)
+        if left_s > 0:
+            return max(min(period, left_s), LEAST_LOOK_S)
+        if self._roll_call is None or self._roll_call.asked_s > patience_s + GRACE_S:
+            self._end_job(what, patience_s)
+        return period
 
     def _end_job(self, what: str, patience_s: float) -> None:
         sys.stderr.write(
@@ -196,6 +213,16 @@ class Watchdog:
         return lines or [
             "all ranks are in this call: the network or the MPI library does not deliver"
         ]
+
+
+def _watch(held: weakref.ref[Watchdog], stop: threading.Event) -> None:
+    pause_s = LEAST_LOOK_S
+    while not stop.wait(pause_s):
+        watchdog = held()
+        if watchdog is None:
+            return
+        pause_s = watchdog._look()
+        del watchdog
 
 
 class _Watch:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -76,6 +77,7 @@ class BackwardSchedule:
         self._gradient_factor = gradient_factor
         self._sharded = sharded
         self._pass: BackwardPass | None = None
+        self._hooks: list[Callable[[Tensor], None]] = []  # of parameters; see ``capture``
 
     def train(self, unit: Unit) -> None:
         """``unit``, one of the frozen ones, trains from now on. No backward runs."""
@@ -162,7 +164,15 @@ class BackwardSchedule:
                 self._residence.give_back(unit)
                 self._reduce_what_is_due(backward)
 
-        return hook
+        # Autograd keeps hooks where no garbage collector looks, and this one leads to the model.
+        self._hooks.append(hook)
+        held = ref(hook)
+
+        def weak(parameter: Tensor) -> None:
+            if (found := held()) is not None:
+                found(parameter)
+
+        return weak
 
     def current(self) -> BackwardPass:
         """The backward that is running. The first call starts it, and asks autograd for a call at its end."""

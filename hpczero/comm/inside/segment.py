@@ -26,11 +26,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from mpi4py import MPI
+from torch import Tensor
 
 from hpczero.errors import CommError
 
 FOLDER = Path("/dev/shm")
 PAGE = mmap.PAGESIZE
+# mman.h: the same on all Linux but Alpha, MIPS and PA-RISC
+FIXED, NORESERVE = 0x10, 0x4000
+NOTHING = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | NORESERVE  # no memory until something is put there
+READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 POLLS_BEFORE_YIELD = 50
 NAP_S = 50e-6
 PUNCH_HOLE = 0x3  # falloc.h: FALLOC_FL_PUNCH_HOLE, and the size stays
@@ -42,19 +47,22 @@ class Segment:
 
     Attributes:
         bytes: (nbytes,) uint8, zero at first; empty where the segment is not mapped.
-        file: descriptor, for who maps parts of it elsewhere.
+        file: descriptor, for who maps parts of it elsewhere; -1 once it is closed.
     """
 
-    def __init__(self, file: int, memory: mmap.mmap | None) -> None:
+    def __init__(self, file: int, memory: Tensor | None) -> None:
         """Take over ``file``. Use ``create`` to make a segment."""
         self.file = file
-        self.bytes = torch.empty(0, dtype=torch.uint8)
-        if memory is not None:
-            self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.bytes = torch.empty(0, dtype=torch.uint8) if memory is None else memory
 
     def __del__(self) -> None:
-        # The map itself is closed when the last tensor on it dies.
-        os.close(self.file)
+        self.close_file()
+
+    def close_file(self) -> None:
+        """Nothing more is claimed or given back. The map is closed when the last tensor on it dies."""
+        file, self.file = self.file, -1
+        if file >= 0:
+            os.close(file)
 
     @classmethod
     def create(cls, node: MPI.Intracomm, nbytes: int, what: str, *, mapped: bool = True) -> Segment:
@@ -86,8 +94,9 @@ class Segment:
         if file >= 0:
             os.close(file)
         error = CommError(
-            f"no shared memory for {what}: {problems[0]}; look at ulimit -v and the size of {FOLDER} (--shm-size of a "
-            "container), or use transport flat, which shares none (HPCZERO_TRANSPORT=flat)"
+            f"no shared memory for {what}: {problems[0]}; look at ulimit -v, at ulimit -n if too many files are open, "
+            f"and at the size of {FOLDER} (--shm-size of a container), or use transport flat, which shares none "
+            "(HPCZERO_TRANSPORT=flat)"
         )
         error.agreed = True
         raise error
@@ -193,19 +202,50 @@ class Counters:
         self._window.Free()
 
 
-def _open(
-    path: Path, nbytes: int, flags: int, *, mapped: bool
-) -> tuple[int, mmap.mmap | None, str]:
+def _open(path: Path, nbytes: int, flags: int, *, mapped: bool) -> tuple[int, Tensor | None, str]:
     """File descriptor, its ``nbytes`` mapped, and ""; or what went wrong. The file may exist in either case."""
     file = -1
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
         if flags:
             os.ftruncate(file, nbytes)
-        return file, mmap.mmap(file, nbytes) if mapped else None, ""
+        memory = addresses(nbytes) if mapped else None
+        if memory is not None:
+            map_at(memory.data_ptr(), nbytes, mmap.MAP_SHARED, file, 0)
+        return file, memory, ""
     except OSError as error:
         return file, None, f"{path}: {os.strerror(error.errno or errno.EIO)}"
 
 
+def addresses(nbytes: int) -> Tensor:
+    """(nbytes,) uint8 with nothing behind it yet; ``nbytes`` in whole pages.
+
+    Python's own map of a file would keep a second descriptor of it for as long as the map lives.
+    """
+    with torch.inference_mode(False):
+        return torch.frombuffer(mmap.mmap(-1, nbytes, NOTHING, READ_WRITE), dtype=torch.uint8)
+
+
+def map_at(address: int, nbytes: int, flags: int, file: int, begin: int) -> None:
+    """Put bytes of ``file`` from ``begin`` on behind ``address``, instead of what is there.
+
+    Raises:
+        OSError: the kernel will not.
+    """
+    if _mmap(address, nbytes, READ_WRITE, flags | FIXED, file, begin) != address:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
 _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+]

@@ -17,24 +17,17 @@ far as both have. So nothing that is kept makes the most that was ever held larg
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import os
 from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
 
-from hpczero.comm.inside.segment import PAGE, Segment
+from hpczero.comm.inside.segment import NOTHING, PAGE, Segment, addresses, map_at
 from hpczero.errors import CommError
 from hpczero.memory.pages import padded
 
-FIXED, NORESERVE, POPULATE = (
-    0x10,
-    0x4000,
-    0x8000,
-)  # mman.h: the same on all Linux but Alpha, MIPS and PA-RISC
-READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+POPULATE = 0x8000  # mman.h: the same on all Linux but Alpha, MIPS and PA-RISC
 
 
 @dataclass(frozen=True)
@@ -124,11 +117,8 @@ class Addresses:
     def __init__(self, nbytes: int) -> None:
         """Nothing is there yet."""
         self._nbytes = padded(max(nbytes, 1), PAGE)
-        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | NORESERVE
         with torch.inference_mode(False):
-            whole = torch.frombuffer(
-                mmap.mmap(-1, self._nbytes, flags, READ_WRITE), dtype=torch.uint8
-            )
+            whole = addresses(self._nbytes)
             self.bytes = whole[:nbytes]
         self._address = whole.data_ptr()  # of no bytes torch has no address
         self._begin: int | None = None
@@ -147,26 +137,14 @@ class Addresses:
     def hide(self) -> None:
         """Take the range away; whoever still looks sees zeros, not what comes to lie there next."""
         if self._begin is not None:
-            self._map(mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | NORESERVE, -1, 0)
+            self._map(NOTHING, -1, 0)
             self._begin = None
 
     def _map(self, flags: int, file: int, begin: int) -> None:
-        got = _mmap(self._address, self._nbytes, READ_WRITE, flags | FIXED, file, begin)
-        if got != self._address:
-            number = ctypes.get_errno()
+        try:
+            map_at(self._address, self._nbytes, flags, file, begin)
+        except OSError as error:
             raise CommError(
-                f"{self._nbytes:,} bytes of shared memory cannot be mapped: {os.strerror(number)}; look at ulimit -v "
+                f"{self._nbytes:,} bytes of shared memory cannot be mapped: {error.strerror}; look at ulimit -v "
                 "and sysctl vm.max_map_count, or use transport flat"
-            )
-
-
-_mmap = ctypes.CDLL(None, use_errno=True).mmap
-_mmap.restype = ctypes.c_void_p
-_mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int64,
-]
+            ) from error

@@ -78,6 +78,7 @@ class WholeBuffer(Buffer):
         whole = numel * dtype.itemsize
         self._nbytes = -(-whole // size)
         segment.claim(rank * self._nbytes, min((rank + 1) * self._nbytes, whole))
+        segment.close_file()  # a model may have more units than a process may have files
         memory.add(category, self._nbytes)
         self._held = True
 
