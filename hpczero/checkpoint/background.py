@@ -18,10 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpczero.errors import CheckpointError
+from hpczero.job.finalizing import before_finalize
 from hpczero.job.topology import Topology
 
 logger = logging.getLogger("hpczero.checkpoint")
 
+_begun: set[threading.Event] = set()  # the ends of all writes under way
 _left: list[threading.Event] = []  # the ends of writes that nobody waits for
 
 
@@ -57,6 +59,8 @@ class Background:
             atexit.register(self._tell_unheard)
         own, over = self._own, threading.Event()
         self._over = over
+        _begun.add(over)
+        before_finalize(_wait_for_begun)  # HDF5 is loaded by now
         self._ended, self._told, self._then = False, False, None
 
         def run() -> None:
@@ -75,6 +79,7 @@ class Background:
                     self._end_alone(then)
             finally:
                 over.set()
+                _begun.discard(over)
 
         # Not a daemon: a program that ends without ``close`` still ends with a whole checkpoint.
         self._thread = threading.Thread(target=run, name="hpczero-checkpoint")
@@ -139,3 +144,8 @@ def wait_for_left() -> None:
     while _left:
         _left[-1].wait()
         _left.pop()
+
+
+def _wait_for_begun() -> None:
+    for over in list(_begun):
+        over.wait()

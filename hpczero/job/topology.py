@@ -17,12 +17,13 @@ from mpi4py import MPI
 from hpczero import errors
 from hpczero.errors import TopologyError
 from hpczero.job.agreed import spans
+from hpczero.job.finalizing import before_finalize
 from hpczero.job.forwards import Forwards
 from hpczero.job.group import Group, named
 from hpczero.job.mesh import DATA, DATA_SEQUENCE, DEGREES, MODEL, SHARD, Mesh
 from hpczero.job.roll_call import RollCall
 from hpczero.job.told import is_job
-from hpczero.job.watchdog import Watchdog
+from hpczero.job.watchdog import Watchdog, stop_all
 from hpczero.options.environment import Environment, misspelt
 
 logger = logging.getLogger("hpczero.launch")
@@ -94,6 +95,7 @@ class Topology:
             MPI.COMM_WORLD.size > 1
         ):  # also for a group of one: the others of the job would wait for it
             errors.install_abort_hook()
+        before_finalize(stop_all)  # they would ask the other ranks over an MPI that has ended
         watchdog = Watchdog(
             comm.rank,
             Environment.read().timeout_s if timeout_s is None else timeout_s,

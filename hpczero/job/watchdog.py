@@ -39,7 +39,8 @@ _watching: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
 
 @atexit.register
-def _stop_all() -> None:
+def stop_all() -> None:
+    """End the threads of all watchdogs. Not collective."""
     for watchdog in list(_watching):
         watchdog.stop()
 

@@ -78,6 +78,18 @@ print("locked", len(list(folder.glob(".lock-*"))), flush=True)
 """
 
 
+ENDS_MPI = """
+import time
+from mpi4py import MPI
+
+checkpoints = Checkpoints(
+    folder, model, background=True, at=lambda name: time.sleep(0.05), slab_nbytes=4096
+)
+checkpoints.save(7)
+MPI.Finalize()
+"""
+
+
 def job_of(text: str, folder: Path, ranks: int) -> Finished:
     """PROGRAM and ``text``, run to their end; checkpoints are in ``folder / "ckpt"``."""
     program = folder / "program.py"
@@ -98,6 +110,16 @@ def test_a_program_that_ends_with_a_save_in_flight_leaves_a_whole_checkpoint(
     job = job_of(AFTER_THE_LAST_LINE + last, tmp_path, ranks)
     assert job.returncode == 0, job
     assert "shutdown" not in job.stderr, job
+    found = verify(tmp_path / "ckpt" / "step-000000007")
+    assert found.verdict is Verdict.SOUND, (found, job)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_program_that_ends_mpi_with_a_save_in_flight_leaves_a_whole_checkpoint(
+    tmp_path: Path, ranks: int
+) -> None:
+    job = job_of(ENDS_MPI, tmp_path, ranks)
+    assert job.returncode == 0, job
     found = verify(tmp_path / "ckpt" / "step-000000007")
     assert found.verdict is Verdict.SOUND, (found, job)
 
