@@ -32,6 +32,7 @@ from hpczero.errors import (
     abort_job,
     install_abort_hook,
 )
+from hpczero.job.finalizing import before_finalize
 from hpczero.job.topology import Topology, check_launch
 from hpczero.options.environment import Environment
 
@@ -172,6 +173,7 @@ def init(
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=[*DEVICES])
         atexit.register(_finish_all)
+    before_finalize(_finish_all)
     limit_s = Environment.read().timeout_s if timeout_s is None else timeout_s
     store = MPIStore(comm.Dup())
     hook = sys.excepthook

@@ -239,9 +239,7 @@ def test_calls_that_callbacks_start_are_in_one_order_on_ranks_where_they_run_at_
 def test_calls_that_cannot_be_are_refused_where_they_are_made(comm: MPI.Intracomm) -> None:
     other = 1 - comm.rank
     wrong: dict[str, Callable[[], object]] = {
-        "meta, expected one on cpu or cuda": lambda: dist.all_reduce(
-            torch.ones(2, device="meta")
-        ),
+        "meta, expected one on cpu or cuda": lambda: dist.all_reduce(torch.ones(2, device="meta")),
         "layout torch.sparse_coo": lambda: dist.all_reduce(torch.eye(2).to_sparse()),
         "BAND of torch.float32": lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND),
         "AVG of torch.int64": lambda: dist.all_reduce(torch.tensor([1]), dist.ReduceOp.AVG),
