@@ -77,7 +77,6 @@ class BackwardSchedule:
         self._gradient_factor = gradient_factor
         self._sharded = sharded
         self._pass: BackwardPass | None = None
-        self._hooks: list[Callable[[Tensor], None]] = []  # of parameters; see ``capture``
 
     def train(self, unit: Unit) -> None:
         """``unit``, one of the frozen ones, trains from now on. No backward runs."""
@@ -165,7 +164,7 @@ class BackwardSchedule:
                 self._reduce_what_is_due(backward)
 
         # Autograd keeps hooks where no garbage collector looks, and this one leads to the model.
-        self._hooks.append(hook)
+        self.gradients[unit].hooks.append(hook)
         held = ref(hook)
 
         def weak(parameter: Tensor) -> None:
