@@ -7,18 +7,22 @@ workings, MPI.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import difflib
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from typing_extensions import Never
 
 from hpczero.accelerator import Accelerator, accelerator_of, choose_accelerator
 from hpczero.bridge import init_by_default
 from hpczero.comm import Collectives, check_transport_name, choose
-from hpczero.errors import PlanError, explain_exhaustion
+from hpczero.errors import ConfigError, PlanError, explain_exhaustion
 from hpczero.job.topology import Topology
 from hpczero.memory.buffers import DTYPES
 from hpczero.memory.heap import give_back_freed_memory, keep_freed_memory
@@ -44,12 +48,14 @@ from hpczero.zero.units.module_buffers import persistent_buffers
 from hpczero.zero.update.optimizer_set import OptimizerSet
 from hpczero.zero.update.whole_rules import check_uncut
 
+MISSING: Any = object()  # as under FSDP, whose optimizer is made afterwards
+
 
 def zeroify(
     model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer] | None,
-    *,
+    optimizer: Optimizer | Sequence[Optimizer] | None = MISSING,
     stage: int | Stage = 3,
+    *,
     topology: Topology | None = None,
     precision: str | Precision = "fp32",
     rule: UnitRule | None = None,
@@ -61,6 +67,7 @@ def zeroify(
     initialize: Initializer | None = None,
     offload: Offload | None = None,
     quantize: str | None = None,
+    **unknown: Never,
 ) -> nn.Module:
     """Shard ``model`` and its optimizers over the ranks, in place. Collective over the topology's world.
 
@@ -97,12 +104,13 @@ def zeroify(
         quantize: at stage 3, the form in which frozen matrices of units other than the root rest and travel: "int8" or
             "nf4", 1.0625 and 0.5625 bytes per element, decoded to the parameters' dtype where they are used. None:
             that dtype. It rounds the values, once.
+        unknown: refused by name.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        ConfigError: unknown stage, precision or form.
+        ConfigError: unknown stage, precision, form or keyword.
         PlanError: the model or an optimizer cannot be sharded, or is none, or two share a parameter; the same on every
             rank.
 
@@ -115,6 +123,7 @@ def zeroify(
     owns_topology = topology is None and given is None
     topology = topology or (_topology_of(given) if given else Topology.of_world())
     with topology.agreed("plan the model"):
+        _check_keywords(unknown)
         _check_arguments(model, optimizer, offload)
         check_degrees(model, topology.mesh)
         check_part(model)
@@ -249,8 +258,25 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 # --- setting up ------------------------------------------------------------------------------------------------------
 
 
+def _check_keywords(unknown: Iterable[str]) -> None:
+    for name in unknown:
+        known = [each for each in inspect.signature(zeroify).parameters if each != "unknown"]
+        near = difflib.get_close_matches(name, known, n=1) or [
+            each for each in known if each in name or name in each
+        ]
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(
+            f"zeroify got an unknown keyword {name!r}; {meant}It takes {', '.join(known)}"
+        )
+
+
 def _check_arguments(model: object, optimizer: object, offload: object) -> None:
     """Refuse what is no model and no optimizer; exchanged, they are told as that."""
+    if optimizer is MISSING:
+        raise PlanError(
+            "zeroify(model, optimizer) got no optimizer; make it before, over model.parameters(), and pass it "
+            "(None for a model that is not trained)"
+        )
     found = f"zeroify(model, optimizer): got {type(model).__name__} and {type(optimizer).__name__}"
     if not isinstance(model, nn.Module):
         raise PlanError(f"{found}, expected a torch.nn.Module and a torch optimizer, in this order")

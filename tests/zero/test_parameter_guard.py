@@ -86,7 +86,7 @@ def test_error_says_what_was_asked_for(parameter: nn.Parameter) -> None:
 
 
 def test_step_of_an_optimizer_that_zeroify_was_not_given_says_so(parameter: nn.Parameter) -> None:
-    with pytest.raises(StepError, match="the Late that steps on it is not the one that zeroify"):
+    with pytest.raises(StepError, match="the Late that steps is not the one that zeroify"):
         Late([parameter], 0.1).step()
 
 
@@ -194,7 +194,7 @@ def test_whole_model_calls_on_a_sharded_model_are_refused(
         ) as caught:  # torch's load_state_dict collects errors in its own
             error = caught
         parallel_assert(comm, error is not None and "layers.0.0.weight" in str(error), repr(error))
-        parallel_assert(comm, "hpczero.full_state_dict" in str(error), repr(error))
+        parallel_assert(comm, "hpczero." in str(error), repr(error))
         model(torch.ones(1, 7)).sum().backward()  # and no harm was done
 
 

@@ -55,14 +55,14 @@ class Gradients:
     """The autograd nodes that add up the gradients of one unit's parameters, one node for each.
 
     Attributes:
-        hooks: what these nodes call by weak references.
+        hooks: what autograd calls when it has; it holds them weakly.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.hooks: list[Callable[[Tensor], None]] = []
         self._parameters = list(parameters)
         # Held, so that looking one up costs nothing in backward.
         self._nodes: list[Node | None] = [_gradient_node(parameter) for parameter in parameters]
-        self.hooks: list[Callable[[Tensor], None]] = []
 
     def to_come(self) -> int:
         """How many of these nodes the running backward runs ([Note: When a gradient is whole])."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hpczero.errors import PlanError, StepError
-from hpczero.zero.units.guard import moved_or_cast
+from hpczero.zero.units.guard import ShardedParameter, moved_or_cast
 
 # Where copy, pickle and torch look them up before the class.
 _NAMES = ("__reduce_ex__", "_apply")
@@ -35,15 +35,39 @@ class Seal:
             modules: by qualified name.
         """
         self._modules = modules
+        self._handles = [
+            each.register_load_state_dict_pre_hook(_refuse_values)  # type: ignore[no-untyped-call]
+            for each in {*modules.values()}
+        ]
         for name, module in modules.items():
             module.__dict__["__reduce_ex__"] = _refuse_copies
             module.__dict__["_apply"] = partial(_pass_what_changes_nothing, name, module)
 
     def remove(self) -> None:
         """Take the seal off."""
+        for handle in self._handles:
+            handle.remove()
         for module in self._modules.values():
             for name in _NAMES:
                 module.__dict__.pop(name, None)
+
+
+def _refuse_values(
+    module: nn.Module, state: Mapping[str, Any], prefix: str, how: Mapping[str, Any], *_: Any
+) -> None:
+    """Refuse ``load_state_dict`` of parameters that are sharded, once; torch tells of each.
+
+    Raises:
+        StepError: the message names the way.
+    """
+    if how.get("assign_to_params_buffers"):  # the next step names what came
+        return
+    for name, parameter in module.named_parameters(prefix.removesuffix(".")):
+        if isinstance(parameter, ShardedParameter) and name in state:
+            raise StepError(
+                f"parameter {name!r} is sharded and its memory given back (stage 3); call load_state_dict before "
+                "zeroify, or inside `with hpczero.gathered(model, modifier_rank=0):`"
+            )
 
 
 def _refuse_copies(protocol: Any) -> NoReturn:

@@ -107,12 +107,8 @@ class ShardedParameter(nn.Parameter):
                 "gone; hpczero.release(model, whole=True) keeps it. Values that were saved come back by "
                 "model.load_state_dict(state, assign=True)"
             )
-        if (stranger := _stepping()) is not None:
-            raise StepError(
-                f"parameter {name!r} is sharded and its memory given back (stage 3), and the "
-                f"{type(stranger).__name__} that steps on it is not the one that zeroify was given. Make the optimizer "
-                "before zeroify, pass it there, and step with that one"
-            )
+        if (refused := refused_step()) is not None:
+            raise refused
         raise StepError(
             f"parameter {name!r} is sharded and its memory given back (stage 3), but {what!r} needs its "
             "value. Outside of the model (state_dict, printing): hpczero.full_state_dict(model), or use it inside "
@@ -138,13 +134,16 @@ class ShardedParameter(nn.Parameter):
             return f"ShardedParameter({self.qualified_name!r}, shape={tuple(self.shape)}, {self.dtype})"
 
 
-def _stepping() -> torch.optim.Optimizer | None:
-    """The optimizer inside of whose ``step`` an error is about to be raised; it is looked for in the stack."""
+def refused_step() -> StepError | None:
+    """What to say if an optimizer is stepping that zeroify was not given; it is looked for in the stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         holder = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
         if isinstance(holder, torch.optim.Optimizer):
-            return holder
+            return StepError(
+                f"the {type(holder).__name__} that steps is not the one that zeroify was given; make the optimizer "
+                "before zeroify, pass it there, and step with that one"
+            )
         frame = frame.f_back
     return None
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hpczero.errors import StepError
+from hpczero.zero.units.guard import refused_step
 from hpczero.zero.units.unit import Unit
 
 # Each element of the result depends on the same element and on numbers alone. In-place versions; lists go by theirs.
@@ -351,10 +352,12 @@ def _check_kept(seen: SeenGradient) -> None:
 
 
 def _refusal(seen: SeenGradient, what: str) -> StepError:
+    if (refused := refused_step()) is not None:
+        return refused
     return StepError(
         f"parameter.grad of {seen._slot.name!r} lies in shards over the ranks, and {what!r} needs its elements. To "
         "look at it: hpczero.full_gradients(model). To change this rank's own gradient before it is reduced: "
-        "parameter.register_hook. An optimizer over model.parameters() that was made after zeroify cannot step; "
+        "parameter.register_hook. "
         "p.grad.mul_, clamp_, norm, torch.nn.utils.clip_grad_norm_ and clip_grad_value_, zero_grad work; pieces of the "
         "gradient are at p.grad of optimizer.param_groups"
     )
