@@ -8,6 +8,7 @@ Owns: its options and the table. Must not know: any formula (``sizing``), torch,
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import re
 import sys
@@ -342,8 +343,10 @@ def choose_config(options: Any) -> GPTConfig:
             ", because nothing is built here, as a model of --model.factory would have to be; hpczero.train tells in "
             "its first lines what such a run holds; expected a preset:"
         )
+        near = difflib.get_close_matches(options.model, PRESETS, n=2, cutoff=0.4)
+        meant = f"; did you mean {' or '.join(near)}?" if near and not of_factory else ""
         raise ConfigError(
-            f"--model: got {shown(options.model)}{of_factory or ', expected one of'} {', '.join(PRESETS)}"
+            f"--model: got {shown(options.model)}{of_factory or ', expected one of'} {', '.join(PRESETS)}{meant}"
         )
     try:
         if options.model is None:

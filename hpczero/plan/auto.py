@@ -66,7 +66,7 @@ class Options:
     vocab: int | None = None
     positions: Literal["learned", "rotary"] | None = None
     sequence: int | None = None
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     reduce: Literal["fp32", "bf16"] = "fp32"
     global_batch: int = 32
     folder: str | None = None
@@ -243,7 +243,7 @@ def _say(options: Options, choice: Choice, troubles: list[str]) -> None:
     if options.json:
         sys.stdout.write(f"{json.dumps(as_json(choice, troubles), indent=2)}\n")
         return
-    said = list(troubles)
+    said = [*troubles, f"precision {options.precision} (--precision)"]
     if choice.best is None:
         least = choice.too_large
         closest = f"; closest: {describe(least)}" if least else ""

@@ -136,7 +136,7 @@ def test_memory_is_read_with_decimal_and_binary_units(text: str, nbytes: int) ->
         (("--model", "gpt-60b", "--ranks", "8", "--memory", "32G"), "80GiB"),
         (("--model", "gpt-60b", "--ranks", "8", "--memory", "0GB"), "above zero"),
         (("--model", "gpt-60b", "--ranks", "8", "--memory", "-1GB"), "--memory"),
-        (("--model", "gpt-60x", "--ranks", "8", "--memory", "1GB"), "gpt-60b"),
+        (("--model", "llama-8b", "--ranks", "8", "--memory", "1GB"), "did you mean gpt-8b"),
         (("--model", "gpt2", "--ranks", "0", "--memory", "1GB"), "--ranks"),
         (("--model", "gpt2", "--ranks", "two", "--memory", "1GB"), "two"),
         (("--model", "gpt2", "--memory", "1GB"), "--ranks"),
