@@ -102,7 +102,8 @@ class Ties:
         index, used, digest = self._state.collectives.group.index, False, 0
         if unit.spec.trainable:
             used = bool(unit.gradients.usage.now[0])
-            if unit.away is None:  # else it would be read from where it rests, for this alone
+            # Of a unit that rests elsewhere too: its twin may rest in memory. Not while a delayed update changes both.
+            if not any(stepper.pending for stepper in self._state.step.steppers):
                 with unit.owned_values() as values:
                     digest = int(digest_of_bits(values.detach()))
         words = [index, unit.owned_numel, int(unit.spec.trainable), digest, int(used)]
