@@ -5,6 +5,7 @@ Owns: which entry is the model, and what becomes of the others. Must not know: F
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 import hpczero
-from hpczero.errors import ConfigError
+from hpczero.checkpoint.disk.folder import Folder, is_checkpoint, read_manifest
+from hpczero.checkpoint.disk.json_keys import extra_of
+from hpczero.checkpoint.disk.lines import step_of
+from hpczero.errors import ConfigError, HpcZeroError
 from hpczero.job.exchange import Exchange
 
 KEY = "fabric"  # in ``extra``
@@ -45,10 +49,13 @@ class FabricCheckpoint:
                 name: _state_of(each) for name, each in state.items() if not _is_models(each)
             },
         }
+        before = self._exchange.of_root(self._newest_step(), "look for the checkpoint before")
+        step = step if type(step) is int and step > 0 else 0
         hpczero.checkpoint.save(
             self._path,
             model,
-            step=step if type(step) is int and step > 0 else 0,
+            # A step that begins anew is no way back: what was before goes, and is not set aside.
+            step=step if step >= before else before + 1,
             extra={KEY: extra},
             keep=1,
         )
@@ -58,21 +65,20 @@ class FabricCheckpoint:
 
         Raises:
             ConfigError: as of ``_model``; or another program has written it.
-            KeyError: ``state`` has what the checkpoint has not.
+            KeyError: ``state`` has what the checkpoint has not; nothing is changed then.
             CheckpointError: as of ``hpczero.checkpoint.load``.
         """
         model = self._model(state)
+        if strict:
+            self._check_names(state, self._exchange.of_root(self._written(), "look at its names"))
         found = hpczero.checkpoint.load(self._path, model).extra.get(KEY)
         if not isinstance(found, dict):
             raise ConfigError(
                 f"{self._path}: was not saved by fabric.save; load it with hpczero.checkpoint.load(path, model)"
             )
         values: dict[str, Any] = dict(found["values"])
-        missing = [name for name in state if name not in values and name not in found["held"]]
-        if strict and missing:
-            raise KeyError(
-                f"{self._path}: holds no {missing[0]!r}, but {', '.join([*found['held'], *values])}; pass strict=False"
-            )
+        if strict:
+            self._check_names(state, [*found["held"], *values])
         for name, each in list(state.items()):
             if _is_models(each) or name not in values:
                 continue
@@ -84,6 +90,35 @@ class FabricCheckpoint:
             else:
                 state[name] = value
         return values
+
+    def _newest_step(self) -> int:
+        """Of what is in the folder; 0 where nothing is. Not collective."""
+        with suppress(HpcZeroError):
+            return max(
+                (step_of(each.name) or 0 for each in Folder(self._path).candidates()), default=0
+            )
+        return 0  # the save says what is wrong
+
+    def _written(self) -> list[str] | None:
+        """Names of what the newest checkpoint has; None where only a load can tell. Not collective."""
+        with suppress(HpcZeroError):
+            folder = Folder(self._path)
+            manifest = (
+                read_manifest(self._path)
+                if is_checkpoint(self._path)
+                else next((manifest for _, manifest in folder.valid()), None)
+            )
+            found = extra_of(manifest.meta).get(KEY) if manifest else None
+            if isinstance(found, dict):
+                return [*found["held"], *found["values"]]
+        return None
+
+    def _check_names(self, state: Any, written: list[str] | None) -> None:
+        missing = [name for name in state if written is not None and name not in written]
+        if missing and written is not None:
+            raise KeyError(
+                f"{self._path}: holds no {missing[0]!r}, but {', '.join(written)}; pass strict=False"
+            )
 
     def _model(self, state: Any) -> nn.Module:
         """The model among the entries.

@@ -67,5 +67,7 @@ def _choose(
     if temperature == 0:
         return logits_V.argmax(dim=-1, keepdim=True)
     logits_K, ids_K = logits_V.topk(min(top_k or logits_V.numel(), logits_V.numel()))
-    choice_1 = torch.multinomial((logits_K / temperature).softmax(dim=-1), 1, generator=generator)
+    # In fp64, and the largest first made 0: what a temperature close to 0 divides overflows to minus infinity alone.
+    scaled_K = ((logits_K.double() - logits_K[0].double()) / temperature).float()
+    choice_1 = torch.multinomial(scaled_K.softmax(dim=-1), 1, generator=generator)
     return ids_K[choice_1]

@@ -297,7 +297,11 @@ def test_elements_are_sent_where_memory_holds_their_negatives(
             dist.all_reduce(total)
             first = negative(*shape)
             dist.broadcast(first, 0)
-            pairs = [*zip(rows, given, strict=True), (total, torch.stack(given).sum(0)), (first, given[0])]
+            pairs = [
+                *zip(rows, given, strict=True),
+                (total, torch.stack(given).sum(0)),
+                (first, given[0]),
+            ]
             if not all(torch.allclose(found, expected) for found, expected in pairs):
                 wrong.append(shape)
     parallel_assert(comm, not wrong, str(wrong))

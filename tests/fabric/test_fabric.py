@@ -225,6 +225,40 @@ def test_generators_and_tensors_among_the_entries_come_back(
     program.done()
 
 
+@pytest.mark.ranks(2)
+def test_steps_that_begin_anew_leave_one_checkpoint(
+    comm: MPI.Intracomm, topology: Topology, folder: Path
+) -> None:
+    program = Program(topology, stage=1)
+    for epoch in range(3):
+        for step in (10, 20):
+            program.fabric.save(folder / "one", {**program.state, "epoch": epoch, "step": step})
+    there = [each.name for each in (folder / "one").iterdir() if each.is_dir()]
+    state = {**program.state, "step": 0}
+    program.fabric.load(folder / "one", state)
+    parallel_assert(comm, len(there) == 1, str(there))
+    parallel_assert(comm, (state["epoch"], state["step"]) == (2, 20), str(state))
+    program.done()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_load_that_lacks_an_entry_changes_nothing(
+    comm: MPI.Intracomm, topology: Topology, folder: Path, stage: int
+) -> None:
+    program = Program(topology, stage=stage)
+    program.fabric.save(folder / "one", program.state)
+    program.train(1)
+    before, text = program.weights(comm), ""
+    try:
+        program.fabric.load(folder / "one", {**program.state, "nope": 1})
+    except KeyError as error:
+        text = str(error)
+    far = furthest(program.weights(comm), before)
+    parallel_assert(comm, "holds no 'nope', but model, optimizer" in text and far == 0.0, text)
+    program.done()
+
+
 @pytest.mark.ranks(2, 3)
 def test_exchanges_between_ranks(comm: MPI.Intracomm, topology: Topology) -> None:
     program = Program(topology, stage=0)

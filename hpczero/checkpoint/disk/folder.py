@@ -327,13 +327,14 @@ def is_checkpoint(path: Path) -> bool:
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:
     if isinstance(error, NotADirectoryError):
+        path = next(
+            each for each in (path, *path.parents) if kind_of(each)
+        )  # a file on the way to it
         return ConfigError(
             f"{path}: is {kind_of(path)}, expected a folder: a run, its checkpoints, or one of them. Weights of other "
             "programs: hpczero.checkpoint.import_weights"
         )
-    return ConfigError(
-        f"{path}: cannot be read ({reason(error)}); check the path and its permissions"
-    )
+    return ConfigError(f"{path}: cannot be read ({reason(error)}); check path and permissions")
 
 
 def _order(path: Path) -> tuple[int, bool]:
