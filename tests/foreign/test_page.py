@@ -43,6 +43,15 @@ def test_program_of_the_page_trains_and_saves(tmp_path: Path) -> None:
     assert (tmp_path / "trained" / "tokenizer.json").exists()
 
 
+SCHEDULE = """
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+scheduler.step()
+from hpczero.data.loading import ResumableLoader
+samples = torch.utils.data.TensorDataset(tokens)
+loader = ResumableLoader(samples, global_batch=2, topology=topology)
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.limit(300)
 @pytest.mark.filterwarnings("ignore", "error:::hpczero")
@@ -50,7 +59,10 @@ def test_programs_of_the_readme_train_save_and_go_on(tmp_path: Path) -> None:
     llama.made().save_pretrained(tmp_path / "my-model")
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     whole, calls = (block for block in blocks if "hf.load" in block or "checkpoint.save" in block)
-    (tmp_path / "program.py").write_text(f"{whole}\nstep = 1\n{calls}\nassert step == 1\n")
+    program = (
+        f"{whole}\n{SCHEDULE}\nstep = 1\n{calls}\nassert (step, scheduler.last_epoch) == (1, 1)\n"
+    )
+    (tmp_path / "program.py").write_text(program)
     finished = run_ranks(2, ["program.py"], 240, cwd=tmp_path)
     assert finished.returncode == 0, str(finished)
     kind: Any = llama.library().AutoModelForCausalLM
