@@ -7,7 +7,8 @@ not know: what the call does, what follows (see CutOff), MPI.
 In a hang almost every rank waits, and all their limits pass within seconds. If all asked, N ranks would send N**2
 questions and write N stacks. Rank r therefore waits STAGGER_S * log2(1 + r) longer. Whoever is asked meanwhile answers
 and leaves the rest to the asker, who ends the job. It asks by itself only if the job has not ended some time later.
-The questions do not pass from rank to rank in a tree: a rank that is gone would then hide those behind it.
+The questions do not pass from rank to rank in a tree: a rank that is gone would then hide those behind it. After
+NOTICE_S one rank asks in the same way, and only says what it has heard.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import faulthandler
 import math
 import os
 import sys
+import sysconfig
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 
 from hpczero.errors import EXIT_HANG, abort_job
 from hpczero.job.cut_off import CutOff
@@ -32,8 +36,15 @@ STAGGER_S = (
 )
 LEAST_LOOK_S = 0.01
 GRACE_S = 10.0  # for an asker to end the job, after its patience
+NOTICE_S = 30.0  # of waiting until one rank says where all are; the job goes on
 MOST_NAMED = 8
 
+# Where code lies that is not a program's: this package, the standard library, what is installed, what has no file.
+NOT_OF_PROGRAM = (
+    f"{Path(__file__).parents[1]}{os.sep}",
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    "<",
+)
 # Whose threads still run. They must not ask for the interpreter at exit.
 _watching: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
@@ -71,6 +82,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._roll_call: RollCall | None = None
+        self._noticed = 0  # the number of calls begun when this rank has last said where all are
 
     def attend(self, roll_call: RollCall) -> None:
         """Use ``roll_call``: answer where this rank is when others ask, and ask them."""
@@ -147,11 +159,10 @@ class Watchdog:
         latest = self._latest()
         if latest is not None:
             what, since = latest
-            return f"in {what}, for {time.monotonic() - since:.0f} s"
+            return f"in {what}, for {time.monotonic() - since:.0f} s{place_in_program()}"
         what, since = self._last
-        return (
-            f"outside of any collective for {time.monotonic() - since:.0f} s, the last was {what}"
-        )
+        past_s, place = time.monotonic() - since, place_in_program()
+        return f"outside of any collective for {past_s:.0f} s{place}, the last was {what}"
 
     def _unchanged_s(self) -> float:
         """Seconds since the last call began or ended."""
@@ -163,25 +174,42 @@ class Watchdog:
         period = min(max(self.timeout_s / 10, 0.05), 5.0)
         patience_s = 2 * period + 1.0  # the others look for questions once a period
         # Not while all is well: no second thread in MPI unless something already looks like a hang.
-        if self._roll_call is not None and self._unchanged_s() > self.timeout_s / 4:
+        if (
+            self._roll_call is not None
+            and self._unchanged_s() > min(self.timeout_s, 2 * NOTICE_S) / 4
+        ):
             self._roll_call.answer(self._state)
         latest = self._latest()
         if latest is None:
             return period
         what, start = latest
-        own_s = self.timeout_s + STAGGER_S * math.log2(1 + self.rank)
-        left_s = own_s - (time.monotonic() - start)
+        later_s = STAGGER_S * math.log2(1 + self.rank)
+        waited_s = time.monotonic() - start
+        if NOTICE_S + later_s < waited_s and self.timeout_s > 2 * NOTICE_S:
+            self._notice(what, waited_s, patience_s)
+        left_s = self.timeout_s + later_s - (time.monotonic() - start)
         if left_s > 0:
             return max(min(period, left_s), LEAST_LOOK_S)
         if self._roll_call is None or self._roll_call.asked_s > patience_s + GRACE_S:
             self._end_job(what, patience_s)
         return period
 
+    def _notice(self, what: str, waited_s: float, patience_s: float) -> None:
+        """Say once for each call where the ranks are that it waits for, unless another rank does."""
+        if self._roll_call is None or self._noticed == self._begun:
+            return
+        self._noticed = self._begun
+        if self._roll_call.asked_s > waited_s:
+            where = "; ".join(self._missing(what, patience_s))
+            sys.stderr.write(
+                f"[rank {self.rank}] waits in {what}{place_in_program()} for {waited_s:.0f} s: {where}\n"
+            )
+            sys.stderr.flush()
+
     def _end_job(self, what: str, patience_s: float) -> None:
         sys.stderr.write(
-            f"[rank {self.rank}] hang: {what} has not finished after {self.timeout_s:g} s. "
-            "A peer failed, left early, runs other modules, or still works; run once with "
-            "HPCZERO_STRICT=1 to see which. HPCZERO_TIMEOUT sets this limit.\n"
+            f"[rank {self.rank}] hang: {what} has not finished after {self.timeout_s:g} s{place_in_program()}. "
+            "A peer failed, left early, runs other modules, or still works. HPCZERO_TIMEOUT sets this limit.\n"
         )
         sys.stderr.flush()
         for line in self._missing(what, patience_s):
@@ -214,6 +242,14 @@ class Watchdog:
         return lines or [
             "all ranks are in this call: the network or the MPI library does not deliver"
         ]
+
+
+def place_in_program() -> str:
+    """File and line of the program's own code that the main thread is in, for messages; empty where there is none."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_OF_PROGRAM):
+        frame = frame.f_back
+    return "" if frame is None else f" (line {frame.f_lineno} of {frame.f_code.co_filename})"
 
 
 def _watch(held: weakref.ref[Watchdog], stop: threading.Event) -> None:

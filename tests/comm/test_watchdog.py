@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -58,8 +59,29 @@ def test_hang_ends_the_job_with_86_and_names_operation_and_unit() -> None:
     assert "HPCZERO_TIMEOUT" in line, job
     assert "in _all_gather" in job.stderr, job  # the stack of the call
     # rank 1 sleeps in its forward, after it had taken part in the unit before
-    said = r"\[rank 0\] missing: rank 1 is outside of any collective for \d+ s, the last was .*'blocks.0'"
+    said = r"\[rank 0\] missing: rank 1 is outside of any collective for \d+ s.*, the last was .*'blocks.0'"
     assert re.search(said, job.stderr), job
+
+
+def test_ranks_that_wait_say_early_where_all_are_and_go_on(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    early = "from hpczero.job import watchdog\nwatchdog.NOTICE_S = 0.5\n"
+    loop = LOOP.replace("range(1000)", "range(4)").format(trouble="time.sleep(9)")
+    program.write_text(early + loop)
+    environment = {"HPCZERO_TIMEOUT": "20", "HPCZERO_TRANSPORT": "flat"}
+    job = run_ranks(2, [program], timeout=60, env=environment)
+    assert job.returncode == 0, job
+    found = [line for line in job.stderr.splitlines() if "waits in" in line]
+    lines = program.read_text().splitlines()
+    called, sleeps = (
+        lines.index(line) + 1 for line in ("            x = block(x)", "    time.sleep(9)")
+    )
+    said = (
+        rf"\[rank 0\] waits in all_gather of 'blocks.1' .*\(line {called} of \S+train.py\) for \d+ s: missing: "
+        rf"rank 1 is outside of any collective for \d+ s \(line {sleeps} of \S+train.py\), the last was "
+    )
+    assert len(found) == 1, job
+    assert re.search(said, found[0]), job
 
 
 def test_rank_that_leaves_early_is_a_hang_not_a_success() -> None:
