@@ -131,6 +131,7 @@ TABLE = {
     "make setup": Verdict("no", needs=MADE),
     "HPCZERO_MPI=mpich make setup": Verdict("no", needs="from PyPI"),
     "make test": Verdict("no", needs="core of the tests"),  # this one too
+    "make test-all": Verdict("no", needs="every case of every test"),
     'make test ARGS="-k layout"': Verdict(
         after="-n", shows=r"tests/run.py -k layout\n"
     ),  # tests that run tests: whoever runs this file has typed it
