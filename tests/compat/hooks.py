@@ -291,7 +291,7 @@ CONSTRUCTS = [
         "an optimizer per parameter, stepped in a post-accumulate hook",
         only_backward,
         after=optimizer_in_backward,
-        refused="lies in shards over the ranks",
+        refused="is not the one that zeroify was given",
         remark="one optimizer; its state is sharded",
     ),
 ]

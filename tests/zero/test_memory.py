@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import hpczero
 from hpczero.accelerator import Export, HostAccelerator
+from hpczero.comm.inside.segment import Segment
 from hpczero.models import GPT, GPTConfig
 from tests.helpers.parallel import parallel_assert
 from tests.helpers.small_models import adamw, tiny_gpt, zeroified
@@ -67,7 +68,7 @@ def shared_ranges() -> list[tuple[int, int]]:
 def shared_file_bytes() -> dict[int, int]:
     """Memory behind every shared memory file that this process has open, by inode, as the kernel counts it.
 
-    MPI closes the files that it maps, so these are hpczero's.
+    MPI closes the files that it maps, so these are hpczero's, which ``open_files`` keeps open.
     """
     found = {}
     for name in os.listdir("/proc/self/fd"):
@@ -78,6 +79,23 @@ def shared_file_bytes() -> dict[int, int]:
         if target.startswith("/dev/shm/"):
             found[status.st_ino] = 512 * status.st_blocks
     return found
+
+
+@pytest.fixture
+def open_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Files of units stay open."""
+    kept: list[int] = []
+    close = Segment.close_file
+
+    def keep(segment: Segment) -> None:
+        if segment.file >= 0:
+            kept.append(os.dup(segment.file))
+        close(segment)
+
+    monkeypatch.setattr(Segment, "close_file", keep)
+    yield
+    for file in kept:
+        os.close(file)
 
 
 @contextmanager
@@ -236,6 +254,7 @@ def test_memory_that_a_rank_exports_is_planned(
             parallel_assert(comm, near(exported[0], plan.exchange), f"{exported}, {plan}")
 
 
+@pytest.mark.usefixtures("open_files")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_pages_of_shared_memory_and_private_bytes_add_up_to_the_plan(
     comm: MPI.Intracomm, topology: Topology, stage: int

@@ -41,6 +41,12 @@ ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 NARROWED = hpczero.Precision(param="fp32", reduce="bf16")  # gradients wider than what travels
 
 
+@pytest.fixture(autouse=True)
+def _no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.distributed would duplicate the communicator that counts."""
+    monkeypatch.setenv("HPCZERO_DISTRIBUTED", "0")
+
+
 class Wire:
     """Calls and bytes that this rank gave to MPI for other ranks in collectives over the shards, or to agree."""
 
@@ -86,7 +92,12 @@ def counted(topology: Topology) -> Iterator[tuple[Topology, Wire]]:
             super().Alltoall(send, receive)
 
     class World(Knowing):
-        known = ("Allgather", "Allreduce", "Bcast")
+        known = (
+            "Allgather",
+            "Allreduce",
+            "Bcast",
+            "Sendrecv",
+        )  # the last: of calls that are new to ranks
 
         def Allgather(self, send: Any, receive: Any) -> None:
             wire.count("agreement", (self.size - 1) * send.nbytes)
