@@ -6,11 +6,14 @@ differs. Must not know: what the calls do.
 [Note: Calls that are known]
 MPI pairs collectives by their order alone. A rank that calls another unit's gather gets the other unit's values where
 sizes are equal. Where they differ, an MPI library may write past the buffer (Open MPI 4.1.4 reads a large message whole
-before it compares lengths). So ranks compare a call before they make it, unless it is known: after the two calls before
-it, no other call has ever come, on any rank. A rank that departs from what is known is the one that notices, and waits
-for the others. They come along and all go on, or they depart elsewhere and all ranks raise, or they are in another call
-and the watchdog ends the job; nobody has got a wrong value. Where two calls may follow, as after a forward that a
-backward or an evaluation follows, ranks compare each time. A training loop compares in its first step only.
+before it compares lengths). So ranks compare a call before they make it, unless it is known: after the same two calls it
+came the last time, on all ranks. What is not compared follows from what has been, so no two ranks make different calls.
+
+A rank that departs from what is known is the one that compares, and waits for the others. They come along and all go
+on; or they depart elsewhere and all ranks raise; or they are in another call and the watchdog ends the job. Nobody has
+got a wrong value. Where another call comes than the last time, as after a forward that a backward or an evaluation
+follows, ranks compare AGAIN times more there, so that a rank that departs alone is named at once. A training loop
+compares in its first steps only (docs/decisions/0035-known-calls.md).
 """
 
 from __future__ import annotations
