@@ -6,8 +6,9 @@ differs. Must not know: what the calls do.
 [Note: Calls that are known]
 MPI pairs collectives by their order alone. A rank that calls another unit's gather gets the other unit's values where
 sizes are equal. Where they differ, an MPI library may write past the buffer (Open MPI 4.1.4 reads a large message whole
-before it compares lengths). So ranks compare a call before they make it, unless it is known: after the same two calls it
-came the last time, on all ranks. What is not compared follows from what has been, so no two ranks make different calls.
+before it compares lengths). So ranks compare a call before they make it, unless it is known: after the same two calls
+it came the last time, on all ranks. What is not compared follows from what has been, so no two ranks make different
+calls.
 
 A rank that departs from what is known is the one that compares, and waits for the others. They come along and all go
 on; or they depart elsewhere and all ranks raise; or they are in another call and the watchdog ends the job. Nobody has
