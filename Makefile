@@ -6,7 +6,7 @@
 # make lint    set up, ruff and mypy
 # make examples  set up and train every adapter that comes along to its target, beside plain torch: ARGS="--only gcn"
 # make docs    set up and write the pages of the public interface to build/docs; warnings are errors
-# make setup   the set-up alone: install/setup.sh says what can be chosen
+# make setup   what training takes, without linters and a SLURM for tests: install/setup.sh says what can be chosen
 SHELL := /bin/bash
 RANKS ?= 2
 RUN ?= runs/default
@@ -14,11 +14,14 @@ ARGS ?=
 PYTHON := .venv/bin/python
 SOURCES := $(sort $(dir $(wildcard hpczero/*.py tests/*.py scaling/*.py examples/*.py docs/*.py)))
 
-.PHONY: setup train picture test test-all quick lint docs examples
+.PHONY: setup tools train picture test test-all quick lint docs examples
 .NOTPARALLEL:
 
 setup:
 	@install/setup.sh
+
+tools:
+	@install/setup.sh tests
 
 train: setup
 	install/launch.sh $(RANKS) $(PYTHON) -m hpczero.train $(ARGS)
@@ -28,16 +31,16 @@ picture: setup
 	install/launch.sh $(RANKS) $(PYTHON) -m hpczero.train --run.name picture --run.overwrite true $(ARGS)
 	cp runs/picture/loss.png docs/loss.png
 
-test: setup
+test: tools
 	@$(PYTHON) tests/run.py $(ARGS)
 
-test-all: setup
+test-all: tools
 	@HPCZERO_TEST_ALL=1 $(PYTHON) tests/run.py $(ARGS)
 
-quick: setup
+quick: tools
 	@$(PYTHON) tests/quick.py $(ARGS)
 
-lint: setup
+lint: tools
 	$(PYTHON) -m ruff check $(SOURCES)
 	$(PYTHON) -m ruff format --check $(SOURCES)
 	$(PYTHON) -m mypy $(SOURCES)
@@ -45,5 +48,5 @@ lint: setup
 examples: setup
 	@$(PYTHON) examples/adapters.py --ranks $(RANKS) $(ARGS)
 
-docs: setup
+docs: tools
 	$(PYTHON) docs/api.py build/docs

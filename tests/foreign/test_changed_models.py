@@ -211,6 +211,8 @@ def test_low_rank_products_on_loaded_weights_read_every_byte_once(
     model, weights = hpczero.hf.load(folder / "a", topology=topology)
     finetune.lora(model, rank=2, seed=5)
     optimizer = torch.optim.AdamW(finetune.trained(model))
+    with pytest.raises(PlanError, match=r"initialize=hpczero\.finetune\.first_values\(weights\)"):
+        hpczero.zeroify(model, optimizer, topology=topology, initialize=weights)
     first = finetune.first_values(weights, seed=5)
     hpczero.zeroify(model, optimizer, topology=topology, initialize=first, quantize=quantize)
     found = comm.bcast(hpczero.full_state_dict(model))

@@ -58,7 +58,7 @@ loader = ResumableLoader(samples, global_batch=2, topology=topology)
 def test_programs_of_the_readme_train_save_and_go_on(tmp_path: Path) -> None:
     llama.made().save_pretrained(tmp_path / "my-model")
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    whole, calls = (block for block in blocks if "hf.load" in block or "checkpoint.save" in block)
+    whole, calls = (next(b for b in blocks if word in b) for word in ("hf.load", "checkpoint.save"))
     program = (
         f"{whole}\n{SCHEDULE}\nstep = 1\n{calls}\nassert (step, scheduler.last_epoch) == (1, 1)\n"
     )
@@ -66,5 +66,10 @@ def test_programs_of_the_readme_train_save_and_go_on(tmp_path: Path) -> None:
     finished = run_ranks(2, ["program.py"], 240, cwd=tmp_path)
     assert finished.returncode == 0, str(finished)
     kind: Any = llama.library().AutoModelForCausalLM
-    again = kind.from_pretrained(tmp_path / "trained").state_dict()["model.embed_tokens.weight"]
-    assert not torch.equal(again, llama.made().state_dict()["model.embed_tokens.weight"])
+    again, before = kind.from_pretrained(tmp_path / "trained").state_dict(), llama.made().state_dict()
+    product = "model.layers.0.self_attn.q_proj.weight"
+    # B is zero at first: one step moves it, and the product with it.
+    assert not torch.equal(again[product], before[product].bfloat16().float())
+    norm = "model.layers.0.input_layernorm.weight"
+    assert torch.equal(again[norm], before[norm].bfloat16().float())
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
