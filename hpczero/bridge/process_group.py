@@ -76,6 +76,10 @@ class Named(_ProcessGroup):  # type: ignore[misc]
     group_desc = property(getGroupDesc)
     _device_types = property(lambda _: [torch.device(kind) for kind in DEVICES])
 
+    def _get_backend(self, device: torch.device) -> Named:
+        """Itself: torch asks for a backend to see whether NCCL or gloo has a limit of time to be changed."""
+        return self
+
 
 class Calls(Named):
     """A group that hands calls to its line.

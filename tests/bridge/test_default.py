@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -86,6 +87,17 @@ def test_a_group_that_nobody_asked_for_gives_way(comm: MPI.Intracomm, topology: 
         parallel_assert(comm, x.tolist() == [comm.size] * 3)
         loss = model(torch.ones(2, 7)).sum()
         loss.backward()  # the model does not use the group
+
+
+def test_compiler_that_finds_a_graph_in_its_cache_may_ask_the_group_for_more_time(
+    comm: MPI.Intracomm,
+) -> None:
+    with bridge(comm):
+        for device in ("cpu", "cuda"):
+            found: Any = dist.group.WORLD
+            parallel_assert(comm, found._get_backend(torch.device(device)) is found)
+        # What torch._inductor.codecache calls.
+        dist.distributed_c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=1))
 
 
 def test_the_group_of_a_program_stays(comm: MPI.Intracomm, topology: Topology) -> None:

@@ -56,8 +56,8 @@ def _whole(number: int, seed: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("make", [_bert, _t5])
-@pytest.mark.parametrize("loss", [None, _mean])
+# T5 makes its decoder's inputs from the labels, which plain Trainer keeps for a loss function of the program.
+@pytest.mark.parametrize(("make", "loss"), [(_bert, None), (_bert, _mean), (_t5, None)])
 def test_a_mean_over_samples_equals_one_process(
     comm: MPI.Intracomm, folder: Path, make: Any, stage: int, accumulation: int, loss: Any
 ) -> None:
