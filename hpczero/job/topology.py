@@ -278,6 +278,8 @@ def started_ranks() -> int:
 def check_launch(size: int, environment: Environment) -> None:
     """Refuse ranks that each think they are alone: N equal runs would overwrite one another. Not collective.
 
+    A process that no launcher has started, in a SLURM job of several ranks, is told that it is alone.
+
     Args:
         size: ranks that MPI sees.
         environment: of this process.
@@ -299,6 +301,11 @@ def check_launch(size: int, environment: Environment) -> None:
             f"MPI sees 1 rank, but WORLD_SIZE={environment.torch_ranks}, as torchrun, accelerate launch or deepspeed "
             "set it: each process would train the whole model by itself. Start the program with "
             f"mpirun -n {environment.torch_ranks} python ..., or srun; if one rank is meant: unset WORLD_SIZE RANK"
+        )
+    if started is None and size == 1 and (environment.allocated_ranks or 1) > 1:
+        logger.warning(
+            "1 rank, without a launcher, in a SLURM job of %d: srun python ... starts all of them",
+            environment.allocated_ranks,
         )
 
 

@@ -82,6 +82,7 @@ class Environment:
         launched_rank: which of them this process is, as the same launcher says; None where it does not, or cannot be.
         torch_ranks: WORLD_SIZE beside a RANK, as torchrun and its like set both; None where either is missing.
         tasks_per_node: what SLURM says of each node: of the step (``2(x3),1``), or under mpirun SLURM_NTASKS_PER_NODE.
+        allocated_ranks: SLURM_NTASKS: ranks that the job, or the allocation of this shell, has room for.
         cache: folder for what is worth remembering between jobs: XDG_CACHE_HOME/hpczero, else ~/.cache/hpczero.
     """
 
@@ -109,6 +110,7 @@ class Environment:
     launched_rank: int | None = None
     torch_ranks: int | None = None
     distributed: bool = True
+    allocated_ranks: int | None = None
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -165,6 +167,7 @@ class Environment:
             _launched_rank(values, launched_by),
             digits(values.get("WORLD_SIZE", "")) if values.get("RANK") else None,
             distributed != "0",
+            digits(values.get("SLURM_NTASKS", "")),
         )
 
 

@@ -107,11 +107,28 @@ def parse_command_line(
             )
     except SystemExit as end:
         if end.code not in (0, None):
-            raise ConfigError(f"command line: {_plain(complaint.getvalue())}") from None
+            text = _plain(complaint.getvalue())
+            raise ConfigError(f"command line: {text}{_near(text, cls)}") from None
     if launcher_rank() == 0:
         help_text.seek(0)
         sys.stdout.write(help_text.read())
     raise SystemExit(0)
+
+
+def _near(complaint: str, cls: type) -> str:
+    """Options of ``cls`` that share a word with an unknown one that tyro finds nothing alike for; may be empty."""
+    unknown = re.search(r"Unrecognized options: --([\w.-]+)", complaint)
+    if unknown is None or "Perhaps" in complaint:
+        return ""
+    words = set(re.split(r"[._-]", unknown[1].rpartition(".")[2]))
+    names = [
+        f"{section}.{option.name}" if section else option.name
+        for section, hint in [("", cls), *typing.get_type_hints(cls).items()]
+        if dataclasses.is_dataclass(hint)
+        for option in dataclasses.fields(hint)
+    ]
+    near = [name for name in names if words & set(name.rpartition(".")[2].split("_"))]
+    return f". Near it: {', '.join(f'--{name}' for name in near[:6])}" if near else ""
 
 
 def load_toml(path: Path, cls: type[T]) -> T:

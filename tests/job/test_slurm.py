@@ -323,6 +323,22 @@ def test_variables_of_torch_that_fit_pass(size: int, variables: dict[str, str]) 
     check_launch(size, Environment.read(variables))
 
 
+@pytest.mark.parametrize(
+    ("size", "variables", "told"),
+    [
+        (1, {"SLURM_NTASKS": "32"}, True),  # python in the shell of salloc
+        (1, {"SLURM_NTASKS": "32", "SLURM_STEP_NUM_TASKS": "1"}, False),  # srun -n 1
+        (1, {"SLURM_NTASKS": "1"}, False),
+        (2, {"SLURM_NTASKS": "32"}, False),
+    ],
+)
+def test_rank_without_a_launcher_in_a_job_of_several_is_told_that_it_is_alone(
+    size: int, variables: dict[str, str], told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_launch(size, Environment.read(variables))
+    assert ("1 rank, without a launcher, in a SLURM job of 32" in caplog.text) is told
+
+
 # --- what a job ran with
 
 

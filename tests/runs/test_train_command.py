@@ -256,6 +256,7 @@ def test_run_is_not_overwritten_unless_asked(folder: Path) -> None:
     ("options", "expected"),
     [
         ({"train__step": 3}, ["--train.step", "--train.steps"]),
+        ({"train__batch_size": 8}, ["--train.global_batch, --train.micro_batch"]),
         ({"train__steps": "many"}, ["--train.steps", "'many'"]),
         ({"parallel__stage": 7}, ["--parallel.stage", "'7'"]),
         ({"train__global_batch": 9}, ["train.global_batch", "got 9", "2 rank(s)", "8 or 12"]),
