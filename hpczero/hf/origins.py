@@ -25,7 +25,9 @@ _WAYS = (
     "folder, or pass initialize=f(name, tensor) that fills such parameters itself and calls weights(name, tensor) for "
     "the others"
 )
-_PRODUCTS = "it is of finetune.lora: pass zeroify(..., initialize=hpczero.finetune.first_values(weights))"
+_PRODUCTS = (
+    "it is of finetune.lora: pass zeroify(..., initialize=hpczero.finetune.first_values(weights))"
+)
 
 
 @dataclass(frozen=True)

@@ -121,11 +121,11 @@ def _near(complaint: str, cls: type) -> str:
     if unknown is None or "Perhaps" in complaint:
         return ""
     words = set(re.split(r"[._-]", unknown[1].rpartition(".")[2]))
-    names = [
-        f"{section}.{option.name}" if section else option.name
-        for section, hint in [("", cls), *typing.get_type_hints(cls).items()]
-        if dataclasses.is_dataclass(hint)
-        for option in dataclasses.fields(hint)
+    hints = typing.get_type_hints(cls)
+    sections = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    names = [name for name in hints if name not in sections]
+    names += [
+        f"{name}.{f.name}" for name, hint in sections.items() for f in dataclasses.fields(hint)
     ]
     near = [name for name in names if words & set(name.rpartition(".")[2].split("_"))]
     return f". Near it: {', '.join(f'--{name}' for name in near[:6])}" if near else ""

@@ -12,7 +12,9 @@ import difflib
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import tyro
@@ -24,8 +26,9 @@ from hpczero.models.presets import PRESETS
 from hpczero.options.parallel import LayoutOptions
 from hpczero.options.reading import parse_command_line
 from hpczero.plan.layouts import Place, layout_report
+from hpczero.plan.plan import Plan
 from hpczero.plan.precision import Precision
-from hpczero.plan.sizing import Fit, Machine, fit
+from hpczero.plan.sizing import Fit, Machine, blockwise_plan, fit
 from hpczero.plan.states import STATE_BYTES
 from hpczero.plan.transports import Named, fastest_transport
 from hpczero.predict.answer import (
@@ -63,7 +66,8 @@ class Options:
         device: where the model is, for the transport; left out, that of --machine, or cpu.
         transport: flat counts messages between all ranks; hierarchical between nodes and inside them; ipc lets GPUs
             of a node read each other's memory, window shares the host's; auto: what training takes.
-        model: a preset, such as gpt2-xl or gpt-60b.
+        model: a preset, such as gpt2-xl or gpt-60b; or a folder of transformers with a config.json, or that file: its
+            weights are not read, and activations are not counted.
         layers: transformer blocks; given beside a preset, this and the next three replace its values.
         hidden: width of the residual stream.
         heads: attention heads; they change no byte, but must divide the width.
@@ -211,8 +215,8 @@ def build_report(options: Options) -> Report:
         ConfigError: an option has an impossible value.
     """
     described, per_node = _where(options)
-    config = choose_config(options)
-    sequence = options.sequence or config.context
+    config, plan_of = choose_plans(options)
+    sequence = options.sequence or (1 if config is None else config.context)
     device = _device(options, described)
     local = per_node or options.ranks
     transport = choose_transport(options, local, device)
@@ -231,17 +235,15 @@ def build_report(options: Options) -> Report:
     def size(stage: int, ranks: int) -> Fit:
         return fit(
             config,
-            parameter_shapes(config),
+            plan_of(ranks, stage),
             dataclasses.replace(machine, ranks=ranks, local_size=of_node(ranks)),
-            stage=stage,
-            precision=Precision.of(options.precision, reduce=options.reduce),
             sequence=sequence,
             micro_batch=options.micro_batch,
             accumulation=options.accumulation,
             optimizer_bytes=STATE_BYTES[options.optimizer],
         )
 
-    def step(row: Fit, on: Described) -> Prediction:
+    def step(row: Fit, config: GPTConfig, on: Described) -> Prediction:
         job = Job(
             model=dataclasses.replace(config, context=sequence),
             machine=on,
@@ -261,6 +263,7 @@ def build_report(options: Options) -> Report:
     report = Report(
         title=options.model or "custom model",
         config=config,
+        numel=plan_of(1, 0).numel,
         sequence=sequence,
         machine=machine,
         ranks_per_node=per_node,
@@ -272,7 +275,9 @@ def build_report(options: Options) -> Report:
         recommendation="",
         device=device,
         machine_title="" if described is None else described.title,
-        predictions=tuple(step(row, described) for row in fits) if described else (),
+        predictions=tuple(step(row, config, described) for row in fits)
+        if described and config
+        else (),
     )
     return dataclasses.replace(report, recommendation=recommend(report, lambda n: size(3, n)))
 
@@ -312,6 +317,36 @@ def choose_memory(options: Options, described: Described | None) -> int:
     return described.usable
 
 
+def choose_plans(options: Options) -> tuple[GPTConfig | None, Callable[[int, int], Plan]]:
+    """(sizes of a GPT, None for a model of transformers; the plan over so many ranks at a stage).
+
+    Raises:
+        ConfigError: as ``choose_config``; or the folder's config.json cannot be used.
+    """
+    precision = Precision.of(options.precision, reduce=options.reduce)
+    named = Path(options.model or "")
+    folder = named.parent if named.name == "config.json" else named
+    if not options.model or options.model in PRESETS or not (folder / "config.json").exists():
+        config = choose_config(options)
+        shapes = list(parameter_shapes(config))
+        return config, lambda ranks, stage: blockwise_plan(
+            shapes, num_shards=ranks, stage=stage, precision=precision
+        )
+    from hpczero.hf.building import build  # torch and transformers take seconds to import
+    from hpczero.hf.making import Choice, of_folder
+    from hpczero.plan.rules import default_rule
+
+    sizes = ("layers", "hidden", "heads", "vocab", "positions", "sequence")
+    if given := [name for name in sizes if getattr(options, name) is not None]:
+        raise ConfigError(
+            f"--{given[0]}: is not for a model of transformers, whose sizes are those of {folder / 'config.json'}"
+        )
+    model = build(lambda: of_folder(folder, Choice()), seed=0)
+    return None, lambda ranks, stage: Plan.build(
+        model, num_shards=ranks, stage=stage, precision=precision, rule=default_rule
+    )
+
+
 def choose_config(options: Any) -> GPTConfig:
     """The preset with every given size replaced, or a model from sizes alone.
 
@@ -346,7 +381,8 @@ def choose_config(options: Any) -> GPTConfig:
         near = difflib.get_close_matches(options.model, PRESETS, n=2, cutoff=0.4)
         meant = f"; did you mean {' or '.join(near)}?" if near and not of_factory else ""
         raise ConfigError(
-            f"--model: got {shown(options.model)}{of_factory or ', expected one of'} {', '.join(PRESETS)}{meant}"
+            f"--model: got {shown(options.model)}{of_factory or ', expected one of'} {', '.join(PRESETS)}, or a folder "
+            f"of transformers with a config.json (without --auto and --parallel){meant}"
         )
     try:
         if options.model is None:

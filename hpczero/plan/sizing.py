@@ -320,36 +320,33 @@ class Machine:
 
 
 def fit(
-    model: Transformer,
-    shapes: Iterable[tuple[str, tuple[int, ...]]],
+    model: Transformer | None,
+    plan: Plan,
     machine: Machine,
     *,
-    stage: int,
-    precision: str | Precision,
-    sequence: int,
+    sequence: int = 1,
     micro_batch: int = 1,
     accumulation: int = 1,
     optimizer_bytes: float | StateBytes = ADAM_STATE_BYTES,
 ) -> Fit:
-    """Whether ``model`` fits at ``stage``, and with which micro batch.
+    """Whether what ``plan`` holds fits, and with which micro batch.
 
     Args:
-        model: sizes for the activations.
-        shapes: qualified name and shape of every parameter, a tied weight once.
+        model: sizes for the activations; None leaves them out, and micro batches are 0.
+        plan: of the parameters, over the ranks of the machine.
         machine: ranks and bytes per rank.
-        stage: 0 to 3.
-        precision: name or Precision.
         sequence: tokens per sample.
         micro_batch: samples per rank in one forward and backward.
         accumulation: forwards per step. With more than one, ``accumulated_nbytes`` are needed too.
         optimizer_bytes: state per element, as of ``Plan.memory``.
     """
-    plan = blockwise_plan(shapes, num_shards=machine.ranks, stage=stage, precision=precision)
     memory = plan.memory(optimizer_bytes=optimizer_bytes, footprint=machine.footprint)
     waiting = accumulated_nbytes(plan, accumulation, footprint=machine.footprint)
     room = machine.memory_nbytes - memory.total - waiting
 
     def activations(batch: int, checkpointing: bool) -> int:
+        if model is None:
+            return 0
         return activation_nbytes(
             model,
             sequence=sequence,
@@ -359,14 +356,15 @@ def fit(
             on_device=machine.on_device,
         )
 
-    plain = largest(lambda batch: activations(batch, False) <= room, MAX_MICRO_BATCH)
-    checkpointed = largest(lambda batch: activations(batch, True) <= room, MAX_MICRO_BATCH)
+    most = 0 if model is None else MAX_MICRO_BATCH
+    plain = largest(lambda batch: activations(batch, False) <= room, most)
+    checkpointed = largest(lambda batch: activations(batch, True) <= room, most)
     needed = memory.total + waiting + activations(micro_batch, plain < micro_batch)
     return Fit(
-        stage=stage,
+        stage=int(plan.stage),
         memory=memory,
         traffic=plan.traffic(micro_steps=accumulation, footprint=machine.footprint),
-        ideal_nbytes=ideal_state_nbytes(stage, plan.numel, data_parallel=machine.ranks),
+        ideal_nbytes=ideal_state_nbytes(plan.stage, plan.numel, data_parallel=machine.ranks),
         micro_batch=plain,
         micro_batch_checkpointed=checkpointed,
         needed_nbytes=needed,

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hpczero.models.config import GPTConfig, parameter_count
+from hpczero.models.config import GPTConfig
 from hpczero.plan.sizing import Fit, Machine, fewest_ranks
 from hpczero.plan.states import STATE_TITLES
 from hpczero.predict.model import Prediction
@@ -19,11 +19,13 @@ from hpczero.predict.model import Prediction
 class Report:
     """All that is printed, before it is formatted.
 
-    ``predictions`` are by stage, and empty if no machine is described.
+    ``config`` is None for a model of transformers, whose activations are not counted. ``predictions`` are by stage, and
+    empty if no machine is described.
     """
 
     title: str
-    config: GPTConfig
+    config: GPTConfig | None
+    numel: int
     sequence: int
     machine: Machine
     ranks_per_node: int | None
@@ -66,6 +68,11 @@ def recommend(report: Report, stage3: Callable[[int], Fit]) -> str:
         stage3: stage 3 at another number of ranks.
     """
     memory, best, smallest = report.machine.memory_nbytes, report.best, report.smallest
+    if best is not None and report.config is None:
+        return (
+            f"States and buffers take {gigabytes(best.needed_nbytes)} of {gigabytes(memory)} per rank at stage "
+            f"{best.stage}; activations come on top, and are not counted for a model of transformers."
+        )
     if best is not None and smallest is not None:
         plain, checkpointed = best.micro_batch, best.micro_batch_checkpointed
         how = "without" if plain >= report.micro_batch else "with"
@@ -114,6 +121,11 @@ def rows(report: Report) -> list[tuple[str, list[str]]]:
         ("predicted tokens/s", [f"{found.tokens_per_s:,.0f}" for found in report.predictions]),
         ("predicted MFU", [f"{found.mfu:.1%}" for found in report.predictions]),
     ]
+    activations = nbytes(f"with micro-batch {report.micro_batch}", lambda row: row.needed_nbytes)
+    batches = [
+        words("largest micro-batch", lambda row: row.micro_batch or "-"),
+        words("  checkpointed", lambda row: row.micro_batch_checkpointed or "-"),
+    ]
     return [
         nbytes("parameters", lambda row: row.memory.parameters),
         nbytes("master", lambda row: row.memory.master),
@@ -123,10 +135,9 @@ def rows(report: Report) -> list[tuple[str, list[str]]]:
         nbytes("exchange buffer", lambda row: row.memory.exchange),
         nbytes(f"total, {unit}", lambda row: row.memory.total),
         nbytes("paper's 2+2+12 bytes", lambda row: row.ideal_nbytes),
-        nbytes(f"with micro-batch {report.micro_batch}", lambda row: row.needed_nbytes),
+        *([] if report.config is None else [activations]),
         words("fits", lambda row: "yes" if row.fits else "no"),
-        words("largest micro-batch", lambda row: row.micro_batch or "-"),
-        words("  checkpointed", lambda row: row.micro_batch_checkpointed or "-"),
+        *([] if report.config is None else batches),
         nbytes(f"sent per step, {unit}", lambda row: row.traffic.nbytes),
         *(predicted if report.predictions else []),
     ]
@@ -142,9 +153,12 @@ def header(report: Report) -> str:
             f" on {machine.ranks // report.ranks_per_node} nodes of {report.ranks_per_node} "
             f"({gigabytes(node_nbytes)} per node)"
         )
+    sizes = ""
+    if config is not None:
+        sizes = f"{config.layers} layers, hidden {config.hidden}, vocabulary {config.vocab_size}, "
+        sizes += f"sequence {report.sequence}, "
     return (
-        f"{report.title}: {parameter_count(config):,} parameters, {config.layers} layers, hidden {config.hidden}, "
-        f"vocabulary {config.vocab_size}, sequence {report.sequence}, {report.precision}\n"
+        f"{report.title}: {report.numel:,} parameters, {sizes}{report.precision}\n"
         f"{machine.ranks} ranks{nodes}, {gigabytes(machine.memory_nbytes)} per rank, transport {report.transport}"
     )
 
@@ -166,8 +180,8 @@ def as_json(report: Report) -> dict[str, object]:
     """The report for machines: bytes, one object for each stage."""
     return {
         "model": report.title,
-        "parameters": parameter_count(report.config),
-        "config": dataclasses.asdict(report.config),
+        "parameters": report.numel,
+        "config": report.config and dataclasses.asdict(report.config),
         "sequence": report.sequence,
         "precision": report.precision,
         "optimizer": report.optimizer,

@@ -179,10 +179,8 @@ class Job:
             raise ConfigError("hpczero has no model parallelism; expected model_parallel 1")
         return fit(
             self.model,
-            parameter_shapes(self.model),
+            self.plan,
             self.room,
-            stage=self.stage,
-            precision=self.precision,
             sequence=self.model.context,
             micro_batch=self.micro_batch,
         )

@@ -119,7 +119,8 @@ BESIDE = Verdict(
 )  # slurm/README.md names its neighbours
 
 TABLE = {
-    "install/launch.sh 2 .venv/bin/python -m hpczero.train --run.name mine --data.path my.txt --data.tokenizer bpe": Verdict(
+    "install/launch.sh 2 .venv/bin/python -m hpczero.train --run.name mine --data.path my.txt "
+    "--data.tokenizer bpe": Verdict(
         before="cp CHANGELOG.md my.txt && ", after=SMALL, shows="done: python -m hpczero.sample"
     ),
     '.venv/bin/python -m hpczero.sample runs/mine --prompt "Once "': Verdict(

@@ -66,7 +66,10 @@ def test_programs_of_the_readme_train_save_and_go_on(tmp_path: Path) -> None:
     finished = run_ranks(2, ["program.py"], 240, cwd=tmp_path)
     assert finished.returncode == 0, str(finished)
     kind: Any = llama.library().AutoModelForCausalLM
-    again, before = kind.from_pretrained(tmp_path / "trained").state_dict(), llama.made().state_dict()
+    again, before = (
+        kind.from_pretrained(tmp_path / "trained").state_dict(),
+        llama.made().state_dict(),
+    )
     product = "model.layers.0.self_attn.q_proj.weight"
     # B is zero at first: one step moves it, and the product with it.
     assert not torch.equal(again[product], before[product].bfloat16().float())

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpczero.plan.__main__ import Options, build_report, main, parse_nbytes
+from hpczero.plan.plan import Plan
+from hpczero.plan.rules import default_rule
+from tests.foreign import llama
 from tests.helpers.mpirun import Finished, run_command
 
 GPT_60B = ("--model", "gpt-60b", "--ranks", "400", "--ranks-per-node", "16", "--memory", "32GB")
@@ -286,3 +290,24 @@ def test_time_of_a_step_with_states_in_8_bits_is_refused() -> None:
     done = plan(*sizes, "--optimizer", "adamw8bit")
     assert done.returncode == 78
     assert "--machine: the time of a step with --optimizer adamw8bit is not known" in done.stderr
+
+
+def test_model_of_transformers_is_counted_without_its_weights(tmp_path: Path) -> None:
+    made = llama.made()
+    made.config.architectures = ["LlamaForCausalLM"]
+    made.config.save_pretrained(tmp_path)
+    of_ranks = ("--ranks", "4", "--memory", "1GB", "--transport", "flat", "--precision", "bf16")
+    found = plan_json("--model", str(tmp_path), *of_ranks)
+    assert found["parameters"] == sum(p.numel() for p in made.parameters())
+    assert found["stages"] == plan_json("--model", f"{tmp_path}/config.json", *of_ranks)["stages"]
+    for stage, row in enumerate(found["stages"]):
+        expected = Plan.build(
+            made, num_shards=4, stage=stage, precision="bf16", rule=default_rule
+        ).memory()
+        assert row["memory"]["total"] == row["needed_nbytes"] == expected.total
+    text = plan("--model", str(tmp_path), *of_ranks).stdout
+    assert "micro-batch" not in text
+    assert "activations come on top" in text
+    refused = plan("--model", str(tmp_path), *of_ranks, "--layers", "3")
+    assert refused.returncode == 78
+    assert "--layers: is not for a model of transformers" in refused.stderr

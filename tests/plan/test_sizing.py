@@ -138,10 +138,8 @@ def test_states_follow_the_documented_table(stage: int, coefficients: tuple[int,
     config, ranks = PRESETS["gpt2"], 4
     row = fit(
         config,
-        parameter_shapes(config),
+        blockwise_plan(parameter_shapes(config), num_shards=ranks, stage=stage, precision="bf16"),
         Machine(ranks, 10**12),
-        stage=stage,
-        precision="bf16",
         sequence=1024,
     )
     whole, divided = coefficients
@@ -233,10 +231,8 @@ def test_largest_micro_batch_fits_and_one_more_does_not(checkpointing: bool) -> 
     config, room = PRESETS["gpt2-xl"], 32 * 10**9
     row = fit(
         config,
-        parameter_shapes(config),
+        blockwise_plan(parameter_shapes(config), num_shards=16, stage=2, precision="bf16"),
         Machine(16, room),
-        stage=2,
-        precision="bf16",
         sequence=1024,
     )
     batch = row.micro_batch_checkpointed if checkpointing else row.micro_batch
@@ -256,10 +252,8 @@ def test_checkpointing_is_counted_only_where_the_micro_batch_needs_it() -> None:
     def sized(micro_batch: int) -> tuple[int, bool]:
         row = fit(
             config,
-            parameter_shapes(config),
+            blockwise_plan(parameter_shapes(config), num_shards=16, stage=2, precision="bf16"),
             Machine(16, 32 * 10**9),
-            stage=2,
-            precision="bf16",
             sequence=1024,
             micro_batch=micro_batch,
         )
