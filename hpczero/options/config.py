@@ -278,7 +278,7 @@ class LogOptions:
         level: debug adds lines of every rank.
         progress: bar on a terminal, lines in a log; auto: a bar if standard output is a terminal with a width.
         tensorboard: write TensorBoard event files.
-        plot: draw the losses at the end.
+        plot: draw the losses every 10 minutes, and at the end.
         peak_tflops: of one rank's hardware in the chosen precision, for MFU; None: no MFU.
         stragglers_every: steps between looks for ranks that are slower than the others, or than they were; 0: never.
     """

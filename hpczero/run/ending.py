@@ -12,6 +12,7 @@ from contextlib import ExitStack
 import hpczero
 from hpczero.checkpoint.foreign.weights_writer import WeightsWriter
 from hpczero.errors import EXIT_REQUEUE
+from hpczero.files.regular import reason
 from hpczero.job import log
 from hpczero.options.config import RunConfig
 from hpczero.parallel.tensor import close
@@ -23,14 +24,38 @@ from hpczero.run.setup import Run
 from hpczero.run.starting import resume
 from hpczero.zero.full_state import StateByUnit
 
+PICTURE_S = 600.0  # between two pictures of a run that goes on
+
 
 def stopped(run: Run, done: int) -> int:
     """End a run that was asked to stop after ``done`` steps and has saved. Returns 75. Collective."""
     next_command = resume.next_command(run.config, in_series=bool(run.environment.series))
     log.info("stopped after step %d, as asked; %s", done, next_command)
+    if run.records is not None:
+        draw_meanwhile(run, -PICTURE_S)
     run.attempts.end(done, EXIT_REQUEUE)
     _give_back(run)
     return EXIT_REQUEUE
+
+
+def draw_meanwhile(run: Run, drawn_s: float) -> float:
+    """Draw the losses of a run that goes on, if the last picture is old. Not collective: rank 0 calls it.
+
+    Args:
+        run: that has written the line of a step.
+        drawn_s: when it was drawn last, by ``time.monotonic``.
+
+    Returns:
+        When it was drawn last.
+    """
+    now_s = time.monotonic()
+    if not run.config.log.plot or now_s - drawn_s < PICTURE_S:
+        return drawn_s
+    try:
+        draw_losses(run.config, run.folder)
+    except OSError as error:  # the metrics are on file, and the end of the run draws again
+        log.info("%s: cannot be drawn (%s)", run.folder.plot, reason(error))
+    return now_s
 
 
 def finished(run: Run, found: Found | None) -> int:

@@ -6,6 +6,7 @@ what is in a file. Every rank runs all of it; only rank 0 writes files.
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from functools import partial
 
@@ -71,7 +72,7 @@ def take_steps(run: Run) -> int:
     stops = Stops(run.folder.path, given.topology, given.signals, run.deadline)
     stragglers = Stragglers(given.topology, every=config.log.stragglers_every)
     expectation = Expectation(run.foretold)
-    stopped, found = False, None
+    stopped, found, drawn_s = False, None, time.monotonic()
     with run.records or nullcontext(), checkpoints:
         for number in range(run.start, config.train.steps):
             given.accelerator.reset_peak()
@@ -93,6 +94,7 @@ def take_steps(run: Run) -> int:
                 checkpoints.after_step(done, {**run.identity, "samples": samples}, wish)
             if run.records is not None and measured is not None:
                 run.records.write(after_save(run, taken, measured))
+                drawn_s = ending.draw_meanwhile(run, drawn_s)
 
             stopped = wish is Wish.STOP and done < config.train.steps
             if stopped:

@@ -10,6 +10,8 @@ import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -17,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hpczero.errors import ConfigError
 from hpczero.job import log
 from hpczero.options.config import LogOptions, RunConfig, RunOptions, TrainOptions
+from hpczero.run import ending
 from hpczero.run.results.folder import RunFolder
 from hpczero.run.results.metrics import (
     Interval,
@@ -268,9 +271,18 @@ def test_records_go_to_file_tensorboard_and_screen(
     assert [m.loss for m in read_metrics(folder.metrics)] == [1.5]
     events = EventAccumulator(str(folder.tensorboard))
     events.Reload()
-    (loss,) = events.Scalars("loss")
+    (loss,) = events.Scalars("loss/loss")
     assert (loss.step, loss.value) == (1, 1.5)
-    assert "grad_norm" in events.Tags()["scalars"]
+    tags = {each: name for name, _, each in (t.partition("/") for t in events.Tags()["scalars"])}
+    assert tags.keys() == {
+        n for n, v in dataclasses.asdict(metrics(1)).items() if v is not None
+    } - {"step"}
+    assert (tags["grad_norm"], tags["forward_ms"], tags["tokens"]) == (
+        "optimizer",
+        "time",
+        "progress",
+    )
+    assert tags["process_peak_nbytes"] == "memory"
     assert "loss 1.5000" in capsys.readouterr().out
 
 
@@ -377,3 +389,19 @@ def test_info_comes_from_root_and_debug_from_every_rank(
     log.debug("detail %s", expensive)
     assert capsys.readouterr().out == expected
     assert expensive.count == (level == "debug")
+
+
+def test_losses_are_drawn_while_a_run_goes_on_but_not_at_every_step(
+    tmp_path: Path,
+) -> None:
+    config = RunConfig()
+    run: Any = SimpleNamespace(config=config, folder=RunFolder(tmp_path))
+    with Records(run.folder, config.log, num_steps=1) as records:
+        records.write(metrics(1))
+    now_s = time.monotonic()
+    assert ending.draw_meanwhile(run, now_s) == now_s
+    assert not run.folder.plot.exists()
+    assert ending.draw_meanwhile(run, now_s - ending.PICTURE_S - 1) >= now_s
+    assert run.folder.plot.read_bytes().startswith(b"\x89PNG")
+    run.folder.metrics.unlink()
+    ending.draw_meanwhile(run, now_s - ending.PICTURE_S - 1)  # is told, and ends nothing

@@ -1,7 +1,7 @@
 """The loss curve of a run as a picture.
 
-Owns: what the curve looks like. Must not know: torch, MPI, how a run works. Rank 0 alone imports it, at the end of a
-run: matplotlib takes half a second and 40 MB.
+Owns: what the curve looks like. Must not know: torch, MPI, how a run works. Rank 0 alone imports it: matplotlib
+takes half a second and 40 MB.
 """
 
 from __future__ import annotations
@@ -71,7 +71,11 @@ def plot_losses(
         above.set_xlabel("tokens" if unit else "samples")
         above.xaxis.set_major_locator(MaxNLocator(nbins=TOKEN_TICKS, integer=True))
         above.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    figure.savefig(path)
+    unfinished = path.with_name(
+        f".{path.name}"
+    )  # whoever looks at a run that goes on sees a whole picture
+    figure.savefig(unfinished, format="png")
+    unfinished.replace(path)
 
 
 def smoothed(values: Sequence[float], span: int) -> list[float]:

@@ -22,6 +22,17 @@ if TYPE_CHECKING:
     from hpczero.run.results.scalars import ScalarWriter
 
 
+GROUPS = (
+    *(("loss", "loss"), ("held_out_metric", "loss")),
+    *((end, "time") for end in ("_ms", "tokens_per_s", "tflops", "mfu")),
+    *((end, "memory") for end in ("_nbytes", "device_fragmented")),
+    *(
+        (name, "optimizer")
+        for name in ("learning_rate", "grad_norm", "loss_scale", "skipped_steps")
+    ),
+)
+
+
 class Records:
     """Context manager around the steps of a run. A line that ``write`` was given survives a kill of this process."""
 
@@ -99,8 +110,16 @@ class Records:
         if self._tensorboard is not None:
             for name, value in dataclasses.asdict(metrics).items():
                 if value is not None and name != "step":
-                    self._tensorboard.add_scalar(name, value, metrics.step)
+                    self._tensorboard.add_scalar(tag(name), value, metrics.step)
         self._progress.show(metrics)
+
+
+def tag(name: str) -> str:
+    """Of a field of the metrics in TensorBoard, which draws what is before the slash as one group."""
+    if name.startswith(("tier_", "activations_")):
+        return f"offload/{name}"
+    group = next((group for end, group in GROUPS if name.endswith(end)), "progress")
+    return f"{group}/{name}"
 
 
 def _in_one_line(failed: threading.ExceptHookArgs) -> None:

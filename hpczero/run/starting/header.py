@@ -133,8 +133,12 @@ def describe_run(
     """
     kind = "rank(s)" if data.is_job else "data parallel rank(s)"
     each = f" x {seq_len} {unit}s" if seq_len > 1 else ""
+    folder = RunFolder.of(config.run)
+    curves = (
+        f"\ncurves: tensorboard --logdir {folder.tensorboard}" if config.log.tensorboard else ""
+    )
     return (
         f"run: {config.train.steps} steps of {batch.global_batch * seq_len:,} {unit}s = micro batch "
         f"{batch.micro_batch} x accumulation {batch.accumulation} x {data.size} {kind}{each}; "
-        f"results in {RunFolder.of(config.run).path}"
+        f"results in {folder.path}{curves}"
     )
