@@ -1,13 +1,15 @@
-"""``python -m tests.compat`` writes the tables of docs/compatibility.md from the constructs."""
+"""``python -m tests.compat`` writes docs/compatibility.md's tables from the constructs, and README's figures of them."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.compat import architectures, libraries, table
 from tests.compat.construct import Construct
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
+README = Path(__file__).resolve().parents[2] / "README.md"
+DOCUMENT = README.parent / "docs" / "compatibility.md"
 BEGIN, END = "<!-- tables -->\n", "<!-- end of tables -->\n"
 SECTIONS = {
     **table.SECTIONS,
@@ -36,14 +38,20 @@ def tables() -> str:
     return "\n".join(lines) + "\n\n"
 
 
-def count() -> str:
-    """The line of figures above the tables."""
+def figures() -> tuple[int, int, int]:
+    """(constructs that work, that are refused at stage 3 alone, that are refused)."""
     every = [each for constructs in SECTIONS.values() for each in constructs]
     works = sum(not each.refused for each in every)
     partly = sum(each.refused_stages is not None for each in every)
+    return works, partly, len(every) - works - partly
+
+
+def count() -> str:
+    """The line of figures above the tables."""
+    works, partly, refused = figures()
     return (
-        f"{len(every)} constructs: {works} work, {partly} work at stages 0 to 2 and are refused at stage 3, "
-        f"{len(every) - works - partly} are refused.\n"
+        f"{works + partly + refused} constructs: {works} work, {partly} work at stages 0 to 2 and are refused at "
+        f"stage 3, {refused} are refused.\n"
     )
 
 
@@ -54,5 +62,14 @@ def expected(text: str) -> str:
     return f"{before}{BEGIN}\n{count()}{tables()}{END}{after}"
 
 
+def in_readme(text: str) -> str:
+    """README's ``text`` with its figures as they should be."""
+    works, partly, refused = figures()
+    every = f"of {works + partly + refused} constructs of ordinary torch code"
+    said = f"{every} {refused} are refused by name, and {partly} more at stage 3"
+    return re.sub(r"of \d+ constructs .* more at stage 3", said, text)
+
+
 if __name__ == "__main__":
     DOCUMENT.write_text(expected(DOCUMENT.read_text()))
+    README.write_text(in_readme(README.read_text()))

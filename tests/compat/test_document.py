@@ -11,6 +11,9 @@ EVERY = [each for constructs in document.SECTIONS.values() for each in construct
 def test_tables_are_those_of_the_constructs() -> None:
     text = document.DOCUMENT.read_text()
     assert text == document.expected(text), "type: python -m tests.compat"
+    readme = document.README.read_text()
+    assert "constructs of ordinary torch code" in readme
+    assert readme == document.in_readme(readme), "type: python -m tests.compat"
 
 
 def test_names_and_lines_are_each_of_one_construct() -> None:
