@@ -1,4 +1,4 @@
-"""``python -m tests.compat`` writes docs/compatibility.md's tables from the constructs, and README's figures of them."""
+"""``python -m tests.compat`` writes the tables of docs/compatibility.md, and the figures of them in README.md."""
 
 from __future__ import annotations
 
