@@ -95,6 +95,26 @@ DRAW: dict[str, Callable[[list[Row], Path], None]] = {
     "transports": transports_report.draw,
 }
 
+# Headings of the page.
+TITLES = {
+    "bridge": "torch.distributed over MPI, beside gloo",
+    "checkpoint": "Saving and loading checkpoints",
+    "collectives": "Collectives between nodes, beside the MPI library",
+    "gpu": "One GPU: checks and measurements",
+    "hostcost": "Messages and host time at up to 100,000 ranks",
+    "layouts": "Layouts of tensor, pipeline and data parallelism",
+    "overhead": "What hpczero adds to a step",
+    "parallel": "Tensor and pipeline parallelism, beside torch",
+    "peers": "A training step, beside FSDP2, DDP and DeepSpeed",
+    "planner": "Settings that were predicted to be fastest, tried",
+    "predict": "Steps of published runs, predicted",
+    "simulate": "A step of many ranks, simulated",
+    "start": "The start of a job",
+    "sweep": "Weak and strong scaling",
+    "tiers": "Offload to host memory and disk",
+    "transports": "Transports between the ranks",
+}
+
 # What a report meets where a row has the right names and senseless values.
 UNREPORTABLE = (
     ArithmeticError,
@@ -196,7 +216,7 @@ def show(path: Path) -> Report:
             f"{path}: holds values that cannot be reported ({error!r}); correct the line or remove it"
         ) from error
     sys.stdout.write(f"{text}\n\n")
-    return Report(path.stem, rows, text, DRAW[kind])
+    return Report(path.stem, rows, text, DRAW[kind], TITLES[kind])
 
 
 def read(path: Path, kind: str) -> tuple[list[Row], int]:

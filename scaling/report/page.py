@@ -27,7 +27,7 @@ body { margin: 0 auto; padding: 1.5rem 1.25rem 4rem; max-width: 78rem; backgroun
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
 h1 { font-size: 1.7rem; margin: 0 0 .25rem; } h2 { font-size: 1.25rem; margin: 2.5rem 0 .5rem; padding-top: 1rem;
   border-top: 1px solid var(--line); }
-a { color: var(--mark); } nav ul { columns: 2; padding-left: 1.2rem; } li { overflow-wrap: anywhere; }
+a { color: var(--mark); } nav ul { padding-left: 1.2rem; } li { overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; margin: .75rem 0 1rem; }
 table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; }
 th, td { border: 1px solid var(--line); padding: .3rem .55rem; text-align: right; white-space: nowrap; }
@@ -49,12 +49,14 @@ class Report:
         rows: of it.
         text: markdown.
         draw: writes its figures at a path, or beside it, in the format of the suffix.
+        title: of its kind, in words.
     """
 
     name: str
     rows: list[Row]
     text: str
     draw: Callable[[list[Row], Path], None]
+    title: str
 
 
 def page(reports: Sequence[Report], *, title: str, remark: str) -> str:
@@ -68,10 +70,11 @@ def page(reports: Sequence[Report], *, title: str, remark: str) -> str:
         body = markdown.render(intro) + figures + markdown.render(tables)
         body = body.replace("<table>", '<div class="scroll"><table>')
         body = body.replace("</table>", "</table></div>")
-        name = html.escape(report.name)
-        sections.append(f'<section id="r{number}">\n<h2>{name}</h2>\n{body}</section>\n')
+        heading = f"{html.escape(report.title)} <code>{html.escape(report.name)}</code>"
+        sections.append(f'<section id="r{number}">\n<h2>{heading}</h2>\n{body}</section>\n')
     links = "".join(
-        f'<li><a href="#r{number}">{html.escape(report.name)}</a></li>'
+        f'<li><a href="#r{number}">{html.escape(report.title)}</a> <code>{html.escape(report.name)}</code>: '
+        f"{html.escape(report.text.partition('; ')[0].partition('. ')[0])}</li>"
         for number, report in enumerate(reports)
     )
     return (

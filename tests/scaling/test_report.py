@@ -76,7 +76,9 @@ def test_a_folder_stands_for_the_results_in_it(shown: Report, tmp_path: Path) ->
     page = tmp_path / "page.html"
     with pytest.raises(ConfigError, match="empty: holds no results of"):
         shown(tmp_path / "empty", study, path, "--page", page)
-    assert page.read_text().count(">sweep-weak</h2>") == 1  # shown all the same, and once
+    assert (
+        page.read_text().count("Weak and strong scaling <code>sweep-weak</code></h2>") == 1
+    )  # shown all the same, and once
 
 
 def test_the_table_of_a_gpu_is_shown_with_all_others(shown: Report, tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ class Page(HTMLParser):
 
 def made_page() -> str:
     found = rows(stages=(0, 3))
-    reports = [Report("sweep-strong", found, text(found), draw)]
+    reports = [Report("sweep-strong", found, text(found), draw, "Strong & scaling")]
     return page(reports, title="a <title>", remark="a & remark")
 
 
