@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import hpczero
 from hpczero.checkpoint.disk.folder import read_manifest
+from hpczero.checkpoint.foreign.exporting import export
 from hpczero.errors import CheckpointError, CheckpointMismatch
 from tests.checkpoint.damage import resigned
 from tests.helpers.parallel import parallel_assert
@@ -82,6 +83,7 @@ def test_state_that_differs_between_ranks_comes_back_to_each(
     comm: MPI.Intracomm,
     topology: hpczero.Topology,
     folder: Path,
+    tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = build()
@@ -99,8 +101,10 @@ def test_state_that_differs_between_ranks_comes_back_to_each(
     ):
         hpczero.checkpoint.load(folder, model)
         parallel_assert(comm, model[0].kept == 5, "rank 0 of one takes that of rank 0 of two")
+        export(path, tmp_path / "weights")
     alone.free()
     parallel_assert(comm, "extra states of 0 differ between the 2 ranks" in caplog.text)
+    parallel_assert(comm, "left out what get_extra_state() of 0 gave" in caplog.text)
 
 
 def test_state_that_no_file_can_hold_is_refused_by_its_module(

@@ -188,6 +188,12 @@ def _write(stored: Stored, out: Path, form: Form) -> Exported:
         raise CheckpointNotWritten(
             f"{out}: cannot be written ({os.strerror(error.errno or 0)}); check the path, space and permissions"
         ) from error
+    if left_out := stored.manifest.meta.get("extra_states"):
+        logger.warning(
+            "%s: left out what get_extra_state() of %s gave; only a load of the checkpoint has it",
+            out,
+            ", ".join(left_out),
+        )
     return Exported(stored.path, stored.manifest.step, len(entries), nbytes)
 
 
