@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -326,7 +327,7 @@ def choose_plans(options: Options) -> tuple[GPTConfig | None, Callable[[int, int
     precision = Precision.of(options.precision, reduce=options.reduce)
     named = Path(options.model or "")
     folder = named.parent if named.name == "config.json" else named
-    if not options.model or options.model in PRESETS or not (folder / "config.json").exists():
+    if not options.model or options.model in PRESETS or not os.path.exists(folder / "config.json"):
         config = choose_config(options)
         shapes = list(parameter_shapes(config))
         return config, lambda ranks, stage: blockwise_plan(
